@@ -1,0 +1,86 @@
+"""Qwen3.5 and Qwen3.6, dense: hybrid Gated DeltaNet trunk, one full-attention head module under ``mtp.``."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from mtp_train.families.spec import Convention, EngineSupport, Family, KeyRule, RecurrentKernels
+
+# All three engines agree: the hidden state after the trunk's final norm, and the head's own final norm recycled.
+_POST_NORM = Convention(recycle="after_final_norm", zero_first_embedding=False)
+
+
+def _head_layer_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    config = copy.deepcopy(text_config)
+    config.layer_types = ["full_attention"] * num_modules
+    config.num_hidden_layers = num_modules
+    return config
+
+
+def _make_layer(config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+
+    return Qwen3_5DecoderLayer(config, layer_idx)
+
+
+def _make_norm(config: PretrainedConfig) -> nn.Module:
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+
+    return Qwen3_5RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+def _make_rotary(config: PretrainedConfig) -> nn.Module:
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
+
+    return Qwen3_5TextRotaryEmbedding(config=config)
+
+
+QWEN3_5 = Family(
+    name="qwen3_5",
+    title="Qwen3.5 / Qwen3.6 dense",
+    model_types=("qwen3_5_text",),
+    count_field="mtp_num_hidden_layers",
+    head_config_fields=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    trunk_prefixes=("model.language_model.", "model."),
+    head_prefixes=("mtp.",),
+    key_rules=(
+        KeyRule(native="mtp.fc.weight", ours="proj.weight"),
+        KeyRule(native="mtp.pre_fc_norm_embedding.weight", ours="embed_norm.weight"),
+        KeyRule(native="mtp.pre_fc_norm_hidden.weight", ours="hidden_norm.weight"),
+        KeyRule(native="mtp.norm.weight", ours="final_norm.weight"),
+        KeyRule(native="mtp.layers.{module}.{rest}", ours="layer.{rest}"),
+    ),
+    default=_POST_NORM,
+    conventions={"vllm": _POST_NORM, "sglang": _POST_NORM, "llama.cpp": _POST_NORM},
+    head_layer_config=_head_layer_config,
+    make_layer=_make_layer,
+    make_norm=_make_norm,
+    make_rotary=_make_rotary,
+    recurrent=RecurrentKernels(
+        python_module="transformers.models.qwen3_5.modeling_qwen3_5",
+        chunked="torch_chunk_gated_delta_rule",
+        rule="gated_delta",
+    ),
+    engines={
+        "vllm": EngineSupport(
+            supported=True,
+            text='vllm serve {path} --speculative-config \'{{"method":"mtp","num_speculative_tokens":{depth}}}\'',
+        ),
+        "sglang": EngineSupport(
+            supported=True,
+            text="python -m sglang.launch_server --model-path {path} --speculative-algorithm NEXTN "
+            "--speculative-num-steps {depth} --speculative-eagle-topk 1 --speculative-num-draft-tokens {depth_plus_1}",
+        ),
+        "llama.cpp": EngineSupport(
+            supported=True,
+            text="python convert_hf_to_gguf.py {path} --outfile model.gguf && "
+            "llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
+        ),
+        "transformers": EngineSupport(
+            supported=False, text="generate(use_mtp=True) refuses models with recurrent state; the trunk itself loads"
+        ),
+    },
+)

@@ -1,0 +1,83 @@
+"""The one place that says which token a depth reads and which it predicts.
+
+Depth k (counted from 1) of the draft that starts at row t reads token t+k and predicts token t+k+1. Row t holds the
+trunk's hidden state after token t. For the row of tokens ``A B C D E`` (t = 0..4)::
+
+    start t   depth 1        depth 2        depth 3
+    0 (A)     B -> C         C -> D         D -> E
+    1 (B)     C -> D         D -> E         .
+    2 (C)     D -> E         .              .
+    3 (D)     .              .              .
+
+A dot marks a depth without a target. The trunk's own prediction of the same target sits at row t+k ("target row"):
+its hidden state after token t+k gives p of token t+k+1.
+
+Shapes: B rows, T tokens, K depths, Q query rows, S key rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PADDING_DOCUMENT = -1
+
+
+def shift_left(values_BT: Tensor, num_tokens: int, fill: int) -> Tensor:
+    """Move every row ``num_tokens`` to the left and fill up with ``fill``.
+
+    ``[a, b, c, d]`` shifted by 1 is ``[b, c, d, fill]``.
+    """
+    kept_BT = values_BT[:, num_tokens:]
+    return torch.nn.functional.pad(kept_BT, (0, values_BT.shape[1] - kept_BT.shape[1]), value=fill)
+
+
+def input_tokens(tokens_BT: Tensor, depth: int) -> Tensor:
+    """Return the token that depth ``depth`` reads at each start row (0 past the end, where no target is valid)."""
+    return shift_left(tokens_BT, depth, 0)
+
+
+def target_tokens(tokens_BT: Tensor, depth: int) -> Tensor:
+    """Return the token that depth ``depth`` predicts at each start row (0 past the end)."""
+    return shift_left(tokens_BT, depth + 1, 0)
+
+
+def valid_targets(document_BT: Tensor, loss_mask_BT: Tensor, depth: int) -> Tensor:
+    """Say at which start rows depth ``depth`` has a target that counts.
+
+    Args:
+        document_BT: int, document number of each token, ``PADDING_DOCUMENT`` on padding.
+        loss_mask_BT: bool, whether the token may be a target.
+        depth: 1-based depth.
+
+    Returns:
+        bool, shape (B, T): the target lies in the start's document and its mask is set.
+    """
+    same_document_BT = shift_left(document_BT, depth + 1, PADDING_DOCUMENT) == document_BT
+    wanted_BT = shift_left(loss_mask_BT.long(), depth + 1, 0).bool()
+    return same_document_BT & wanted_BT & (document_BT != PADDING_DOCUMENT)
+
+
+def prefix_mask(document_BT: Tensor) -> Tensor:
+    """Return who sees whom at depth 1: earlier rows and itself, in the same document. bool, (B, T, T)."""
+    num_tokens = document_BT.shape[1]
+    causal_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=document_BT.device).tril()
+    return (document_BT[:, :, None] == document_BT[:, None, :]) & causal_TT
+
+
+def unroll_mask(prefix_BTT: Tensor, depth: int) -> Tensor:
+    """Return who sees whom at depth ``depth`` of a recursive unroll, exactly as in decoding.
+
+    The keys are the depth-1 rows, then the depth-2 rows, and so on to ``depth``. A draft that starts at row t sees the
+    depth-1 rows up to t (built from true hidden states) and, of the later depths, only its own rows.
+
+    Args:
+        prefix_BTT: ``prefix_mask`` of the batch.
+        depth: 1-based depth of the queries.
+
+    Returns:
+        bool, shape (B, T, depth * T).
+    """
+    own_TT = torch.eye(prefix_BTT.shape[1], dtype=torch.bool, device=prefix_BTT.device)
+    own_BTT = own_TT.expand_as(prefix_BTT)
+    return torch.cat([prefix_BTT] + [own_BTT] * (depth - 1), dim=-1)

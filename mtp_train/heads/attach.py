@@ -1,0 +1,146 @@
+"""Building a head for a trunk: from a checkpoint that has one, from an artifact, or fresh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from mtp_train.errors import CheckpointError
+from mtp_train.families import Family
+from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.module import MtpHead
+from mtp_train.weights.artifact import Artifact
+from mtp_train.weights.files import SAFETENSORS_DTYPES, Checkpoint
+from mtp_train.weights.keymap import HeadLayout
+from mtp_train.weights.native import NativeHead, head_config_fields, native_head_of, require_same_trunk_shape
+from mtp_train.weights.writing import PendingTensor
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """What a head of one checkpoint looks like in its own layout: the template that a trained head is written by."""
+
+    family: Family
+    layout: HeadLayout
+    num_modules: int
+    convention: str
+    template: NativeHead
+    """Keys, dtypes and shapes to write; its loaders give the head before training."""
+
+
+def native_plan(checkpoint: Checkpoint, convention: str) -> HeadPlan:
+    """Plan to start from the head that the checkpoint itself holds.
+
+    Raises:
+        CheckpointError: It holds none, or not a complete one.
+    """
+    return graft_plan(checkpoint, checkpoint, convention)
+
+
+def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadPlan:
+    """Plan to start from the base's head on the fine-tune's trunk.
+
+    Raises:
+        CheckpointError: The base has no complete head, or its trunk has another shape.
+        UnsupportedModelError: The convention is unknown to the family.
+    """
+    layout, base_layout = layout_of(finetune), layout_of(base)
+    finetune.family.convention(convention)
+    require_same_trunk_shape(finetune, layout, base, base_layout)
+    diagnosis = diagnose_head(base)
+    if not diagnosis.complete:
+        raise CheckpointError(
+            f"{base.path}: {diagnosis.describe()}; expected a complete head. Point at the base with its original weights."
+        )
+    template = native_head_of(base, base_layout, layout)
+    return HeadPlan(finetune.family, layout, diagnosis.present_modules, convention, template)
+
+
+def fresh_plan(checkpoint: Checkpoint, text_config: PretrainedConfig, convention: str, *, seed: int) -> HeadPlan:
+    """Plan to start from a randomly initialised head of one module, in the trunk's dtype.
+
+    Norms start as the identity of their flavour (transformers' own initial values), matrices as the trunk's do.
+    """
+    family, layout = checkpoint.family, layout_of(checkpoint)
+    family.convention(convention)
+    trunk_dtype = checkpoint.tensors[f"{layout.trunk_prefix}embed_tokens.weight"].dtype
+    head = MtpHead(family, text_config, num_modules=1, convention=family.default)
+    _init_fresh(head, text_config.initializer_range, seed)
+    trained = dict(head.named_parameters())
+    # Buffers (a router's correction bias) keep the precision transformers gives them.
+    dtypes = {
+        key: trunk_dtype if name in trained else SAFETENSORS_DTYPES[value.dtype]
+        for name, value in head.state_dict().items()
+        for key, _ in layout.split(name, value)
+    }
+    fields = {**head_config_fields(checkpoint), family.count_field: 1}
+    template = NativeHead(native_tensors(head.state_dict(), layout, dtypes), (), fields)
+    return HeadPlan(family, layout, 1, convention, template)
+
+
+def _init_fresh(head: MtpHead, std: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> MtpHead:
+    """Build the head of a plan and load its weights, cast to ``dtype``.
+
+    Raises:
+        CheckpointError: A weight is NaN or infinite.
+    """
+    convention = plan.family.convention(plan.convention)
+    head = MtpHead(plan.family, text_config, num_modules=plan.num_modules, convention=convention)
+    native = {pending.key: pending.load() for pending in plan.template.tensors}
+    require_finite(native)
+    ours = plan.layout.join(native)
+    head.load_state_dict(ours)
+    # Buffers keep their dtype: a router's fp32 correction bias must not be rounded.
+    for parameter in head.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return head
+
+
+def artifact_plan(artifact: Artifact) -> HeadPlan:
+    """Plan to use the head of an artifact."""
+    return HeadPlan(artifact.family, artifact.layout, artifact.num_modules, artifact.convention, artifact.head)
+
+
+def trained_head(plan: HeadPlan, state: Mapping[str, Tensor]) -> NativeHead:
+    """Return the plan's native head with trained values: the same keys, dtypes, shapes and config fields."""
+    dtypes = {pending.key: pending.dtype for pending in plan.template.tensors}
+    tensors = native_tensors(state, plan.layout, dtypes)
+    return NativeHead(tensors, plan.template.shared_keys, plan.template.config_fields)
+
+
+def native_tensors(
+    state: Mapping[str, Tensor], layout: HeadLayout, dtypes: Mapping[str, str]
+) -> tuple[PendingTensor, ...]:
+    """Turn our parameters into native tensors of the given stored dtypes, in the order of ``dtypes``."""
+    split = {key: value for name, tensor in state.items() for key, value in layout.split(name, tensor)}
+    return tuple(_held(key, dtype, split[key]) for key, dtype in dtypes.items())
+
+
+def _held(key: str, dtype: str, value: Tensor) -> PendingTensor:
+    return PendingTensor(key, dtype, tuple(value.shape), lambda: value)
+
+
+def require_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Check that no weight is NaN or infinite.
+
+    Raises:
+        CheckpointError: One is; the message names it.
+    """
+    for key, value in tensors.items():
+        if value.is_floating_point() and not torch.isfinite(value.float()).all():
+            raise CheckpointError(
+                f"{key}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it diverged."
+            )
+

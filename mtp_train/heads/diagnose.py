@@ -1,0 +1,113 @@
+"""What is there of a head in a checkpoint, key by key, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from mtp_train.errors import CheckpointError
+from mtp_train.families import Family
+from mtp_train.heads.module import MtpHead
+from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.keymap import HeadLayout
+
+
+@dataclass(frozen=True)
+class HeadDiagnosis:
+    """The head's keys in a checkpoint against what its config needs."""
+
+    declared_modules: int
+    present_modules: int
+    """Modules of which at least one key is there."""
+    found_keys: tuple[str, ...]
+    """Every key under the head's prefixes, shared ones included."""
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    shape_errors: tuple[str, ...]
+    """``key: found [..], expected [..]``."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every needed key is there, fits, and nothing else is."""
+        return bool(self.found_keys) and not (self.missing_keys or self.unexpected_keys or self.shape_errors)
+
+    def describe(self) -> str:
+        """Say in one phrase what is wrong with the head, for an error message."""
+        if not self.found_keys:
+            return f"holds no head tensors (config declares {self.declared_modules} module(s))"
+        if self.shape_errors:
+            return f"head shape mismatch: {self.shape_errors[0]} ({len(self.shape_errors)} in all)"
+        if self.unexpected_keys:
+            return f"unknown head keys {', '.join(self.unexpected_keys[:3])} ({len(self.unexpected_keys)} in all)"
+        return f"head keys missing: {', '.join(self.missing_keys[:3])} ({len(self.missing_keys)} in all)"
+
+
+def layout_of(checkpoint: Checkpoint) -> HeadLayout:
+    """Return the head's key layout in this checkpoint.
+
+    Raises:
+        CheckpointError: No embedding under any of the family's prefixes, or no layer count in the config.
+    """
+    family = checkpoint.family
+    for prefix in family.trunk_prefixes:
+        if f"{prefix}embed_tokens.weight" in checkpoint.tensors:
+            num_layers = checkpoint.text_config.get("num_hidden_layers")
+            if not isinstance(num_layers, int):
+                raise CheckpointError(
+                    f"{checkpoint.path}: config.json says num_hidden_layers = {num_layers!r}; expected a count. Restore it."
+                )
+            return HeadLayout(family, prefix, num_layers)
+    expected = " or ".join(f"{prefix}embed_tokens.weight" for prefix in family.trunk_prefixes)
+    raise CheckpointError(
+        f"{checkpoint.path}: the trunk's embedding is missing; expected {expected}. Point at the complete checkpoint."
+    )
+
+
+def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Return transformers' text config of a checkpoint.
+
+    Raises:
+        CheckpointError: transformers refuses the config.
+    """
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path}/config.json: transformers refuses it ({error}). Restore the original config."
+        ) from None
+    text_config: PretrainedConfig = config.get_text_config()
+    return text_config
+
+
+def head_shapes(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, torch.Size]:
+    """Return the names and shapes of our head's parameters and buffers for a config; allocates nothing."""
+    with torch.device("meta"):
+        head = MtpHead(family, text_config, num_modules=num_modules, convention=family.default)
+    return {name: value.shape for name, value in head.state_dict().items()}
+
+
+def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
+    """Compare the head keys of a checkpoint with what its family and config need."""
+    layout = layout_of(checkpoint)
+    declared = layout.family.declared_modules(checkpoint.text_config)
+    found = tuple(key for key in checkpoint.tensors if layout.is_head_key(key))
+    mapped = {key: layout.map_key(key) for key in found if layout.shared_key(key) is None}
+    present = {entry.ours.split(".")[1] for entry in mapped.values() if entry is not None}
+    # What the tensors are compared with: the declared count, or what is there where the count was lost.
+    num_modules = max(declared, len(present), 1)
+    needed = layout.native_shapes(head_shapes(layout.family, text_config_of(checkpoint), num_modules))
+    shape_errors = tuple(
+        f"{key}: found {list(checkpoint.tensors[key].shape)}, expected {list(needed[key])}"
+        for key in found
+        if key in needed and checkpoint.tensors[key].shape != needed[key]
+    )
+    return HeadDiagnosis(
+        declared_modules=declared,
+        present_modules=len(present),
+        found_keys=found,
+        missing_keys=tuple(sorted(set(needed) - set(found))),
+        unexpected_keys=tuple(sorted(key for key in mapped if key not in needed)),
+        shape_errors=shape_errors,
+    )

@@ -1,0 +1,110 @@
+"""The one MTP forward: training unrolls it, the decoder calls it with a cache, export checks run it.
+
+Shapes: B rows, T tokens of this call, S keys seen (cached and new), D hidden, K depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_mask
+from mtp_train.heads.module import MtpHead
+
+
+class StepOutput(NamedTuple):
+    """What one depth yields."""
+
+    logit_hidden_BTD: Tensor
+    """State the lm_head reads."""
+    recycled_BTD: Tensor
+    """State that is the next depth's hidden input."""
+
+
+def mtp_step(
+    head: MtpHead,
+    hidden_BTD: Tensor,
+    embed_BTD: Tensor,
+    *,
+    depth: int,
+    positions_BT: Tensor,
+    mask_BTS: Tensor | None,
+    cache: Cache | None,
+) -> StepOutput:
+    """Run one depth of the head.
+
+    Args:
+        head: The head.
+        hidden_BTD: The trunk's hidden states (depth 1) or the recycled states of the depth before.
+        embed_BTD: The trunk's embedding of the token each row reads.
+        depth: 1-based depth; picks the module.
+        positions_BT: int, row t of depth k stands at position t+k-1.
+        mask_BTS: bool, True where a row sees a key; None where every row sees every key (a single row).
+        cache: Keys and values of earlier rows; the new ones are appended. None for a first and only depth.
+
+    Returns:
+        The state for the logits and the state to recycle, each of shape (B, T, D).
+    """
+    module = head.module_for(depth)
+    if head.convention.zero_first_embedding:
+        embed_BTD = embed_BTD.masked_fill((positions_BT == 0)[..., None], 0.0)
+    fused_BTD = module.fuse(hidden_BTD, embed_BTD)
+    block_BTD = module.layer(
+        fused_BTD,
+        position_embeddings=head.rotary(fused_BTD, positions_BT),
+        attention_mask=None if mask_BTS is None else mask_BTS[:, None],
+        position_ids=positions_BT,
+        past_key_values=cache,
+    )
+    normed_BTD = module.final_norm(block_BTD)
+    recycled_BTD = normed_BTD if head.convention.recycle == "after_final_norm" else block_BTD
+    return StepOutput(normed_BTD, recycled_BTD)
+
+
+def unroll(
+    head: MtpHead,
+    hidden_BTD: Tensor,
+    tokens_BT: Tensor,
+    embed: Callable[[Tensor], Tensor],
+    *,
+    num_depths: int,
+    positions_BT: Tensor,
+    document_BT: Tensor,
+) -> list[Tensor]:
+    """Draft ``num_depths`` tokens from every row at once, with each depth seeing exactly what it sees in decoding.
+
+    A ``recursive`` head re-uses its module: depth k sees the depth-1 rows of the prefix and its own start's rows of
+    depth 2..k. A ``chained`` head runs module k over its own rows. Tokens are teacher-forced.
+
+    Args:
+        head: The head.
+        hidden_BTD: The trunk's hidden states, from the family's source.
+        tokens_BT: int, the tokens of the same rows.
+        embed: The trunk's embedding.
+        num_depths: K.
+        positions_BT: int, restarting at each document.
+        document_BT: int, document number, ``PADDING_DOCUMENT`` on padding.
+
+    Returns:
+        K tensors (B, T, D): the state for the logits of depth k at each start row.
+    """
+    prefix_BTT = prefix_mask(document_BT)
+    cache = DynamicCache()
+    outputs: list[Tensor] = []
+    for depth in range(1, num_depths + 1):
+        recursive = head.family.unroll == "recursive"
+        step = mtp_step(
+            head,
+            hidden_BTD,
+            embed(input_tokens(tokens_BT, depth)),
+            depth=depth,
+            positions_BT=positions_BT + (depth - 1),
+            mask_BTS=unroll_mask(prefix_BTT, depth) if recursive else prefix_BTT,
+            cache=cache,
+        )
+        hidden_BTD = step.recycled_BTD
+        outputs.append(step.logit_hidden_BTD)
+    return outputs

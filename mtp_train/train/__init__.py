@@ -1,0 +1,1 @@
+"""Training the head on a frozen trunk."""

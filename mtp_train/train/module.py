@@ -1,0 +1,107 @@
+"""Trunk and head as the one module that is prepared, wrapped and called: the loss is inside its forward.
+
+Shapes: B packed rows, T tokens, K depths, N = B * T target rows, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from mtp_train.heads.alignment import shift_left, valid_targets
+from mtp_train.heads.isolate import isolated_hidden
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.step import unroll
+from mtp_train.heads.trunk import Trunk
+from mtp_train.losses import LossKind, LossTerms, align_to_targets, frozen_head_loss
+
+
+class Batch(NamedTuple):
+    """Packed rows on a device; all of shape (B, T)."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    document_BT: Tensor
+    loss_mask_BT: Tensor
+
+
+class AlignedRows(NamedTuple):
+    """Everything a loss or a metric needs, depths brought to common target rows."""
+
+    student_KND: Tensor
+    teacher_ND: Tensor
+    targets_N: Tensor
+    valid_KN: Tensor
+
+
+def aligned_rows(trunk: Trunk, head: MtpHead, batch: Batch, num_depths: int) -> AlignedRows:
+    """Run trunk and head over packed rows and line the depths up by target row."""
+    hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
+    starts = unroll(
+        head,
+        hidden_BTD,
+        batch.tokens_BT,
+        trunk.embed,
+        num_depths=num_depths,
+        positions_BT=batch.positions_BT,
+        document_BT=batch.document_BT,
+    )
+    valid = [valid_targets(batch.document_BT, batch.loss_mask_BT, depth + 1) for depth in range(num_depths)]
+    return AlignedRows(
+        align_to_targets(starts).flatten(1, 2),
+        hidden_BTD.flatten(0, 1),
+        shift_left(batch.tokens_BT, 1, 0).flatten(),
+        align_to_targets(valid).flatten(1, 2),
+    )
+
+
+class HeadTraining(nn.Module):
+    """A frozen trunk and the head that is trained on it.
+
+    Args:
+        trunk: The trunk; stays in eval mode and without gradients whatever ``train()`` is told.
+        head: The head, in fp32.
+        num_depths: K.
+        kind: The loss.
+        temperature: Softening of ``kl``.
+    """
+
+    def __init__(self, trunk: Trunk, head: MtpHead, *, num_depths: int, kind: LossKind, temperature: float) -> None:
+        super().__init__()
+        self.trunk = trunk.requires_grad_(False).eval()
+        self.head = head
+        self.num_depths = num_depths
+        self.kind = kind
+        self.temperature = temperature
+
+    def train(self, mode: bool = True) -> HeadTraining:
+        """Put the head, and only the head, in training mode."""
+        super().train(mode)
+        self.trunk.eval()
+        return self
+
+    def forward(
+        self, tokens_BT: Tensor, positions_BT: Tensor, document_BT: Tensor, loss_mask_BT: Tensor, scale_K: Tensor
+    ) -> LossTerms:
+        """Return the loss of one micro-batch.
+
+        Args:
+            tokens_BT: int, packed tokens.
+            positions_BT: int, restarting at each document.
+            document_BT: int, document numbers.
+            loss_mask_BT: bool, tokens that may be targets.
+            scale_K: fp32, what each depth's summed loss is multiplied by: the depth's weight over the number of its
+                targets in the whole step.
+        """
+        batch = Batch(tokens_BT, positions_BT, document_BT, loss_mask_BT)
+        rows = aligned_rows(self.trunk, self.head, batch, self.num_depths)
+        return frozen_head_loss(
+            rows.student_KND,
+            rows.teacher_ND,
+            self.trunk.lm_head_VD,
+            rows.targets_N,
+            rows.valid_KN.float() * scale_K[:, None],
+            kind=self.kind,
+            temperature=self.temperature,
+        )

@@ -1,0 +1,1 @@
+"""Reading checkpoints, mapping head keys, and writing head-preserved exports."""

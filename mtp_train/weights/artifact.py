@@ -1,0 +1,102 @@
+"""The head directory: ``head.safetensors`` (native keys) and ``head_config.json`` (what they belong to)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtp_train.errors import CheckpointError
+from mtp_train.families import FAMILIES, Family
+from mtp_train.weights.files import read_json, scan_safetensors
+from mtp_train.weights.keymap import HeadLayout
+from mtp_train.weights.native import NativeHead
+from mtp_train.weights.writing import PendingTensor, new_directory, write_json, write_safetensors
+
+WEIGHTS_FILE = "head.safetensors"
+HEAD_CONFIG_FILE = "head_config.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A head on its own, with what is needed to run it and to put it into a checkpoint."""
+
+    family: Family
+    layout: HeadLayout
+    num_modules: int
+    num_depths: int
+    """Depths it was trained for; how deep to draft by default."""
+    convention: str
+    head: NativeHead
+    notes: dict[str, Any]
+    """Where it came from; written as it is, read back as it is."""
+
+
+def save_artifact(artifact: Artifact, out: Path) -> None:
+    """Write a head directory.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: The disk is full.
+    """
+    with new_directory(out, what="the head") as directory:
+        write_safetensors(directory / WEIGHTS_FILE, artifact.head.tensors)
+        write_json(
+            directory / HEAD_CONFIG_FILE,
+            {
+                "format_version": FORMAT_VERSION,
+                "family": artifact.family.name,
+                "trunk_prefix": artifact.layout.trunk_prefix,
+                "num_hidden_layers": artifact.layout.num_hidden_layers,
+                "num_modules": artifact.num_modules,
+                "num_depths": artifact.num_depths,
+                "convention": artifact.convention,
+                "shared_keys": list(artifact.head.shared_keys),
+                "config_fields": dict(artifact.head.config_fields),
+                "notes": artifact.notes,
+            },
+        )
+
+
+def load_artifact(path: Path) -> Artifact:
+    """Open a head directory; tensors are read when they are needed.
+
+    Raises:
+        CheckpointError: Not a head directory, of another format version, or damaged.
+    """
+    config = read_json(path / HEAD_CONFIG_FILE)
+    if config.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path / HEAD_CONFIG_FILE}: format_version {config.get('format_version')!r}; expected {FORMAT_VERSION}. "
+            "Write the head again with this version of mtp-train."
+        )
+    try:
+        family = next(family for family in FAMILIES if family.name == config["family"])
+        layout = HeadLayout(family, config["trunk_prefix"], config["num_hidden_layers"])
+        infos = scan_safetensors(path / WEIGHTS_FILE)
+        tensors = tuple(_pending(path / WEIGHTS_FILE, key, info.dtype, info.shape) for key, info in infos.items())
+        return Artifact(
+            family=family,
+            layout=layout,
+            num_modules=config["num_modules"],
+            num_depths=config["num_depths"],
+            convention=config["convention"],
+            head=NativeHead(tensors, tuple(config["shared_keys"]), config["config_fields"]),
+            notes=config["notes"],
+        )
+    except (KeyError, StopIteration) as error:
+        raise CheckpointError(
+            f"{path / HEAD_CONFIG_FILE}: incomplete or of an unknown family ({error}); expected a head that mtp-train "
+            "wrote. Write it again."
+        ) from None
+
+
+def _pending(file: Path, key: str, dtype: str, shape: tuple[int, ...]) -> PendingTensor:
+    def load() -> Any:
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as handle:
+            return handle.get_tensor(key)
+
+    return PendingTensor(key, dtype, shape, load)

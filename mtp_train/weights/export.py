@@ -1,0 +1,173 @@
+"""Writing a checkpoint with a head: copy the source, patch what the head needs, touch nothing else.
+
+Trunk bytes are never re-encoded. A file that needs no change is hard-linked (or copied); a shard that already holds
+head tensors of the same shape and dtype is copied and patched in place; head tensors that have no place yet go into one
+more shard that the index names.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mtp_train.errors import CheckpointError
+from mtp_train.weights.files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    PICKLE_SUFFIXES,
+    SINGLE_FILE,
+    TORCH_DTYPES,
+    Checkpoint,
+    TensorInfo,
+)
+from mtp_train.weights.keymap import HeadLayout
+from mtp_train.weights.native import NativeHead
+from mtp_train.weights.writing import PendingTensor, new_directory, patch_safetensors, write_json, write_safetensors
+
+HEAD_FILE = "model-mtp.safetensors"
+LinkMode = Literal["hard", "copy"]
+
+
+def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path, *, link: LinkMode) -> None:
+    """Write ``source`` with ``head`` to a new directory.
+
+    Args:
+        source: The checkpoint whose trunk is exported; it is only read.
+        layout: Its head layout.
+        head: The head to put in, keys in ``layout``.
+        out: The new directory.
+        link: Hard-link unchanged files where the file system allows, or copy them all.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: A head tensor does not fit the one it replaces, or the disk is full.
+    """
+    tensors = [*head.tensors, *_shared_tensors(source, layout, head)]
+    patches, additions = _sort_by_place(source, layout, tensors)
+    renames = _shard_names(source, additions)
+    config = _patched_config(source, head.config_fields)
+    with new_directory(out, what="the checkpoint") as directory:
+        skipped = {INDEX_FILE, *({CONFIG_FILE} if config is not None else ())}
+        for file in _source_files(source.path):
+            relative = file.relative_to(source.path)
+            target = directory / renames.get(str(relative), str(relative))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if str(relative) in patches:
+                shutil.copyfile(file, target)
+                patch_safetensors(target, patches[str(relative)])
+            elif str(relative) not in skipped:
+                _place(file, target, link)
+        if additions:
+            write_safetensors(directory / renames.get(HEAD_FILE, HEAD_FILE), additions)
+        if config is not None:
+            write_json(directory / CONFIG_FILE, config)
+        if source.index is not None or additions:
+            write_json(directory / INDEX_FILE, _index(source, additions, renames))
+
+
+def _shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[PendingTensor]:
+    """Yield the keys that repeat trunk tensors, filled from the trunk that is exported."""
+    for key in head.shared_keys:
+        shared = layout.shared_key(key)
+        assert shared is not None
+        trunk_key = layout.trunk_key(shared, source.tensors)
+        info = source.tensors[trunk_key]
+        yield PendingTensor(key, info.dtype, info.shape, _reader(source, trunk_key))
+
+
+def _reader(source: Checkpoint, key: str) -> Any:
+    return lambda: source.read(key)
+
+
+def _sort_by_place(
+    source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor]
+) -> tuple[dict[str, list[PendingTensor]], list[PendingTensor]]:
+    """Split head tensors into those that replace stored ones, by file, and those that have no place yet."""
+    patches: dict[str, list[PendingTensor]] = {}
+    additions: list[PendingTensor] = []
+    for pending in tensors:
+        stored = source.tensors.get(pending.key)
+        if stored is None:
+            additions.append(pending)
+        elif (stored.dtype, stored.shape) == (pending.dtype, pending.shape):
+            patches.setdefault(stored.file, []).append(pending)
+        else:
+            raise CheckpointError(
+                f"{source.path}: {pending.key} is {stored.dtype} {list(stored.shape)}, the new head's is {pending.dtype} "
+                f"{list(pending.shape)}; expected the same. Use a head of this checkpoint's family and dtype."
+            )
+    stray = {key for key in source.tensors if layout.is_head_key(key)} - {pending.key for pending in tensors}
+    if stray:
+        raise CheckpointError(
+            f"{source.path}: holds head tensors that the new head lacks ({', '.join(sorted(stray)[:3])}); expected the "
+            "same keys. Use a head of this checkpoint's family."
+        )
+    return patches, additions
+
+
+def _shard_names(source: Checkpoint, additions: list[PendingTensor]) -> Mapping[str, str]:
+    """Return new names for shards.
+
+    A single ``model.safetensors`` that gets company becomes shard 1 of 2: beside an index, loaders disagree on which of
+    ``model.safetensors`` and the index counts (transformers takes the file, vLLM the index).
+    """
+    if source.index is None and additions:
+        return {SINGLE_FILE: "model-00001-of-00002.safetensors", HEAD_FILE: "model-00002-of-00002.safetensors"}
+    return {}
+
+
+def _patched_config(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the config with the head's fields set, or None where it already says so (it is then linked verbatim)."""
+    missing = {name: value for name, value in fields.items() if source.text_config.get(name) != value}
+    if not missing:
+        return None
+    config = copy.deepcopy(dict(source.config))
+    nested = config.get("text_config")
+    (nested if isinstance(nested, dict) else config).update(missing)
+    return config
+
+
+def _index(source: Checkpoint, additions: list[PendingTensor], renames: Mapping[str, str]) -> dict[str, Any]:
+    tensors: dict[str, TensorInfo] = dict(source.tensors)
+    tensors.update({pending.key: pending.info(HEAD_FILE) for pending in additions})
+    old_metadata = (source.index or {}).get("metadata")
+    metadata = dict(old_metadata) if isinstance(old_metadata, dict) else {}
+    metadata["total_size"] = sum(_num_bytes(info) for info in tensors.values())
+    return {
+        "metadata": metadata,
+        "weight_map": {key: renames.get(info.file, info.file) for key, info in sorted(tensors.items())},
+    }
+
+
+def _num_bytes(info: TensorInfo) -> int:
+    size = TORCH_DTYPES[info.dtype].itemsize
+    for length in info.shape:
+        size *= length
+    return size
+
+
+def _source_files(path: Path) -> Iterator[Path]:
+    """Yield the files a copy needs: no hidden ones, no pickles, no training checkpoints in subdirectories."""
+    for entry in sorted(path.iterdir()):
+        if entry.name.startswith((".", "checkpoint-")):
+            continue
+        if entry.is_dir():
+            yield from _source_files(entry) if not (entry / CONFIG_FILE).exists() else ()
+        elif entry.suffix not in PICKLE_SUFFIXES:
+            yield entry
+
+
+def _place(file: Path, target: Path, link: LinkMode) -> None:
+    # The hub's cache keeps symbolic links; the link must be to the file behind them.
+    real = file.resolve()
+    if link == "hard":
+        try:
+            os.link(real, target)
+        except OSError:
+            shutil.copyfile(real, target)
+    else:
+        shutil.copyfile(real, target)

@@ -1,0 +1,209 @@
+"""Reading a checkpoint directory: what tensors it has and where, without loading them.
+
+Only safetensors are read. Everything that can be wrong with the files is found when the checkpoint is opened, so that
+no command fails half way through a write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mtp_train.errors import CheckpointError
+from mtp_train.families import Family, RawConfig, family_for, raw_text_config
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+# safetensors' names for the dtypes that weights come in.
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor is and what it looks like; ``dtype`` in safetensors' spelling."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint directory. Build it with ``open_checkpoint``."""
+
+    path: Path
+    config: RawConfig
+    index: Mapping[str, Any] | None
+    """The parsed index, None for a single file."""
+    tensors: Mapping[str, TensorInfo]
+
+    @cached_property
+    def family(self) -> Family:
+        """The family record that claims this checkpoint.
+
+        Raises:
+            UnsupportedModelError: No record does.
+        """
+        return family_for(self.config, where=str(self.path))
+
+    @property
+    def text_config(self) -> RawConfig:
+        """The language model's part of the raw config."""
+        return raw_text_config(self.config)
+
+    def read(self, key: str) -> Tensor:
+        """Load one tensor on the CPU, in its stored dtype."""
+        with safe_open(self.path / self.tensors[key].file, framework="pt") as handle:
+            tensor: Tensor = handle.get_tensor(key)
+        return tensor
+
+    def read_in_blocks(self, key: str, max_elements: int = 1 << 26) -> Iterator[Tensor]:
+        """Yield a tensor in slices along its first axis, each at most about ``max_elements`` long."""
+        info = self.tensors[key]
+        if not info.shape:
+            yield self.read(key)
+            return
+        row_elements = 1
+        for size in info.shape[1:]:
+            row_elements *= size
+        rows = max(1, max_elements // max(1, row_elements))
+        with safe_open(self.path / info.file, framework="pt") as handle:
+            piece = handle.get_slice(key)
+            for start in range(0, info.shape[0], rows):
+                yield piece[start : start + rows]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        CheckpointError: The file is missing or not a JSON object.
+    """
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; expected it in the checkpoint. Check the path.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error}); expected an object. Restore the file.") from None
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path}: holds {type(parsed).__name__}; expected a JSON object. Restore the file.")
+    return parsed
+
+
+def scan_safetensors(path: Path) -> dict[str, TensorInfo]:
+    """List the tensors of one safetensors file from its header.
+
+    Raises:
+        CheckpointError: The file is missing, truncated or not safetensors.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; expected a shard of the checkpoint. Download it again.")
+    try:
+        with safe_open(path, framework="pt") as handle:
+            found = {}
+            for key in handle.keys():  # noqa: SIM118 - a safetensors handle is not a dict
+                piece = handle.get_slice(key)
+                found[key] = TensorInfo(path.name, piece.get_dtype(), tuple(piece.get_shape()))
+            return found
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: truncated or damaged ({error}); expected a whole safetensors file. Download or copy it again."
+        ) from None
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint directory and check that its files are whole and agree.
+
+    Raises:
+        CheckpointError: The directory, config, index or a shard is missing or damaged, or the weights are pickles.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: not a directory; expected a checkpoint directory or a hub id (owner/name). Check the spelling."
+        )
+    config = read_json(path / CONFIG_FILE)
+    # transformers reads the single file first where both exist, and so do we.
+    if (path / SINGLE_FILE).is_file():
+        return Checkpoint(path, config, None, scan_safetensors(path / SINGLE_FILE))
+    if (path / INDEX_FILE).is_file():
+        index = read_json(path / INDEX_FILE)
+        return Checkpoint(path, config, index, _scan_indexed(path, index))
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise CheckpointError(
+            f"{path}: weights are pickles ({', '.join(pickles[:3])}), which can run code when read; expected "
+            "safetensors. Convert them once with transformers' save_pretrained in a place you trust."
+        )
+    raise CheckpointError(
+        f"{path}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}. Point at the directory that holds them."
+    )
+
+
+def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path / INDEX_FILE}: has no weight_map; expected key -> file. Restore the index.")
+    missing = sorted({file for file in weight_map.values() if not (path / file).is_file()})
+    if missing:
+        raise CheckpointError(
+            f"{path / INDEX_FILE}: names {', '.join(missing[:3])}, which is not there ({len(missing)} missing in all); "
+            "expected every shard beside the index. Download the missing shards."
+        )
+    stored = {file: scan_safetensors(path / file) for file in sorted(set(weight_map.values()))}
+    absent = sorted(key for key, file in weight_map.items() if key not in stored[file])
+    if absent:
+        raise CheckpointError(
+            f"{path / INDEX_FILE}: lists {absent[0]} in {weight_map[absent[0]]}, which does not hold it ({len(absent)} "
+            "such keys); expected index and shards of one save. Download both again."
+        )
+    return {key: stored[file][key] for key, file in weight_map.items()}
+
+
+def locate_checkpoint(name: str) -> Path:
+    """Return the directory of a checkpoint: a local path as it is, a hub id downloaded into the hub's cache.
+
+    Raises:
+        CheckpointError: Neither a directory nor a hub id that can be had.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=[f"*{suffix}" for suffix in PICKLE_SUFFIXES]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{name}: neither a local directory nor a hub model that can be downloaded "
+            f"({type(error).__name__}); expected one of them. Check the spelling, your network and your token."
+        ) from None

@@ -1,0 +1,142 @@
+"""Native head keys to ours and back: one table per family, both directions worked out from it.
+
+Ours are the parameter names of ``MtpHead`` (``blocks.0.proj.weight``). Every native key under the head's prefixes is
+mapped, shared with the trunk, or unknown; an unknown key is an error for whoever loads it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mtp_train.families import Family, KeyRule, SharedKey
+
+_NUMBERS = ("module", "layer", "expert")
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What a native key means: part of parameter ``ours``; ``expert`` and ``order`` say which part."""
+
+    ours: str
+    rule: KeyRule
+    expert: int | None
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """The head's keys in one checkpoint: a family's table with this checkpoint's numbers filled in."""
+
+    family: Family
+    trunk_prefix: str
+    num_hidden_layers: int
+
+    @cached_property
+    def _rules(self) -> list[tuple[KeyRule, re.Pattern[str]]]:
+        return [(rule, self._pattern(rule.native)) for rule in self.family.key_rules]
+
+    @cached_property
+    def _prefixes(self) -> list[re.Pattern[str]]:
+        return [self._pattern(prefix + "{rest}") for prefix in self.family.head_prefixes]
+
+    @cached_property
+    def _shared(self) -> list[tuple[SharedKey, re.Pattern[str]]]:
+        return [(shared, self._pattern(shared.native)) for shared in self.family.shared_keys]
+
+    def _pattern(self, template: str) -> re.Pattern[str]:
+        pattern = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
+        pattern = pattern.replace("{trunk}", re.escape(self.trunk_prefix)).replace("{rest}", "(?P<rest>.+)")
+        for name in _NUMBERS:
+            pattern = pattern.replace(f"{{{name}}}", rf"(?P<{name}>\d+)")
+        return re.compile(pattern + r"\Z")
+
+    def _module(self, match: re.Match[str]) -> int:
+        groups = match.groupdict()
+        if groups.get("layer") is not None:
+            return int(groups["layer"]) - self.num_hidden_layers
+        return int(groups.get("module") or 0)
+
+    def is_head_key(self, key: str) -> bool:
+        """Whether a native key belongs to the head (known or not)."""
+        matches = (pattern.match(key) for pattern in self._prefixes)
+        return any(match is not None and self._module(match) >= 0 for match in matches)
+
+    def shared_key(self, key: str) -> SharedKey | None:
+        """Return the trunk tensor a head key repeats, or None."""
+        return next((shared for shared, pattern in self._shared if pattern.match(key)), None)
+
+    def trunk_key(self, shared: SharedKey, trunk_keys: Iterable[str]) -> str:
+        """Return the trunk key to copy for a shared key."""
+        key = shared.trunk.format(trunk=self.trunk_prefix)
+        return key if key in set(trunk_keys) else shared.tied_trunk.format(trunk=self.trunk_prefix)
+
+    def map_key(self, key: str) -> Mapped | None:
+        """Return what a native key means, or None where no rule claims it."""
+        for rule, pattern in self._rules:
+            match = pattern.match(key)
+            if match is None:
+                continue
+            groups = match.groupdict()
+            ours = f"blocks.{self._module(match)}.{rule.ours.format(rest=groups.get('rest'))}"
+            return Mapped(ours, rule, int(groups["expert"]) if groups.get("expert") is not None else None)
+        return None
+
+    def renamed(self, key: str, target: HeadLayout) -> str:
+        """Return a head key's name in another checkpoint of the family (another decoder prefix)."""
+        if key.startswith(self.trunk_prefix) and any("{trunk}" in prefix for prefix in self.family.head_prefixes):
+            return target.trunk_prefix + key[len(self.trunk_prefix) :]
+        return key
+
+    def native_shapes(self, ours: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
+        """Return every native key that parameters of these names and shapes need, with its shape."""
+        return {
+            key: tuple(meta.shape)
+            for name, shape in ours.items()
+            for key, meta in self.split(name, torch.empty(shape, device="meta"))
+        }
+
+    def split(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the native keys of one of our parameters with their values (views where possible)."""
+        _, module, tail = name.split(".", 2)
+        rules = [rule for rule in self.family.key_rules if rule.ours == tail]
+        numbers = {
+            "trunk": self.trunk_prefix,
+            "module": int(module),
+            "layer": self.num_hidden_layers + int(module),
+        }
+        if not rules:
+            rule = next(rule for rule in self.family.key_rules if rule.ours.endswith("{rest}"))
+            rest = tail[len(rule.ours) - len("{rest}") :]
+            yield rule.native.format(**numbers, rest=rest), value
+        elif rules[0].stack == "none":
+            yield rules[0].native.format(**numbers), value
+        else:
+            rules = sorted(rules, key=lambda rule: rule.order)
+            for rule, part in zip(rules, value.chunk(len(rules), dim=1) if len(rules) > 1 else [value], strict=True):
+                for expert, piece in enumerate(part):
+                    yield rule.native.format(**numbers, expert=expert), piece
+
+    def join(self, native: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Turn native tensors into ours; shared keys are left out. The inverse of ``split``."""
+        parts: dict[str, dict[tuple[int, int], Tensor]] = {}
+        stacks: dict[str, Literal["none", "experts", "experts_concat"]] = {}
+        for key, value in native.items():
+            mapped = None if self.shared_key(key) else self.map_key(key)
+            if mapped is not None:
+                parts.setdefault(mapped.ours, {})[mapped.rule.order, mapped.expert or 0] = value
+                stacks[mapped.ours] = mapped.rule.stack
+        return {name: _assemble(pieces, stacks[name]) for name, pieces in parts.items()}
+
+
+def _assemble(pieces: Mapping[tuple[int, int], Tensor], stack: str) -> Tensor:
+    if stack == "none":
+        return next(iter(pieces.values()))
+    orders = sorted({order for order, _ in pieces})
+    stacked = [torch.stack([pieces[key] for key in sorted(pieces) if key[0] == order]) for order in orders]
+    return torch.cat(stacked, dim=1)

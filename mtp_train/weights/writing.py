@@ -1,0 +1,162 @@
+"""Writing that leaves no half-written thing behind: directories are built aside, flushed and renamed.
+
+The safetensors writer here streams one tensor at a time, so that a head of any size is written in the memory of its
+largest tensor; the ``safetensors`` package would hold them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from mtp_train.errors import CheckpointError, OutputExistsError
+from mtp_train.weights.files import TORCH_DTYPES, TensorInfo
+
+
+@dataclass(frozen=True)
+class PendingTensor:
+    """A tensor to be written: its header entry and a way to load it when its turn comes."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    load: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the stored tensor."""
+        size = TORCH_DTYPES[self.dtype].itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+    def info(self, file: str) -> TensorInfo:
+        """Describe the tensor as it will be stored in ``file``."""
+        return TensorInfo(file, self.dtype, self.shape)
+
+
+def raw_bytes(tensor: Tensor, dtype: str) -> memoryview:
+    """Return a tensor's bytes in the given stored dtype, without a second copy where it already has it."""
+    flat = tensor.detach().to("cpu", TORCH_DTYPES[dtype]).contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def write_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
+    """Write a safetensors file, loading one tensor at a time, and flush it to disk."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for pending in tensors:
+        end = offset + pending.num_bytes
+        header[pending.key] = {"dtype": pending.dtype, "shape": list(pending.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as handle:
+        handle.write(len(encoded).to_bytes(8, "little"))
+        handle.write(encoded)
+        for pending in tensors:
+            tensor = pending.load()
+            if tuple(tensor.shape) != pending.shape:
+                raise CheckpointError(
+                    f"{pending.key}: shape {list(tensor.shape)}; expected {list(pending.shape)}. Use a head of this model."
+                )
+            handle.write(raw_bytes(tensor, pending.dtype))
+        _flush(handle)
+
+
+def patch_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
+    """Overwrite tensors in place in a file of our own (never a linked one); names, dtypes and shapes stay."""
+    with path.open("r+b") as handle:
+        header_bytes = int.from_bytes(handle.read(8), "little")
+        header = json.loads(handle.read(header_bytes))
+        for pending in tensors:
+            start, end = header[pending.key]["data_offsets"]
+            data = raw_bytes(pending.load(), pending.dtype)
+            if len(data) != end - start:
+                raise CheckpointError(
+                    f"{path.name}: {pending.key} holds {end - start} bytes, the new tensor {len(data)}; expected the same "
+                    "shape and dtype. Use a head of this model."
+                )
+            handle.seek(8 + header_bytes + start)
+            handle.write(data)
+        _flush(handle)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON beside ``path``, flush, and rename over it."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write text beside ``path``, flush, and rename over it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as handle:
+        handle.write(content)
+        _flush(handle)
+    temporary.replace(path)
+
+
+def _flush(handle: IO[Any]) -> None:
+    handle.flush()
+    os.fsync(handle.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries, so that a rename in it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def refuse_existing(target: Path, *, what: str) -> None:
+    """Raise OutputExistsError where the output target is already there."""
+    if target.exists() or target.is_symlink():
+        raise OutputExistsError(
+            f"{target}: already exists; expected a new path for {what}. Choose another --out or remove it first."
+        )
+
+
+@contextlib.contextmanager
+def new_directory(target: Path, *, what: str) -> Iterator[Path]:
+    """Give a temporary directory in the target's parent; rename it to the target when the block ends well.
+
+    Nothing is left behind when the block fails, a full disk included.
+
+    Raises:
+        OutputExistsError: The target exists.
+        CheckpointError: The disk is full or not writable.
+    """
+    refuse_existing(target, what=what)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot write there ({error.strerror}). Choose another --out.") from None
+    try:
+        temporary.chmod(0o755)
+        yield temporary
+        sync_directory(temporary)
+        temporary.rename(target)
+        sync_directory(target.parent)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
+            raise
+        raise CheckpointError(
+            f"{target}: writing {what} failed ({os.strerror(error.errno)}); nothing was left behind and the source is "
+            "untouched. Free space or choose another --out."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
