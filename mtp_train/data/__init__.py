@@ -1,0 +1,1 @@
+"""Records in, packed token sequences out; and the trunk's own responses in place of the dataset's."""

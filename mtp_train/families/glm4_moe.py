@@ -7,7 +7,8 @@ import copy
 from torch import nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.spec import Convention, EngineSupport, Family, KeyRule, SharedKey
+from mtp_train.families.engines import EngineSupport, engine_table
+from mtp_train.families.spec import Convention, Family, KeyRule, SharedKey
 
 # SGLang and llama.cpp recycle the state after shared_head.norm, vLLM the one before it and a zero first embedding.
 _POST_NORM = Convention(recycle="after_final_norm", zero_first_embedding=False)
@@ -84,23 +85,9 @@ GLM4_MOE = Family(
     make_layer=_make_layer,
     make_norm=_make_norm,
     make_rotary=_make_rotary,
-    engines={
-        "vllm": EngineSupport(
-            supported=True,
-            text='vllm serve {path} --speculative-config \'{{"method":"mtp","num_speculative_tokens":{depth}}}\'',
-        ),
-        "sglang": EngineSupport(
-            supported=True,
-            text="python -m sglang.launch_server --model-path {path} --speculative-algorithm NEXTN "
-            "--speculative-num-steps {depth} --speculative-eagle-topk 1 --speculative-num-draft-tokens {depth_plus_1}",
-        ),
-        "llama.cpp": EngineSupport(
-            supported=True,
-            text="python convert_hf_to_gguf.py {path} --outfile model.gguf && "
-            "llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
-        ),
-        "transformers": EngineSupport(
-            supported=True, text="model.generate(..., use_mtp=True) (batch 1, one draft a round; 46 or 92 trunk layers)"
-        ),
-    },
+    engines=engine_table(
+        transformers=EngineSupport(
+            True, "model.generate(..., use_mtp=True): batch 1, one draft a round, trunks of 46 or 92 layers"
+        )
+    ),
 )

@@ -7,7 +7,8 @@ import copy
 from torch import nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.spec import Convention, EngineSupport, Family, KeyRule, RecurrentKernels
+from mtp_train.families.engines import NO_RECURRENT_ROLLBACK, engine_table
+from mtp_train.families.spec import Convention, Family, KeyRule, RecurrentKernels
 
 # All three engines agree: the hidden state after the trunk's final norm, and the head's own final norm recycled.
 _POST_NORM = Convention(recycle="after_final_norm", zero_first_embedding=False)
@@ -64,23 +65,5 @@ QWEN3_5 = Family(
         chunked="torch_chunk_gated_delta_rule",
         rule="gated_delta",
     ),
-    engines={
-        "vllm": EngineSupport(
-            supported=True,
-            text='vllm serve {path} --speculative-config \'{{"method":"mtp","num_speculative_tokens":{depth}}}\'',
-        ),
-        "sglang": EngineSupport(
-            supported=True,
-            text="python -m sglang.launch_server --model-path {path} --speculative-algorithm NEXTN "
-            "--speculative-num-steps {depth} --speculative-eagle-topk 1 --speculative-num-draft-tokens {depth_plus_1}",
-        ),
-        "llama.cpp": EngineSupport(
-            supported=True,
-            text="python convert_hf_to_gguf.py {path} --outfile model.gguf && "
-            "llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
-        ),
-        "transformers": EngineSupport(
-            supported=False, text="generate(use_mtp=True) refuses models with recurrent state; the trunk itself loads"
-        ),
-    },
+    engines=engine_table(transformers=NO_RECURRENT_ROLLBACK),
 )

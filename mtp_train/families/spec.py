@@ -7,13 +7,14 @@ wired, and which transformers classes it borrows; see ``CONTRIBUTING.md`` for ho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.engines import EngineSupport
 
 Engine = Literal["vllm", "sglang", "llama.cpp"]
 RawConfig = Mapping[str, Any]
@@ -72,14 +73,6 @@ class RecurrentKernels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSupport:
-    """Whether a serving engine loads this family's head, and the exact flags ({path}, {depth}) or the reason not."""
-
-    supported: bool
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Family:
     """One family of checkpoints that keep an MTP head in the same way."""
 
@@ -109,9 +102,8 @@ class Family:
     make_layer: Callable[[PretrainedConfig, int], nn.Module]
     make_norm: Callable[[PretrainedConfig], nn.Module]
     make_rotary: Callable[[PretrainedConfig], nn.Module]
+    engines: Mapping[str, EngineSupport]
     recurrent: RecurrentKernels | None = None
-    image_fields: tuple[str, ...] = ("vision_config",)
-    engines: Mapping[str, EngineSupport] = field(default_factory=dict)
 
     def convention(self, name: str) -> Convention:
         """Return the wiring for ``auto`` (this family's default) or for an engine.

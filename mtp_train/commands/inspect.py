@@ -1,0 +1,179 @@
+"""``mtp-train inspect``: what a checkpoint has of a head, whether it is healthy, and the command that cures it."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from rich.progress import Progress
+
+from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
+from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.keymap import HeadLayout
+from mtp_train.weights.finite import find_non_finite
+from mtp_train.weights.native import require_same_trunk_shape, trunk_tensors
+
+Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "stripped", "none"]
+SUGGESTED_DEPTH = 3
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class TrunkChange:
+    """How far a fine-tune's trunk is from its base's."""
+
+    share_of_tensors: float
+    """Tensors that differ over tensors compared."""
+    largest_relative_change: float
+    """Largest ``norm(new - old) / norm(old)`` over tensors where it is finite."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result; the fields are the contract of ``inspect --json``."""
+
+    checkpoint: str
+    family: str
+    declared_modules: int
+    present_modules: int
+    status: Status
+    stale: bool | None
+    """None without a base to compare with."""
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    shape_errors: tuple[str, ...]
+    non_finite_keys: tuple[str, ...]
+    trunk_changed: TrunkChange | None
+    serves: dict[str, str]
+    cure: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+
+def inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progress: Progress) -> Inspection:
+    """Inspect a checkpoint, with ``base`` also against the model it came from.
+
+    Raises:
+        UnsupportedModelError: No family claims it.
+        CheckpointError: It cannot be read, or the base's trunk has another shape.
+    """
+    layout = layout_of(checkpoint)
+    diagnosis = diagnose_head(checkpoint)
+    base_head = base is not None and bool(diagnose_head(base).found_keys)
+    if base is not None:
+        require_same_trunk_shape(checkpoint, layout, base, layout_of(base))
+    status = head_status(diagnosis, base_head)
+    change = compare_trunks(checkpoint, layout, base, progress) if base is not None else None
+    stale = None
+    if base is not None and change is not None and diagnosis.found_keys:
+        stale = change.share_of_tensors > 0 and _same_head(checkpoint, layout, base)
+    non_finite = tuple(find_non_finite(checkpoint, progress))
+    return Inspection(
+        checkpoint=str(checkpoint.path),
+        family=layout.family.name,
+        declared_modules=diagnosis.declared_modules,
+        present_modules=diagnosis.present_modules,
+        status=status,
+        stale=stale,
+        missing_keys=diagnosis.missing_keys if status != "none" else (),
+        unexpected_keys=diagnosis.unexpected_keys,
+        shape_errors=diagnosis.shape_errors,
+        non_finite_keys=non_finite,
+        trunk_changed=change,
+        serves=serving_commands(checkpoint, diagnosis, status),
+        cure=find_cure(checkpoint, base, status, stale),
+    )
+
+
+def head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
+    """Name the state of the head."""
+    if not diagnosis.found_keys:
+        if diagnosis.declared_modules:
+            return "declared_but_missing"
+        return "stripped" if base_has_head else "none"
+    if not diagnosis.complete:
+        return "partial"
+    return "healthy" if diagnosis.declared_modules == diagnosis.present_modules else "undeclared"
+
+
+def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, progress: Progress) -> TrunkChange:
+    """Compare two trunks of the same shape, a block of a tensor in memory at a time."""
+    ours, theirs = trunk_tensors(checkpoint, layout), trunk_tensors(base, layout_of(base))
+    if LM_HEAD in checkpoint.tensors and LM_HEAD in base.tensors:
+        ours, theirs = ours | {LM_HEAD: LM_HEAD}, theirs | {LM_HEAD: LM_HEAD}
+    changed, largest = 0, 0.0
+    for name in progress.track(sorted(ours), description="comparing with the base"):
+        difference, size = 0.0, 0.0
+        blocks = zip(checkpoint.read_in_blocks(ours[name]), base.read_in_blocks(theirs[name]), strict=True)
+        for mine, other in blocks:
+            difference += float((mine.double() - other.double()).square().sum())
+            size += float(other.double().square().sum())
+        # NaN counts as changed: it equals nothing.
+        if not difference == 0.0:
+            changed += 1
+            relative = (difference / size) ** 0.5 if size else 0.0
+            largest = max(largest, relative if math.isfinite(relative) else 0.0)
+    return TrunkChange(changed / len(ours), largest)
+
+
+def _same_head(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint) -> bool:
+    base_layout = layout_of(base)
+    keys = [key for key in base.tensors if base_layout.is_head_key(key) and base_layout.shared_key(key) is None]
+    names = {key: base_layout.renamed(key, layout) for key in keys}
+    return all(
+        name in checkpoint.tensors and torch.equal(checkpoint.read(name), base.read(key)) for key, name in names.items()
+    )
+
+
+def serving_commands(checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: Status) -> dict[str, str]:
+    """Return, per engine, the command that serves the checkpoint with its head, or why none does."""
+    if status != "healthy":
+        reason = "no: the head is there but config.json does not declare it" if status == "undeclared" else None
+        reason = reason or f"no: {diagnosis.describe()}"
+        return dict.fromkeys(checkpoint.family.engines, reason)
+    numbers = {"depth": SUGGESTED_DEPTH, "depth_plus_1": SUGGESTED_DEPTH + 1}
+    return {
+        engine: support.text.format(path=shlex.quote(str(checkpoint.path)), **numbers)
+        if support.supported
+        else f"no: {support.text}"
+        if support.supported is False
+        else support.text
+        for engine, support in checkpoint.family.engines.items()
+    }
+
+
+def graft_command(finetune: str, base: str) -> str:
+    """Return the command that puts a base's head back on a fine-tune."""
+    return f"mtp-train graft {shlex.quote(finetune)} --from {shlex.quote(base)} --out {shlex.quote(finetune.rstrip('/') + '-mtp')}"
+
+
+def find_cure(checkpoint: Checkpoint, base: Checkpoint | None, status: Status, stale: bool | None) -> str | None:
+    """Return the next command, None where nothing is wrong."""
+    path = str(checkpoint.path)
+    donor = str(base.path) if base is not None else named_base(checkpoint) or "BASE"
+    if status in ("declared_but_missing", "stripped", "partial"):
+        return graft_command(path, donor)
+    if status == "undeclared":
+        return f"mtp-train export {shlex.quote(path)} --out {shlex.quote(path.rstrip('/') + '-mtp')}"
+    if stale:
+        return (
+            "accelerate launch -m mtp_train recipes/retrain_head.yaml "
+            f"model.trunk={shlex.quote(path)} model.head_from={shlex.quote(donor)}"
+        )
+    return None
+
+
+def named_base(checkpoint: Checkpoint) -> str | None:
+    """Return the base that the model card names (``base_model:`` in its header), if any."""
+    card = checkpoint.path / "README.md"
+    if not card.is_file():
+        return None
+    header = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), flags=re.DOTALL)
+    named = re.search(r"^base_model:\s*(?:\n-\s*)?(\S+)\s*$", header.group(1), flags=re.MULTILINE) if header else None
+    return named.group(1).strip("'\"") if named else None

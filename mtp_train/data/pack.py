@@ -1,0 +1,183 @@
+"""Pack documents into sequences of one length, and sequences into the batches of a run.
+
+A packed row with the documents ``a b c`` and ``d e`` in a sequence of 7::
+
+    input_ids   a  b  c  d  e  0  0
+    positions   0  1  2  0  1  0  0
+    document    0  0  0  1  1 -1 -1
+
+Documents never see each other and are never split. Everything here depends on its arguments alone, so that a resumed
+run meets the batches that an unbroken one would have met.
+
+Shapes: B rows, T tokens, K depths, N documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import DataError
+from mtp_train.heads.alignment import PADDING_DOCUMENT, valid_targets
+
+OPEN_SEQUENCES = 1024
+"""A document goes to the first of this many newest sequences with room: packing stays linear in the documents."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequence:
+    """Hold one row of a batch.
+
+    Args:
+        input_ids_T: int64 tokens, 0 on padding.
+        positions_T: int64, counted from 0 in every document, 0 on padding.
+        document_T: int64 document number within the row, ``PADDING_DOCUMENT`` on padding.
+        loss_mask_T: bool, whether the token may be a target.
+    """
+
+    input_ids_T: NDArray[np.int64]
+    positions_T: NDArray[np.int64]
+    document_T: NDArray[np.int64]
+    loss_mask_T: NDArray[np.bool_]
+
+
+def pack_documents(
+    documents: Sequence[Document], seq_len_tokens: int, *, pack: bool, seed: int, epoch: int
+) -> list[PackedSequence]:
+    """Return the sequences of one epoch, in order.
+
+    Args:
+        documents: Each of at most ``seq_len_tokens`` tokens.
+        seq_len_tokens: Length of every sequence, padding included.
+        pack: False gives every document a sequence of its own.
+        seed: With ``epoch`` fixes the order.
+        epoch: From 0.
+    """
+    groups = _assign(_lengths(documents, seq_len_tokens), seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
+    return [_sequence([documents[index] for index in group], seq_len_tokens) for group in groups]
+
+
+def count_targets(sequence: PackedSequence, num_depths: int) -> tuple[int, ...]:
+    """Return, for each of K depths, at how many rows it has a target that counts (``heads.alignment``)."""
+    document_BT = torch.from_numpy(sequence.document_T)[None]
+    loss_mask_BT = torch.from_numpy(sequence.loss_mask_T)[None]
+    return tuple(int(valid_targets(document_BT, loss_mask_BT, depth).sum()) for depth in range(1, num_depths + 1))
+
+
+def global_batches(
+    documents: Sequence[Document], *, seq_len_tokens: int, pack: bool, sequences_per_step: int, seed: int
+) -> Callable[[int], list[PackedSequence]]:
+    """Return the function from a step (from 0) to its sequences, those of all processes together.
+
+    The epochs follow one another without end; a step may straddle two. The answer depends on the step alone: to
+    resume, the number of the step is enough.
+
+    Raises:
+        DataError: There is no document, or one is longer than a sequence.
+    """
+    stream = _EpochStream(_lengths(documents, seq_len_tokens), seq_len_tokens, pack=pack, seed=seed)
+
+    def batch(step: int) -> list[PackedSequence]:
+        first = step * sequences_per_step
+        groups = [stream.members(index) for index in range(first, first + sequences_per_step)]
+        return [_sequence([documents[index] for index in group], seq_len_tokens) for group in groups]
+
+    return batch
+
+
+def collate(sequences: Sequence[PackedSequence]) -> dict[str, Tensor]:
+    """Stack sequences into the tensors of a batch, each of shape (B, T): int64, and bool for the loss mask."""
+    return {
+        "input_ids_BT": torch.from_numpy(np.stack([sequence.input_ids_T for sequence in sequences])),
+        "positions_BT": torch.from_numpy(np.stack([sequence.positions_T for sequence in sequences])),
+        "document_BT": torch.from_numpy(np.stack([sequence.document_T for sequence in sequences])),
+        "loss_mask_BT": torch.from_numpy(np.stack([sequence.loss_mask_T for sequence in sequences])),
+    }
+
+
+class _EpochStream:
+    """Number the sequences of all epochs through, and say which documents each holds.
+
+    Epochs differ in their number of sequences, so the start of an epoch is known once those before it are assigned.
+    """
+
+    def __init__(self, lengths_N: NDArray[np.int64], seq_len_tokens: int, *, pack: bool, seed: int) -> None:
+        self._lengths_N = lengths_N
+        self._seq_len_tokens = seq_len_tokens
+        self._pack = pack
+        self._seed = seed
+        self._starts = [0]
+        self._cached: tuple[int, list[list[int]]] = (-1, [])
+
+    def members(self, index: int) -> list[int]:
+        """Return the documents of sequence ``index``, counted over all epochs."""
+        while self._starts[-1] <= index:
+            self._starts.append(self._starts[-1] + len(self._epoch(len(self._starts) - 1)))
+        epoch = bisect_right(self._starts, index) - 1
+        return self._epoch(epoch)[index - self._starts[epoch]]
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        if self._cached[0] != epoch:
+            groups = _assign(self._lengths_N, self._seq_len_tokens, pack=self._pack, seed=self._seed, epoch=epoch)
+            self._cached = (epoch, groups)
+        return self._cached[1]
+
+
+def _lengths(documents: Sequence[Document], seq_len_tokens: int) -> NDArray[np.int64]:
+    if not documents:
+        raise DataError("data: no document; expected at least one to train on. Check data.sources and data.holdout.")
+    longest = max(documents, key=lambda document: len(document.input_ids))
+    if len(longest.input_ids) > seq_len_tokens:
+        raise DataError(
+            f"{longest.id}: {len(longest.input_ids)} tokens; expected at most data.seq_len_tokens = {seq_len_tokens}. "
+            "Tokenize the records again for this length."
+        )
+    return np.array([len(document.input_ids) for document in documents], dtype=np.int64)
+
+
+def _assign(lengths_N: NDArray[np.int64], seq_len_tokens: int, *, pack: bool, seed: int, epoch: int) -> list[list[int]]:
+    """Shuffle documents, and give each to the first sequence with room for it."""
+    order_N = _generator(seed, epoch).permutation(len(lengths_N))
+    if not pack:
+        return [[int(index)] for index in order_N]
+    groups: list[list[int]] = []
+    room_N = np.zeros(len(lengths_N), dtype=np.int64)
+    for index in order_N:
+        oldest = max(0, len(groups) - OPEN_SEQUENCES)
+        fits = room_N[oldest : len(groups)] >= lengths_N[index]
+        slot = oldest + int(fits.argmax()) if fits.any() else len(groups)
+        if slot == len(groups):
+            groups.append([])
+            room_N[slot] = seq_len_tokens
+        groups[slot].append(int(index))
+        room_N[slot] -= lengths_N[index]
+    return groups
+
+
+def _generator(seed: int, epoch: int) -> np.random.Generator:
+    digest = hashlib.sha256(f"{seed}:{epoch}".encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest[:8], "big"))
+
+
+def _sequence(documents: Sequence[Document], seq_len_tokens: int) -> PackedSequence:
+    input_ids_T = np.zeros(seq_len_tokens, dtype=np.int64)
+    positions_T = np.zeros(seq_len_tokens, dtype=np.int64)
+    document_T = np.full(seq_len_tokens, PADDING_DOCUMENT, dtype=np.int64)
+    loss_mask_T = np.zeros(seq_len_tokens, dtype=np.bool_)
+    start = 0
+    for number, document in enumerate(documents):
+        end = start + len(document.input_ids)
+        input_ids_T[start:end] = document.input_ids
+        positions_T[start:end] = np.arange(end - start)
+        document_T[start:end] = number
+        loss_mask_T[start:end] = document.loss_mask
+        start = end
+    return PackedSequence(input_ids_T, positions_T, document_T, loss_mask_T)

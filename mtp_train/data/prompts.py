@@ -1,0 +1,69 @@
+"""Records to prompts: the token ids after which the trunk is to speak for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mtp_train.data.chat import chat_prompt_tokens, raw_tokens
+from mtp_train.data.records import Chat, PromptResponse, Record
+from mtp_train.data.split import stable_share
+from mtp_train.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Hold the tokens before a response.
+
+    Args:
+        id: The record's id.
+        group: The record's group.
+        prompt_ids: The tokens.
+    """
+
+    id: str
+    group: str
+    prompt_ids: tuple[int, ...]
+
+
+def build_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return each record's prompt: a chat up to its last assistant turn, or the prompt of a pair.
+
+    Raises:
+        DataError: A record is plain text, starts with the assistant, or does not fit the tokenizer.
+    """
+    return [Prompt(record.id, record.group, tuple(_prompt_ids(record, tokenizer))) for record in records]
+
+
+def choose_prompts(prompts: Sequence[Prompt], num_prompts: int, seed: int) -> list[Prompt]:
+    """Return ``num_prompts`` of the prompts (all, where there are fewer), spread over the sources by ``seed``.
+
+    A prompt's rank depends on its id and the seed alone, so a larger number keeps those chosen by a smaller one.
+    """
+    return sorted(prompts, key=lambda prompt: (stable_share(prompt.id, seed), prompt.id))[:num_prompts]
+
+
+def _prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    content = record.content
+    if isinstance(content, Chat):
+        messages = content.prompt_messages()
+        if not messages:
+            raise DataError(
+                f"{record.where}: the only assistant turn comes first; expected a message before it to answer. Fix or "
+                "remove the record."
+            )
+        prompt_ids = chat_prompt_tokens(tokenizer, messages, record.where)
+    elif isinstance(content, PromptResponse):
+        prompt_ids = raw_tokens(tokenizer, content.prompt)
+    else:
+        raise DataError(
+            f"{record.where}: plain text has no prompt; expected chats or prompt and response records to answer. "
+            "Switch data.regenerate off, or convert the source."
+        )
+    if not prompt_ids:
+        raise DataError(f"{record.where}: the prompt is empty; expected at least one token. Fix or remove the record.")
+    return prompt_ids

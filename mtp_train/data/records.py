@@ -1,0 +1,152 @@
+"""What a data source holds: chats, prompt and response pairs, or plain text.
+
+A record's content is checked here, once, so that tokenisation can rely on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_train.errors import DataError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Hold messages with `role` and `content`; further keys (`tool_calls`, ...) go to the chat template as they are."""
+
+    messages: tuple[Message, ...]
+
+    def prompt_messages(self) -> tuple[Message, ...]:
+        """Return the messages before the last assistant turn; all of them where there is none."""
+        assistant_turns = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return self.messages[: assistant_turns[-1]] if assistant_turns else self.messages
+
+
+@dataclass(frozen=True)
+class PromptResponse:
+    """Hold raw text on both sides: no chat template is applied to either."""
+
+    prompt: str
+    response: str
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """Hold text in which every token is learned."""
+
+    text: str
+
+
+Content = Chat | PromptResponse | PlainText
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a source.
+
+    Args:
+        id: ``"{source}#{number}"``, numbers counting from 1; unique over the sources of a run.
+        group: Records of one group are held out together.
+        content: What it says.
+    """
+
+    id: str
+    group: str
+    content: Content
+
+    @property
+    def where(self) -> str:
+        """Name the record in an error message."""
+        source, _, number = self.id.rpartition("#")
+        return f"{source}, record {number}"
+
+
+def content_group(content: Content) -> str:
+    """Return the group of a record without a group field: a digest of its prompt.
+
+    Records that repeat a prompt are thereby held out together, so the held-out side never holds a prompt that was
+    trained on.
+    """
+    if isinstance(content, Chat):
+        prompt: object = content.prompt_messages()
+    elif isinstance(content, PromptResponse):
+        prompt = content.prompt
+    else:
+        prompt = content.text
+    text = json.dumps(prompt, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def parse_messages(value: object, where: str) -> Chat:
+    """Check a chat and bring ShareGPT's ``from``/``value`` into ``role``/``content``.
+
+    Raises:
+        DataError: The value is not a list of messages, or a message lacks its role or its text.
+    """
+    if not isinstance(value, (list, tuple)) or not value:
+        raise DataError(
+            f"{where}: messages are {_shown(value)}; expected a list of at least one message. Fix or remove the record."
+        )
+    return Chat(tuple(_parse_message(message, f"{where}, message {i}") for i, message in enumerate(value, start=1)))
+
+
+def parse_text(value: object, field: str, where: str) -> str:
+    """Check that a field holds text.
+
+    Raises:
+        DataError: It holds something else, or nothing.
+    """
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {field} is {_shown(value)}; expected text. Fix or remove the record.")
+    return value
+
+
+def _parse_message(value: object, where: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise DataError(
+            f"{where}: {_shown(value)}; expected an object with role and content. Fix or remove the record."
+        )
+    # Arrow gives every message the keys of all messages, filled with null; templates would print them.
+    message: Message = _without_nulls(value)
+    if "from" in message and "role" not in message:
+        sender = message.pop("from")
+        message["role"] = SHAREGPT_ROLES.get(sender, sender)
+        if "value" in message:
+            message["content"] = message.pop("value")
+    role = message.get("role")
+    if role not in ROLES:
+        raise DataError(f"{where}: role {_shown(role)}; expected one of {', '.join(ROLES)}. Rename the role.")
+    if "tool_calls" in message:
+        message.setdefault("content", "")
+    if not isinstance(message.get("content"), str):
+        raise DataError(
+            f"{where}: content is {_shown(message.get('content'))}; expected text. Fix or remove the record "
+            "(image and audio parts are not supported)."
+        )
+    return message
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop the null members of objects, at every level."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(member) for key, member in value.items() if member is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_nulls(member) for member in value]
+    return value
+
+
+def _shown(value: object) -> str:
+    """Quote a value briefly for an error message."""
+    if value is None:
+        return "missing"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,60 @@
+"""Hold out whole groups, the same ones wherever the question is asked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from mtp_train.errors import DataError
+
+
+class Grouped(Protocol):
+    """Anything with a group: records, documents, prompts."""
+
+    @property
+    def group(self) -> str:
+        """The group it is held out with."""
+        ...
+
+
+GroupedT = TypeVar("GroupedT", bound=Grouped)
+
+
+def stable_share(text: str, seed: int) -> float:
+    """Return a number in [0, 1) that depends on ``text`` and ``seed`` alone (unlike ``hash``, also between runs)."""
+    digest = hashlib.sha256(f"{seed}:{text}".encode()).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def is_held_out(group: str, holdout: float, seed: int) -> bool:
+    """Say whether a group is held out.
+
+    It depends on nothing but the arguments: records, documents and prompts of one group always fall on one side, also
+    when some of them were dropped on the way or more data came in.
+    """
+    return stable_share(group, seed) < holdout
+
+
+def split_by_group(items: Sequence[GroupedT], holdout: float, seed: int) -> tuple[list[GroupedT], list[GroupedT]]:
+    """Part items into those to train on and those held out.
+
+    Args:
+        items: Records, documents or prompts.
+        holdout: Expected share of the groups held out, between 0 and 1.
+        seed: Another seed holds out other groups.
+
+    Raises:
+        DataError: One of the sides is empty.
+    """
+    train = [item for item in items if not is_held_out(item.group, holdout, seed)]
+    held_out = [item for item in items if is_held_out(item.group, holdout, seed)]
+    if not train or not held_out:
+        num_groups = len({item.group for item in items})
+        side = "train" if not train else "held-out"
+        raise DataError(
+            f"data.holdout: {holdout} leaves the {side} side empty ({len(items)} records in {num_groups} groups); "
+            "expected records on both sides. Add data, change data.holdout or seed, or group by another field "
+            "(data.group_field)."
+        )
+    return train, held_out

@@ -1,0 +1,52 @@
+"""What serving engines need to use a head: exact commands where known, the reason where not.
+
+``{path}`` is the checkpoint, ``{depth}`` the drafts per round. One table per kind of layout, shared by families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineSupport:
+    """Whether an engine loads the head (None: not verified here), with its command or the reason."""
+
+    supported: bool | None
+    text: str
+
+
+VLLM = EngineSupport(
+    True, 'vllm serve {path} --speculative-config \'{{"method":"mtp","num_speculative_tokens":{depth}}}\''
+)
+SGLANG = EngineSupport(
+    True,
+    "python -m sglang.launch_server --model-path {path} --speculative-algorithm NEXTN --speculative-num-steps {depth} "
+    "--speculative-eagle-topk 1 --speculative-num-draft-tokens {depth_plus_1}",
+)
+LLAMA_CPP = EngineSupport(
+    True,
+    "python convert_hf_to_gguf.py {path} --outfile model.gguf && "
+    "llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
+)
+_GGUF_FRONT_END = EngineSupport(
+    None, "not verified: loads the GGUF that llama.cpp's converter writes; drafting depends on the llama.cpp inside"
+)
+_UNVERIFIED = EngineSupport(None, "not verified by this project")
+NO_RECURRENT_ROLLBACK = EngineSupport(
+    False, "generate(use_mtp=True) refuses models with recurrent state; the trunk itself loads"
+)
+
+
+def engine_table(*, transformers: EngineSupport) -> Mapping[str, EngineSupport]:
+    """Return the table of a family that all three big engines load."""
+    return {
+        "vllm": VLLM,
+        "sglang": SGLANG,
+        "llama.cpp": LLAMA_CPP,
+        "ollama / lm studio": _GGUF_FRONT_END,
+        "mlx": _UNVERIFIED,
+        "exllamav3": _UNVERIFIED,
+        "transformers": transformers,
+    }

@@ -1,0 +1,118 @@
+"""The run directory: whose it is, how far its run got, and the verdict it ends with."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtp_train.errors import OutputExistsError
+from mtp_train.recipe import Recipe
+from mtp_train.recipe_io import dump_recipe
+from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
+from mtp_train.weights.writing import write_json, write_text
+
+OUTCOME_FILE, RECIPE_FILE, PROVENANCE_FILE = "outcome.json", "recipe.yaml", "provenance.json"
+_PACKAGES = ("mtp-train", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. ``stage`` is ``done`` where every stage was reached."""
+
+    exit_code: int
+    reason: str
+    message: str
+    stage: str
+
+    @property
+    def finished(self) -> bool:
+        """Whether a rerun has nothing left to do."""
+        return self.stage == "done"
+
+
+def read_outcome(run_dir: Path) -> Outcome | None:
+    """Return the recorded outcome, None where there is none."""
+    path = run_dir / OUTCOME_FILE
+    return Outcome(**read_json(path)) if path.is_file() else None
+
+
+def write_outcome(run_dir: Path, outcome: Outcome) -> None:
+    """Record the outcome."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_json(run_dir / OUTCOME_FILE, outcome.__dict__)
+
+
+def require_ours(run_dir: Path, recipe: Recipe) -> None:
+    """Check that a run directory is new, or holds a run of the same resolved recipe.
+
+    Raises:
+        OutputExistsError: It holds another recipe's run, or files that are not ours.
+    """
+    entries = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
+    if run_dir.exists() and not run_dir.is_dir():
+        raise OutputExistsError(f"run_dir: {run_dir} is a file; expected a directory. Choose another run_dir.")
+    if not entries - {OUTCOME_FILE}:
+        return
+    recorded = run_dir / RECIPE_FILE
+    if not recorded.is_file():
+        raise OutputExistsError(
+            f"run_dir: {run_dir} holds files that are not a run's ({', '.join(sorted(entries)[:3])}); expected a new or "
+            "empty directory. Choose another run_dir."
+        )
+    if recorded.read_text(encoding="utf-8") != dump_recipe(recipe):
+        raise OutputExistsError(
+            f"run_dir: {run_dir} holds the run of another recipe ({recorded}); expected the same resolved recipe to "
+            "resume. Choose another run_dir, or remove that one."
+        )
+
+
+def claim(run_dir: Path, recipe: Recipe, provenance: dict[str, Any]) -> None:
+    """Make the run directory ours: record the recipe and the provenance."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not (run_dir / RECIPE_FILE).is_file():
+        write_json(run_dir / PROVENANCE_FILE, provenance)
+        write_text(run_dir / RECIPE_FILE, dump_recipe(recipe))
+
+
+def checkpoint_identity(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Identify a checkpoint by path, hub revision where there is one, and the hashes of its small files."""
+    import hashlib
+
+    path = checkpoint.path.resolve()
+    files = [checkpoint.path / file for file in (CONFIG_FILE, INDEX_FILE)]
+    return {
+        "name": name,
+        "path": str(path),
+        "revision": path.name if path.parent.name == "snapshots" else None,
+        "sha256": {
+            file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()
+        },
+    }
+
+
+def environment_facts() -> dict[str, Any]:
+    """Return versions, command line, git commit and hardware."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    )
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "versions": versions,
+        "python": platform.python_version(),
+        "argv": sys.argv,
+        "git": commit.stdout.strip() or None,
+        "hardware": {"device": device, "threads": torch.get_num_threads(), "platform": platform.platform()},
+    }

@@ -1,0 +1,67 @@
+"""Where a run's numbers go: ``metrics.jsonl`` always, Weights & Biases where the recipe says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class RunLog:
+    """One ``log(step, metrics)`` for all sinks; only the main process should hold one.
+
+    Args:
+        run_dir: The run directory.
+        wandb: ``off``, ``offline`` (needs no network; upload later with ``wandb sync``) or ``online``.
+        project: The Weights & Biases project.
+        config: The resolved recipe, for Weights & Biases.
+        resume_step: Lines after this step are dropped: a killed run may have logged steps it will do again.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        wandb: Literal["off", "offline", "online"],
+        project: str,
+        config: Mapping[str, Any],
+        resume_step: int = 0,
+    ) -> None:
+        self.path = run_dir / METRICS_FILE
+        kept = [line for line in read_metrics(run_dir) if line["step"] <= resume_step]
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self._wandb: Any = None
+        if wandb != "off":
+            import wandb as wandb_package
+
+            self._wandb = wandb_package.init(
+                project=project, name=run_dir.name, dir=run_dir, mode=wandb, config=dict(config), reinit="create_new"
+            )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record numbers of an optimiser step (counted from 1)."""
+        with self.path.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self._wandb is not None:
+            self._wandb.log({name: value for name, value in metrics.items() if not isinstance(value, str)}, step=step)
+
+    def close(self) -> None:
+        """Flush and end the Weights & Biases run, if any."""
+        if self._wandb is not None:
+            self._wandb.finish(quiet=True)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the logged lines of a run; a last line torn by a kill is left out."""
+    path = run_dir / METRICS_FILE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    parsed = []
+    for line in lines:
+        try:
+            parsed.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return parsed
