@@ -6,7 +6,7 @@ least ``i + 1`` drafts. *Marginal* acceptance divides it by the rounds, *conditi
 
 Every interval resamples *prompts*, never rounds: the rounds of one prompt are alike, so that an interval over rounds
 is far too narrow. Two heads are compared on the same prompts, pair by pair. The percentiles are expanded for the few
-prompts there are (Hesterberg, "What teachers should know about the bootstrap", arXiv:1411.5279, section 5.2): with 5
+prompts there are (Hesterberg, "What teachers should know about the bootstrap", arXiv:1411.5279): with 5
 prompts the plain ones call an unchanged head better in 8 % of cases instead of 2.5 %.
 
 Shape letters: N rows, V vocabulary, K depths (K1 = K + 1), P prompts, R resamples.

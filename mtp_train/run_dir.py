@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -83,8 +85,6 @@ def claim(run_dir: Path, recipe: Recipe, provenance: dict[str, Any]) -> None:
 
 def checkpoint_identity(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
     """Identify a checkpoint by path, hub revision where there is one, and the hashes of its small files."""
-    import hashlib
-
     path = checkpoint.path.resolve()
     files = [checkpoint.path / file for file in (CONFIG_FILE, INDEX_FILE)]
     return {
@@ -116,3 +116,13 @@ def environment_facts() -> dict[str, Any]:
         "git": commit.stdout.strip() or None,
         "hardware": {"device": device, "threads": torch.get_num_threads(), "platform": platform.platform()},
     }
+
+
+def clear_leftovers(run_dir: Path) -> None:
+    """Remove what a kill left of writes that never got their final name."""
+    for pattern in (".head.*", ".export.*", ".*.tmp", "state/.step-*"):
+        for path in run_dir.glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)

@@ -177,3 +177,29 @@ def named_base(checkpoint: Checkpoint) -> str | None:
     header = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), flags=re.DOTALL)
     named = re.search(r"^base_model:\s*(?:\n-\s*)?(\S+)\s*$", header.group(1), flags=re.MULTILINE) if header else None
     return named.group(1).strip("'\"") if named else None
+
+
+def render(inspection: Inspection) -> str:
+    """Return the inspection for a reader."""
+    lines = [
+        f"{inspection.checkpoint}: {inspection.status}" + (" (stale)" if inspection.stale else ""),
+        f"family {inspection.family}; modules declared {inspection.declared_modules}, present {inspection.present_modules}",
+    ]
+    for title, keys in (
+        ("missing", inspection.missing_keys),
+        ("unexpected", inspection.unexpected_keys),
+        ("shape", inspection.shape_errors),
+        ("NaN or infinite", inspection.non_finite_keys),
+    ):
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            lines.append(f"{title}: {', '.join(keys[:3])}{more}")
+    if inspection.trunk_changed is not None:
+        change = inspection.trunk_changed
+        lines.append(
+            f"trunk: {change.share_of_tensors:.0%} of tensors differ from the base, by {change.largest_relative_change:.2g} "
+            "at most (relative)"
+        )
+    lines += [f"{engine}: {text}" for engine, text in inspection.serves.items()]
+    lines.append(f"cure: {inspection.cure}" if inspection.cure else "nothing to cure")
+    return "\n".join(lines)

@@ -24,7 +24,7 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def raw_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, start: bool = True) -> list[int]:
-    """Return the token ids of raw text, never closed by the end-of-text token.
+    """Return the token ids of raw text, without the end-of-text token that some tokenizers add.
 
     Args:
         tokenizer: The trunk's.
@@ -32,9 +32,8 @@ def raw_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, start: bool = T
         start: Whether the text opens a document (begin-of-text is added where the tokenizer has that habit).
     """
     token_ids: list[int] = tokenizer(text, add_special_tokens=start, verbose=False)["input_ids"]
-    if start and len(token_ids) > 1 and token_ids[-1] == tokenizer.eos_token_id:
-        return token_ids[:-1]
-    return token_ids
+    is_closed = bool(token_ids) and token_ids[-1] == tokenizer.eos_token_id
+    return token_ids[:-1] if is_closed and not text.endswith(str(tokenizer.eos_token)) else token_ids
 
 
 def eos_token(tokenizer: PreTrainedTokenizerBase) -> int:

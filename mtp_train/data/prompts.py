@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtp_train.data.chat import chat_prompt_tokens, raw_tokens
-from mtp_train.data.records import Chat, PromptResponse, Record
+from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
 from mtp_train.data.split import stable_share
 from mtp_train.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+MAX_CONTINUATION_TOKENS = 256
+"""A text is continued from no later than here, however long it is."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,27 @@ def build_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase)
         DataError: A record is plain text, starts with the assistant, or does not fit the tokenizer.
     """
     return [Prompt(record.id, record.group, tuple(_prompt_ids(record, tokenizer))) for record in records]
+
+
+def continuation_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return the first half of each plain text, ``MAX_CONTINUATION_TOKENS`` at most, as a prompt to continue.
+
+    Texts of fewer than two tokens have no half and are left out.
+
+    Raises:
+        DataError: A record is not plain text.
+    """
+    prompts = []
+    for record in records:
+        if not isinstance(record.content, PlainText):
+            raise DataError(
+                f"{record.where}: a chat or a pair; expected plain text to continue. Use the record's own prompt."
+            )
+        token_ids = raw_tokens(tokenizer, record.content.text)
+        half = token_ids[: min(len(token_ids) // 2, MAX_CONTINUATION_TOKENS)]
+        if half:
+            prompts.append(Prompt(record.id, record.group, tuple(half)))
+    return prompts
 
 
 def choose_prompts(prompts: Sequence[Prompt], num_prompts: int, seed: int) -> list[Prompt]:

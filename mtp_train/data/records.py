@@ -119,7 +119,7 @@ def _parse_message(value: object, where: str) -> Message:
     message: Message = _without_nulls(value)
     if "from" in message and "role" not in message:
         sender = message.pop("from")
-        message["role"] = SHAREGPT_ROLES.get(sender, sender)
+        message["role"] = SHAREGPT_ROLES.get(sender, sender) if isinstance(sender, str) else sender
         if "value" in message:
             message["content"] = message.pop("value")
     role = message.get("role")

@@ -77,10 +77,9 @@ def _read(path: str, split: str, name: str) -> datasets.Dataset:
             table = datasets.load_dataset("text", data_files=str(file), split=split, sample_by="paragraph")
         else:
             table = datasets.load_dataset(BUILDERS[suffix], data_files=str(file), split=split)
-    except StopIteration:  # what the JSON builder raises on a file without a row
-        raise _empty(name) from None
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        if "corresponds to no data" in str(error):
+    # The JSON builder lets StopIteration out on a file without a row.
+    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
+        if is_local and file.read_bytes().strip() in (b"", b"[]"):
             raise _empty(name) from error
         raise _unreadable(name, file if is_local else None, error) from error
     if len(table) == 0:
@@ -105,7 +104,7 @@ def _empty(name: str) -> DataError:
 
 def _unreadable(name: str, file: Path | None, error: Exception) -> DataError:
     """Word the failure of a load; for JSON lines, name the line that is at fault."""
-    cause = str(error.__cause__ or error).splitlines()[0]
+    cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
     if file is None:
         return DataError(
             f"{name}: cannot be read ({cause}); expected a local file, or a dataset of the hub with that split. Check "

@@ -72,9 +72,7 @@ def tokenize_records(
         token_ids, mask = _tokenize(record, tokenizer)
         too_long = len(token_ids) > seq_len_tokens
         if isinstance(record.content, (Chat, PromptResponse)):
-            pieces = [
-                Document(tuple(token_ids[:seq_len_tokens]), tuple(mask[:seq_len_tokens]), record.group, record.id)
-            ]
+            pieces = _split(token_ids[:seq_len_tokens], mask[:seq_len_tokens], record, seq_len_tokens)
             truncated += too_long
         else:
             pieces = _split(token_ids, mask, record, seq_len_tokens)
@@ -107,10 +105,15 @@ def _tokenize(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[
     eos = eos_token(tokenizer)
     if isinstance(content, PromptResponse):
         prompt_ids = raw_tokens(tokenizer, content.prompt)
-        response_ids = [*raw_tokens(tokenizer, content.response, start=False), eos]
+        response_ids = _closed(raw_tokens(tokenizer, content.response, start=False), eos)
         return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
-    token_ids = [*raw_tokens(tokenizer, content.text), eos]
+    token_ids = _closed(raw_tokens(tokenizer, content.text), eos)
     return token_ids, [True] * len(token_ids)
+
+
+def _closed(token_ids: list[int], eos: int) -> list[int]:
+    """Return the tokens ending in end of text, once: the data may write it out."""
+    return token_ids if token_ids[-1:] == [eos] else [*token_ids, eos]
 
 
 def _split(token_ids: list[int], mask: list[bool], record: Record, seq_len_tokens: int) -> list[Document]:

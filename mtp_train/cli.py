@@ -1,0 +1,208 @@
+"""The one command line. It parses, calls a command, prints its result, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from mtp_train.errors import MtpError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments without the program's name; a recipe as the first one means ``run``.
+
+    Returns:
+        0 done, 2 wrong input, 3 the gate refused. A bug leaves as a traceback (exit code 1).
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    if arguments and arguments[0].endswith((".yaml", ".yml")):
+        arguments.insert(0, "run")
+    args = parser.parse_args(arguments)
+    quieten_libraries()
+    try:
+        code: int = args.handler(args)
+    except MtpError as error:
+        if is_main_process():
+            print(f"mtp-train: {error}", file=sys.stderr)
+        return error.exit_code
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser; each command names its handler."""
+    parser = argparse.ArgumentParser(prog="mtp-train", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print one JSON document and nothing else on stdout")
+
+    for name, handler, text in (
+        ("run", _run, "run a recipe from where it stands: regenerate, train, evaluate, gate, export"),
+        ("check", _check, "check a recipe and print its plan; touches no weights"),
+        ("regenerate", _regenerate, "only the stage that lets the trunk answer the recipe's prompts"),
+    ):
+        command = commands.add_parser(name, parents=[common], help=text, allow_abbrev=False)
+        command.add_argument("recipe", type=Path)
+        command.add_argument("overrides", nargs="*", metavar="section.field=value")
+        command.set_defaults(handler=handler)
+
+    inspect = commands.add_parser("inspect", parents=[common], help="say what a checkpoint has of a head")
+    inspect.add_argument("checkpoint")
+    inspect.add_argument("--base", help="the checkpoint it was fine-tuned from")
+    inspect.set_defaults(handler=_inspect)
+
+    graft = commands.add_parser("graft", parents=[common], help="put the base's head back on a fine-tune")
+    graft.add_argument("finetune")
+    graft.add_argument("--from", dest="base", required=True, metavar="BASE")
+    _add_output(graft)
+    graft.set_defaults(handler=_graft)
+
+    export = commands.add_parser("export", parents=[common], help="write a servable checkpoint of a run")
+    export.add_argument("source", type=Path, metavar="RUN|CKPT")
+    _add_output(export)
+    export.set_defaults(handler=_export)
+
+    generate = commands.add_parser("generate", parents=[common], help="decode with the built-in speculative decoder")
+    _add_generate(generate)
+
+    demo = commands.add_parser("demo", parents=[common], help="write the embedded demo checkpoints")
+    demo.add_argument("target", type=Path, metavar="DIR")
+    demo.set_defaults(handler=_demo)
+    return parser
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
+    command.add_argument("--copy", action="store_true", help="copy unchanged files instead of hard-linking them")
+
+
+def _add_generate(command: argparse.ArgumentParser) -> None:
+    command.add_argument("checkpoint")
+    command.add_argument("--head", help="a head directory or a checkpoint to take the head from (default: its own)")
+    command.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
+    command.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
+    command.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    command.add_argument("--depth", type=int, default=3, metavar="K", help="drafts per round, 0 to 7; 0 is plain decoding")
+    command.add_argument("--mtp", choices=("on", "off"), default="on", help="off is plain decoding")
+    command.set_defaults(handler=_generate)
+
+
+def quieten_libraries() -> None:
+    """Keep the libraries' progress bars and notices off the terminal; their errors still show."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("WANDB_SILENT", "true")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks for all of a launch."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _progress(args: argparse.Namespace) -> Progress:
+    console = Console(stderr=True)
+    return Progress(console=console, disable=args.json or not console.is_terminal, transient=True)
+
+
+def _emit(args: argparse.Namespace, document: Any, text: str) -> int:
+    """Print a result: JSON or text."""
+    print(json.dumps(document, indent=2, allow_nan=False) if args.json else text)
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    from mtp_train.pipeline import run
+    from mtp_train.recipe_io import load_recipe
+
+    recipe = load_recipe(args.recipe, args.overrides)
+    # With --json stdout is for the one document: tables go to stderr.
+    outcome = run(recipe, Console(stderr=args.json, quiet=not is_main_process(), soft_wrap=True))
+    if is_main_process():
+        _emit(args, {"run_dir": recipe.run_dir, **outcome.__dict__}, outcome.message)
+    return outcome.exit_code
+
+
+def _check(args: argparse.Namespace) -> int:
+    from mtp_train.commands.check import check
+    from mtp_train.recipe_io import load_recipe
+
+    result = check(load_recipe(args.recipe, args.overrides), world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    return _emit(args, result.to_json(), result.to_text())
+
+
+def _regenerate(args: argparse.Namespace) -> int:
+    from mtp_train.pipeline import regenerate_only
+    from mtp_train.recipe_io import load_recipe
+
+    with _progress(args) as progress:
+        counts = regenerate_only(load_recipe(args.recipe, args.overrides), progress)
+    text = "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in counts.items())
+    return _emit(args, counts, text) if is_main_process() else 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from mtp_train.commands.inspect import inspect_checkpoint, render
+    from mtp_train.inputs import open_location
+
+    with _progress(args) as progress:
+        base = open_location(args.base) if args.base else None
+        inspection = inspect_checkpoint(open_location(args.checkpoint), base, progress)
+    return _emit(args, inspection.to_json(), render(inspection))
+
+
+def _graft(args: argparse.Namespace) -> int:
+    from mtp_train.commands.graft import graft
+    from mtp_train.inputs import open_location
+
+    with _progress(args) as progress:
+        link = "copy" if args.copy else "hard"
+        graft(open_location(args.finetune), open_location(args.base), args.out, link=link, progress=progress)
+    return _emit(args, {"out": str(args.out)}, f"Wrote {args.out}: the trunk of {args.finetune}, the head of {args.base}.")
+
+
+def _export(args: argparse.Namespace) -> int:
+    from mtp_train.commands.graft import export
+
+    with _progress(args) as progress:
+        export(args.source, args.out, link="copy" if args.copy else "hard", progress=progress)
+    return _emit(args, {"out": str(args.out)}, f"Wrote {args.out}.")
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from mtp_train.commands.generate import GenerateRequest, generate
+
+    request = GenerateRequest(
+        checkpoint=args.checkpoint,
+        head=args.head,
+        prompts=tuple(args.prompt),
+        chat=args.chat,
+        max_new_tokens=args.max_new_tokens,
+        depth=args.depth if args.mtp == "on" else 0,
+    )
+    document = generate(request)
+    return _emit(args, document, "\n\n".join(one["text"] for one in document["requests"]))
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from mtp_train.demo import write_demo
+
+    write_demo(args.target)
+    text = f"Wrote {args.target}/base (trunk and head) and {args.target}/finetune (its head stripped by save_pretrained)."
+    return _emit(args, {"base": str(args.target / "base"), "finetune": str(args.target / "finetune")}, text)

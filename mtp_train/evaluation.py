@@ -1,0 +1,232 @@
+"""Measure the arms of a run on its held-out prompts and judge the retrained head."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from mtp_train.acceptance import (
+    GateVerdict,
+    acceptance_rate,
+    conditional,
+    decide_gate,
+    marginal,
+    repeated_ngram_share,
+    tau,
+    tau_interval,
+)
+from mtp_train.arms import PLAIN, ArmRun, own_text, run_arms
+from mtp_train.commands.inspect import graft_command
+from mtp_train.data.pack import collate, pack_documents
+from mtp_train.demo import recorded_arms
+from mtp_train.heads.attach import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.inputs import Inputs
+from mtp_train.recipe import Recipe
+from mtp_train.report.schema import ArmResult, Lossless, RunReport
+from mtp_train.train.dense import DenseMetrics, dense_metrics
+from mtp_train.train.module import Batch
+from mtp_train.weights.artifact import load_artifact
+from mtp_train.weights.files import Checkpoint
+
+RETRAINED, VANILLA = "retrained", "vanilla"
+
+
+def evaluate_run(recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, progress: Progress) -> RunReport:
+    """Decode, count and judge. The trunk's weights are given up at the end to make room for the vanilla one.
+
+    Returns:
+        The report, gate included.
+    """
+    plans = head_plans(recipe, run_dir, inputs)
+    heads = {arm: _build(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
+    names = {PLAIN: None, "graft": recipe.model.head_from, "native": recipe.model.trunk, RETRAINED: str(run_dir / "head")}
+    runs, dense = measure(recipe, inputs, trunk, heads, progress)
+    results = {arm: arm_result(run, recipe.model.trunk, names[arm], dense[arm], runs[PLAIN]) for arm, run in runs.items()}
+    checked = [run for arm, run in runs.items() if arm != PLAIN]
+    settings = evaluation_settings(recipe, inputs, trunk)
+    if VANILLA in recipe.evaluate.arms and inputs.base is not None:
+        dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
+        trunk.to("meta")
+        results[VANILLA], vanilla_run = measure_vanilla(recipe, inputs, dtype, device, progress)
+        checked.append(vanilla_run)
+    results.update(recorded_arms(recipe.model.trunk))
+    return RunReport(arms=results, lossless=lossless(checked), gate=judge(recipe, runs, checked), settings=settings)
+
+
+def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
+    """Return the heads to measure on the fine-tune's trunk; the gate's baseline is always among them."""
+    wanted = {*recipe.evaluate.arms, baseline_arm(recipe), RETRAINED}
+    plans: dict[str, HeadPlan] = {}
+    if "graft" in wanted and inputs.base is not None:
+        plans["graft"] = graft_plan(inputs.finetune, inputs.base, recipe.head.convention)
+    if "native" in wanted:
+        plans["native"] = native_plan(inputs.finetune, recipe.head.convention)
+    plans[RETRAINED] = artifact_plan(load_artifact(run_dir / "head"))
+    return plans
+
+
+def baseline_arm(recipe: Recipe) -> str:
+    """Return the arm the retrained head has to beat; on ``auto`` the best untrained one there can be."""
+    if recipe.gate.baseline != "auto":
+        return recipe.gate.baseline
+    if recipe.model.head_from is not None:
+        return "graft"
+    return "native" if recipe.head.init == "native" else PLAIN
+
+
+def _build(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> MtpHead:
+    dtype = trunk.lm_head_VD.dtype
+    return build_head(plan, text_config_of(checkpoint), dtype=dtype).to(trunk.lm_head_VD.device).eval()
+
+
+def measure(
+    recipe: Recipe, inputs: Inputs, trunk: Trunk, heads: Mapping[str, MtpHead], progress: Progress
+) -> tuple[dict[str, ArmRun], dict[str, DenseMetrics | None]]:
+    """Run every arm on one trunk, then the teacher-forced metrics on the trunk's own outputs."""
+    task = progress.add_task("decoding held-out prompts", total=len(inputs.held_out))
+    runs = run_arms(
+        trunk,
+        heads,
+        inputs.held_out,
+        depth=draft_depth(recipe),
+        max_new_tokens=recipe.evaluate.max_new_tokens,
+        eos_ids=inputs.eos_ids,
+        on_prompt=lambda: progress.advance(task),
+    )
+    batches = dense_batches(recipe, inputs, runs[PLAIN].outputs, trunk)
+    dense: dict[str, DenseMetrics | None] = {PLAIN: None}
+    for arm, head in progress.track(heads.items(), description="teacher-forced metrics"):
+        dense[arm] = dense_metrics(trunk, head, batches, draft_depth(recipe))
+    return runs, dense
+
+
+def draft_depth(recipe: Recipe) -> int:
+    """Return how deep the arms draft."""
+    return recipe.head.num_depths if recipe.evaluate.depth is None else recipe.evaluate.depth
+
+
+def dense_batches(recipe: Recipe, inputs: Inputs, outputs: Sequence[tuple[int, ...]], trunk: Trunk) -> list[Batch]:
+    """Pack the trunk's own outputs, up to the recipe's budget of tokens, one sequence a batch."""
+    device = trunk.lm_head_VD.device
+    seq_len = recipe.data.seq_len_tokens
+    documents = own_text(inputs.held_out, outputs, seq_len)
+    packed = pack_documents(documents, seq_len, pack=True, seed=recipe.seed, epoch=0)
+    kept = packed[: max(1, recipe.evaluate.dense_tokens // seq_len)]
+    return [
+        Batch(*(collate([sequence])[name].to(device) for name in ("input_ids_BT", "positions_BT", "document_BT", "loss_mask_BT")))
+        for sequence in kept
+    ]
+
+
+def arm_result(
+    run: ArmRun, trunk_name: str, head_name: str | None, dense: DenseMetrics | None, plain: ArmRun
+) -> ArmResult:
+    """Bring an arm's counts into the report's form."""
+    drafted = head_name is not None
+    base_speed = plain.tokens_per_second
+    return ArmResult(
+        trunk=trunk_name,
+        head=head_name,
+        tau=tau(run.counts),
+        tau_ci95=tau_interval(run.counts) if drafted else None,
+        acceptance_rate=acceptance_rate(run.counts),
+        marginal=tuple(marginal(run.counts)) if drafted else None,
+        conditional=tuple(conditional(run.counts)) if drafted else None,
+        dense=_measured(dense.agreement) if dense else None,
+        overlap=_measured(dense.overlap) if dense else None,
+        target_entropy=dense.target_entropy if dense else None,
+        repeated_8gram_share=repeated_ngram_share(run.outputs),
+        tokens_per_second=run.tokens_per_second,
+        speedup=run.tokens_per_second / base_speed if base_speed else None,
+        rounds=sum(count.rounds for count in run.counts),
+        prompts=len(run.counts),
+        measured_here=True,
+    )
+
+
+def _measured(values: Sequence[float | None]) -> tuple[float, ...]:
+    """Drop depths without a target (outputs shorter than the depth)."""
+    return tuple(value for value in values if value is not None)
+
+
+def measure_vanilla(
+    recipe: Recipe, inputs: Inputs, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> tuple[ArmResult, ArmRun]:
+    """Measure the base with its own head on the same prompts; its speedup is over its own trunk without drafts."""
+    assert inputs.base is not None and recipe.model.head_from is not None
+    trunk = load_trunk(
+        inputs.base.path,
+        inputs.base.family,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    head = _build(native_plan(inputs.base, recipe.head.convention), inputs.base, trunk)
+    runs, dense = measure(recipe, inputs, trunk, {VANILLA: head}, progress)
+    name = recipe.model.head_from
+    return arm_result(runs[VANILLA], name, name, dense[VANILLA], runs[PLAIN]), runs[VANILLA]
+
+
+def lossless(runs: Sequence[ArmRun]) -> Lossless:
+    """Sum the comparisons with plain decoding."""
+    return Lossless(
+        checked=sum(len(run.outputs) for run in runs),
+        identical=sum(run.identical for run in runs),
+        near_tie_divergences=sum(run.near_ties for run in runs),
+    )
+
+
+def judge(recipe: Recipe, runs: Mapping[str, ArmRun], checked: Sequence[ArmRun]) -> GateVerdict:
+    """Apply the gate: a decoder that changed an output, or a head that is not better, may not be exported."""
+    baseline = baseline_arm(recipe)
+    broken = [prompt for run in checked for prompt in run.divergences]
+    if broken:
+        reason = (
+            f"Refused: decoding with drafts changed the output of {len(broken)} prompts ({broken[0]} first), and no near "
+            "tie explains it. Acceptance measured this way means nothing; please report it."
+        )
+        return GateVerdict(passed=False, baseline=baseline, delta_tau_ci95=None, reason=reason)
+    verdict = decide_gate(runs[RETRAINED].counts, runs[baseline].counts, baseline, recipe.gate.confidence)
+    if verdict.passed or baseline != "graft" or recipe.model.head_from is None:
+        return verdict
+    better = graft_command(recipe.model.trunk, recipe.model.head_from)
+    return GateVerdict(
+        passed=False,
+        baseline=baseline,
+        delta_tau_ci95=verdict.delta_tau_ci95,
+        reason=f"{verdict.reason} The base's own head serves better: {better}",
+    )
+
+
+def evaluation_settings(recipe: Recipe, inputs: Inputs, trunk: Trunk) -> dict[str, Any]:
+    """Say how everything was measured; figures of other settings do not compare."""
+    weight = trunk.lm_head_VD
+    on_cuda = weight.device.type == "cuda"
+    return {
+        "trunk": recipe.model.trunk,
+        "head_from": recipe.model.head_from,
+        "temperature": recipe.evaluate.temperature,
+        "draft_sampling": "argmax",
+        "verify_rule": "greedy",
+        "depth": draft_depth(recipe),
+        "batch_size": 1,
+        "max_new_tokens": recipe.evaluate.max_new_tokens,
+        "prompts": len(inputs.held_out),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(weight.device) if on_cuda else str(weight.device),
+        "threads": torch.get_num_threads(),
+        "loss": recipe.objective.loss,
+        "train_steps": recipe.train.max_steps,
+        "tokens_per_step": recipe.train.tokens_per_step,
+        "seed": recipe.seed,
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+    }

@@ -1,0 +1,176 @@
+"""Everything a run reads, opened and checked before anything is written or trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from mtp_train.data.prompts import Prompt, build_prompts, choose_prompts, continuation_prompts
+from mtp_train.data.records import PlainText, Record
+from mtp_train.data.sources import load_records
+from mtp_train.data.split import split_by_group
+from mtp_train.demo import resolve
+from mtp_train.errors import CheckpointError, RecipeError
+from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan, native_plan
+from mtp_train.heads.diagnose import diagnose_head, text_config_of
+from mtp_train.recipe import Recipe
+from mtp_train.train.plan import Plan, make_plan
+from mtp_train.weights.files import TORCH_DTYPES, Checkpoint, locate_checkpoint, open_checkpoint
+from mtp_train.weights.finite import require_finite_checkpoint
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A run's checked inputs."""
+
+    finetune: Checkpoint
+    base: Checkpoint | None
+    adapter: Path | None
+    plan: Plan
+    head_plan: HeadPlan
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    train_records: Sequence[Record]
+    held_out: Sequence[Prompt]
+    """Evaluation prompts."""
+
+
+def open_location(location: str) -> Checkpoint:
+    """Open a checkpoint given as a path, a hub id or ``demo:NAME``."""
+    return open_checkpoint(locate_checkpoint(resolve(location)))
+
+
+def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs:
+    """Open and check everything a run reads. Writes nothing, loads no trunk.
+
+    Raises:
+        MtpError: Something does not fit; the message says what.
+    """
+    plan = make_plan(recipe, world_size)
+    require_adapter_without_export(recipe)
+    finetune = open_location(recipe.model.trunk)
+    base = open_location(recipe.model.head_from) if recipe.model.head_from else None
+    head_plan = plan_head(recipe, finetune, base)
+    require_arms(recipe, finetune)
+    tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
+    train_records, held_out_records = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
+    held_out = choose_prompts(prompts_of(held_out_records, tokenizer), recipe.evaluate.prompts, recipe.seed)
+    for checkpoint in [finetune] if base is None else [finetune, base]:
+        require_finite_checkpoint(checkpoint, progress)
+    return Inputs(
+        finetune=finetune,
+        base=base,
+        adapter=locate_checkpoint(recipe.model.adapter) if recipe.model.adapter else None,
+        plan=plan,
+        head_plan=head_plan,
+        tokenizer=tokenizer,
+        eos_ids=eos_token_ids(finetune, tokenizer),
+        train_records=train_records,
+        held_out=held_out,
+    )
+
+
+def plan_head(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None) -> HeadPlan:
+    """Say what the head starts from and how it is written."""
+    convention = recipe.head.convention
+    if recipe.head.init == "graft":
+        assert base is not None
+        return graft_plan(finetune, base, convention)
+    if recipe.head.init == "native":
+        return native_plan(finetune, convention)
+    return fresh_plan(finetune, text_config_of(finetune), convention, seed=recipe.seed)
+
+
+def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
+    """Check that the fine-tune holds a head where the recipe wants to measure it.
+
+    Raises:
+        CheckpointError: ``native`` is asked for and there is none.
+    """
+    if "native" in recipe.evaluate.arms and not diagnose_head(finetune).complete:
+        raise CheckpointError(
+            f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its own. "
+            "Take native out of evaluate.arms."
+        )
+
+
+def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    """Load the tokenizer beside the weights.
+
+    Raises:
+        CheckpointError: There is none that transformers can load.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: no tokenizer that loads ({error}); expected tokenizer files beside the weights. Copy them "
+            "from the base."
+        ) from None
+
+
+def eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:
+    """Return every token that ends a response: the generation config's, else the config's, and the tokenizer's."""
+    from transformers import GenerationConfig
+
+    found: set[int] = set()
+    try:
+        declared = GenerationConfig.from_pretrained(checkpoint.path).eos_token_id
+    except OSError:
+        declared = checkpoint.text_config.get("eos_token_id")
+    found.update([declared] if isinstance(declared, int) else declared or [])
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    return frozenset(found)
+
+
+def read_records(recipe: Recipe) -> list[Record]:
+    """Read every source of the recipe, in its order."""
+    records: list[Record] = []
+    for number, source in enumerate(recipe.data.sources):
+        records += load_records(
+            resolve(source.path),
+            split=source.split,
+            format=source.format,
+            group_field=recipe.data.group_field,
+            name=f"data.sources.{number} ({source.path})",
+        )
+    if recipe.data.max_documents is not None:
+        records = records[: recipe.data.max_documents]
+    return records
+
+
+def prompts_of(records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
+    """Return the prompts of held-out records; plain text is continued from its first half."""
+    texts = [record for record in records if isinstance(record.content, PlainText)]
+    others = [record for record in records if not isinstance(record.content, PlainText)]
+    return build_prompts(others, tokenizer) + continuation_prompts(texts, tokenizer)
+
+
+def evaluation_dtype(recipe: Recipe, device: torch.device, stored: str) -> torch.dtype:
+    """Return the trunk's dtype: what the recipe says; on ``auto`` fp32 on a CPU and the stored one elsewhere."""
+    if recipe.model.dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
+    return torch.float32 if device.type == "cpu" else TORCH_DTYPES[stored]
+
+
+def require_adapter_without_export(recipe: Recipe) -> None:
+    """Refuse to export a head trained on trunk + adapter into the bare trunk's checkpoint.
+
+    Raises:
+        RecipeError: Both are asked for.
+    """
+    if recipe.model.adapter is not None and recipe.export.enabled:
+        raise RecipeError(
+            [
+                "export.enabled: true with model.adapter set; expected a trunk whose weights are in one checkpoint. Merge "
+                "the adapter first, or write export.enabled: false."
+            ]
+        )

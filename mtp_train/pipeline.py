@@ -1,0 +1,302 @@
+"""The main job from end to end: check, graft, regenerate, train, evaluate, gate, export.
+
+Every stage leaves something whole in the run directory and is skipped where that is already there, so that a killed run
+goes on from the stage it had reached. Training and data know nothing of the decoder: it is handed to them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from rich.console import Console
+from rich.progress import Progress
+
+from mtp_inference.reference import generate_equal_length
+from mtp_train.data.pack import global_batches
+from mtp_train.data.prompts import build_prompts, choose_prompts
+from mtp_train.data.regenerated import RegeneratedStore, regenerate
+from mtp_train.data.tokenize import Document, tokenize_records
+from mtp_train.errors import GateRefusedError, MtpError, OutputExistsError, RecipeError
+from mtp_train.evaluation import evaluate_run
+from mtp_train.heads.attach import build_head, trained_head
+from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.inputs import Inputs, evaluation_dtype, gather_inputs
+from mtp_train.losses import LossKind
+from mtp_train.recipe import Recipe, RegenerateSpec
+from mtp_train.report.table import print_report
+from mtp_train.report.write import write_report
+from mtp_train.run_dir import (
+    Outcome,
+    checkpoint_identity,
+    claim,
+    clear_leftovers,
+    environment_facts,
+    read_outcome,
+    require_ours,
+    write_outcome,
+)
+from mtp_train.train.log import RunLog
+from mtp_train.train.loop import train_head
+from mtp_train.train.module import HeadTraining
+from mtp_train.weights.artifact import Artifact, load_artifact, save_artifact
+from mtp_train.weights.export import write_checkpoint
+
+
+HEAD, STATE, DATA, EXPORT = "head", "state", "data", "export"
+# Evaluation runs on the main process while the others wait; no collective may time out meanwhile.
+_PATIENCE = timedelta(hours=24)
+
+
+def run(recipe: Recipe, console: Console) -> Outcome:
+    """Run a recipe to its outcome, and record it in the run directory.
+
+    Returns:
+        The outcome; of an earlier run where that one had finished.
+
+    Raises:
+        MtpError: The user's input is wrong, or the gate refused; the outcome is recorded first where the run directory
+            is ours to write to.
+    """
+    run_dir = Path(recipe.run_dir)
+    require_ours(run_dir, recipe)
+    earlier = read_outcome(run_dir)
+    if earlier is not None and earlier.finished:
+        console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do. {earlier.message}")
+        return earlier
+    stage = Stage()
+    accelerator = make_accelerator(recipe)
+    quiet = not console.is_terminal or not accelerator.is_main_process
+    try:
+        with Progress(console=console, disable=quiet, transient=True) as progress:
+            outcome = run_stages(recipe, run_dir, accelerator, console, progress, stage)
+    except MtpError as error:
+        reason = "gate_refused" if isinstance(error, GateRefusedError) else "bad_input"
+        name = "done" if isinstance(error, GateRefusedError) else stage.name
+        if accelerator.is_main_process and not isinstance(error, OutputExistsError):
+            write_outcome(run_dir, Outcome(error.exit_code, reason, str(error), name))
+        raise
+    if accelerator.is_main_process:
+        write_outcome(run_dir, outcome)
+    return outcome
+
+
+class Stage:
+    """Where the run is, for the outcome of a failure."""
+
+    name = "check"
+
+
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """Build the accelerator that the launcher's settings and the recipe ask for."""
+    return Accelerator(
+        mixed_precision="bf16" if recipe.train.precision == "bf16" else "no",
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)],
+    )
+
+
+def run_stages(
+    recipe: Recipe, run_dir: Path, accelerator: Accelerator, console: Console, progress: Progress, stage: Stage
+) -> Outcome:
+    """Go through the stages. Only the main process evaluates, exports and prints."""
+    inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+    accelerator.gradient_accumulation_steps = inputs.plan.accumulation
+    main = accelerator.is_main_process
+    if main:
+        clear_leftovers(run_dir)
+        claim(run_dir, recipe, provenance(recipe, inputs))
+    accelerator.wait_for_everyone()
+    trunk = load_run_trunk(recipe, inputs, accelerator)
+    if not (run_dir / HEAD).is_dir():
+        stage.name = "data"
+        documents = make_documents(recipe, run_dir, inputs, trunk, accelerator, progress)
+        stage.name = "train"
+        train_stage(recipe, run_dir, inputs, trunk, documents, accelerator, progress)
+    accelerator.wait_for_everyone()
+    if not main:
+        return Outcome(0, "done", "", "done")
+    stage.name = "evaluate"
+    report = evaluate_run(recipe, run_dir, inputs, trunk, progress)
+    write_report(report, run_dir)
+    print_report(report, console)
+    if not report.gate.passed:
+        raise GateRefusedError(report.gate.reason)
+    stage.name = "export"
+    message = report.gate.reason
+    if recipe.export.enabled and not (run_dir / EXPORT).exists():
+        head = load_artifact(run_dir / HEAD).head
+        write_checkpoint(
+            inputs.finetune, layout_of(inputs.finetune), head, run_dir / EXPORT, link=recipe.export.link
+        )
+    if recipe.export.enabled:
+        message += f" Exported to {run_dir / EXPORT}."
+    return Outcome(0, "done", message, "done")
+
+
+def load_run_trunk(recipe: Recipe, inputs: Inputs, accelerator: Accelerator) -> Trunk:
+    """Load the trunk once for all stages."""
+    layout = layout_of(inputs.finetune)
+    stored = inputs.finetune.tensors[f"{layout.trunk_prefix}embed_tokens.weight"].dtype
+    return load_trunk(
+        inputs.finetune.path,
+        inputs.finetune.family,
+        dtype=evaluation_dtype(recipe, accelerator.device, stored),
+        device=accelerator.device,
+        adapter=inputs.adapter,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+
+
+def provenance(recipe: Recipe, inputs: Inputs) -> dict[str, object]:
+    """Say where everything came from."""
+    return {
+        "trunk": checkpoint_identity(recipe.model.trunk, inputs.finetune),
+        "head_from": checkpoint_identity(recipe.model.head_from or "", inputs.base) if inputs.base else None,
+        "seed": recipe.seed,
+        "plan": asdict(inputs.plan),
+        **environment_facts(),
+    }
+
+
+def make_documents(
+    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, accelerator: Accelerator, progress: Progress
+) -> list[Document]:
+    """Return what to train on: the trunk's own responses, or the sources' text as it is."""
+    if recipe.data.regenerate is None or not recipe.data.regenerate.enabled:
+        documents, _ = tokenize_records(inputs.train_records, inputs.tokenizer, recipe.data.seq_len_tokens)
+        return documents
+    store = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
+    documents, _ = store.to_documents(recipe.data.seq_len_tokens)
+    return documents
+
+
+def regenerate_stage(
+    recipe: Recipe,
+    settings: RegenerateSpec,
+    run_dir: Path,
+    inputs: Inputs,
+    trunk: Trunk,
+    accelerator: Accelerator,
+    progress: Progress,
+) -> RegeneratedStore:
+    """Let the trunk answer the training prompts; those answered before are left alone."""
+    prompts = build_prompts(inputs.train_records, inputs.tokenizer)
+    if settings.max_prompts is not None:
+        prompts = choose_prompts(prompts, settings.max_prompts, recipe.seed)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    store = RegeneratedStore(run_dir / DATA, rank=rank, world=world)
+    task = progress.add_task("regenerating responses", total=None)
+
+    def generate(batch: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        return generate_equal_length(trunk, batch, max_new_tokens=max_new_tokens, eos_ids=inputs.eos_ids)
+
+    regenerate(
+        prompts,
+        store,
+        generate,
+        seq_len_tokens=recipe.data.seq_len_tokens,
+        batch_size=settings.batch_size,
+        max_new_tokens=settings.max_new_tokens,
+        eos_ids=inputs.eos_ids,
+        rank=rank,
+        world=world,
+        on_batch=lambda done, total: progress.update(task, completed=done, total=total),
+    )
+    accelerator.wait_for_everyone()
+    return store
+
+
+def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
+    """Do the regeneration of a recipe and nothing else; a later ``run`` of the recipe goes on from it.
+
+    Raises:
+        RecipeError: The recipe does not regenerate.
+    """
+    if recipe.data.regenerate is None or not recipe.data.regenerate.enabled:
+        raise RecipeError(["data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true."])
+    run_dir = Path(recipe.run_dir)
+    require_ours(run_dir, recipe)
+    accelerator = make_accelerator(recipe)
+    inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+    if accelerator.is_main_process:
+        claim(run_dir, recipe, provenance(recipe, inputs))
+    accelerator.wait_for_everyone()
+    trunk = load_run_trunk(recipe, inputs, accelerator)
+    store = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
+    _, counts = store.to_documents(recipe.data.seq_len_tokens)
+    return asdict(counts)
+
+
+def train_stage(
+    recipe: Recipe,
+    run_dir: Path,
+    inputs: Inputs,
+    trunk: Trunk,
+    documents: Sequence[Document],
+    accelerator: Accelerator,
+    progress: Progress,
+) -> None:
+    """Train the head and save it as the run's artifact."""
+    head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
+    module = HeadTraining(
+        trunk,
+        head,
+        num_depths=recipe.head.num_depths,
+        kind=loss_kind(recipe),
+        temperature=recipe.objective.temperature,
+    ).to(accelerator.device)
+    task = progress.add_task("training the head", total=inputs.plan.max_steps)
+
+    def make_log(resume_step: int) -> RunLog | None:
+        if not accelerator.is_main_process:
+            return None
+        return RunLog(
+            run_dir,
+            wandb=recipe.track.wandb,
+            project=recipe.track.project,
+            config=asdict(recipe),
+            resume_step=resume_step,
+        )
+
+    train_head(
+        module,
+        recipe=recipe,
+        plan=inputs.plan,
+        batch_fn=global_batches(
+            documents,
+            seq_len_tokens=recipe.data.seq_len_tokens,
+            pack=recipe.data.pack,
+            sequences_per_step=inputs.plan.sequences_per_step,
+            seed=recipe.seed,
+        ),
+        accelerator=accelerator,
+        state_dir=run_dir / STATE,
+        make_log=make_log,
+        on_step=lambda done: progress.update(task, completed=done),
+    )
+    if accelerator.is_main_process:
+        plan = inputs.head_plan
+        notes = {"trunk": recipe.model.trunk, "head_from": recipe.model.head_from, "steps": inputs.plan.max_steps}
+        save_artifact(
+            Artifact(
+                family=plan.family,
+                layout=plan.layout,
+                num_modules=plan.num_modules,
+                num_depths=recipe.head.num_depths,
+                convention=plan.convention,
+                head=trained_head(plan, head.state_dict()),
+                notes=notes,
+            ),
+            run_dir / HEAD,
+        )
+
+
+def loss_kind(recipe: Recipe) -> LossKind:
+    """Resolve ``objective.loss: auto`` by the verify rule the head is for: greedy drafting wants hard targets."""
+    return "ce" if recipe.objective.loss == "auto" else recipe.objective.loss

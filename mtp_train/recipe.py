@@ -1,0 +1,226 @@
+"""What a recipe can say: every section and field, with type, limits, default and meaning.
+
+This is the one place where a field is defined. Reading (``recipe_io``), the rules between fields (``recipe_rules``) and
+the reference in ``recipes/README.md`` follow from it. No torch is imported here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from mtp_train.recipe_decode import Bound
+
+Count = Annotated[int, Bound(min=1)]
+Depth = Annotated[int, Bound(min=1, max=7)]
+Share = Annotated[float, Bound(above=0, below=1)]
+Positive = Annotated[float, Bound(above=0)]
+Momentum = Annotated[float, Bound(min=0, below=1)]
+GreedyOnly = Annotated[float, Bound(min=0, max=0)]
+
+InitKind = Literal["native", "graft", "random"]
+Arm = Literal["none", "graft", "native", "retrained", "vanilla"]
+Baseline = Literal["graft", "native", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSection:
+    """The trunk, and where its head comes from."""
+
+    trunk: str
+    """The fine-tuned checkpoint, frozen throughout: a directory, a hub id, or `demo:NAME`."""
+    head_from: str | None = None
+    """The checkpoint whose head is grafted, and whose own trunk is the `vanilla` arm: usually the fine-tune's base."""
+    adapter: str | None = None
+    """A peft adapter directory: the trunk is then `trunk` with this adapter, unmerged."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision in which the trunk's weights are held; `auto` takes the checkpoint's own."""
+    trust_remote_code: bool = False
+    """Whether a checkpoint may bring code of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadSection:
+    """The head that is trained."""
+
+    kind: Literal["mtp"] = "mtp"
+    """The architecture: norms, a projection and a decoder layer of the trunk's own kind."""
+    init: InitKind = "graft"
+    """What it starts from: the head in `model.trunk`, the one in `model.head_from`, or random weights."""
+    num_depths: Depth = 3
+    """How many tokens ahead it is trained to draft. Says nothing about how many modules the checkpoint holds."""
+    lora: None = None
+    """Reserved for training the head through LoRA."""
+    convention: Literal["auto", "vllm", "sglang", "llama.cpp"] = "auto"
+    """The engine whose reading of the head counts, where engines differ; `auto` takes the family's usual one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceSpec:
+    """One source of records."""
+
+    path: str
+    """A local .json, .jsonl, .parquet or .txt file, the hub id of a dataset, or `demo:NAME`."""
+    split: str = "train"
+    """A split of the dataset; slices such as `train[:1000]` are allowed."""
+    format: Literal["auto", "messages", "prompt_response", "text"] = "auto"
+    """How the columns are read; `auto` goes by their names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegenerateSpec:
+    """Responses written by the trunk itself, greedily, in place of those in the sources."""
+
+    enabled: bool = True
+    """Whether to regenerate; if not, the sources' own responses are trained on."""
+    max_prompts: Count | None = None
+    """Prompts to answer; null answers all."""
+    max_new_tokens: Count = 256
+    """Longest response, in tokens."""
+    batch_size: Count = 16
+    """Prompts answered side by side on each process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSection:
+    """What is trained on, and what is held out of it."""
+
+    sources: Annotated[tuple[SourceSpec, ...], Bound(min=1)]
+    """Where the records come from; their records are pooled."""
+    regenerate: RegenerateSpec | None = None
+    """Train on what the trunk says itself; null trains on the sources' own responses."""
+    seq_len_tokens: Count = 512
+    """Length of a training sequence, in tokens."""
+    pack: bool = True
+    """Whether a sequence holds several documents (which never see one another), or one and padding."""
+    holdout: Share = 0.05
+    """Share of the groups of records kept out of training, to evaluate on."""
+    group_field: str | None = None
+    """Records with the same value here are held out together; null groups records that repeat a prompt."""
+    max_documents: Count | None = None
+    """Records read from each source; null reads all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveSection:
+    """What the head is trained towards."""
+
+    loss: Literal["auto", "ce", "kl"] = "auto"
+    """`ce`: the token that follows. `kl`: the trunk's own distribution p. `auto`: what suits greedy verification."""
+    temperature: Positive = 1.0
+    """Softens p and q in `kl`."""
+    depth_decay: Annotated[float, Bound(above=0, max=1)] = 0.6
+    """Depth k weighs this to the power k - 1, all weights scaled to sum 1."""
+    unroll: Literal["exact"] = "exact"
+    """How depths read one another in training: as they do in decoding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSection:
+    """How long and how fast the head learns, whatever the number of processes."""
+
+    max_steps: Count
+    """Optimiser steps."""
+    tokens_per_step: Count
+    """Tokens of one optimiser step over all processes, padding included."""
+    lr: Positive
+    """Peak learning rate of AdamW."""
+    micro_batch_sequences: Count = 1
+    """Sequences in one forward pass of one process; costs memory, changes no result."""
+    warmup_steps: Annotated[int, Bound(min=0)] = 0
+    """Steps over which the learning rate rises linearly."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """The learning rate after the warm-up: down to 0 along a cosine, or level."""
+    weight_decay: Annotated[float, Bound(min=0)] = 0.0
+    """AdamW's decay, on matrices only."""
+    betas: tuple[Momentum, Momentum] = (0.9, 0.95)
+    """AdamW's two decay rates."""
+    max_grad_norm: Positive = 1.0
+    """Longer gradients are scaled down to this norm."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Precision of the forward pass; the head's own weights stay in fp32."""
+    save_steps: Count = 100
+    """Steps between resume states; the last step always leaves one."""
+    log_steps: Count = 10
+    """Steps between lines of `metrics.jsonl`."""
+    eval_steps: Annotated[int, Bound(min=0)] = 0
+    """Steps between measurements of acceptance during training; 0 never measures."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateSection:
+    """What is compared after training, on held-out prompts."""
+
+    arms: Annotated[tuple[Arm, ...], Bound(min=1)]
+    """What to compare: no head, the grafted, native or retrained head on the trunk, or `model.head_from` by itself."""
+    prompts: Count = 64
+    """Held-out prompts each arm decodes."""
+    temperature: GreedyOnly = 0.0
+    """Sampling temperature of the trunk."""
+    max_new_tokens: Count = 256
+    """Longest response, in tokens."""
+    depth: Depth | None = None
+    """Tokens drafted a round; null takes `head.num_depths`."""
+    dense_tokens: Count = 16384
+    """Held-out tokens for the figures that need no decoding (top-1 agreement, overlap of p and q)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateSection:
+    """When a retrained head is good enough to export."""
+
+    baseline: Literal["auto", "graft", "native", "none"] = "auto"
+    """The arm it must beat; `auto` takes what the head started from (`none` after random weights)."""
+    confidence: Annotated[float, Bound(above=0.5, below=1)] = 0.95
+    """Confidence of the interval of the gain in tau that must lie above 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportSection:
+    """The checkpoint written when the gate is passed."""
+
+    enabled: bool = True
+    """Whether to write it."""
+    link: Literal["hard", "copy"] = "hard"
+    """Files that did not change are hard-linked (where the file system can) or copied."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackSection:
+    """Where numbers go besides `metrics.jsonl`."""
+
+    wandb: Literal["off", "offline", "online"] = "offline"
+    """Weights & Biases; `offline` needs no network."""
+    project: str = "mtp-train"
+    """The Weights & Biases project."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """One run, from a trunk and data to an exported head."""
+
+    run_dir: str
+    """Where everything of the run goes. The same recipe resumes there; another one is refused."""
+    seed: Annotated[int, Bound(min=0, max=2**32 - 1)] = 0
+    """Fixes what is held out, the order of the data and random weights."""
+    model: ModelSection
+    head: HeadSection = field(default_factory=HeadSection)
+    data: DataSection
+    objective: ObjectiveSection = field(default_factory=ObjectiveSection)
+    train: TrainSection
+    evaluate: EvaluateSection
+    gate: GateSection = field(default_factory=GateSection)
+    export: ExportSection = field(default_factory=ExportSection)
+    track: TrackSection = field(default_factory=TrackSection)
+
+    @property
+    def gate_baseline(self) -> Baseline:
+        """The arm the retrained head must beat, ``auto`` resolved."""
+        if self.gate.baseline != "auto":
+            return self.gate.baseline
+        return "none" if self.head.init == "random" else self.head.init
+
+    @property
+    def regenerates(self) -> bool:
+        """Whether responses are the trunk's own."""
+        return self.data.regenerate is not None and self.data.regenerate.enabled

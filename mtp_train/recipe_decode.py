@@ -1,0 +1,298 @@
+"""From plain YAML values to frozen dataclasses, driven by the type annotations alone.
+
+Understood: ``int``, ``float``, ``bool``, ``str``, ``None``, ``Literal``, ``X | None``, ``tuple[X, ...]`` and
+``tuple[X, Y]`` (lists in YAML), nested dataclasses, and ``Annotated[X, Bound(...)]`` around any of them. Problems are
+gathered, never raised, so that a reader learns of all of them at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """Limit a number, or the number of items of a list."""
+
+    min: float | None = None
+    max: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def admits(self, value: float) -> bool:
+        """Say whether a number (or a number of items) lies within the limits."""
+        return (
+            (self.min is None or value >= self.min)
+            and (self.max is None or value <= self.max)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def describe(self) -> str:
+        """Return the limits in words, to follow ``a number``."""
+        if self.min is not None and self.min == self.max:
+            return f"equal to {self.min:g}, the one choice there is"
+        if self.min is not None and self.max is not None:
+            return f"from {self.min:.10g} to {self.max:.10g}"
+        words = [
+            f"{word}{limit:.10g}{suffix}"
+            for word, limit, suffix in (
+                ("of ", self.min, " or more"),
+                ("above ", self.above, ""),
+                ("up to ", self.max, ""),
+                ("below ", self.below, ""),
+            )
+            if limit is not None
+        ]
+        return " and ".join(words)
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """Where a value stands: its dotted path, and the default it could fall back to (``MISSING``: none)."""
+
+    path: str
+    default: object = MISSING
+
+    def inside(self, name: str | int) -> _Spot:
+        return _Spot(dotted(self.path, name))
+
+    @property
+    def cure(self) -> str:
+        if self.default is MISSING:
+            return "Correct it; there is no default."
+        return f"Correct it, or leave it out for {shown(self.default)}."
+
+
+class Decoder:
+    """Turn plain values into what the annotations declare; gather what does not fit.
+
+    Attributes:
+        problems: One line per problem, ``"{path}: {found}; expected {rule}. {cure}"``.
+        failed: The dotted paths that have no usable value. What was decoded holds None there.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.failed: list[str] = []
+        self._known_paths: list[str] = []
+
+    def decode(self, cls: type, value: object) -> Any:
+        """Decode a whole document into the dataclass ``cls``; trust the result only while ``problems`` is empty."""
+        self._known_paths = [path for path, _, _ in walk_fields(cls)]
+        return self._section(cls, value, _Spot(""))
+
+    def usable(self, paths: Iterable[str]) -> bool:
+        """Say whether the values at all these dotted paths, and all within them, were decoded."""
+        return not any(_overlap(path, failed) for path in paths for failed in self.failed)
+
+    def _reject(self, spot: _Spot, found: str, expected: str, cure: str | None = None) -> None:
+        self.problems.append(f"{spot.path or 'recipe'}: {found}; expected {expected}. {cure or spot.cure}")
+        self.failed.append(spot.path)
+
+    def _value(self, hint: Any, value: object, spot: _Spot, bound: Bound | None = None) -> Any:
+        inner, is_optional, inner_bound = unwrap(hint)
+        bound = inner_bound or bound
+        if value is None and (is_optional or inner is NoneType):
+            return None
+        if is_dataclass(inner) and isinstance(inner, type):
+            return self._section(inner, value, spot)
+        if get_origin(inner) is tuple:
+            return self._items(hint, value, spot)
+        if get_origin(inner) is Literal:
+            return self._choice(hint, value, spot)
+        number = _as_declared(inner, value)
+        if number is None:
+            self._reject(spot, f"{shown(value)}{_kind(value)}", describe(hint), _scalar_cure(inner, value))
+        elif bound is not None and not bound.admits(number):
+            self._reject(spot, shown(value), describe(hint))
+        else:
+            return number
+        return None
+
+    def _choice(self, hint: Any, value: object, spot: _Spot) -> object:
+        choices = get_args(unwrap(hint)[0])
+        if isinstance(value, str) and value in choices:
+            return value
+        near = difflib.get_close_matches("none" if value is None else str(value), choices, n=1)
+        self._reject(spot, shown(value), describe(hint), f"Did you mean {near[0]}?" if near else None)
+        return None
+
+    def _items(self, hint: Any, value: object, spot: _Spot) -> tuple[object, ...] | None:
+        inner, _, bound = unwrap(hint)
+        hints = get_args(inner)
+        if not isinstance(value, list):
+            holds_sections = is_dataclass(unwrap(hints[0])[0])
+            cure = f"Write {spot.path}: [{value}]." if isinstance(value, str) and not holds_sections else None
+            self._reject(spot, f"{shown(value)}{_kind(value)}", describe(hint), cure)
+            return None
+        is_open = hints[-1] is Ellipsis
+        if (bound is not None and not bound.admits(len(value))) or (not is_open and len(value) != len(hints)):
+            self._reject(spot, f"a list of {len(value)}", describe(hint))
+            return None
+        return tuple(
+            self._value(hints[0] if is_open else hints[index], item, spot.inside(index))
+            for index, item in enumerate(value)
+        )
+
+    def _section(self, cls: type, value: object, spot: _Spot) -> Any:
+        if not isinstance(value, Mapping):
+            listed = ", ".join(item.name for item in fields(cls))
+            self._reject(spot, f"{shown(value)}{_kind(value)}", f"a section with the fields {listed}")
+            return None
+        names = [item.name for item in fields(cls)]
+        for key in value:
+            if key not in names:
+                self._reject_key(spot, key, names)
+        hints = get_type_hints(cls, include_extras=True)
+        return cls(**{item.name: self._field(item, hints[item.name], value, spot) for item in fields(cls)})
+
+    def _field(self, item: Field[Any], hint: Any, section: Mapping[Any, object], spot: _Spot) -> object:
+        at = _Spot(dotted(spot.path, item.name), default_of(item))
+        if item.name in section:
+            return self._value(hint, section[item.name], at)
+        if at.default is not MISSING:
+            return at.default
+        if is_dataclass(hint) and isinstance(hint, type):
+            # Names the missing fields one by one.
+            return self._section(hint, {}, at)
+        self._reject(at, "missing", describe(hint), "Add it.")
+        return None
+
+    def _reject_key(self, spot: _Spot, key: object, names: list[str]) -> None:
+        at = spot.inside(str(key))
+        namesakes = [path for path in self._known_paths if path.endswith(f".{key}")]
+        near = difflib.get_close_matches(str(key), names, n=1)
+        suggestions = namesakes or [dotted(spot.path, name) for name in near] or _elsewhere(str(key), self._known_paths)
+        cure = f"Did you mean {' or '.join(suggestions)}?" if suggestions else "Remove it."
+        self.problems.append(f"{at.path}: unknown; expected one of {', '.join(names)}. {cure}")
+
+
+def walk_fields(cls: type, prefix: str = "") -> Iterable[tuple[str, Field[Any], Any]]:
+    """Yield ``(dotted path, field, type hint)`` of every field, sections before what they hold.
+
+    A list's items stand under ``[]``: ``data.sources[].path``.
+    """
+    hints = get_type_hints(cls, include_extras=True)
+    for item in fields(cls):
+        path, hint = dotted(prefix, item.name), hints[item.name]
+        yield path, item, hint
+        inner = unwrap(hint)[0]
+        if get_origin(inner) is tuple:
+            path, inner = f"{path}[]", unwrap(get_args(inner)[0])[0]
+        if is_dataclass(inner) and isinstance(inner, type):
+            yield from walk_fields(inner, path)
+
+
+def unwrap(hint: Any) -> tuple[Any, bool, Bound | None]:
+    """Split a hint into its bare type, whether it may be null, and its bound."""
+    bound: Bound | None = None
+    is_optional = False
+    while get_origin(hint) in (Annotated, Union, UnionType):
+        if get_origin(hint) is Annotated:
+            hint, bound = get_args(hint)
+        else:
+            is_optional = True
+            (hint,) = [argument for argument in get_args(hint) if argument is not NoneType]
+    return hint, is_optional, bound
+
+
+def describe(hint: Any) -> str:
+    """Return in words what a hint admits."""
+    inner, is_optional, bound = unwrap(hint)
+    limits = f" {bound.describe()}" if bound is not None else ""
+    if inner is NoneType:
+        words = "null, the one choice there is"
+    elif is_dataclass(inner):
+        words = "a section"
+    elif get_origin(inner) is tuple:
+        items = get_args(inner)
+        if items[-1] is not Ellipsis:
+            words = f"a list of {len(items)} items, each {describe(items[0])}"
+        else:
+            least = f"{bound.min:g} or more items" if bound is not None and bound.min else "items"
+            words = f"a list of {least}, each {describe(items[0])}"
+    elif get_origin(inner) is Literal:
+        choices = get_args(inner)
+        words = f"one of {', '.join(choices)}" if len(choices) > 1 else f"{choices[0]}, the one choice there is"
+    else:
+        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[inner] + limits
+    return f"{words}, or null" if is_optional else words
+
+
+def default_of(item: Field[Any]) -> object:
+    """Return a field's default, ``dataclasses.MISSING`` where it has none."""
+    return item.default_factory() if item.default_factory is not MISSING else item.default
+
+
+def shown(value: object) -> str:
+    """Return a value in short, as a recipe would write it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "a section"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(str(item) for item in value)}]"
+    if is_dataclass(value):
+        return "its defaults"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def dotted(prefix: str, name: str | int) -> str:
+    """Join a path and a name."""
+    return f"{prefix}.{name}" if prefix else str(name)
+
+
+def _as_declared(declared: Any, value: object) -> Any:
+    """Return the value as the declared scalar type, None where it is of another."""
+    if declared is float and _is_number(value):
+        return float(value) if _is_finite(value) else None
+    if declared is str and value == "":
+        return None
+    is_declared = isinstance(value, declared) and (declared is bool or not isinstance(value, bool))
+    return value if is_declared else None
+
+
+def _kind(value: object) -> str:
+    """Name the type of a value, where the value itself does not say it."""
+    if isinstance(value, str) and value:
+        return " (text)"
+    if _is_number(value):
+        return " (a number)" if _is_finite(value) else " (not a finite number)"
+    return ""
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: int | float) -> bool:
+    # An int beyond the range of a float cannot be asked by math.isfinite.
+    return abs(value) <= sys.float_info.max
+
+
+def _scalar_cure(declared: Any, value: object) -> str | None:
+    if declared is str and isinstance(value, bool | int | float):
+        return f"Put it in quotes: {str(value)!r}."
+    if declared is int and isinstance(value, float) and value.is_integer():
+        return f"Write {int(value)}."
+    return None
+
+
+def _elsewhere(key: str, paths: list[str]) -> list[str]:
+    """Return the field, of whatever section, whose own name is nearest to ``key``."""
+    names = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
+    return [names[name] for name in difflib.get_close_matches(key, names, n=1, cutoff=0.75)]
+
+
+def _overlap(path: str, other: str) -> bool:
+    """Say whether one of two dotted paths is the other or lies within it."""
+    return not other or f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")

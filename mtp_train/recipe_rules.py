@@ -1,0 +1,157 @@
+"""What the fields of a recipe may not say together, each with its cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from mtp_train.recipe import Recipe
+
+Check = Callable[[Recipe], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check, and the dotted paths of all it reads: it is skipped where one of them has no usable value."""
+
+    reads: tuple[str, ...]
+    check: Check
+
+
+RULES: list[Rule] = []
+
+
+def _reads(*paths: str) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        RULES.append(Rule(paths, check))
+        return check
+
+    return register
+
+
+def contradictions(recipe: Recipe, usable: Callable[[tuple[str, ...]], bool]) -> list[str]:
+    """Return one line per contradiction, ``"{path}: {found}; expected {rule}. {cure}"``.
+
+    Args:
+        recipe: Decoded, perhaps with fields that have no usable value.
+        usable: Says whether the values at some dotted paths can be relied on.
+    """
+    return [problem for rule in RULES if usable(rule.reads) for problem in rule.check(recipe)]
+
+
+@_reads("head.init", "model.head_from")
+def _graft_has_a_donor(recipe: Recipe) -> Iterator[str]:
+    if recipe.head.init == "graft" and recipe.model.head_from is None:
+        yield (
+            "head.init: 'graft' while model.head_from is null; expected a checkpoint to take the head from. Name the "
+            "fine-tune's base in model.head_from, or write head.init: native (the trunk has a head) or random."
+        )
+
+
+@_reads("evaluate.arms", "model.head_from")
+def _arms_have_their_model(recipe: Recipe) -> Iterator[str]:
+    for arm in ("graft", "vanilla"):
+        if arm in recipe.evaluate.arms and recipe.model.head_from is None:
+            yield (
+                f"evaluate.arms: {arm!r} while model.head_from is null; expected a checkpoint with a head for that arm. "
+                "Name it in model.head_from, or remove the arm."
+            )
+
+
+@_reads("model.head_from", "head.init", "evaluate.arms", "gate.baseline")
+def _donor_is_used(recipe: Recipe) -> Iterator[str]:
+    wanted = {recipe.head.init, recipe.gate.baseline, *recipe.evaluate.arms}
+    if recipe.model.head_from is not None and not wanted & {"graft", "vanilla"}:
+        yield (
+            f"model.head_from: {recipe.model.head_from!r}, which nothing uses; expected head.init: graft, or an arm "
+            "'graft' or 'vanilla'. Write one of these, or model.head_from: null."
+        )
+
+
+@_reads("evaluate.arms")
+def _arms_differ(recipe: Recipe) -> Iterator[str]:
+    arms = recipe.evaluate.arms
+    for arm in dict.fromkeys(arm for arm in arms if arms.count(arm) > 1):
+        yield f"evaluate.arms: {arm!r} {arms.count(arm)} times; expected each arm once. Remove the others."
+
+
+@_reads("export.enabled", "evaluate.arms")
+def _export_is_measured(recipe: Recipe) -> Iterator[str]:
+    if recipe.export.enabled and "retrained" not in recipe.evaluate.arms:
+        yield (
+            "evaluate.arms: no 'retrained' while export.enabled is true; expected the head to be measured before it is "
+            "exported. Add 'retrained', or write export.enabled: false."
+        )
+
+
+@_reads("gate.baseline", "head.init", "evaluate.arms")
+def _baseline_is_measured(recipe: Recipe) -> Iterator[str]:
+    arms, baseline = recipe.evaluate.arms, recipe.gate_baseline
+    if "retrained" in arms and baseline not in arms:
+        origin = f", which stands for {baseline!r} with head.init: {recipe.head.init}"
+        yield (
+            f"gate.baseline: {recipe.gate.baseline!r}{origin if recipe.gate.baseline == 'auto' else ''} and is not in "
+            f"evaluate.arms; expected an arm that is measured. Add {baseline!r} to evaluate.arms."
+        )
+
+
+@_reads("gate.baseline", "head.init")
+def _baseline_fits_the_start(recipe: Recipe) -> Iterator[str]:
+    if recipe.gate.baseline == "graft" and recipe.head.init == "native":
+        yield (
+            "gate.baseline: 'graft' with head.init: native; expected the head that training started from. Write "
+            "gate.baseline: auto."
+        )
+
+
+@_reads("train.tokens_per_step", "train.micro_batch_sequences", "data.seq_len_tokens")
+def _step_holds_whole_batches(recipe: Recipe) -> Iterator[str]:
+    tokens = recipe.train.tokens_per_step
+    unit = recipe.data.seq_len_tokens * recipe.train.micro_batch_sequences
+    if tokens % unit:
+        below = tokens // unit * unit
+        values = f"{below} or {below + unit}" if below else str(unit)
+        yield (
+            f"train.tokens_per_step: {tokens}; expected a multiple of {unit} (data.seq_len_tokens "
+            f"{recipe.data.seq_len_tokens} x train.micro_batch_sequences {recipe.train.micro_batch_sequences}). "
+            f"Write {values}."
+        )
+
+
+@_reads("train.warmup_steps", "train.max_steps")
+def _warm_up_ends(recipe: Recipe) -> Iterator[str]:
+    if recipe.train.warmup_steps >= recipe.train.max_steps:
+        yield (
+            f"train.warmup_steps: {recipe.train.warmup_steps}; expected fewer than train.max_steps "
+            f"({recipe.train.max_steps}). Lower it, or train longer."
+        )
+
+
+@_reads("data.seq_len_tokens", "head.num_depths")
+def _sequences_reach_every_depth(recipe: Recipe) -> Iterator[str]:
+    # Depth k at row t predicts token t + k + 1.
+    least = recipe.head.num_depths + 2
+    if recipe.data.seq_len_tokens < least:
+        yield (
+            f"data.seq_len_tokens: {recipe.data.seq_len_tokens}; expected {least} or more, for depth "
+            f"{recipe.head.num_depths} to have a target. Raise it, or lower head.num_depths."
+        )
+
+
+@_reads("objective.temperature", "objective.loss")
+def _temperature_is_used(recipe: Recipe) -> Iterator[str]:
+    if recipe.objective.loss == "ce" and recipe.objective.temperature != 1.0:
+        yield (
+            f"objective.temperature: {recipe.objective.temperature} with objective.loss: ce, which has none; expected "
+            "1.0. Leave it out, or write objective.loss: kl."
+        )
+
+
+@_reads("data.regenerate", "data.sources")
+def _sources_can_be_answered(recipe: Recipe) -> Iterator[str]:
+    for index, source in enumerate(recipe.data.sources):
+        if recipe.regenerates and source.format == "text":
+            yield (
+                f"data.sources.{index}.format: 'text' while data.regenerate is on; expected records with a prompt to "
+                "answer. Write data.regenerate: null, or use chats or prompt and response records."
+            )

@@ -1,0 +1,164 @@
+"""The fields of ``report.json``: what is written, and how it is read back.
+
+A figure without a meaning (the acceptance of an arm that drafts nothing) is None here and null in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mtp_train.acceptance import GateVerdict, Interval
+from mtp_train.errors import DataError
+
+# The gate's verdict goes into the report as it was reached.
+GateResult = GateVerdict
+
+Record = TypeVar("Record", "ArmResult", "Lossless", GateVerdict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArmResult:
+    """What was measured of one arm. None where a figure has no meaning."""
+
+    trunk: str
+    """The frozen decoder, as the user named it."""
+    head: str | None
+    """Where the head came from; None for plain decoding."""
+    tau: float | None
+    """Mean tokens committed per round, bonus token included."""
+    tau_ci95: Interval | None
+    """95 % interval of tau over prompts."""
+    acceptance_rate: float | None
+    """Accepted over drafted tokens."""
+    marginal: tuple[float, ...] | None
+    """Per position, accepted over rounds."""
+    conditional: tuple[float | None, ...] | None
+    """Per position, accepted over accepted at the position before."""
+    dense: tuple[float, ...] | None
+    """Per depth, teacher-forced acceptance at every position of the trunk's own output."""
+    overlap: tuple[float, ...] | None
+    """Per depth, mean of sum_v min(p, q)."""
+    target_entropy: float | None
+    """Mean entropy of p over the trunk's own output, nats per token."""
+    repeated_8gram_share: float | None
+    """Share of 8-grams that already occurred in the same output."""
+    tokens_per_second: float | None
+    """New tokens per second of decoding."""
+    speedup: float | None
+    """Tokens per second over those of the same trunk without drafts."""
+    rounds: int | None
+    """Decoding rounds, all prompts together."""
+    prompts: int | None
+    """Prompts decoded."""
+    measured_here: bool
+    """False for a figure recorded elsewhere and shown for comparison."""
+
+    @classmethod
+    def from_json(cls, raw: object, where: str) -> ArmResult:
+        """Read one arm, as stored in a report or recorded beside one; ``where`` opens the error messages."""
+        return _build(cls, raw, where)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lossless:
+    """How many outputs of decoding with drafts were compared with plain decoding, and how they fared."""
+
+    checked: int
+    """Outputs compared."""
+    identical: int
+    """Outputs equal token for token."""
+    near_tie_divergences: int
+    """Outputs whose first difference is a near tie of the trunk's two best tokens: rounding, not a fault."""
+
+    @property
+    def faults(self) -> int:
+        """Outputs that differ and have no near tie to excuse it."""
+        return self.checked - self.identical - self.near_tie_divergences
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReport:
+    """The report of one run."""
+
+    arms: Mapping[str, ArmResult]
+    """Results by arm, in the order they are shown."""
+    lossless: Lossless | None
+    """None where the outputs were not compared."""
+    gate: GateResult | None
+    """None where nothing was to be judged."""
+    settings: Mapping[str, Any]
+    """How it was measured: temperature, draft sampling, verify rule, depth, dtype, device, ..."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain JSON values; a number that is not finite becomes None."""
+        report = {
+            "arms": {name: asdict(arm) for name, arm in self.arms.items()},
+            "lossless": asdict(self.lossless) if self.lossless else None,
+            "gate": asdict(self.gate) if self.gate else None,
+            "settings": self.settings,
+        }
+        return {key: _plain(value) for key, value in report.items()}
+
+    @classmethod
+    def from_json(cls, raw: object, where: str) -> RunReport:
+        """Read a report back; ``where`` opens the error messages."""
+        report = _require_keys(raw, {f.name for f in fields(cls)}, where)
+        arms = _require_mapping(report["arms"], f"{where}: arms")
+        lossless, gate = report["lossless"], report["gate"]
+        return cls(
+            arms={name: ArmResult.from_json(arm, f"{where}: arms.{name}") for name, arm in arms.items()},
+            lossless=None if lossless is None else _build(Lossless, lossless, f"{where}: lossless"),
+            gate=None if gate is None else _build(GateVerdict, gate, f"{where}: gate"),
+            settings=_require_mapping(report["settings"], f"{where}: settings"),
+        )
+
+
+def load_report(path: Path) -> RunReport:
+    """Read a ``report.json``.
+
+    Raises:
+        DataError: The file is missing, is not JSON, or is not a report.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: {error}; expected a report in JSON. Run the evaluation again.") from error
+    return RunReport.from_json(raw, str(path))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _require_mapping(raw: object, where: str) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise DataError(f"{where}: {type(raw).__name__}; expected an object. Run the evaluation again.")
+    return raw
+
+
+def _require_keys(raw: object, names: set[str], where: str) -> dict[str, Any]:
+    found = _require_mapping(raw, where)
+    odd = sorted(names ^ found.keys())
+    if odd:
+        raise DataError(
+            f"{where}: fields missing or unknown: {', '.join(odd)}; expected exactly {', '.join(sorted(names))}. "
+            "Read it with the version that wrote it."
+        )
+    return found
+
+
+def _build(record: type[Record], raw: object, where: str) -> Record:
+    found = _require_keys(raw, {f.name for f in fields(record)}, where)
+    make: Callable[..., Record] = record
+    return make(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})

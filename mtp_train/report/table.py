@@ -1,0 +1,55 @@
+"""The report in a terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from mtp_train.report.schema import RunReport
+from mtp_train.report.wording import (
+    COLUMNS,
+    Arms,
+    apart_sentence,
+    arm_cells,
+    group_arms,
+    headline,
+    lossless_sentence,
+)
+
+TONES = {"good": "green", "bad": "red", "neutral": "cyan"}
+
+
+def arm_table(report: RunReport) -> Table:
+    """Return the arms side by side: like for like first, then other trunks, then recorded figures."""
+    groups = group_arms(report)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, caption_justify="left")
+    table.add_column("arm", no_wrap=True)
+    for index, column in enumerate(COLUMNS):
+        table.add_column(column, justify="right", no_wrap=index == 0)
+    _add_rows(table, groups.alike, "")
+    _add_rows(table, groups.apart, " *")
+    _add_rows(table, groups.recorded, " +")
+    notes = []
+    if groups.apart:
+        notes.append(f"* {apart_sentence(groups)}")
+    if groups.recorded:
+        notes.append("+ Recorded earlier with settings of its own, not measured here.")
+    table.caption = Text("\n".join(notes))
+    return table
+
+
+def summary(report: RunReport) -> RenderableType:
+    """Return the verdict, the arms and the lossless check, ready for a rich console."""
+    verdict = headline(report)
+    # Text, not markup: a path may hold square brackets.
+    panel = Panel(Text(verdict.detail), title=Text(verdict.title), title_align="left", border_style=TONES[verdict.tone])
+    return Group(panel, arm_table(report), Text(f"Lossless: {lossless_sentence(report.lossless)}"))
+
+
+def _add_rows(table: Table, arms: Arms, note: str) -> None:
+    for name, arm in arms.items():
+        table.add_row(Text(name + note), *(Text(cell) for cell in arm_cells(arm)))
+    table.add_section()

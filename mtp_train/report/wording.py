@@ -1,0 +1,191 @@
+"""What the report says in words and how it prints a number: one source for the terminal and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mtp_train.report.schema import ArmResult, Lossless, RunReport
+
+Arms = dict[str, ArmResult]
+
+COLUMNS = (
+    "tau [95 %]",
+    "by position",
+    "tokens/s",
+    "speedup",
+    "repeats",
+    "entropy",
+)
+
+GLOSSARY = (
+    ("trunk", "The frozen model whose tokens count. Drafts never change what it says, only how fast."),
+    ("head", "The small MTP module that drafts the next tokens."),
+    ("round", "Draft a few tokens, let the trunk verify them in one pass, accept the leading ones it agrees with."),
+    ("tau", "Mean tokens committed per round, the trunk's own bonus token included. 1.00 is plain decoding."),
+    ("by position", "Marginal acceptance: the share of all rounds that accepted the draft at position 1, 2, ..."),
+    ("conditional", "The same among the rounds that accepted the position before."),
+    ("dense", "Teacher-forced acceptance at every position of the trunk's own text: comparable across depths."),
+    ("overlap", "Mean of sum min(p, q): the acceptance that rejection sampling at temperature 1 would reach."),
+    ("[95 %]", "Interval over prompts. Rounds of one prompt are alike, so that more rounds alone do not narrow it."),
+    ("speedup", "Tokens per second over those of the same trunk in the same decoder without drafts."),
+    ("repeats", "Share of 8-grams that already occurred in the same output. Loops are easy to draft and inflate tau."),
+    ("entropy", "How uncertain the trunk is about its next token, in nats. A lower entropy is easier to draft."),
+    ("graft", "The base model's head put on the fine-tune without training."),
+    ("retrained", "The head after training on what the fine-tune itself says."),
+    ("vanilla", "The base model with the head it came with."),
+)
+
+
+BASELINES = {"graft": "the graft", "native": "the native head", "none": "plain decoding"}
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The one thing to take away."""
+
+    tone: Literal["good", "bad", "neutral"]
+    title: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class ArmGroups:
+    """Arms by what they may be compared with.
+
+    Attributes:
+        alike: Measured here on the run's trunk: like for like.
+        apart: Measured on another trunk (vanilla): not like for like.
+        recorded: Measured elsewhere and shown as recorded.
+    """
+
+    alike: Arms
+    apart: Arms
+    recorded: Arms
+
+
+def group_arms(report: RunReport) -> ArmGroups:
+    """Split the arms into those that compare like for like and the others."""
+    here = {name: arm for name, arm in report.arms.items() if arm.measured_here}
+    # The run's trunk is the one that was drafted for; vanilla never names it.
+    names = [name for name in ("retrained", "graft", "native", *here) if name in here and name != "vanilla"]
+    apart = {name: arm for name, arm in here.items() if name == "vanilla" or arm.trunk != here[names[0]].trunk}
+    return ArmGroups(
+        alike={name: arm for name, arm in here.items() if name not in apart},
+        apart=apart,
+        recorded={name: arm for name, arm in report.arms.items() if not arm.measured_here},
+    )
+
+
+def headline(report: RunReport) -> Headline:
+    """Return the run's verdict. Output that is not lossless comes first: its acceptance figures mean nothing."""
+    if report.lossless and report.lossless.faults:
+        return Headline("bad", "Not lossless: do not trust these figures", lossless_sentence(report.lossless))
+    if report.gate is None:
+        return Headline("neutral", "Acceptance measured", "Nothing was retrained, so that there was nothing to judge.")
+    baseline = BASELINES.get(report.gate.baseline, report.gate.baseline)
+    detail = sentence(report.gate.reason)
+    if not report.gate.passed:
+        return Headline("bad", f"Refused: no gain shown over {baseline}", detail)
+    return Headline("good", f"The retrained head beats {baseline}", detail)
+
+
+def key_figures(report: RunReport) -> list[tuple[str, str]]:
+    """Return the few (figure, meaning) pairs to show large; none where nothing was retrained."""
+    retrained = report.arms.get("retrained")
+    if retrained is None or retrained.tau is None:
+        return []
+    figures = [(f"{retrained.tau:.2f}", "tokens per round, retrained")]
+    baseline = report.gate.baseline if report.gate else "graft"
+    before = report.arms.get(baseline)
+    if before is not None and before.tau is not None:
+        figures.insert(0, (f"{before.tau:.2f}", f"tokens per round, {BASELINES.get(baseline, baseline)}"))
+    if retrained.speedup is not None:
+        figures.append((format_speedup(retrained.speedup), "the speed without drafts"))
+    return figures
+
+
+def lossless_sentence(lossless: Lossless | None) -> str:
+    """Say whether decoding with drafts gave the text of plain decoding."""
+    if lossless is None or not lossless.checked:
+        return "Not checked: no output was compared with plain decoding."
+    same = f"{lossless.identical} of {lossless.checked} outputs equal plain decoding token for token"
+    if lossless.faults:
+        return (
+            f"{same}; {lossless.faults} differ without a near tie to excuse it. "
+            "Acceptance of a decoder that changes the text has no meaning."
+        )
+    if lossless.near_tie_divergences:
+        return f"{same}; the other {lossless.near_tie_divergences} part at a near tie, where rounding decides."
+    return f"{same}."
+
+
+def apart_sentence(groups: ArmGroups) -> str:
+    """Say why an arm on another trunk is not like for like, with both entropies where they are known."""
+    text = "Another trunk writes other text, so that its tau does not compare with the arms above"
+    entropies = [f"{arm.target_entropy:.2f} for {name}" for name, arm in groups.apart.items() if arm.target_entropy]
+    own = [arm.target_entropy for arm in groups.alike.values() if arm.target_entropy]
+    if not entropies or not own:
+        return f"{text}."
+    return (
+        f"{text}: text of low entropy is easier to draft. "
+        f"Target entropy in nats per token: {', '.join(entropies)}, against {own[0]:.2f} on the trunk above."
+    )
+
+
+def arm_cells(arm: ArmResult) -> tuple[str, ...]:
+    """Return an arm's row under :data:`COLUMNS`."""
+    return (
+        format_tau(arm),
+        format_shares(arm.marginal),
+        format_number(arm.tokens_per_second, 1),
+        format_speedup(arm.speedup),
+        format_percent(arm.repeated_8gram_share),
+        format_number(arm.target_entropy, 2),
+    )
+
+
+def format_tau(arm: ArmResult) -> str:
+    """Print tau with its interval where there is one."""
+    if arm.tau is None or arm.tau_ci95 is None:
+        return format_number(arm.tau, 2)
+    return f"{arm.tau:.2f} [{arm.tau_ci95[0]:.2f}, {arm.tau_ci95[1]:.2f}]"
+
+
+def format_shares(shares: Iterable[float | None] | None) -> str:
+    """Print shares in a row, two decimals each: ``.88 .82 .74``."""
+    return " ".join(format_number(share, 2).removeprefix("0") for share in shares or ()) or "-"
+
+
+def format_number(value: float | None, decimals: int) -> str:
+    """Print a number with thousands separated, or a dash."""
+    return "-" if value is None else f"{value:,.{decimals}f}"
+
+
+def format_percent(value: float | None) -> str:
+    """Print a share as a percentage, or a dash."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def format_speedup(value: float | None) -> str:
+    """Print a ratio as a multiple, or a dash."""
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return nested settings as (dotted name, printed value) rows, in order."""
+    rows: list[tuple[str, str]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            rows += flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, list | tuple):
+            rows.append((f"{prefix}{key}", " ".join(str(item) for item in value) or "-"))
+        else:
+            rows.append((f"{prefix}{key}", "-" if value is None else str(value)))
+    return rows
+
+
+def sentence(text: str) -> str:
+    """Give a message a capital and a full stop."""
+    return text[:1].upper() + text[1:].rstrip(".") + "."

@@ -1,0 +1,107 @@
+"""Text for the demo, from the source of the running Python's own standard library: no network, one licence (PSF).
+
+Three sets of top-level modules. ``code``: their source is what the base learns. ``chat``: their functions are what the
+fine-tune learns to describe. ``prompts``: neither trunk ever saw them; their functions are the prompts that are shipped,
+so whatever part of them a recipe holds out is unseen by trunk and head alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SKIPPED_PARTS = frozenset(
+    "test tests idle_test site-packages idlelib lib2to3 turtledemo ensurepip pydoc_data encodings __phello__".split()
+)
+# Widely different code, so that the base sees more than one style.
+CODE_MODULES = tuple(
+    "_pydecimal _pyio argparse ast asyncio cgi codecs collections concurrent configparser contextlib ctypes dataclasses "
+    "datetime difflib dis distutils doctest email enum ftplib http imaplib importlib inspect json logging mailbox "
+    "multiprocessing nntplib optparse os pathlib pickle pickletools pydoc random re smtplib ssl statistics subprocess "
+    "tarfile threading tkinter traceback turtle typing unittest urllib xml xmlrpc zipfile".split()
+)
+# Modules that repeat each other's functions stay on one side.
+TWINS = (
+    ("posixpath", "ntpath", "genericpath", "nturl2path"),
+    ("aifc", "sunau", "wave", "chunk"),
+    ("asyncore", "asynchat", "smtpd"),
+    ("bz2", "gzip", "lzma", "_compression"),
+    ("profile", "cProfile", "pstats"),
+    ("pty", "tty"),
+    ("abc", "_py_abc"),
+)
+# Not prompts: they repeat modules in CODE_MODULES.
+TWINS_OF_CODE = frozenset(
+    "_collections_abc _threading_local _weakrefset cgitb fractions imp pkgutil socket weakref zipimport".split()
+)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of the standard library."""
+
+    module: str
+    """Dotted name, ``email.message``."""
+    text: str
+
+    @property
+    def top(self) -> str:
+        """Top-level module: the unit that is held out."""
+        return self.module.split(".")[0]
+
+
+def source_files() -> list[SourceFile]:
+    """Read the standard library, tests and data tables left out, in a fixed order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if SKIPPED_PARTS.intersection(parts) or parts[0].startswith(("config-", "_sysconfigdata")):
+            continue
+        names = parts[:-1] if parts[-1] == "__init__" else parts
+        found.append(SourceFile(".".join(names), path.read_text(encoding="utf-8", errors="replace")))
+    return found
+
+
+def by_module(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
+    """Group files by top-level module."""
+    groups: dict[str, list[SourceFile]] = {}
+    for file in files:
+        groups.setdefault(file.top, []).append(file)
+    return groups
+
+
+def pick_prompt_modules(num_functions: Mapping[str, int], share: float, smallest: int, largest: int) -> list[str]:
+    """Pick modules for the prompts by the hash of their names, twins together.
+
+    Args:
+        num_functions: Described functions of each module.
+        share: Share of the eligible twin groups to take.
+        smallest: Modules with fewer functions are not taken: each should say something when it is held out.
+        largest: Modules with more are not taken: none should outweigh the rest.
+    """
+    leader = {name: names[0] for names in TWINS for name in names}
+    groups: dict[str, list[str]] = {}
+    for name, count in num_functions.items():
+        if name not in CODE_MODULES and name not in TWINS_OF_CODE and smallest <= count <= largest:
+            groups.setdefault(leader.get(name, name), []).append(name)
+    ordered = sorted(groups, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    return sorted(name for group in ordered[: round(share * len(ordered))] for name in groups[group])
+
+
+def twins_of(modules: Sequence[str]) -> set[str]:
+    """Return the modules together with everything that repeats them."""
+    touched = [names for names in TWINS if set(names) & set(modules)]
+    return set(modules).union(*touched) if touched else set(modules)
+
+
+def digest(texts: Iterator[str] | Sequence[str]) -> str:
+    """Return the sha256 of texts, in order."""
+    sha = hashlib.sha256()
+    for text in texts:
+        sha.update(text.encode())
+        sha.update(b"\0")
+    return sha.hexdigest()

@@ -1,0 +1,51 @@
+"""Whether the fine-tune answers as it should: JSON, ended by itself, without loops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from demo_maker.records import Described
+from mtp_train.acceptance import repeated_ngram_share
+
+
+@torch.inference_mode()
+def answer_figures(
+    trunk: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Described], max_new_tokens: int
+) -> dict[str, Any]:
+    """Answer prompts greedily and return shares over them, with a few answers to read."""
+    answers: list[list[int]] = []
+    for one in prompts:
+        inputs = tokenizer.apply_chat_template(
+            one.messages()[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = trunk.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        answers.append(output[0, inputs["input_ids"].shape[1] :].tolist())
+    texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+    return {
+        "prompts": len(prompts),
+        "mean_answer_tokens": sum(map(len, answers)) / len(answers),
+        "ended_by_itself": _share([answer[-1] == tokenizer.eos_token_id for answer in answers]),
+        "valid_json": _share([_record(text) is not None for text in texts]),
+        "right_name": _share(
+            [(_record(text) or {}).get("name") == json.loads(one.answer)["name"] for text, one in zip(texts, prompts, strict=True)]
+        ),
+        "repeated_8gram_share": repeated_ngram_share(answers, n=8),
+        "examples": [{"prompt": one.prompt, "answer": text} for one, text in list(zip(prompts, texts, strict=True))[:6]],
+    }
+
+
+def _share(flags: Sequence[bool]) -> float:
+    return sum(flags) / len(flags)
+
+
+def _record(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,59 @@
+"""A byte-level BPE tokenizer of 2048 tokens that splits text as Qwen3.5's does, with ChatML's special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+# Qwen3.5's pattern (transformers, models/qwen3_5/tokenization_qwen3_5.py): engines choose their own copy of it by the
+# model type, so another pattern would give other tokens there.
+PRETOKENIZE_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIALS = [END_OF_TEXT, TURN_START, TURN_END]
+VOCAB_SIZE = 2048
+MAX_TOKENS = 4096
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Train the merges on texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(SPECIALS)
+    return tokenizer
+
+
+def wrap(tokenizer: Tokenizer, *, eos_token: str) -> PreTrainedTokenizerFast:
+    """Return the transformers tokenizer; the base ends at the end of text, the chat model at the end of a turn."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=eos_token,
+        pad_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_TOKENS,
+        clean_up_tokenization_spaces=False,
+    )

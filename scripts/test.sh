@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Check the repository: ruff, mypy, then the tests.
+#
+#   scripts/test.sh                     the fast tier
+#   scripts/test.sh --all               every tier; tests that need an accelerator are skipped by name where there is none
+#   scripts/test.sh [--all] tests/unit  anything further goes to pytest
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+
+tier="not slow and not gpu"
+if [ "${1:-}" = --all ]; then
+    tier=""
+    shift
+fi
+use_environment "[dev]"
+
+# Every check runs, whatever the one before it said; pytest is last, so that its closing line is.
+failed=""
+check() {
+    echo "== $1"
+    "${@:2}" || failed="$failed${failed:+, }$1"
+}
+check "ruff check" python -m ruff check .
+check "ruff format" python -m ruff format --check --quiet .
+check mypy python -m mypy
+check pytest python -m pytest -m "$tier" "$@"
+
+if [ -n "$failed" ]; then
+    echo "failed: $failed" >&2
+    exit 1
+fi

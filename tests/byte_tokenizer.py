@@ -1,0 +1,35 @@
+"""A tokenizer of one token per byte, built in memory, so that tests can read token ids as text."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}<|im_end|>"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_STRIPS_THINKING = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if loop.last %}{{ message.content }}{% else %}{{ message.content.split('</think>')[-1] }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_REFUSES = "{{ raise_exception('roles must alternate') }}"
+
+
+def byte_tokenizer(chat_template: str | None = CHATML, *, eos: str | None = "<|im_end|>") -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose only merge is the one of two line ends (it can straddle the end of a prompt)."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "\u010a\u010a"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("\u010a", "\u010a")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+    tokenizer.chat_template = chat_template
+    return tokenizer

@@ -1,0 +1,62 @@
+"""Make every test start from the same state: seeded, offline, one CPU thread, fp32, no leftover accelerate singletons."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+
+# Read once, when the libraries are imported, so they are set before the first import below. The private HF_HOME hides
+# the user's caches and their default accelerate configuration, from launched programs as well.
+HF_HOME = tempfile.mkdtemp(prefix="mtp-train-tests-")
+os.environ.update(
+    HF_HOME=HF_HOME,
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    TOKENIZERS_PARALLELISM="false",
+    WANDB_MODE="offline",
+    WANDB_SILENT="true",
+    MPLBACKEND="agg",
+    OMP_NUM_THREADS="1",
+)
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(HF_HOME, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the gpu tests by name where torch sees no accelerator."""
+    if torch.accelerator.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="gpu: torch sees no accelerator here"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    """Seed the three generators before a test; put back what a test may have changed for the process after it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    # accelerate keeps its state for the life of the process; a test that never imported it pays nothing.
+    if "accelerate.state" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()

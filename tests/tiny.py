@@ -1,0 +1,89 @@
+"""Tiny random models of every family, built in memory.
+
+Weights are large enough that greedy decoding does not fall into a loop, and recurrent states forget slowly enough that
+a wrong state shows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, PretrainedConfig, Qwen3_5TextConfig
+
+from mtp_train.families import FAMILIES
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.trunk import Trunk
+
+FAMILY_NAMES = tuple(family.name for family in FAMILIES)
+VOCAB_SIZE = 67
+WEIGHT_STD = 0.3
+
+
+def tiny_trunk(family_name: str, seed: int = 0, tied: bool = False) -> Trunk:
+    """Return a trunk of a few thousand parameters, fp32 on CPU, frozen and in eval mode."""
+    family = next(family for family in FAMILIES if family.name == family_name)
+    config = {"qwen3_5": _qwen3_5_config, "glm4_moe": _glm4_moe_config}[family_name](tied)
+    model = AutoModelForCausalLM.from_config(config)
+    _randomize(model, seed)
+    model.tie_weights()
+    return Trunk(model.requires_grad_(False).eval(), family)
+
+
+def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int = 1) -> MtpHead:
+    """Return a random head for a tiny trunk, in eval mode."""
+    head = MtpHead(trunk.family, trunk.config, num_modules=num_modules, convention=trunk.family.default)
+    _randomize(head, seed + 1000)
+    return head.eval()
+
+
+def _randomize(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(module.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("A_log"):
+                parameter.copy_(noise - 3)
+            elif parameter.ndim > 1:
+                parameter.copy_(WEIGHT_STD * noise)
+            else:
+                parameter.add_(0.1 * noise)
+
+
+def _qwen3_5_config(tied: bool) -> PretrainedConfig:
+    """Three Gated DeltaNet layers with grouped heads, then full attention."""
+    return Qwen3_5TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    )
+
+
+def _glm4_moe_config(tied: bool) -> PretrainedConfig:
+    """One dense layer, then two mixtures of four experts."""
+    return Glm4MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=1,
+        tie_word_embeddings=tied,
+    )

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from mtp_train.data import pack as pack_module
+from mtp_train.data.pack import PackedSequence, collate, count_targets, global_batches, pack_documents
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import DataError
+
+
+def document(name: str, *token_ids: int, mask: str = "") -> Document:
+    wanted = tuple(letter == "x" for letter in mask) if mask else (True,) * len(token_ids)
+    return Document(token_ids, wanted, name, name)
+
+
+def of_lengths(*lengths: int) -> list[Document]:
+    """Return documents that can be told apart: the tokens of document i are all i + 1."""
+    return [document(str(index), *[index + 1] * length) for index, length in enumerate(lengths)]
+
+
+def contents(sequences: list[PackedSequence]) -> list[list[int]]:
+    return [sequence.input_ids_T.tolist() for sequence in sequences]
+
+
+def row(document_T: list[int], mask: str) -> PackedSequence:
+    num_tokens = len(document_T)
+    zeros_T = np.zeros(num_tokens, dtype=np.int64)
+    return PackedSequence(zeros_T, zeros_T, np.array(document_T), np.array([letter == "x" for letter in mask]))
+
+
+def test_a_packed_row_is_the_one_written_by_hand() -> None:
+    documents = [document("a", 11, 12, 13, mask=".xx"), document("b", 21, 22, mask="x.")]
+    (sequence,) = pack_documents(documents, 7, pack=True, seed=0, epoch=0)
+    order = sequence.input_ids_T[0]
+    expected = {
+        11: ([11, 12, 13, 21, 22, 0, 0], [0, 1, 2, 0, 1, 0, 0], [0, 0, 0, 1, 1, -1, -1], ".xxx..."),
+        21: ([21, 22, 11, 12, 13, 0, 0], [0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 1, 1, -1, -1], "x..xx.."),
+    }[int(order)]
+    assert sequence.input_ids_T.tolist() == expected[0]
+    assert sequence.positions_T.tolist() == expected[1]
+    assert sequence.document_T.tolist() == expected[2]
+    assert sequence.loss_mask_T.tolist() == [letter == "x" for letter in expected[3]]
+
+
+def test_a_document_goes_to_the_first_sequence_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    class InOrder:
+        def permutation(self, number: int) -> np.ndarray:
+            return np.arange(number)
+
+    monkeypatch.setattr(pack_module, "_generator", lambda seed, epoch: InOrder())
+    documents = of_lengths(4, 3, 2, 1, 5)
+    rows = contents(pack_documents(documents, 6, pack=True, seed=0, epoch=0))
+    assert rows == [[1, 1, 1, 1, 3, 3], [2, 2, 2, 4, 0, 0], [5, 5, 5, 5, 5, 0]]
+    # With one sequence open at a time the third document no longer finds the first sequence.
+    monkeypatch.setattr(pack_module, "OPEN_SEQUENCES", 1)
+    rows = contents(pack_documents(documents, 6, pack=True, seed=0, epoch=0))
+    assert rows == [[1, 1, 1, 1, 0, 0], [2, 2, 2, 3, 3, 4], [5, 5, 5, 5, 5, 0]]
+
+
+def test_no_document_is_split_or_lost() -> None:
+    documents = of_lengths(*[1 + (7 * index) % 9 for index in range(60)])
+    sequences = pack_documents(documents, 10, pack=True, seed=3, epoch=2)
+    found = []
+    for sequence in sequences:
+        for number in range(sequence.document_T.max() + 1):
+            found.append(tuple(sequence.input_ids_T[sequence.document_T == number].tolist()))
+    assert sorted(found) == sorted(document.input_ids for document in documents)
+    assert len(sequences) < 40
+
+
+def test_without_packing_every_document_has_its_own_sequence() -> None:
+    sequences = pack_documents(of_lengths(2, 1, 3), 4, pack=False, seed=0, epoch=0)
+    assert sorted(contents(sequences)) == [[1, 1, 0, 0], [2, 0, 0, 0], [3, 3, 3, 0]]
+
+
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    documents = of_lengths(*range(1, 9))
+
+    def rows(seed: int, epoch: int) -> list[list[int]]:
+        return contents(pack_documents(documents, 8, pack=False, seed=seed, epoch=epoch))
+
+    assert rows(0, 0) == rows(0, 0)
+    assert rows(0, 0) != rows(0, 1)
+    assert rows(0, 0) != rows(1, 0)
+    assert sorted(rows(0, 0)) == sorted(rows(-5, 7))
+
+
+@pytest.mark.parametrize(
+    ("document_T", "mask", "expected"),
+    [
+        # depth 1 of rows 0..2 predicts tokens 2..4, depth 2 of rows 0, 1 tokens 3, 4, depth 3 of row 0 token 4
+        ([0, 0, 0, 0, 0], "xxxxx", (3, 2, 1)),
+        ([0, 0, 0, 0, 0], "...x.", (1, 1, 0)),
+        ([0, 0, 0, 0, 0], "xx...", (0, 0, 0)),
+        # two documents of three tokens: one target each, at depth 1
+        ([0, 0, 0, 1, 1, 1], "xxxxxx", (2, 0, 0)),
+        ([0, 0, 0, 1, 1, 1], "xxx...", (1, 0, 0)),
+        ([0, 0, 0, 0, -1, -1], "xxxxxx", (2, 1, 0)),
+    ],
+)
+def test_targets_are_counted_as_by_hand(document_T: list[int], mask: str, expected: tuple[int, ...]) -> None:
+    assert count_targets(row(document_T, mask), 3) == expected
+
+
+def test_batches_are_the_epochs_in_a_row() -> None:
+    documents = of_lengths(5, 4, 3, 3, 2, 2, 1)
+    batch = global_batches(documents, seq_len_tokens=6, pack=True, sequences_per_step=3, seed=1)
+    stream = [row for step in range(8) for row in contents(batch(step))]
+    epochs = [
+        row for epoch in range(9) for row in contents(pack_documents(documents, 6, pack=True, seed=1, epoch=epoch))
+    ]
+    assert stream == epochs[:24]
+    assert len(epochs) > 24
+
+
+def test_a_resumed_run_meets_the_same_batches() -> None:
+    documents = of_lengths(*[1 + (5 * index) % 7 for index in range(20)])
+
+    def fresh() -> Callable[[int], list[PackedSequence]]:
+        return global_batches(documents, seq_len_tokens=8, pack=True, sequences_per_step=4, seed=0)
+
+    unbroken, resumed = fresh(), fresh()
+    expected = [contents(unbroken(step)) for step in range(12)]
+    assert [contents(resumed(step)) for step in (11, 3, 7)] == [expected[step] for step in (11, 3, 7)]
+
+
+def test_a_step_may_be_larger_than_an_epoch() -> None:
+    batch = global_batches(of_lengths(2), seq_len_tokens=4, pack=True, sequences_per_step=3, seed=0)
+    assert contents(batch(0)) == [[1, 1, 0, 0]] * 3
+
+
+def test_documents_that_cannot_be_packed_are_refused() -> None:
+    with pytest.raises(DataError, match="data: no document; expected at least one to train on"):
+        global_batches([], seq_len_tokens=4, pack=True, sequences_per_step=1, seed=0)
+    with pytest.raises(DataError, match=r"1: 5 tokens; expected at most data.seq_len_tokens = 4"):
+        pack_documents(of_lengths(2, 5, 3), 4, pack=True, seed=0, epoch=0)
+
+
+def test_a_batch_holds_tensors_of_rows_by_tokens() -> None:
+    sequences = pack_documents(of_lengths(2, 3), 4, pack=False, seed=0, epoch=0)
+    batch = collate(sequences)
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in batch.items()} == {
+        "input_ids_BT": (torch.int64, (2, 4)),
+        "positions_BT": (torch.int64, (2, 4)),
+        "document_BT": (torch.int64, (2, 4)),
+        "loss_mask_BT": (torch.bool, (2, 4)),
+    }
+    assert batch["input_ids_BT"].tolist() == contents(sequences)
+    assert batch["loss_mask_BT"].tolist() == [sequence.loss_mask_T.tolist() for sequence in sequences]

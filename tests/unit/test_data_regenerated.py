@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtp_train.data.prompts import Prompt
+from mtp_train.data.regenerated import (
+    RegenerateCounts,
+    RegeneratedRow,
+    RegeneratedStore,
+    equal_length_batches,
+    regenerate,
+)
+from mtp_train.errors import DataError
+
+EOS = 0
+PROMPTS = [Prompt(f"f#{number:02d}", f"g{number}", (number + 1,) * (1 + number % 3)) for number in range(20)]
+
+
+class Speaker:
+    """Answer ``[7, length, first token, EOS, 99]``; remember the batches, and stop for good after some of them."""
+
+    def __init__(self, num_batches: int = 1000) -> None:
+        self.batches: list[list[list[int]]] = []
+        self.limits: list[int] = []
+        self.num_batches = num_batches
+
+    def __call__(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        if len(self.batches) == self.num_batches:
+            raise KeyboardInterrupt
+        self.batches.append(prompts)
+        self.limits.append(max_new_tokens)
+        return [[7, len(prompt), prompt[0], EOS, 99] for prompt in prompts]
+
+
+def answer(
+    store: RegeneratedStore,
+    speaker: Speaker,
+    prompts: list[Prompt] = PROMPTS,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    seq_len_tokens: int = 64,
+) -> RegenerateCounts:
+    return regenerate(
+        prompts,
+        store,
+        speaker,
+        seq_len_tokens=seq_len_tokens,
+        batch_size=4,
+        max_new_tokens=32,
+        eos_ids={EOS},
+        rank=rank,
+        world=world,
+    )
+
+
+def row(name: str, *response_ids: int, prompt_ids: tuple[int, ...] = (1, 2), finished: bool = True) -> RegeneratedRow:
+    return RegeneratedRow(name, "g", prompt_ids, response_ids, finished)
+
+
+def test_rows_come_back_sorted_and_whole(tmp_path: Path) -> None:
+    store = RegeneratedStore(tmp_path / "new" / "data")
+    rows = [row("b", 3, 4), row("a\n\u00e9", 5, finished=False)]
+    store.append(rows[:1])
+    store.append(rows[1:])
+    assert store.path.name == "regenerated-00000-of-00001.jsonl"
+    assert RegeneratedStore(store.directory).rows() == rows[::-1]
+    assert store.done_ids() == {"b", "a\n\u00e9"}
+
+
+def test_a_torn_last_line_is_dropped_on_opening(tmp_path: Path) -> None:
+    store = RegeneratedStore(tmp_path)
+    store.append([row("a", 3, 4), row("b", 5, 6)])
+    content = store.path.read_bytes()
+    for torn in range(1, len(content)):
+        store.path.write_bytes(content[:torn])
+        reopened = RegeneratedStore(tmp_path)
+        whole = content[:torn].count(b"\n")
+        assert reopened.done_ids() == {"a", "b"} - ({"b"} if whole < 2 else set()) - ({"a"} if whole < 1 else set())
+        reopened.append([row("c", 7, 8)])
+        assert "c" in reopened.done_ids()
+
+
+def test_a_reader_leaves_out_a_line_that_another_process_is_writing(tmp_path: Path) -> None:
+    other = RegeneratedStore(tmp_path, rank=1, world=2)
+    other.append([row("a", 3, 4)])
+    with other.path.open("ab") as file:
+        file.write(b'{"id": "b", "gro')
+    store = RegeneratedStore(tmp_path, rank=0, world=2)
+    assert store.done_ids() == {"a"}
+    assert other.path.read_bytes().endswith(b'"gro')
+
+
+@pytest.mark.parametrize("line", ["nonsense", '{"id": "a"}', "[1]", '{"id": "a", "group": "g", "prompt_ids": 1}'])
+def test_a_line_that_is_not_ours_is_named(tmp_path: Path, line: str) -> None:
+    store = RegeneratedStore(tmp_path)
+    store.append([row("a", 3, 4)])
+    with store.path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(DataError, match=r"00001\.jsonl, line 2: cannot be read \(.+\); expected a response that"):
+        store.rows()
+
+
+def test_batches_hold_prompts_of_one_length_whatever_the_order() -> None:
+    batches = equal_length_batches(PROMPTS, 4)
+    assert [len({len(prompt.prompt_ids) for prompt in batch}) for batch in batches] == [1] * len(batches)
+    assert [len(batch[0].prompt_ids) for batch in batches] == [3, 3, 2, 2, 1, 1]
+    assert sorted((prompt for batch in batches for prompt in batch), key=lambda prompt: prompt.id) == PROMPTS
+    assert equal_length_batches(PROMPTS[::-1], 4) == batches
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_the_batches_do_not_depend_on_the_number_of_processes(tmp_path: Path, world: int) -> None:
+    alone = Speaker()
+    answer(RegeneratedStore(tmp_path / "alone"), alone)
+    shared = [Speaker() for _ in range(world)]
+    for rank, speaker in enumerate(shared):
+        answer(RegeneratedStore(tmp_path / "shared", rank=rank, world=world), speaker, rank=rank, world=world)
+    assert sorted(batch for speaker in shared for batch in speaker.batches) == sorted(alone.batches)
+    assert RegeneratedStore(tmp_path / "shared").rows() == RegeneratedStore(tmp_path / "alone").rows()
+
+
+def test_responses_end_with_their_first_end_of_text(tmp_path: Path) -> None:
+    store = RegeneratedStore(tmp_path)
+    counts = answer(store, Speaker())
+    assert counts == RegenerateCounts(prompts=20, too_long=0, reused=0, generated=20)
+    assert [(r.response_ids, r.finished) for r in store.rows()[:2]] == [((7, 1, 1, EOS), True), ((7, 2, 2, EOS), True)]
+
+
+def test_a_response_without_an_end_is_unfinished(tmp_path: Path) -> None:
+    store = RegeneratedStore(tmp_path)
+    regenerate(
+        PROMPTS[:1],
+        store,
+        lambda prompts, limit: [[5] * limit for _ in prompts],
+        seq_len_tokens=64,
+        batch_size=4,
+        max_new_tokens=3,
+        eos_ids={EOS},
+    )
+    assert store.rows()[0].response_ids == (5, 5, 5)
+    assert not store.rows()[0].finished
+
+
+def test_no_response_goes_past_the_sequence(tmp_path: Path) -> None:
+    speaker = Speaker()
+    answer(RegeneratedStore(tmp_path), speaker, seq_len_tokens=20)
+    assert sorted(set(speaker.limits)) == [17, 18, 19]
+
+
+def test_a_killed_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    unbroken = Speaker()
+    answer(RegeneratedStore(tmp_path / "unbroken"), unbroken)
+    with pytest.raises(KeyboardInterrupt):
+        answer(RegeneratedStore(tmp_path / "killed"), Speaker(num_batches=2))
+    path = RegeneratedStore(tmp_path / "killed").path
+    path.write_bytes(path.read_bytes()[:-5])
+    resumed = Speaker()
+    # The batch with the torn line is generated as a whole again, so that its rows come out as in an unbroken run.
+    counts = answer(RegeneratedStore(tmp_path / "killed"), resumed)
+    assert resumed.batches == unbroken.batches[1:]
+    assert (counts.reused, counts.generated) == (5, 15)
+    assert RegeneratedStore(tmp_path / "killed").rows() == RegeneratedStore(tmp_path / "unbroken").rows()
+    assert len(path.read_text().splitlines()) == 20
+
+
+def test_a_run_resumes_with_another_number_of_processes(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        answer(RegeneratedStore(tmp_path, rank=1, world=2), Speaker(num_batches=1), rank=1, world=2)
+    speaker = Speaker()
+    counts = answer(RegeneratedStore(tmp_path), speaker)
+    assert (counts.reused, counts.generated) == (2, 18)
+    assert len(speaker.batches) == 5
+    assert len(RegeneratedStore(tmp_path).rows()) == 20
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    regenerate(
+        PROMPTS,
+        RegeneratedStore(tmp_path),
+        Speaker(),
+        seq_len_tokens=64,
+        batch_size=10,
+        max_new_tokens=8,
+        eos_ids={EOS},
+        on_batch=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_prompts_without_room_for_a_response_are_counted_or_refused(tmp_path: Path) -> None:
+    counts = answer(RegeneratedStore(tmp_path), Speaker(), seq_len_tokens=18)
+    assert (counts.prompts, counts.too_long, counts.generated) == (20, 6, 14)
+    with pytest.raises(DataError, match=r"20 prompts, none of at most 0 tokens; expected prompts that leave room"):
+        answer(RegeneratedStore(tmp_path / "none"), Speaker(), seq_len_tokens=16)
+
+
+def test_responses_to_other_prompts_are_not_reused(tmp_path: Path) -> None:
+    store = RegeneratedStore(tmp_path)
+    answer(store, Speaker())
+    changed = [Prompt(PROMPTS[0].id, PROMPTS[0].group, (9, 9)), *PROMPTS[1:]]
+    with pytest.raises(DataError, match="the stored response of f#00 answers another prompt; expected"):
+        answer(store, Speaker(), changed)
+
+
+def test_a_missing_response_is_a_bug_that_shows(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        regenerate(
+            PROMPTS,
+            RegeneratedStore(tmp_path),
+            lambda prompts, limit: [[1, 2]] * (len(prompts) - 1),
+            seq_len_tokens=64,
+            batch_size=4,
+            max_new_tokens=8,
+            eos_ids={EOS},
+        )
+    assert RegeneratedStore(tmp_path).rows() == []
+
+
+def test_documents_learn_the_response_alone(tmp_path: Path) -> None:
+    store = RegeneratedStore(tmp_path)
+    store.append([row("a", 3, 4, EOS), row("b", EOS), row("c", 5, 6, 7, 8, finished=False), row("d")])
+    documents, counts = store.to_documents(5)
+    assert [(d.id, d.group, d.input_ids, d.loss_mask) for d in documents] == [
+        ("a", "g", (1, 2, 3, 4, EOS), (False, False, True, True, True)),
+        ("c", "g", (1, 2, 5, 6, 7), (False, False, True, True, True)),
+    ]
+    assert (counts.responses, counts.documents, counts.response_tokens) == (4, 2, 6)
+    assert (counts.too_short, counts.truncated, counts.unfinished) == (2, 1, 1)
+
+
+def test_responses_that_are_all_too_short_are_refused(tmp_path: Path) -> None:
+    store = RegeneratedStore(tmp_path)
+    store.append([row("a", EOS), row("b")])
+    with pytest.raises(DataError, match=r"2 responses, 2 of them under 2 tokens; expected .*data.regenerate off"):
+        store.to_documents(64)

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from mtp_train.data.records import Chat, PlainText, PromptResponse
+from mtp_train.data.sources import load_records
+from mtp_train.errors import DataError
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[None]:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def write_lines(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "content"),
+    [
+        ({"messages": CHAT}, Chat(tuple(CHAT))),
+        ({"conversations": CHAT}, Chat(tuple(CHAT))),
+        ({"prompt": "a", "response": "b", "score": 1}, PromptResponse("a", "b")),
+        ({"prompt": "a", "completion": "b"}, PromptResponse("a", "b")),
+        ({"text": "a"}, PlainText("a")),
+    ],
+)
+def test_the_format_is_found_from_the_columns(tmp_path: Path, row: dict[str, Any], content: object) -> None:
+    records = load_records(write_lines(tmp_path / "a.jsonl", [row]))
+    assert [record.content for record in records] == [content]
+
+
+def test_every_kind_of_local_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
+    (tmp_path / "a.txt").write_text("one\nstill one\n\n\ntwo\n")
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(str(tmp_path / "a.parquet"))
+    texts = {
+        suffix: [record.content for record in load_records(str(tmp_path / f"a{suffix}"))]
+        for suffix in (".json", ".parquet", ".txt")
+    }
+    assert texts[".json"] == texts[".parquet"] == [PlainText("one"), PlainText("two")]
+    assert texts[".txt"] == [PlainText("one\nstill one"), PlainText("two")]
+
+
+def test_ids_count_from_one_under_the_given_name(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
+    assert [record.id for record in load_records(path)] == [f"{path}#1", f"{path}#2"]
+    assert [record.id for record in load_records(path, name="demo:a")] == ["demo:a#1", "demo:a#2"]
+
+
+def test_records_can_be_limited_and_sliced(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": letter} for letter in "abcd"])
+    assert len(load_records(path, max_records=3)) == 3
+    assert len(load_records(path, max_records=9)) == 4
+    assert [record.content for record in load_records(path, split="train[2:]")] == [PlainText("c"), PlainText("d")]
+
+
+def test_the_group_field_groups(tmp_path: Path) -> None:
+    rows = [{"text": "a", "module": 1}, {"text": "b", "module": 1}, {"text": "b", "module": 2}]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    assert [record.group for record in load_records(path, group_field="module")] == ["1", "1", "2"]
+    by_content = [record.group for record in load_records(path)]
+    assert by_content[1] == by_content[2] != by_content[0]
+
+
+def test_a_column_may_hold_both_group_and_content(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "response": "b"}])
+    assert load_records(path, group_field="prompt")[0].group == "a"
+
+
+def test_a_format_given_settles_columns_of_several(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT, "text": "a"}])
+    with pytest.raises(DataError, match=r"columns of several formats \(messages, text\); expected one"):
+        load_records(path)
+    assert load_records(path, format="text")[0].content == PlainText("a")
+    with pytest.raises(DataError, match="without those of format 'prompt_response'; expected `messages`"):
+        load_records(path, format="prompt_response")
+
+
+def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl: no such file; expected a \.json"):
+        load_records(str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataError, match="a directory; expected a file"):
+        load_records(str(tmp_path))
+    (tmp_path / "a.csv").write_text("text\na\n")
+    with pytest.raises(DataError, match=r"a\.csv: a file of an unknown kind; expected \.json"):
+        load_records(str(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize(("file", "content"), [("a.jsonl", ""), ("a.json", "[]"), ("a.txt", "")])
+def test_an_empty_source_is_refused(tmp_path: Path, file: str, content: str) -> None:
+    (tmp_path / file).write_text(content)
+    with pytest.raises(DataError, match="no record; expected at least one"):
+        load_records(str(tmp_path / file))
+
+
+@pytest.mark.parametrize("bad_line", ['{"text": "b', "3"])
+def test_a_broken_line_is_named(tmp_path: Path, bad_line: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n' + bad_line + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 3: cannot be read \(.+\); expected a well-formed \.jsonl"):
+        load_records(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("file", ["a.parquet", "a.txt"])
+def test_a_broken_file_is_refused(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).write_bytes(b"\xff\xfe nope")
+    with pytest.raises(DataError, match=rf"{file}: cannot be read \(.+\); expected a well-formed"):
+        load_records(str(tmp_path / file))
+
+
+def test_an_unknown_split_is_refused(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    with pytest.raises(DataError, match=r'Unknown split "test".*whose one split is `train`'):
+        load_records(path, split="test")
+
+
+def test_a_dataset_out_of_reach_is_refused() -> None:
+    with pytest.raises(DataError, match=r"nobody/nothing: cannot be read \(.+\); expected a local file, or a dataset"):
+        load_records("nobody/nothing")
+
+
+def test_unknown_columns_are_listed(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"instruction": "a", "output": "b"}])
+    with pytest.raises(DataError, match=r"columns are 'instruction', 'output'; expected `messages`.*or `text`"):
+        load_records(path)
+
+
+def test_malformed_records_are_named_by_number(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [{"role": "user"}]}])
+    with pytest.raises(DataError, match=r"a\.jsonl, record 2, message 1: content is missing"):
+        load_records(path)
+    path = write_lines(tmp_path / "b.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "a"}])
+    with pytest.raises(DataError, match=r"b\.jsonl, record 2: response is missing; expected text"):
+        load_records(path)
+
+
+def test_a_missing_group_is_refused(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a", "module": "m"}, {"text": "b"}])
+    with pytest.raises(DataError, match="no column 'file', the columns are 'text', 'module'; expected data"):
+        load_records(path, group_field="file")
+    with pytest.raises(DataError, match=r"record 2: module is missing; expected a value in every record"):
+        load_records(path, group_field="module")
