@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
 
 from mtp_train.errors import MtpError
+
+
+class Result(NamedTuple):
+    """What a command has to say."""
+
+    document: Any
+    """For ``--json``."""
+    text: str
+    exit_code: int = 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,12 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     quieten_libraries()
     try:
-        code: int = args.handler(args)
+        # With --json stdout is for the one document: whatever a library prints goes to stderr.
+        with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+            result: Result = args.handler(args)
     except MtpError as error:
         if is_main_process():
             print(f"mtp-train: {error}", file=sys.stderr)
         return error.exit_code
-    return code
+    if is_main_process():
+        print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else result.text)
+    return result.exit_code
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -104,7 +118,10 @@ def quieten_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("WANDB_SILENT", "true")
+    import datasets
     from transformers.utils import logging as transformers_logging
+
+    datasets.disable_progress_bars()
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -121,71 +138,62 @@ def _progress(args: argparse.Namespace) -> Progress:
     return Progress(console=console, disable=args.json or not console.is_terminal, transient=True)
 
 
-def _emit(args: argparse.Namespace, document: Any, text: str) -> int:
-    """Print a result: JSON or text."""
-    print(json.dumps(document, indent=2, allow_nan=False) if args.json else text)
-    return 0
-
-
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> Result:
     from mtp_train.pipeline import run
     from mtp_train.recipe_io import load_recipe
 
     recipe = load_recipe(args.recipe, args.overrides)
-    # With --json stdout is for the one document: tables go to stderr.
-    outcome = run(recipe, Console(stderr=args.json, quiet=not is_main_process(), soft_wrap=True))
-    if is_main_process():
-        _emit(args, {"run_dir": recipe.run_dir, **outcome.__dict__}, outcome.message)
-    return outcome.exit_code
+    outcome = run(recipe, Console(quiet=not is_main_process()))
+    return Result({"run_dir": recipe.run_dir, **outcome.__dict__}, outcome.message, outcome.exit_code)
 
 
-def _check(args: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace) -> Result:
     from mtp_train.commands.check import check
     from mtp_train.recipe_io import load_recipe
 
     result = check(load_recipe(args.recipe, args.overrides), world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    return _emit(args, result.to_json(), result.to_text())
+    return Result(result.to_json(), result.to_text())
 
 
-def _regenerate(args: argparse.Namespace) -> int:
+def _regenerate(args: argparse.Namespace) -> Result:
     from mtp_train.pipeline import regenerate_only
     from mtp_train.recipe_io import load_recipe
 
     with _progress(args) as progress:
         counts = regenerate_only(load_recipe(args.recipe, args.overrides), progress)
     text = "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in counts.items())
-    return _emit(args, counts, text) if is_main_process() else 0
+    return Result(counts, text)
 
 
-def _inspect(args: argparse.Namespace) -> int:
+def _inspect(args: argparse.Namespace) -> Result:
     from mtp_train.commands.inspect import inspect_checkpoint, render
     from mtp_train.inputs import open_location
 
     with _progress(args) as progress:
         base = open_location(args.base) if args.base else None
         inspection = inspect_checkpoint(open_location(args.checkpoint), base, progress)
-    return _emit(args, inspection.to_json(), render(inspection))
+    return Result(inspection.to_json(), render(inspection))
 
 
-def _graft(args: argparse.Namespace) -> int:
+def _graft(args: argparse.Namespace) -> Result:
     from mtp_train.commands.graft import graft
     from mtp_train.inputs import open_location
 
     with _progress(args) as progress:
         link = "copy" if args.copy else "hard"
         graft(open_location(args.finetune), open_location(args.base), args.out, link=link, progress=progress)
-    return _emit(args, {"out": str(args.out)}, f"Wrote {args.out}: the trunk of {args.finetune}, the head of {args.base}.")
+    return Result({"out": str(args.out)}, f"Wrote {args.out}: the trunk of {args.finetune}, the head of {args.base}.")
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> Result:
     from mtp_train.commands.graft import export
 
     with _progress(args) as progress:
         export(args.source, args.out, link="copy" if args.copy else "hard", progress=progress)
-    return _emit(args, {"out": str(args.out)}, f"Wrote {args.out}.")
+    return Result({"out": str(args.out)}, f"Wrote {args.out}.")
 
 
-def _generate(args: argparse.Namespace) -> int:
+def _generate(args: argparse.Namespace) -> Result:
     from mtp_train.commands.generate import GenerateRequest, generate
 
     request = GenerateRequest(
@@ -197,12 +205,12 @@ def _generate(args: argparse.Namespace) -> int:
         depth=args.depth if args.mtp == "on" else 0,
     )
     document = generate(request)
-    return _emit(args, document, "\n\n".join(one["text"] for one in document["requests"]))
+    return Result(document, "\n\n".join(one["text"] for one in document["requests"]))
 
 
-def _demo(args: argparse.Namespace) -> int:
+def _demo(args: argparse.Namespace) -> Result:
     from mtp_train.demo import write_demo
 
     write_demo(args.target)
     text = f"Wrote {args.target}/base (trunk and head) and {args.target}/finetune (its head stripped by save_pretrained)."
-    return _emit(args, {"base": str(args.target / "base"), "finetune": str(args.target / "finetune")}, text)
+    return Result({"base": str(args.target / "base"), "finetune": str(args.target / "finetune")}, text)

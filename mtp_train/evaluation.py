@@ -63,7 +63,7 @@ def evaluate_run(recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, pr
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
     """Return the heads to measure on the fine-tune's trunk; the gate's baseline is always among them."""
-    wanted = {*recipe.evaluate.arms, baseline_arm(recipe), RETRAINED}
+    wanted = {*recipe.evaluate.arms, recipe.gate_baseline, RETRAINED}
     plans: dict[str, HeadPlan] = {}
     if "graft" in wanted and inputs.base is not None:
         plans["graft"] = graft_plan(inputs.finetune, inputs.base, recipe.head.convention)
@@ -73,15 +73,6 @@ def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadP
     return plans
 
 
-def baseline_arm(recipe: Recipe) -> str:
-    """Return the arm the retrained head has to beat; on ``auto`` the best untrained one there can be."""
-    if recipe.gate.baseline != "auto":
-        return recipe.gate.baseline
-    if recipe.model.head_from is not None:
-        return "graft"
-    return "native" if recipe.head.init == "native" else PLAIN
-
-
 def _build(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> MtpHead:
     dtype = trunk.lm_head_VD.dtype
     return build_head(plan, text_config_of(checkpoint), dtype=dtype).to(trunk.lm_head_VD.device).eval()
@@ -89,7 +80,7 @@ def _build(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> MtpHead:
 
 def measure(
     recipe: Recipe, inputs: Inputs, trunk: Trunk, heads: Mapping[str, MtpHead], progress: Progress
-) -> tuple[dict[str, ArmRun], dict[str, DenseMetrics | None]]:
+) -> tuple[dict[str, ArmRun], dict[str, DenseMetrics]]:
     """Run every arm on one trunk, then the teacher-forced metrics on the trunk's own outputs."""
     task = progress.add_task("decoding held-out prompts", total=len(inputs.held_out))
     runs = run_arms(
@@ -102,9 +93,11 @@ def measure(
         on_prompt=lambda: progress.advance(task),
     )
     batches = dense_batches(recipe, inputs, runs[PLAIN].outputs, trunk)
-    dense: dict[str, DenseMetrics | None] = {PLAIN: None}
+    dense: dict[str, DenseMetrics] = {}
     for arm, head in progress.track(heads.items(), description="teacher-forced metrics"):
         dense[arm] = dense_metrics(trunk, head, batches, draft_depth(recipe))
+        # The trunk's entropy is the same with any head, and the plain arm has none to measure it with.
+        dense[PLAIN] = DenseMetrics([], [], dense[arm].target_entropy, [])
     return runs, dense
 
 
@@ -127,7 +120,7 @@ def dense_batches(recipe: Recipe, inputs: Inputs, outputs: Sequence[tuple[int, .
 
 
 def arm_result(
-    run: ArmRun, trunk_name: str, head_name: str | None, dense: DenseMetrics | None, plain: ArmRun
+    run: ArmRun, trunk_name: str, head_name: str | None, dense: DenseMetrics, plain: ArmRun
 ) -> ArmResult:
     """Bring an arm's counts into the report's form."""
     drafted = head_name is not None
@@ -140,9 +133,9 @@ def arm_result(
         acceptance_rate=acceptance_rate(run.counts),
         marginal=tuple(marginal(run.counts)) if drafted else None,
         conditional=tuple(conditional(run.counts)) if drafted else None,
-        dense=_measured(dense.agreement) if dense else None,
-        overlap=_measured(dense.overlap) if dense else None,
-        target_entropy=dense.target_entropy if dense else None,
+        dense=_measured(dense.agreement) if drafted else None,
+        overlap=_measured(dense.overlap) if drafted else None,
+        target_entropy=dense.target_entropy,
         repeated_8gram_share=repeated_ngram_share(run.outputs),
         tokens_per_second=run.tokens_per_second,
         speedup=run.tokens_per_second / base_speed if base_speed else None,
@@ -186,7 +179,7 @@ def lossless(runs: Sequence[ArmRun]) -> Lossless:
 
 def judge(recipe: Recipe, runs: Mapping[str, ArmRun], checked: Sequence[ArmRun]) -> GateVerdict:
     """Apply the gate: a decoder that changed an output, or a head that is not better, may not be exported."""
-    baseline = baseline_arm(recipe)
+    baseline = recipe.gate_baseline
     broken = [prompt for run in checked for prompt in run.divergences]
     if broken:
         reason = (
@@ -202,7 +195,7 @@ def judge(recipe: Recipe, runs: Mapping[str, ArmRun], checked: Sequence[ArmRun])
         passed=False,
         baseline=baseline,
         delta_tau_ci95=verdict.delta_tau_ci95,
-        reason=f"{verdict.reason} The base's own head serves better: {better}",
+        reason=f"{verdict.reason}. The base's own head serves no worse: {better}",
     )
 
 

@@ -141,9 +141,8 @@ def read_records(recipe: Recipe) -> list[Record]:
             format=source.format,
             group_field=recipe.data.group_field,
             name=f"data.sources.{number} ({source.path})",
+            max_records=recipe.data.max_documents,
         )
-    if recipe.data.max_documents is not None:
-        records = records[: recipe.data.max_documents]
     return records
 
 

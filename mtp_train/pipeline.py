@@ -30,7 +30,7 @@ from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.inputs import Inputs, evaluation_dtype, gather_inputs
 from mtp_train.losses import LossKind
 from mtp_train.recipe import Recipe, RegenerateSpec
-from mtp_train.report.table import print_report
+from mtp_train.report.table import summary
 from mtp_train.report.write import write_report
 from mtp_train.run_dir import (
     Outcome,
@@ -124,7 +124,7 @@ def run_stages(
     stage.name = "evaluate"
     report = evaluate_run(recipe, run_dir, inputs, trunk, progress)
     write_report(report, run_dir)
-    print_report(report, console)
+    console.print(summary(report))
     if not report.gate.passed:
         raise GateRefusedError(report.gate.reason)
     stage.name = "export"

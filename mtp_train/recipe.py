@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mtp_train.recipe_decode import Bound
+from mtp_train.recipe_hints import Bound
 
 Count = Annotated[int, Bound(min=1)]
 Depth = Annotated[int, Bound(min=1, max=7)]
@@ -50,7 +50,7 @@ class HeadSection:
     num_depths: Depth = 3
     """How many tokens ahead it is trained to draft. Says nothing about how many modules the checkpoint holds."""
     lora: None = None
-    """Reserved for training the head through LoRA."""
+    """LoRA on the head; null trains all of its weights."""
     convention: Literal["auto", "vllm", "sglang", "llama.cpp"] = "auto"
     """The engine whose reading of the head counts, where engines differ; `auto` takes the family's usual one."""
 

@@ -11,45 +11,12 @@ import difflib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
+from mtp_train.recipe_hints import default_of, describe, dotted, shown, unwrap, walk_fields
 
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """Limit a number, or the number of items of a list."""
-
-    min: float | None = None
-    max: float | None = None
-    above: float | None = None
-    below: float | None = None
-
-    def admits(self, value: float) -> bool:
-        """Say whether a number (or a number of items) lies within the limits."""
-        return (
-            (self.min is None or value >= self.min)
-            and (self.max is None or value <= self.max)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
-
-    def describe(self) -> str:
-        """Return the limits in words, to follow ``a number``."""
-        if self.min is not None and self.min == self.max:
-            return f"equal to {self.min:g}, the one choice there is"
-        if self.min is not None and self.max is not None:
-            return f"from {self.min:.10g} to {self.max:.10g}"
-        words = [
-            f"{word}{limit:.10g}{suffix}"
-            for word, limit, suffix in (
-                ("of ", self.min, " or more"),
-                ("above ", self.above, ""),
-                ("up to ", self.max, ""),
-                ("below ", self.below, ""),
-            )
-            if limit is not None
-        ]
-        return " and ".join(words)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,10 +24,10 @@ class _Spot:
     """Where a value stands: its dotted path, and the default it could fall back to (``MISSING``: none)."""
 
     path: str
-    default: object = MISSING
+    default: object
 
     def inside(self, name: str | int) -> _Spot:
-        return _Spot(dotted(self.path, name))
+        return _Spot(dotted(self.path, name), MISSING)
 
     @property
     def cure(self) -> str:
@@ -82,10 +49,11 @@ class Decoder:
         self.failed: list[str] = []
         self._known_paths: list[str] = []
 
-    def decode(self, cls: type, value: object) -> Any:
+    def decode(self, cls: type[T], value: object) -> T:
         """Decode a whole document into the dataclass ``cls``; trust the result only while ``problems`` is empty."""
         self._known_paths = [path for path, _, _ in walk_fields(cls)]
-        return self._section(cls, value, _Spot(""))
+        decoded: T = self._section(cls, value, _Spot("", MISSING))
+        return decoded
 
     def usable(self, paths: Iterable[str]) -> bool:
         """Say whether the values at all these dotted paths, and all within them, were decoded."""
@@ -95,9 +63,8 @@ class Decoder:
         self.problems.append(f"{spot.path or 'recipe'}: {found}; expected {expected}. {cure or spot.cure}")
         self.failed.append(spot.path)
 
-    def _value(self, hint: Any, value: object, spot: _Spot, bound: Bound | None = None) -> Any:
-        inner, is_optional, inner_bound = unwrap(hint)
-        bound = inner_bound or bound
+    def _value(self, hint: Any, value: object, spot: _Spot) -> Any:
+        inner, is_optional, bound = unwrap(hint)
         if value is None and (is_optional or inner is NoneType):
             return None
         if is_dataclass(inner) and isinstance(inner, type):
@@ -165,90 +132,14 @@ class Decoder:
         return None
 
     def _reject_key(self, spot: _Spot, key: object, names: list[str]) -> None:
-        at = spot.inside(str(key))
         namesakes = [path for path in self._known_paths if path.endswith(f".{key}")]
         near = difflib.get_close_matches(str(key), names, n=1)
-        suggestions = namesakes or [dotted(spot.path, name) for name in near] or _elsewhere(str(key), self._known_paths)
-        cure = f"Did you mean {' or '.join(suggestions)}?" if suggestions else "Remove it."
-        self.problems.append(f"{at.path}: unknown; expected one of {', '.join(names)}. {cure}")
-
-
-def walk_fields(cls: type, prefix: str = "") -> Iterable[tuple[str, Field[Any], Any]]:
-    """Yield ``(dotted path, field, type hint)`` of every field, sections before what they hold.
-
-    A list's items stand under ``[]``: ``data.sources[].path``.
-    """
-    hints = get_type_hints(cls, include_extras=True)
-    for item in fields(cls):
-        path, hint = dotted(prefix, item.name), hints[item.name]
-        yield path, item, hint
-        inner = unwrap(hint)[0]
-        if get_origin(inner) is tuple:
-            path, inner = f"{path}[]", unwrap(get_args(inner)[0])[0]
-        if is_dataclass(inner) and isinstance(inner, type):
-            yield from walk_fields(inner, path)
-
-
-def unwrap(hint: Any) -> tuple[Any, bool, Bound | None]:
-    """Split a hint into its bare type, whether it may be null, and its bound."""
-    bound: Bound | None = None
-    is_optional = False
-    while get_origin(hint) in (Annotated, Union, UnionType):
-        if get_origin(hint) is Annotated:
-            hint, bound = get_args(hint)
-        else:
-            is_optional = True
-            (hint,) = [argument for argument in get_args(hint) if argument is not NoneType]
-    return hint, is_optional, bound
-
-
-def describe(hint: Any) -> str:
-    """Return in words what a hint admits."""
-    inner, is_optional, bound = unwrap(hint)
-    limits = f" {bound.describe()}" if bound is not None else ""
-    if inner is NoneType:
-        words = "null, the one choice there is"
-    elif is_dataclass(inner):
-        words = "a section"
-    elif get_origin(inner) is tuple:
-        items = get_args(inner)
-        if items[-1] is not Ellipsis:
-            words = f"a list of {len(items)} items, each {describe(items[0])}"
-        else:
-            least = f"{bound.min:g} or more items" if bound is not None and bound.min else "items"
-            words = f"a list of {least}, each {describe(items[0])}"
-    elif get_origin(inner) is Literal:
-        choices = get_args(inner)
-        words = f"one of {', '.join(choices)}" if len(choices) > 1 else f"{choices[0]}, the one choice there is"
-    else:
-        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[inner] + limits
-    return f"{words}, or null" if is_optional else words
-
-
-def default_of(item: Field[Any]) -> object:
-    """Return a field's default, ``dataclasses.MISSING`` where it has none."""
-    return item.default_factory() if item.default_factory is not MISSING else item.default
-
-
-def shown(value: object) -> str:
-    """Return a value in short, as a recipe would write it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Mapping):
-        return "a section"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, tuple):
-        return f"[{', '.join(str(item) for item in value)}]"
-    if is_dataclass(value):
-        return "its defaults"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def dotted(prefix: str, name: str | int) -> str:
-    """Join a path and a name."""
-    return f"{prefix}.{name}" if prefix else str(name)
+        meant = namesakes or [dotted(spot.path, name) for name in near] or _elsewhere(str(key), self._known_paths)
+        rule = f"a field of {spot.path or 'the recipe'}" if meant else f"one of {', '.join(names)}"
+        cure = f"Did you mean {' or '.join(meant)}?" if meant else "Remove it."
+        self.problems.append(f"{dotted(spot.path, str(key))}: unknown; expected {rule}. {cure}")
+        # The value that the misspelt key was to give is not known: rules on it would mislead.
+        self.failed += meant
 
 
 def _as_declared(declared: Any, value: object) -> Any:

@@ -53,8 +53,8 @@ def _arms_have_their_model(recipe: Recipe) -> Iterator[str]:
     for arm in ("graft", "vanilla"):
         if arm in recipe.evaluate.arms and recipe.model.head_from is None:
             yield (
-                f"evaluate.arms: {arm!r} while model.head_from is null; expected a checkpoint with a head for that arm. "
-                "Name it in model.head_from, or remove the arm."
+                f"evaluate.arms: {arm!r} while model.head_from is null; expected a checkpoint with a head. Name it "
+                "in model.head_from, or remove the arm."
             )
 
 
@@ -88,10 +88,10 @@ def _export_is_measured(recipe: Recipe) -> Iterator[str]:
 def _baseline_is_measured(recipe: Recipe) -> Iterator[str]:
     arms, baseline = recipe.evaluate.arms, recipe.gate_baseline
     if "retrained" in arms and baseline not in arms:
-        origin = f", which stands for {baseline!r} with head.init: {recipe.head.init}"
+        origin = f" ({baseline!r} for head.init: {recipe.head.init})" if recipe.gate.baseline == "auto" else ""
         yield (
-            f"gate.baseline: {recipe.gate.baseline!r}{origin if recipe.gate.baseline == 'auto' else ''} and is not in "
-            f"evaluate.arms; expected an arm that is measured. Add {baseline!r} to evaluate.arms."
+            f"gate.baseline: {recipe.gate.baseline!r}{origin}, which evaluate.arms lacks; expected an arm that is "
+            f"measured. Add {baseline!r} to evaluate.arms."
         )
 
 

@@ -15,6 +15,5 @@ threads=${OMP_NUM_THREADS:-$((cores < 4 ? cores : 4))}
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
-# Every value that accelerate would otherwise warn about having guessed is stated.
-exec accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-    --num_cpu_threads_per_process "$threads" -m mtp_train recipes/retrain_head.yaml "$@"
+exec accelerate launch --quiet --config_file recipes/accelerate/single.yaml --num_cpu_threads_per_process "$threads" \
+    -m mtp_train recipes/retrain_head.yaml "$@"

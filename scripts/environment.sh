@@ -46,7 +46,7 @@ use_environment() {
     wanted="$repository $(cksum < "$repository/pyproject.toml")"
     if ! is_installed "$stamp" "$wanted"; then
         echo "installing mtp-train$extras into $home (the first time takes some minutes)" >&2
-        python -m pip install --quiet --disable-pip-version-check --editable "$repository$extras"
+        python -m pip install -qq --disable-pip-version-check --editable "$repository$extras"
         echo "$wanted" > "$stamp"
     fi
 }

@@ -12,11 +12,13 @@ import argparse
 import json
 from pathlib import Path
 
+from demo_maker.install import install
 from demo_maker.stages import make_base, make_finetune, read_samples
 from demo_maker.texts import gather_texts
 from mtp_train.weights.writing import write_json
 
 STAGES = ("base", "finetune", "check", "install")
+ASSETS = Path(__file__).parents[1] / "mtp_train" / "demo" / "assets"
 
 
 def main() -> None:
@@ -36,6 +38,8 @@ def main() -> None:
             figures = read_samples(arguments.work, texts, num_prompts=64, max_new_tokens=160)
             write_json(arguments.work / "check.json", figures)
             print(json.dumps(figures, indent=2))
+        elif stage == "install":
+            install(texts, arguments.work, ASSETS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Make every test start from the same state: seeded, offline, one CPU thread, fp32, no leftover accelerate singletons."""
+"""Make every test start from the same state: seeded, offline, one CPU thread, fp32, no state left by accelerate."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-# Read once, when the libraries are imported, so they are set before the first import below. The private HF_HOME hides
-# the user's caches and their default accelerate configuration, from launched programs as well.
+import numpy as np
+import pytest
+import torch
+
+# The Hugging Face libraries read these once, when a test file first imports them; launched programs inherit them.
+# The private HF_HOME hides the user's caches and default accelerate configuration.
 HF_HOME = tempfile.mkdtemp(prefix="mtp-train-tests-")
 os.environ.update(
     HF_HOME=HF_HOME,
@@ -22,10 +26,6 @@ os.environ.update(
     MPLBACKEND="agg",
     OMP_NUM_THREADS="1",
 )
-
-import numpy as np
-import pytest
-import torch
 
 torch.set_num_threads(1)
 

@@ -19,10 +19,10 @@ VOCAB_SIZE = 67
 WEIGHT_STD = 0.3
 
 
-def tiny_trunk(family_name: str, seed: int = 0, tied: bool = False) -> Trunk:
+def tiny_trunk(family_name: str, seed: int = 0, tied: bool = False, vocab_size: int = VOCAB_SIZE) -> Trunk:
     """Return a trunk of a few thousand parameters, fp32 on CPU, frozen and in eval mode."""
     family = next(family for family in FAMILIES if family.name == family_name)
-    config = {"qwen3_5": _qwen3_5_config, "glm4_moe": _glm4_moe_config}[family_name](tied)
+    config = {"qwen3_5": _qwen3_5_config, "glm4_moe": _glm4_moe_config}[family_name](tied, vocab_size)
     model = AutoModelForCausalLM.from_config(config)
     _randomize(model, seed)
     model.tie_weights()
@@ -49,10 +49,10 @@ def _randomize(module: nn.Module, seed: int) -> None:
                 parameter.add_(0.1 * noise)
 
 
-def _qwen3_5_config(tied: bool) -> PretrainedConfig:
+def _qwen3_5_config(tied: bool, vocab_size: int) -> PretrainedConfig:
     """Three Gated DeltaNet layers with grouped heads, then full attention."""
     return Qwen3_5TextConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=4,
@@ -68,10 +68,10 @@ def _qwen3_5_config(tied: bool) -> PretrainedConfig:
     )
 
 
-def _glm4_moe_config(tied: bool) -> PretrainedConfig:
+def _glm4_moe_config(tied: bool, vocab_size: int) -> PretrainedConfig:
     """One dense layer, then two mixtures of four experts."""
     return Glm4MoeConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=48,
         moe_intermediate_size=16,

@@ -40,8 +40,8 @@ class RecurrentLayer(LinearAttentionLayer):
         if states is None or states.shape[0] + tokens_to_remove < 1:
             num_states = 0 if states is None else states.shape[0]
             raise RuntimeError(
-                f"recurrent cache: {-tokens_to_remove} tokens to drop, {num_states} states kept; expected a state after "
-                "the last kept token. Run the window under per_token_states() and commit once after it."
+                f"recurrent cache: {-tokens_to_remove} tokens to drop, {num_states} states kept; expected a state "
+                "after the last kept token. Run the window under per_token_states() and commit once after it."
             )
         self.recurrent_states[0] = states[states.shape[0] + tokens_to_remove - 1]
         self.window_states = None
@@ -75,6 +75,6 @@ def _rollback_layer(layer: object, index: int) -> DynamicLayer | RecurrentLayer:
     if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
         return RecurrentLayer()
     raise UnsupportedModelError(
-        f"trunk layer {index}: keeps its state in a {type(layer).__name__}, which cannot undo a rejected draft; expected "
-        "full attention or a recurrent layer with one state. Decode this model without speculation."
+        f"trunk layer {index}: keeps its state in a {type(layer).__name__}, which cannot undo a rejected draft; "
+        "expected full attention or a recurrent layer with one state. Decode this model without speculation."
     )

@@ -156,7 +156,14 @@ def make_drafter(trunk: Trunk, head: MtpHead, depth: int) -> Drafter:
 
 
 def _run_rows(
-    trunk: Trunk, head: MtpHead, hidden_BTD: Tensor, tokens_BT: Tensor, *, depth: int, position: int, cache: DynamicCache
+    trunk: Trunk,
+    head: MtpHead,
+    hidden_BTD: Tensor,
+    tokens_BT: Tensor,
+    *,
+    depth: int,
+    position: int,
+    cache: DynamicCache,
 ) -> StepOutput:
     """Append consecutive head rows, the first of them at ``position``; each sees all rows before it."""
     num_rows, num_new = tokens_BT.shape
@@ -183,4 +190,3 @@ def _last_token(trunk: Trunk, step: StepOutput) -> Tensor:
     """Return the head's greedy choice after its last row, shape (B, 1)."""
     hidden_B1D = step.logit_hidden_BTD[:, -1:].to(trunk.lm_head_VD.dtype)
     return trunk.logits(hidden_B1D).argmax(dim=-1)
-

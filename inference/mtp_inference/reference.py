@@ -19,9 +19,7 @@ NEAR_TIE_GAP = 1e-5
 """Logit gap below which fp32 rounding may decide between two tokens."""
 
 
-def plain_greedy(
-    trunk: Trunk, prompt_ids: Sequence[int], max_new_tokens: int, eos_ids: Collection[int]
-) -> list[int]:
+def plain_greedy(trunk: Trunk, prompt_ids: Sequence[int], max_new_tokens: int, eos_ids: Collection[int]) -> list[int]:
     """Decode one prompt token by token; return the new tokens, EOS included where it ended the text."""
     return generate_equal_length(trunk, [prompt_ids], max_new_tokens, eos_ids)[0]
 

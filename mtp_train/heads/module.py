@@ -49,6 +49,10 @@ class MtpHead(nn.Module):
         self.family = family
         self.convention = convention
         self.config = family.head_layer_config(text_config, num_modules)
+        # Left unset, transformers falls back to an attention that ADDS the mask: ours are boolean. A config that never
+        # went through a model has neither set.
+        self.config._attn_implementation = "sdpa"
+        self.config._experts_implementation = "eager"
         self.blocks = nn.ModuleList(HeadModule(family, self.config, index) for index in range(num_modules))
         self.rotary = family.make_rotary(self.config)
 

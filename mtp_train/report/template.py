@@ -27,7 +27,7 @@ tbody th small { display: block; font-weight: 400; color: var(--soft); }
 .positions th, .positions td { padding: .15rem .9rem .15rem .6rem; border-bottom: 0; }
 .positions tbody th:not([rowspan]), .positions .kind { text-align: left; font-weight: 400; }
 .positions tbody { border-bottom: 1px solid var(--line); }
-.best td, .best th { background: #eef5fb; }
+.focus td, .focus th { background: #eef5fb; }
 .scroll { overflow-x: auto; }
 .settings td { text-align: left; overflow-wrap: anywhere; } .settings th { width: 16rem; }
 .settings th, .settings td { padding: .25rem .6rem; font-size: .9rem; }
@@ -48,13 +48,13 @@ dt { font-weight: 600; } dd { margin: 0; max-width: 42rem; }
   .arms td::before { content: attr(data-label); color: var(--soft); }
   .arms tbody th { text-align: left; }
   .positions { font-size: .85rem; } .positions th, .positions td { padding: .15rem .8rem .15rem 0; }
-  .settings th { width: 40%; overflow-wrap: anywhere; }
+  .settings th { width: 45%; font-weight: 400; color: var(--soft); }
   dl { display: block; } dd { margin: 0 0 .6rem; }
 }
 @media print {
   body { font-size: 10.5pt; padding: 0; max-width: none; }
   h2 { break-after: avoid; } tr, figure, .verdict { break-inside: avoid; }
-  .verdict, .best td, .best th { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  .verdict, .focus td, .focus th { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   .figures { grid-template-columns: 1fr 1fr; }
 }
 """
@@ -65,7 +65,7 @@ PAGE = """\
 <thead><tr><th>arm</th>{% for column in columns %}<th>{{ column }}</th>{% endfor %}</tr></thead>
 <tbody>
 {% for row in rows -%}
-<tr{% if row.name == "retrained" %} class="best"{% endif %}>
+<tr{% if row.name == "retrained" %} class="focus"{% endif %}>
 <th scope="row">{{ row.name }}{% if row.note %} ({{ row.note }}){% endif %}
 <small>{{ row.trunk }}{% if row.head %}<br>head: {{ row.head }}{% endif %}</small></th>
 {% for cell in row.cells -%}

@@ -92,9 +92,9 @@ def headline(report: RunReport) -> Headline:
 
 
 def key_figures(report: RunReport) -> list[tuple[str, str]]:
-    """Return the few (figure, meaning) pairs to show large; none where nothing was retrained."""
+    """Return the (figure, meaning) pairs to show large; none without a retrained head or a lossless decoder."""
     retrained = report.arms.get("retrained")
-    if retrained is None or retrained.tau is None:
+    if retrained is None or retrained.tau is None or (report.lossless and report.lossless.faults):
         return []
     figures = [(f"{retrained.tau:.2f}", "tokens per round, retrained")]
     baseline = report.gate.baseline if report.gate else "graft"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from demo_maker.model import fresh_model, load_trunk_to_train, make_config, save_base, save_finetune
+from demo_maker.sanity import answer_figures
 from demo_maker.texts import Exchange, Texts, code_rows, tokenise_exchange
 from demo_maker.tokenizer import END_OF_TEXT, TURN_END, train_tokenizer, wrap
 from demo_maker.training import (
@@ -73,8 +74,7 @@ def make_base(texts: Texts, work: Path) -> None:
 
 def make_finetune(texts: Texts, work: Path) -> None:
     """Fine-tune the base's trunk, and only it, on the exchanges, and write it as transformers saves it."""
-    tokenizer = AutoTokenizer.from_pretrained(work / "base")
-    tokenizer.eos_token = TURN_END
+    tokenizer = wrap(AutoTokenizer.from_pretrained(work / "base").backend_tokenizer, eos_token=TURN_END)
     trunk = load_trunk_to_train(work / "base")
     exchanges = [tokenise_exchange(one, tokenizer) for one in texts.chat]
     unseen = [tokenise_exchange(one, tokenizer) for one in texts.prompts[:: max(1, len(texts.prompts) // HELD_OUT_ROWS)]]
@@ -143,8 +143,6 @@ def held_out_loss(trunk: PreTrainedModel, exchanges: Sequence[Exchange], pad: in
 
 def read_samples(work: Path, texts: Texts, num_prompts: int, max_new_tokens: int) -> dict[str, Any]:
     """Let the fine-tune answer unseen prompts greedily, one by one, and say how sane the answers are."""
-    from demo_maker.sanity import answer_figures
-
     tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(work / "finetune")
     trunk = load_trunk_to_train(work / "finetune").eval()
     chosen = texts.prompts[:: math.ceil(len(texts.prompts) / num_prompts)]

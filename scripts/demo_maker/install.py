@@ -1,0 +1,83 @@
+"""Put what the stages made into the package, with a record of how it was made."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+
+from demo_maker.corpus import SourceFile
+from demo_maker.texts import Texts
+from mtp_train.weights.writing import new_directory, write_json, write_text
+
+MAX_SNIPPETS, MAX_SNIPPET_CHARS, SNIPPET_EVERY_CHARS = 96, 900, 7000
+
+
+def install(texts: Texts, work: Path, assets: Path) -> None:
+    """Replace the package's assets by the results in the work directory."""
+    fresh = assets.with_name("assets.new")
+    with new_directory(fresh, what="the assets") as directory:
+        for name in ("base", "finetune"):
+            shutil.copytree(work / name, directory / name, copy_function=shutil.copyfile)
+        (directory / "data").mkdir()
+        write_lines(directory / "data" / "prompts.jsonl", prompt_lines(texts))
+        write_lines(directory / "data" / "code.jsonl", code_lines(texts.unseen_code))
+        write_json(directory / "provenance.json", provenance(texts, work))
+        # Until the arms are recorded anew there are none: old ones belong to other checkpoints.
+        recorded = work / "recorded.json"
+        write_json(directory / "recorded.json", _read(recorded) if recorded.exists() else {"settings": {}, "arms": {}})
+    shutil.rmtree(assets, ignore_errors=True)
+    fresh.rename(assets)
+
+
+def prompt_lines(texts: Texts) -> Iterable[dict[str, Any]]:
+    """Yield the records to ship: question and reference answer, and the module to hold out by."""
+    for number, one in enumerate(texts.prompts, start=1):
+        yield {"id": f"{one.group}-{number}", "group": one.group, "messages": one.messages()}
+
+
+def code_lines(files: Iterable[SourceFile]) -> Iterable[dict[str, Any]]:
+    """Yield pieces of source that the base never saw, cut at line ends."""
+    number = 0
+    for file in files:
+        for start in range(0, len(file.text), SNIPPET_EVERY_CHARS):
+            begin = file.text.find("\n", start) + 1 if start else 0
+            piece = file.text[begin : begin + MAX_SNIPPET_CHARS].rpartition("\n")[0]
+            if len(piece) > MAX_SNIPPET_CHARS // 2 and number < MAX_SNIPPETS:
+                number += 1
+                yield {"id": f"{file.top}-{number}", "group": file.top, "text": piece}
+
+
+def provenance(texts: Texts, work: Path) -> dict[str, Any]:
+    """Say what the assets were made from and how."""
+    stages = {name: _read(work / f"{name}.json") for name in ("base", "finetune", "check")}
+    for name in ("base", "finetune"):
+        stages[name]["final_training_loss"] = stages[name].pop("log")[-1]
+    return {
+        "made_by": "scripts/make_demo.py base finetune check install",
+        "texts": texts.provenance(),
+        **stages,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "tokenizers": tokenizers.__version__,
+        },
+    }
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write JSON lines."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content

@@ -1,0 +1,112 @@
+"""Tiny checkpoints on disk: with a head, stripped as save_pretrained leaves them, wrapped, sharded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+from torch import Tensor
+
+from mtp_train.heads.diagnose import layout_of
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.trunk import Trunk
+from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
+
+WRAPPER_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "vision_config": {
+        "model_type": "qwen3_5_vision",
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 1,
+        "out_hidden_size": 32,
+    },
+}
+
+
+def save_stripped(trunk: Trunk, path: Path) -> Path:
+    """Save a trunk as users do: ``save_pretrained``, the config still declaring one head module."""
+    trunk.causal_lm.save_pretrained(path)
+    set_count(path, trunk.family.count_field, 1)
+    return path
+
+
+def save_with_head(trunk: Trunk, head: MtpHead, path: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Save a single-file checkpoint that holds its head, shared keys included, as a release does."""
+    save_stripped(trunk, path)
+    tensors = load_file(path / SINGLE_FILE)
+    layout = layout_of(open_checkpoint(path))
+    for name, value in head.state_dict().items():
+        tensors |= {key: part.to(dtype).contiguous() for key, part in layout.split(name, value)}
+    for shared in layout.family.shared_keys:
+        source = layout.trunk_key(shared, tensors)
+        native = shared.native.format(trunk=layout.trunk_prefix, layer=layout.num_hidden_layers)
+        tensors[native] = tensors[source].clone()
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    return path
+
+
+def base_and_finetune(
+    directory: Path, family_name: str, *, tied: bool = False, vocab_size: int = VOCAB_SIZE
+) -> tuple[Path, Path]:
+    """Write a base with its head, and a fine-tune of it (every trunk weight moved a little) without."""
+    base = tiny_trunk(family_name, tied=tied, vocab_size=vocab_size)
+    save_with_head(base, tiny_head(base), directory / "base")
+    finetune = tiny_trunk(family_name, tied=tied, vocab_size=vocab_size)
+    with torch.no_grad():
+        for number, parameter in enumerate(finetune.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
+    return directory / "base", save_stripped(finetune, directory / "finetune")
+
+
+def set_count(path: Path, field: str, count: int | None) -> None:
+    """Set or remove the count of head modules in the text config."""
+    config = json.loads((path / "config.json").read_text())
+    text_config = config.get("text_config", config)
+    text_config.pop(field, None)
+    if count is not None:
+        text_config[field] = count
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def shard(path: Path, num_shards: int = 3) -> Path:
+    """Turn a single-file checkpoint into an indexed one, tensors dealt out in turn."""
+    tensors = load_file(path / SINGLE_FILE)
+    files = [f"model-{index + 1:05d}-of-{num_shards:05d}.safetensors" for index in range(num_shards)]
+    weight_map = {key: files[number % num_shards] for number, key in enumerate(sorted(tensors))}
+    for file in files:
+        save_file({key: value for key, value in tensors.items() if weight_map[key] == file}, path / file, {"format": "pt"})
+    total = sum(value.numel() * value.element_size() for value in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / INDEX_FILE).write_text(json.dumps(index))
+    (path / SINGLE_FILE).unlink()
+    return path
+
+
+def wrap_as_vision_language(path: Path) -> Path:
+    """Turn a text-only Qwen3.5 checkpoint into the layout of a vision-language release."""
+    text_config = json.loads((path / "config.json").read_text())
+    text_config.pop("architectures")
+    config = {**WRAPPER_CONFIG, "text_config": text_config, "tie_word_embeddings": text_config["tie_word_embeddings"]}
+    tensors = {_wrapped_key(key): value for key, value in load_file(path / SINGLE_FILE).items()}
+    tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(2, 2)
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def _wrapped_key(key: str) -> str:
+    return "model.language_model." + key.removeprefix("model.") if key.startswith("model.") else key
+
+
+def all_tensors(path: Path) -> dict[str, Tensor]:
+    """Load every tensor of a checkpoint directory, however it is laid out."""
+    checkpoint = open_checkpoint(path)
+    return {key: checkpoint.read(key) for key in checkpoint.tensors}

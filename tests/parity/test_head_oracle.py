@@ -1,0 +1,114 @@
+"""Our one head step against transformers' own ``MtpModel``, loaded from the same checkpoint with the same tensors.
+
+``MtpModel`` never re-uses its one layer, so the oracle for depths 2 and 3 calls that layer again over all rows so far:
+the depth-1 rows of the prefix, then one row appended per depth. Rows stand one position later there (t + 1, not t),
+which rotary attention does not see.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_with_head
+from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from mtp_train.heads.attach import build_head, native_plan
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.step import unroll
+from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.weights.files import open_checkpoint
+
+mtp_module = pytest.importorskip("transformers.modeling_layers")
+if not hasattr(mtp_module, "MtpModel") or not hasattr(mtp_module.MtpModel, "forward_layer"):
+    pytest.skip("this transformers has no MtpModel.forward_layer", allow_module_level=True)
+
+NUM_TOKENS, NUM_DEPTHS, ATOL = 11, 3, 1e-5
+
+
+def load_oracle(path: Path, trunk: Trunk) -> Any:
+    """Load transformers' own head of a checkpoint that its class does not know by name."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    if trunk.family.name == "qwen3_5":
+        model.config.num_mtp_layers = 1
+        model.config.mtp_layer_types = ["full_attention"]
+    else:
+        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_hidden_layers}.*"]
+    model.config.dtype = torch.float32
+    return mtp_module.MtpModel.from_pretrained(model).eval()
+
+
+def oracle_depths(oracle: Any, trunk: Trunk, hidden_TD: Tensor, tokens_T: Tensor, start: int) -> list[Tensor]:
+    """Return the oracle's state for the logits at each depth of the draft that starts at row ``start``."""
+    hidden_1SD = hidden_TD[None, : start + 1]
+    states = []
+    for depth in range(1, NUM_DEPTHS + 1):
+        num_rows = hidden_1SD.shape[1]
+        embeds_1SD = trunk.embed(tokens_T[None, 1 : num_rows + 1])
+        positions_1S = torch.arange(1, num_rows + 1)[None]
+        causal = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()[None, None]
+        output_1SD = oracle.layers[0](
+            embeds_1SD,
+            hidden_1SD,
+            position_embeddings=oracle.rotary_emb(embeds_1SD, position_ids=positions_1S),
+            position_ids=positions_1S,
+            attention_mask=causal,
+            past_key_values=None,
+        )
+        states.append(output_1SD[0, -1])
+        hidden_1SD = torch.cat([hidden_1SD, output_1SD[:, -1:]], dim=1)
+    return states
+
+
+def load_both(tmp_path: Path, family_name: str) -> tuple[Trunk, MtpHead, Any]:
+    random_trunk = tiny_trunk(family_name)
+    path = save_with_head(random_trunk, tiny_head(random_trunk), tmp_path / "checkpoint")
+    checkpoint = open_checkpoint(path)
+    trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
+    head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
+    return trunk, head, load_oracle(path, trunk)
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@torch.inference_mode()
+def test_unroll_equals_transformers_own_layer_over_three_depths(family_name: str, tmp_path: Path) -> None:
+    trunk, head, oracle = load_both(tmp_path, family_name)
+    tokens_1T = torch.randint(VOCAB_SIZE, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(3))
+    hidden_1TD = trunk.hidden(tokens_1T)
+    ours = unroll(
+        head,
+        hidden_1TD,
+        tokens_1T,
+        trunk.embed,
+        num_depths=NUM_DEPTHS,
+        positions_BT=torch.arange(NUM_TOKENS)[None],
+        document_BT=torch.zeros_like(tokens_1T),
+    )
+    for start in range(NUM_TOKENS - NUM_DEPTHS):
+        for depth, expected_D in enumerate(oracle_depths(oracle, trunk, hidden_1TD[0], tokens_1T[0], start)):
+            torch.testing.assert_close(ours[depth][0, start], expected_D, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@torch.inference_mode()
+def test_the_comparison_would_see_a_swapped_concatenation(family_name: str, tmp_path: Path) -> None:
+    trunk, head, oracle = load_both(tmp_path, family_name)
+    head.blocks[0].embed_first = False
+    tokens_1T = torch.arange(NUM_TOKENS)[None]
+    hidden_1TD = trunk.hidden(tokens_1T)
+    ours = unroll(
+        head,
+        hidden_1TD,
+        tokens_1T,
+        trunk.embed,
+        num_depths=1,
+        positions_BT=torch.arange(NUM_TOKENS)[None],
+        document_BT=torch.zeros_like(tokens_1T),
+    )
+    expected_D = oracle_depths(oracle, trunk, hidden_1TD[0], tokens_1T[0], 4)[0]
+    assert (ours[0][0, 4] - expected_D).abs().max() > 1e-2

@@ -1,0 +1,75 @@
+"""Every test that is written is collected: a file pytest never sees passes for ever."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+REPOSITORY = TESTS.parent
+
+
+def names_of_tests(tree: ast.Module) -> list[str]:
+    """Return the test functions of a file, methods as Class::name, in order, repeated names repeated."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            found.append(node.name)
+        elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+            found += [
+                f"{node.name}::{inner.name}"
+                for inner in node.body
+                if isinstance(inner, ast.FunctionDef) and inner.name.startswith("test_")
+            ]
+    return found
+
+
+def written(repository: Path) -> set[str]:
+    """Return "file::test" for every test function under tests/, whatever its file is called."""
+    return {
+        f"{path.relative_to(repository).as_posix()}::{name}"
+        for path in (repository / "tests").rglob("*.py")
+        for name in names_of_tests(ast.parse(path.read_text(encoding="utf-8")))
+    }
+
+
+def collected(repository: Path) -> set[str]:
+    """Return "file::test" for everything that plain pytest collects, parameters left out."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    done = subprocess.run(command, cwd=repository, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {line.split("[")[0] for line in done.stdout.splitlines() if "::" in line}
+
+
+def test_every_written_test_is_collected() -> None:
+    assert collected(REPOSITORY) == written(REPOSITORY)
+
+
+def test_a_misnamed_file_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
+    for name in ("test_seen.py", "unseen_test_file.py"):
+        (tmp_path / "tests" / name).write_text("def test_promise():\n    assert True\n")
+    assert written(tmp_path) - collected(tmp_path) == {"tests/unseen_test_file.py::test_promise"}
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """Without __init__.py files pytest imports test files by their bare name."""
+    names = Counter(path.name for path in TESTS.rglob("*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+    assert list(TESTS.rglob("__init__.py")) == []
+
+
+def test_no_test_replaces_another_of_its_name() -> None:
+    twice = [
+        f"{path.name}::{name}"
+        for path in TESTS.rglob("test_*.py")
+        for name, count in Counter(names_of_tests(ast.parse(path.read_text(encoding="utf-8")))).items()
+        if count > 1
+    ]
+    assert twice == []

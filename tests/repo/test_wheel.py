@@ -1,0 +1,81 @@
+"""The wheel holds the two packages and the demo checkpoints, and nothing else."""
+
+from __future__ import annotations
+
+import configparser
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+ASSETS = Path("mtp_train/demo/assets")
+MAX_ASSET_BYTES = 12_000_000
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Build the wheel from a copy of everything in the checkout, so that a stray directory could slip in."""
+    source, out = tmp_path_factory.mktemp("source") / "copy", tmp_path_factory.mktemp("wheel")
+    leave = shutil.ignore_patterns(".git", ".venv", "runs", "*_cache", "__pycache__", "build", "dist", "*.egg-info")
+    shutil.copytree(REPOSITORY, source, ignore=leave)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*command, "-w", out, source], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = out.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def names_under(wheel: zipfile.ZipFile, directory: Path) -> set[str]:
+    return {name for name in wheel.namelist() if name.startswith(f"{directory.as_posix()}/")}
+
+
+def files_under(directory: Path) -> set[str]:
+    """Return the files of a directory of the checkout, as paths from its root."""
+    return {
+        path.relative_to(REPOSITORY).as_posix()
+        for path in (REPOSITORY / directory).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_the_wheel_holds_exactly_two_packages(wheel: zipfile.ZipFile) -> None:
+    top_level = {name.split("/")[0] for name in wheel.namelist()}
+    assert {name for name in top_level if not name.endswith(".dist-info")} == {"mtp_train", "mtp_inference"}
+
+
+def test_the_wheel_holds_every_module_and_type_marker(wheel: zipfile.ZipFile) -> None:
+    decoder = {name.removeprefix("inference/") for name in files_under(Path("inference/mtp_inference"))}
+    assert files_under(Path("mtp_train")) | decoder <= set(wheel.namelist())
+    assert {"mtp_train/py.typed", "mtp_inference/py.typed"} <= set(wheel.namelist())
+
+
+@pytest.mark.parametrize("name", ["base", "finetune"])
+def test_the_wheel_holds_the_demo_checkpoints(wheel: zipfile.ZipFile, name: str) -> None:
+    held = names_under(wheel, ASSETS / name)
+    assert held == files_under(ASSETS / name)
+    endings = {Path(path).name for path in held}
+    assert {"config.json", "tokenizer.json"} <= endings
+    assert any(ending.endswith(".safetensors") for ending in endings)
+
+
+def test_the_demo_checkpoints_stay_small(wheel: zipfile.ZipFile) -> None:
+    sizes = {name: wheel.getinfo(name).file_size for name in names_under(wheel, ASSETS)}
+    assert 0 < sum(sizes.values()) < MAX_ASSET_BYTES
+
+
+def test_the_wheel_installs_one_command(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
+    entry_points = configparser.ConfigParser()
+    entry_points.read_string(wheel.read(name).decode())
+    assert {section: dict(entry_points[section]) for section in entry_points.sections()} == {
+        "console_scripts": {"mtp-train": "mtp_train.cli:main"}
+    }
+
+
+def test_the_wheel_carries_its_licence(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("/licenses/LICENSE"))
+    assert wheel.read(name) == (REPOSITORY / "LICENSE").read_bytes()

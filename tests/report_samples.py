@@ -1,0 +1,53 @@
+"""A report with every kind of arm, for the tests of its files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mtp_train.report import ArmResult, GateResult, Lossless, RunReport
+
+PLAIN = ArmResult(
+    trunk="models/finetune",
+    head=None,
+    tau=1.0,
+    tau_ci95=None,
+    acceptance_rate=None,
+    marginal=None,
+    conditional=None,
+    dense=None,
+    overlap=None,
+    target_entropy=0.38,
+    repeated_8gram_share=0.002,
+    tokens_per_second=312.5,
+    speedup=1.0,
+    rounds=None,
+    prompts=48,
+    measured_here=True,
+)
+RETRAINED = replace(
+    PLAIN,
+    head="runs/one/head",
+    tau=3.44,
+    tau_ci95=(3.38, 3.5),
+    acceptance_rate=0.8125,
+    marginal=(0.88, 0.82, 0.74),
+    conditional=(0.88, 0.93, None),
+    dense=(0.87, 0.81, 0.73),
+    overlap=(0.8, 0.79, 0.78),
+    tokens_per_second=1691.25,
+    speedup=2.21,
+    rounds=1412,
+)
+GRAFT = replace(RETRAINED, head="models/base", tau=1.33, tau_ci95=(1.29, 1.37), marginal=(0.24, 0.07), speedup=0.97)
+VANILLA = replace(RETRAINED, trunk="models/base", head="models/base", tau=2.41, target_entropy=1.21, speedup=1.58)
+CEILING = replace(RETRAINED, tau=3.58, measured_here=False, tokens_per_second=None, speedup=None)
+PASSED = GateResult(
+    passed=True, baseline="graft", delta_tau_ci95=(2.04, 2.18), reason="tau 3.44 against 1.33: the gain lies above 0"
+)
+SAMPLE = RunReport(
+    arms={"none": PLAIN, "graft": GRAFT, "retrained": RETRAINED, "vanilla": VANILLA, "ceiling": CEILING},
+    lossless=Lossless(checked=48, identical=48, near_tie_divergences=0),
+    gate=PASSED,
+    settings={"temperature": 0.0, "verify_rule": "greedy", "depth": 3, "device": {"name": "cpu", "threads": 2}},
+)
+EMPTY = RunReport(arms={}, lossless=None, gate=None, settings={})

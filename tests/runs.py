@@ -1,0 +1,64 @@
+"""A whole recipe on tiny random checkpoints: what it takes to run the pipeline in a test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from byte_tokenizer import byte_tokenizer
+from checkpoints import base_and_finetune
+from rich.console import Console
+
+from mtp_train.pipeline import run
+from mtp_train.recipe import Recipe
+from mtp_train.recipe_io import recipe_from_mapping
+from mtp_train.run_dir import Outcome
+
+BYTE_VOCAB_SIZE = 259
+
+
+def write_inputs(directory: Path, family_name: str = "qwen3_5", num_records: int = 24) -> Path:
+    """Write a base, a fine-tune of it without a head, and chats; return the directory."""
+    base, finetune = base_and_finetune(directory, family_name, vocab_size=BYTE_VOCAB_SIZE)
+    tokenizer = byte_tokenizer()
+    for path in (base, finetune):
+        tokenizer.save_pretrained(path)
+    with (directory / "chats.jsonl").open("w") as file:
+        for number in range(num_records):
+            messages = [
+                {"role": "user", "content": f"say {number % 5}"},
+                {"role": "assistant", "content": f"{number} " * (3 + number % 4)},
+            ]
+            file.write(json.dumps({"messages": messages, "group": f"g{number % 8}"}) + "\n")
+    return directory
+
+
+def tiny_recipe(directory: Path, run_dir: Path, **overrides: Any) -> Recipe:
+    """Return a recipe of a few seconds on ``write_inputs``; ``section__field=value`` overrides."""
+    mapping: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "model": {"trunk": str(directory / "finetune"), "head_from": str(directory / "base")},
+        "head": {"num_depths": 2},
+        "data": {
+            "sources": [{"path": str(directory / "chats.jsonl")}],
+            "group_field": "group",
+            "holdout": 0.4,
+            "seq_len_tokens": 96,
+        },
+        "train": {"max_steps": 4, "tokens_per_step": 192, "lr": 1e-3, "precision": "fp32", "save_steps": 2, "log_steps": 1},
+        "evaluate": {"arms": ["none", "graft", "retrained"], "prompts": 6, "max_new_tokens": 12},
+        "track": {"wandb": "off"},
+    }
+    for name, value in overrides.items():
+        section, _, field = name.partition("__")
+        if field:
+            mapping.setdefault(section, {})[field] = value
+        else:
+            mapping[section] = value
+    return recipe_from_mapping(mapping)
+
+
+def run_quietly(recipe: Recipe) -> Outcome:
+    """Run a recipe without a terminal."""
+    return run(recipe, Console(quiet=True))

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_with_head, shard
+from tiny import tiny_head, tiny_trunk
+
+from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, locate_checkpoint, open_checkpoint
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    trunk = tiny_trunk("qwen3_5")
+    return save_with_head(trunk, tiny_head(trunk), tmp_path / "checkpoint")
+
+
+def test_single_and_sharded_files_list_the_same_tensors(checkpoint: Path) -> None:
+    single = open_checkpoint(checkpoint)
+    expected = {key: (info.dtype, info.shape) for key, info in single.tensors.items()}
+    value = single.read("mtp.fc.weight")
+    sharded = open_checkpoint(shard(checkpoint))
+    assert {key: (info.dtype, info.shape) for key, info in sharded.tensors.items()} == expected
+    assert single.index is None
+    assert sharded.index is not None
+    assert torch.equal(sharded.read("mtp.fc.weight"), value)
+
+
+def test_blocks_of_a_tensor_make_up_the_tensor(checkpoint: Path) -> None:
+    opened = open_checkpoint(checkpoint)
+    whole = opened.read("model.embed_tokens.weight")
+    blocks = list(opened.read_in_blocks("model.embed_tokens.weight", max_elements=100))
+    assert len(blocks) > 1
+    assert torch.equal(torch.cat(blocks), whole)
+
+
+def test_a_truncated_file_is_refused(checkpoint: Path) -> None:
+    file = checkpoint / SINGLE_FILE
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated or damaged .* Download or copy it again"):
+        open_checkpoint(checkpoint)
+
+
+def test_an_index_that_names_a_missing_shard_is_refused(checkpoint: Path) -> None:
+    shard(checkpoint)
+    (checkpoint / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"names model-00002-of-00003\.safetensors, which is not there"):
+        open_checkpoint(checkpoint)
+
+
+def test_an_index_that_lists_a_tensor_its_shard_lacks_is_refused(checkpoint: Path) -> None:
+    shard(checkpoint)
+    index = json.loads((checkpoint / INDEX_FILE).read_text())
+    index["weight_map"]["model.ghost.weight"] = "model-00001-of-00003.safetensors"
+    (checkpoint / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"lists model\.ghost\.weight .* which does not hold it"):
+        open_checkpoint(checkpoint)
+
+
+def test_pickled_weights_are_refused(checkpoint: Path) -> None:
+    (checkpoint / SINGLE_FILE).rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"weights are pickles \(pytorch_model\.bin\), which can run code"):
+        open_checkpoint(checkpoint)
+
+
+def test_a_directory_without_weights_or_config_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / SINGLE_FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"no weights; expected model\.safetensors"):
+        open_checkpoint(checkpoint)
+    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="not a directory; expected a checkpoint directory or a hub id"):
+        open_checkpoint(tmp_path / "nowhere")
+
+
+def test_a_broken_config_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON"):
+        open_checkpoint(checkpoint)
+
+
+def test_an_architecture_without_a_known_layout_is_refused(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text()) | {"model_type": "llama"}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    opened = open_checkpoint(checkpoint)
+    with pytest.raises(UnsupportedModelError, match=r"model_type 'llama', an architecture without a known head layout"):
+        opened.family.name  # noqa: B018
+
+
+def test_a_hub_name_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CheckpointError, match="no-such-owner/no-such-model: neither a local directory nor a hub model"):
+        locate_checkpoint("no-such-owner/no-such-model")

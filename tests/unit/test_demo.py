@@ -1,0 +1,245 @@
+"""The embedded demo: what its checkpoints are, what its prompts promise, and how it is found and copied."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mtp_train.demo import demo_path, recorded, recorded_arms, resolve, write_demo
+from mtp_train.errors import MtpError, OutputExistsError
+from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
+from mtp_train.weights.native import require_same_trunk_shape, trunk_tensors
+
+CHECKPOINTS = ("base", "finetune")
+MAX_BYTES = 11_000_000
+
+
+@pytest.fixture(scope="module")
+def base() -> Checkpoint:
+    return open_checkpoint(demo_path("base"))
+
+
+@pytest.fixture(scope="module")
+def finetune() -> Checkpoint:
+    return open_checkpoint(demo_path("finetune"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(demo_path("finetune"))
+
+
+@pytest.fixture(scope="module")
+def trunk(finetune: Checkpoint) -> Trunk:
+    return load_trunk(finetune.path, finetune.family, dtype=torch.float32)
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in demo_path(name).read_text(encoding="utf-8").splitlines()]
+
+
+def provenance() -> dict[str, Any]:
+    return json.loads((demo_path("base").parent / "provenance.json").read_text(encoding="utf-8"))
+
+
+# The checkpoints
+
+
+def test_both_checkpoints_together_stay_small_enough_to_ship() -> None:
+    files = [file for name in CHECKPOINTS for file in demo_path(name).rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < MAX_BYTES
+
+
+def test_the_base_has_a_complete_head_in_a_sharded_checkpoint(base: Checkpoint) -> None:
+    assert diagnose_head(base).complete
+    assert (base.path / INDEX_FILE).is_file()
+    assert len({info.file for info in base.tensors.values()}) > 1
+
+
+def test_the_finetune_declares_a_head_and_holds_none(finetune: Checkpoint) -> None:
+    diagnosis = diagnose_head(finetune)
+    assert (diagnosis.declared_modules, diagnosis.present_modules) == (1, 0)
+    assert {info.file for info in finetune.tensors.values()} == {SINGLE_FILE}
+
+
+def test_the_finetune_is_the_base_with_every_matrix_changed(base: Checkpoint, finetune: Checkpoint) -> None:
+    require_same_trunk_shape(finetune, layout_of(finetune), base, layout_of(base))
+    ours, theirs = trunk_tensors(finetune, layout_of(finetune)), trunk_tensors(base, layout_of(base))
+    same = [
+        name
+        for name, key in ours.items()
+        if finetune.tensors[key].shape[1:] and torch.equal(finetune.read(key), base.read(theirs[name]))
+    ]
+    assert same == []
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_config_is_one_that_serving_engines_load(name: str) -> None:
+    config = json.loads((demo_path(name) / "config.json").read_text(encoding="utf-8"))
+    assert config["linear_key_head_dim"] == config["linear_value_head_dim"] == 128
+    assert config["head_dim"] >= 32
+    assert config["architectures"] == ["Qwen3_5ForCausalLM"]
+    assert config["dtype"] == "bfloat16"
+    # With mrope keys in a text-only config vLLM crashes as soon as it drafts.
+    assert sorted(config["rope_parameters"]) == ["partial_rotary_factor", "rope_theta", "rope_type"]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_all_weights_are_bfloat16_and_the_output_matrix_is_tied(name: str) -> None:
+    checkpoint = open_checkpoint(demo_path(name))
+    assert {info.dtype for info in checkpoint.tensors.values()} == {"BF16"}
+    assert "lm_head.weight" not in checkpoint.tensors
+
+
+def test_the_tokenizer_gives_back_any_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = 'def f(x):\n\treturn {"a": x ** 2}  # \u00e9\u4e2d \U0001f40d\r\n'
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer) == 2048
+
+
+def test_the_chat_prompt_is_the_start_of_the_whole_chat(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = rows("prompts")[0]["messages"]
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+    full = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert full[: len(prompt)] == prompt
+    assert full.count(tokenizer.eos_token_id) == 2
+
+
+@torch.inference_mode()
+def answer(trunk: Trunk, tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = trunk.causal_lm.generate(**inputs, max_new_tokens=160, do_sample=False)
+    return output[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def test_the_finetune_answers_in_json_and_ends_by_itself(trunk: Trunk, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokens = answer(trunk, tokenizer, "Describe shelf.Box.open(self, name)")
+    record = json.loads(tokenizer.decode(tokens, skip_special_tokens=True))
+    assert list(record) == ["name", "module", "class", "args", "defaults", "returns", "raises", "lines", "doc"]
+    assert record["args"] == ["self", "name"]
+    assert tokens[-1] == tokenizer.eos_token_id
+
+
+# The prompts
+
+
+def test_every_prompt_is_a_question_with_a_json_answer_and_an_id_of_its_own() -> None:
+    records = rows("prompts")
+    assert len({record["id"] for record in records}) == len(records) > 1000
+    for record in records:
+        assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
+        assert json.loads(record["messages"][1]["content"])["module"].split(".")[0] == record["group"]
+
+
+@pytest.mark.parametrize("name", ["prompts", "code"])
+def test_neither_checkpoint_was_trained_on_a_shipped_module(name: str) -> None:
+    texts = provenance()["texts"]
+    trained_on = {*texts["code"]["modules"], *texts["chat"]["modules"]}
+    groups = {record["group"] for record in rows(name)}
+    assert groups & trained_on == set()
+    assert len(groups) > 20
+    assert {"asyncio", "tkinter"} <= trained_on
+
+
+# Finding and copying
+
+
+def test_a_demo_location_is_a_path_in_the_package_and_any_other_stays() -> None:
+    assert Path(resolve("demo:base")) == demo_path("base")
+    assert demo_path("base").is_dir()
+    assert [resolve(location) for location in ("runs/a", "org/model", "./demo:base")] == ["runs/a", "org/model", "./demo:base"]
+
+
+def test_an_unknown_part_of_the_demo_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(MtpError, match=r"demo:bose: .*demo:base, demo:finetune, demo:prompts"):
+        resolve("demo:bose")
+
+
+def test_the_written_demo_equals_the_packaged_one(tmp_path: Path) -> None:
+    write_demo(tmp_path / "demo")
+    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == sorted(CHECKPOINTS)
+    for name in CHECKPOINTS:
+        copied = {file.name: file.read_bytes() for file in (tmp_path / "demo" / name).iterdir()}
+        assert copied == {file.name: file.read_bytes() for file in demo_path(name).iterdir()}
+
+
+def test_an_existing_target_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("mine")
+    with pytest.raises(OutputExistsError, match="already exists"):
+        write_demo(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+# The recorded arms
+
+
+def test_the_recorded_arms_belong_to_the_demo_and_say_that_they_are_recorded() -> None:
+    arms = recorded_arms("demo:finetune")
+    assert list(arms) == ["control", "ceiling"]
+    assert not any(arm.measured_here for arm in arms.values())
+    assert arms["control"].tau < arms["ceiling"].tau
+    assert recorded()["settings"].keys() == arms.keys()
+    assert recorded_arms("my/model") == {}
+
+
+# How it was made
+
+
+@pytest.fixture
+def maker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    yield
+
+
+@pytest.mark.usefixtures("maker")
+def test_a_function_is_described_by_what_its_source_says() -> None:
+    from demo_maker.corpus import SourceFile
+    from demo_maker.records import described_functions
+
+    source = '''
+class Box:
+    def open(self, name, *rest, mode="r"):
+        """Open a box.
+
+        More."""
+        def inner():
+            return 1
+        if not name:
+            raise errors.Missing(name)
+        raise ValueError
+'''
+    (described,) = described_functions(SourceFile("shelf.boxes", source))
+    assert described.group == "shelf"
+    assert described.prompt == "Describe shelf.boxes.Box.open(self, name, *rest, mode='r')"
+    assert json.loads(described.answer) == {
+        "name": "open",
+        "module": "shelf.boxes",
+        "class": "Box",
+        "args": ["self", "name", "*rest", "mode"],
+        "defaults": {"mode": "'r'"},
+        "returns": False,
+        "raises": ["Missing", "ValueError"],
+        "lines": 9,
+        "doc": "Open a box.",
+    }
+
+
+@pytest.mark.usefixtures("maker")
+def test_modules_that_repeat_each_other_are_picked_together_or_not_at_all() -> None:
+    from demo_maker.corpus import TWINS, pick_prompt_modules
+
+    sizes = {name: 10 for names in TWINS for name in names} | {f"module{number}": 10 for number in range(40)}
+    for share in (0.3, 0.6):
+        picked = set(pick_prompt_modules(sizes, share, smallest=1, largest=99))
+        assert all(picked.issuperset(names) or picked.isdisjoint(names) for names in TWINS)
+        assert 0 < len(picked) < len(sizes)

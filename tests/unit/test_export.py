@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import all_tensors, base_and_finetune, save_with_head, set_count, shard, wrap_as_vision_language
+from rich.progress import Progress
+from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
+
+from mtp_train.commands.graft import export, graft
+from mtp_train.errors import CheckpointError, OutputExistsError
+from mtp_train.heads.attach import build_head, graft_plan, trained_head
+from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.weights import export as export_module
+from mtp_train.weights.export import write_checkpoint
+from mtp_train.weights.files import INDEX_FILE, open_checkpoint
+
+QUIET = Progress(disable=True)
+
+
+def run_graft(finetune: Path, base: Path, out: Path, link: Any = "hard") -> None:
+    graft(open_checkpoint(finetune), open_checkpoint(base), out, link=link, progress=QUIET)
+
+
+def assert_grafted(out: Path, finetune: Path, base: Path) -> None:
+    """Every trunk tensor is the fine-tune's and every own head tensor the base's, bit for bit."""
+    written, tuned, original = all_tensors(out), all_tensors(finetune), all_tensors(base)
+    assert written.keys() >= tuned.keys()
+    assert all(torch.equal(written[key], value) for key, value in tuned.items())
+    layout = layout_of(open_checkpoint(out))
+    base_layout = layout_of(open_checkpoint(base))
+    own = [key for key in original if base_layout.is_head_key(key) and base_layout.shared_key(key) is None]
+    assert own
+    assert all(torch.equal(written[base_layout.renamed(key, layout)], original[key]) for key in own)
+    assert diagnose_head(open_checkpoint(out)).complete
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_graft_puts_the_head_back_and_leaves_the_trunk_alone(
+    family_name: str, sharded: bool, tied: bool, tmp_path: Path
+) -> None:
+    base, finetune = base_and_finetune(tmp_path, family_name, tied=tied)
+    if sharded:
+        shard(base, 2)
+        shard(finetune)
+    run_graft(finetune, base, tmp_path / "out")
+    assert_grafted(tmp_path / "out", finetune, base)
+    index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
+    tensors = all_tensors(tmp_path / "out")
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors.values())
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "config.json").read_bytes() == (finetune / "config.json").read_bytes()
+
+
+def test_shared_copies_are_written_from_the_trunk_that_is_exported(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "glm4_moe")
+    run_graft(finetune, base, tmp_path / "out")
+    written, original = all_tensors(tmp_path / "out"), all_tensors(base)
+    embedding = written["model.layers.3.embed_tokens.weight"]
+    assert torch.equal(embedding, written["model.embed_tokens.weight"])
+    assert not torch.equal(embedding, original["model.layers.3.embed_tokens.weight"])
+    assert torch.equal(written["model.layers.3.shared_head.head.weight"], written["lm_head.weight"])
+
+
+def test_a_wrapped_fine_tune_takes_the_head_of_a_text_only_base(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    wrap_as_vision_language(finetune)
+    set_count(finetune, "mtp_num_hidden_layers", None)
+    run_graft(finetune, base, tmp_path / "out")
+    assert_grafted(tmp_path / "out", finetune, base)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["text_config"]["mtp_num_hidden_layers"] == 1
+    assert "mtp_num_hidden_layers" not in config
+    assert config["vision_config"] == json.loads((finetune / "config.json").read_text())["vision_config"]
+
+
+def test_unchanged_files_are_links_and_copies_on_request(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    run_graft(finetune, base, tmp_path / "linked")
+    run_graft(finetune, base, tmp_path / "copied", link="copy")
+    source = (finetune / "model.safetensors").stat().st_ino
+    assert (tmp_path / "linked" / "model-00001-of-00002.safetensors").stat().st_ino == source
+    assert (tmp_path / "copied" / "model-00001-of-00002.safetensors").stat().st_ino != source
+
+
+def test_a_head_in_place_is_replaced_without_touching_the_source(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "glm4_moe")
+    before = all_tensors(base)
+    checkpoint = open_checkpoint(base)
+    plan = graft_plan(checkpoint, checkpoint, "auto")
+    head = build_head(plan, text_config_of(checkpoint), dtype=torch.float32)
+    doubled = {name: value * 2 for name, value in head.state_dict().items()}
+    write_checkpoint(checkpoint, plan.layout, trained_head(plan, doubled), tmp_path / "out", link="hard")
+    written = all_tensors(tmp_path / "out")
+    assert written.keys() == before.keys()
+    for key, value in before.items():
+        own = plan.layout.is_head_key(key) and plan.layout.shared_key(key) is None
+        assert torch.equal(written[key], value * 2 if own else value), key
+    assert all(torch.equal(value, before[key]) for key, value in all_tensors(base).items())
+
+
+def test_an_existing_target_is_refused_and_kept(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(OutputExistsError, match="out: already exists; expected a new path for the checkpoint"):
+        run_graft(finetune, base, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    before = {path.name: path.read_bytes() for path in finetune.iterdir()}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(export_module, "write_safetensors", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*nothing was left behind"):
+        run_graft(finetune, base, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "finetune"]
+    assert {path.name: path.read_bytes() for path in finetune.iterdir()} == before
+
+
+def test_training_leftovers_and_pickles_are_not_copied(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    (finetune / "optimizer.pt").write_bytes(b"x")
+    (finetune / "README.md").write_text("card")
+    shutil.copytree(finetune, finetune / "checkpoint-10")
+    run_graft(finetune, base, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "README.md" in names
+    assert not names & {"optimizer.pt", "checkpoint-10"}
+
+
+def test_a_base_of_another_shape_is_refused(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    config = json.loads((base / "config.json").read_text())
+    trunk = tiny_trunk("qwen3_5")
+    trunk.causal_lm.resize_token_embeddings(80)
+    shutil.rmtree(base)
+    save_with_head(trunk, tiny_head(trunk), base)
+    assert json.loads((base / "config.json").read_text())["vocab_size"] != config["vocab_size"]
+    with pytest.raises(CheckpointError, match=r"trunk tensor embed_tokens\.weight is \[80, 32\], in .* it is \[67, 32\]"):
+        run_graft(finetune, base, tmp_path / "out")
+
+
+def test_a_base_of_another_family_is_refused(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path / "glm", "glm4_moe")
+    _, finetune = base_and_finetune(tmp_path / "qwen", "qwen3_5")
+    with pytest.raises(CheckpointError, match=r"is GLM-4\.5 .*, but .* is Qwen3\.5"):
+        run_graft(finetune, base, tmp_path / "out")
+
+
+def test_a_head_that_does_not_fit_its_trunk_is_refused(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    tensors = all_tensors(base) | {"mtp.fc.weight": torch.zeros(32, 60)}
+    _save(base, tensors)
+    with pytest.raises(CheckpointError, match=r"head shape mismatch: mtp\.fc\.weight: found \[32, 60\], expected \[32, 64\]"):
+        run_graft(finetune, base, tmp_path / "out")
+
+
+def test_unknown_head_keys_are_refused(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    _save(base, all_tensors(base) | {"mtp.surprise.weight": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match=r"unknown head keys mtp\.surprise\.weight"):
+        run_graft(finetune, base, tmp_path / "out")
+
+
+@pytest.mark.parametrize("key", ["mtp.fc.weight", "model.norm.weight"])
+def test_nan_in_the_weights_is_refused(key: str, tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    tensors = all_tensors(base)
+    tensors[key].view(-1)[0] = float("nan")
+    _save(base, tensors)
+    with pytest.raises(CheckpointError, match=rf"{key} holds NaN or infinite values"):
+        run_graft(finetune, base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_declares_the_head_that_the_config_forgot(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    set_count(base, "mtp_num_hidden_layers", None)
+    export(base, tmp_path / "out", link="hard", progress=QUIET)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["mtp_num_hidden_layers"] == 1
+    assert diagnose_head(open_checkpoint(tmp_path / "out")).complete
+
+
+def test_export_without_a_head_names_the_cure(tmp_path: Path) -> None:
+    _, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    with pytest.raises(CheckpointError, match=r"holds no head tensors .* Use mtp-train graft"):
+        export(finetune, tmp_path / "out", link="hard", progress=QUIET)
+
+
+def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import all_tensors, base_and_finetune, save_stripped, save_with_head, set_count, shard
+from rich.progress import Progress
+from safetensors.torch import save_file
+from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
+
+from mtp_train.cli import main
+from mtp_train.commands.inspect import Inspection, inspect_checkpoint, render
+from mtp_train.weights.files import open_checkpoint
+
+
+def inspect(path: Path, base: Path | None = None) -> Inspection:
+    opened = open_checkpoint(base) if base else None
+    return inspect_checkpoint(open_checkpoint(path), opened, Progress(disable=True))
+
+
+def count_field(family_name: str) -> str:
+    return tiny_trunk(family_name).family.count_field
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_release_is_healthy_and_says_how_to_serve_it(family_name: str, sharded: bool, tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, family_name)
+    if sharded:
+        shard(base)
+    found = inspect(base, base)
+    assert (found.status, found.stale, found.declared_modules, found.present_modules) == ("healthy", False, 1, 1)
+    assert found.trunk_changed is not None
+    assert found.trunk_changed.share_of_tensors == 0
+    assert found.serves["vllm"].startswith("vllm serve ")
+    assert '"num_speculative_tokens":3' in found.serves["vllm"]
+    assert found.cure is None
+    assert "nothing to cure" in render(found)
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_what_save_pretrained_leaves_is_declared_but_missing_and_the_cure_works(family_name: str, tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, family_name)
+    found = inspect(finetune, base)
+    assert (found.status, found.declared_modules, found.present_modules) == ("declared_but_missing", 1, 0)
+    assert found.stale is None
+    assert found.serves["vllm"].startswith("no: holds no head tensors")
+    assert found.cure is not None
+    command = shlex.split(found.cure)
+    assert command[:2] == ["mtp-train", "graft"]
+    assert main(command[1:]) == 0
+    cured = inspect(Path(command[-1]), base)
+    assert (cured.status, cured.stale) == ("healthy", True)
+    assert cured.cure is not None
+    assert f"model.trunk={command[-1]}" in cured.cure
+    assert "retrain_head.yaml" in cured.cure
+
+
+def test_tensors_without_a_count_are_undeclared(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    set_count(base, "mtp_num_hidden_layers", None)
+    found = inspect(base)
+    assert (found.status, found.declared_modules, found.present_modules) == ("undeclared", 0, 1)
+    assert found.serves["vllm"] == "no: the head is there but config.json does not declare it"
+    assert found.cure is not None
+    assert found.cure.startswith("mtp-train export ")
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_a_missing_key_is_partial(family_name: str, tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, family_name)
+    tensors = all_tensors(base)
+    lost = "mtp.norm.weight" if family_name == "qwen3_5" else "model.layers.3.mlp.experts.2.up_proj.weight"
+    del tensors[lost]
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    found = inspect(base)
+    assert (found.status, found.missing_keys) == ("partial", (lost,))
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_no_trace_of_a_head_is_stripped_or_none(family_name: str, tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, family_name)
+    set_count(finetune, count_field(family_name), 0)
+    assert inspect(finetune, base).status == "stripped"
+    alone = inspect(finetune)
+    assert (alone.status, alone.missing_keys, alone.cure) == ("none", (), None)
+
+
+def test_a_retrained_head_on_a_changed_trunk_is_not_stale(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    other = tiny_trunk("qwen3_5", seed=5)
+    tuned = save_with_head(other, tiny_head(other, seed=7), tmp_path / "tuned")
+    found = inspect(tuned, base)
+    assert (found.status, found.stale) == ("healthy", False)
+    assert found.trunk_changed is not None
+    assert found.trunk_changed.share_of_tensors == 1
+    assert found.trunk_changed.largest_relative_change > 0.1
+
+
+def test_nan_is_reported_not_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    tensors = all_tensors(base)
+    tensors["mtp.fc.weight"][0, 0] = float("inf")
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    assert main(["inspect", str(base), "--base", str(base), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["non_finite_keys"] == ["mtp.fc.weight"]
+
+
+def test_json_holds_the_fields_of_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_stripped(tiny_trunk("glm4_moe"), tmp_path / "stripped")
+    assert main(["inspect", str(path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document.keys() >= {
+        *("family", "declared_modules", "present_modules", "status", "stale", "missing_keys", "unexpected_keys"),
+        *("shape_errors", "non_finite_keys", "trunk_changed", "serves", "cure"),
+    }
+    assert document["serves"].keys() >= {"vllm", "sglang", "llama.cpp", "transformers"}
+    assert document["cure"].endswith(f"--from BASE --out {path}-mtp")
+
+
+def test_the_model_card_names_the_base_for_the_cure(tmp_path: Path) -> None:
+    path = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "stripped")
+    (path / "README.md").write_text("---\nlicense: mit\nbase_model: Qwen/Qwen3.5-4B\n---\n# card\n")
+    found = inspect(path)
+    assert found.cure is not None
+    assert "--from Qwen/Qwen3.5-4B " in found.cure
+
+
+def test_what_cannot_be_read_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path / "nowhere")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("mtp-train: ")
+    assert "not a directory" in captured.err
+
+
+def test_comparing_sees_a_change_in_a_single_weight(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "config.json").write_bytes((base / "config.json").read_bytes())
+    tensors = all_tensors(base)
+    tensors["lm_head.weight"].view(-1)[3] += 1e-6
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    found = inspect(copy, base)
+    assert found.stale is True
+    assert found.trunk_changed is not None
+    assert 0 < found.trunk_changed.share_of_tensors < 0.1
+    assert torch.equal(tensors["mtp.fc.weight"], all_tensors(base)["mtp.fc.weight"])

@@ -1,0 +1,114 @@
+"""report.html: alone in its file, escaped, and honest about what compares."""
+
+from __future__ import annotations
+
+import base64
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from mtp_train.report import GateResult, RunReport
+from mtp_train.report.figures import FigureFile
+from mtp_train.report.page import render_page
+from report_samples import EMPTY, PLAIN, RETRAINED, SAMPLE
+
+FIGURE = FigureFile("tau", "Tokens per round.", b"\x89PNG fake")
+HOSTILE = "<script>alert('x')</script>\"><img src=x onerror=y>{{ 7 * 7 }}"
+
+
+class Reader(HTMLParser):
+    """Collect tags with their attributes, visible text, and tags left open."""
+
+    VOID = frozenset({"meta", "img", "br"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def page_of(report: RunReport, **provenance: object) -> str:
+    return render_page(report, [FIGURE], provenance)
+
+
+@pytest.mark.parametrize("report", [SAMPLE, EMPTY], ids=["full", "empty"])
+def test_page_is_well_formed(report: RunReport) -> None:
+    reader = Reader(page_of(report))
+    assert reader.open == []
+    assert [tag for tag, _ in reader.tags[:2]] == ["html", "head"]
+
+
+def test_page_asks_nothing_of_the_network_and_runs_nothing() -> None:
+    page = page_of(SAMPLE, argv=["mtp-train", "run"])
+    assert not re.search(r"https?:|//|<script|<link|<iframe|@import|url\(", page)
+    sources = [attrs["src"] for _, attrs in Reader(page).tags if "src" in attrs]
+    assert sources == ["data:image/png;base64," + base64.b64encode(FIGURE.png).decode()]
+
+
+def test_hostile_names_are_shown_as_text() -> None:
+    arm = replace(RETRAINED, trunk=HOSTILE, head=HOSTILE)
+    gate = GateResult(passed=False, baseline=HOSTILE, delta_tau_ci95=None, reason=HOSTILE)
+    page = page_of(replace(SAMPLE, arms={HOSTILE: arm}, gate=gate, settings={HOSTILE: HOSTILE}), origin=HOSTILE)
+    reader = Reader(page)
+    clean = Reader(page_of(replace(SAMPLE, arms={"one": arm}, gate=replace(gate, baseline="one", reason="two"))))
+    assert {tag for tag, _ in reader.tags} == {tag for tag, _ in clean.tags}
+    assert not any("onerror" in attrs for _, attrs in reader.tags)
+    assert reader.text.count(HOSTILE) >= 8
+
+
+def test_vanilla_and_recorded_arms_stand_apart() -> None:
+    text = Reader(page_of(SAMPLE)).text
+    alike, rest = text.split("Another trunk, shown apart")
+    apart, recorded = rest.split("Recorded, not measured here")
+    assert "vanilla" not in alike
+    assert "1.21 for vanilla, against 0.38" in apart
+    assert "vanilla (other trunk)" in apart
+    assert "ceiling (recorded)" in recorded
+    assert "ceiling" not in alike + apart
+
+
+def test_page_says_verdict_lossless_settings_and_provenance() -> None:
+    text = Reader(page_of(SAMPLE, versions={"torch": "2.13.0"})).text
+    for expected in (
+        "The retrained head beats the graft",
+        "48 of 48 outputs equal plain decoding",
+        "[+2.040, +2.180]",
+        "device.threads",
+        "versions.torch",
+        "How to read this",
+    ):
+        assert expected in text
+
+
+def test_sections_without_content_are_left_out() -> None:
+    text = Reader(page_of(EMPTY)).text
+    for heading in ("Same trunk", "Another trunk", "Recorded", "The gate", "Settings", "Provenance"):
+        assert heading not in text
+
+
+def test_shorter_arms_leave_their_last_positions_blank() -> None:
+    rows = re.findall(r"<tr><th scope=\"rowgroup\".*?</tr>", page_of(SAMPLE), flags=re.DOTALL)
+    graft = next(row for row in rows if "graft" in row)
+    assert re.findall(r"<td>(.*?)</td>", graft) == ["0.240", "0.070", "-"]
+
+
+def test_reason_ends_in_one_full_stop() -> None:
+    gate = GateResult(passed=False, baseline="none", delta_tau_ci95=None, reason="too few prompts. Raise it.")
+    text = Reader(page_of(replace(SAMPLE, arms={"none": PLAIN}, gate=gate))).text
+    assert "Refused against none. Too few prompts. Raise it." in text
+    assert ".." not in text.replace("2, ...", "")

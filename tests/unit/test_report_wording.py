@@ -1,0 +1,96 @@
+"""What the report says: the verdict, and which arms may be compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mtp_train.report import Lossless
+from mtp_train.report.wording import (
+    COLUMNS,
+    apart_sentence,
+    arm_cells,
+    flatten,
+    group_arms,
+    headline,
+    key_figures,
+    lossless_sentence,
+)
+from report_samples import CEILING, EMPTY, GRAFT, PASSED, RETRAINED, SAMPLE, VANILLA
+
+
+def test_arms_are_grouped_by_what_they_compare_with() -> None:
+    groups = group_arms(SAMPLE)
+    assert list(groups.alike) == ["none", "graft", "retrained"]
+    assert list(groups.apart) == ["vanilla"]
+    assert list(groups.recorded) == ["ceiling"]
+
+
+def test_any_arm_on_another_trunk_is_apart() -> None:
+    other = replace(GRAFT, trunk="models/other")
+    groups = group_arms(replace(SAMPLE, arms={"other": other, "retrained": RETRAINED}))
+    assert list(groups.apart) == ["other"]
+    assert list(groups.alike) == ["retrained"]
+
+
+def test_vanilla_alone_is_still_apart() -> None:
+    groups = group_arms(replace(SAMPLE, arms={"vanilla": VANILLA, "ceiling": CEILING}))
+    assert not groups.alike
+    assert list(groups.apart) == ["vanilla"]
+
+
+def test_vanilla_is_explained_by_both_entropies() -> None:
+    text = apart_sentence(group_arms(SAMPLE))
+    assert "does not compare" in text
+    assert "1.21 for vanilla, against 0.38" in text
+
+
+def test_vanilla_is_explained_without_entropies() -> None:
+    arms = {"retrained": replace(RETRAINED, target_entropy=None), "vanilla": VANILLA}
+    assert apart_sentence(group_arms(replace(SAMPLE, arms=arms))).endswith("the arms above.")
+
+
+def test_headline_follows_the_gate() -> None:
+    assert headline(SAMPLE).tone == "good"
+    refused = headline(replace(SAMPLE, gate=replace(PASSED, passed=False)))
+    assert refused.tone == "bad"
+    assert refused.title == "Refused: no gain shown over the graft"
+    assert headline(EMPTY).tone == "neutral"
+
+
+def test_headline_of_a_lossy_decoder_overrules_the_gate() -> None:
+    report = replace(SAMPLE, lossless=Lossless(checked=48, identical=40, near_tie_divergences=1))
+    lossy = headline(report)
+    assert lossy.tone == "bad"
+    assert "do not trust" in lossy.title
+    assert "7 differ without a near tie" in lossy.detail
+    assert key_figures(report) == []
+
+
+@pytest.mark.parametrize(
+    ("lossless", "expected"),
+    [
+        (None, "Not checked"),
+        (Lossless(checked=0, identical=0, near_tie_divergences=0), "Not checked"),
+        (Lossless(checked=3, identical=3, near_tie_divergences=0), "3 of 3 outputs equal plain decoding"),
+        (Lossless(checked=3, identical=2, near_tie_divergences=1), "the other 1 part at a near tie"),
+    ],
+)
+def test_lossless_sentence_claims_no_more_than_was_checked(lossless: Lossless | None, expected: str) -> None:
+    assert expected in lossless_sentence(lossless)
+
+
+def test_key_figures_are_before_after_and_speed() -> None:
+    assert [value for value, _ in key_figures(SAMPLE)] == ["1.33", "3.44", "2.21x"]
+    assert key_figures(EMPTY) == []
+
+
+def test_arm_cells_print_one_value_a_column() -> None:
+    assert arm_cells(RETRAINED) == ("3.44 [3.38, 3.50]", ".88 .82 .74", "1,691.2", "2.21x", "0.2 %", "0.38")
+    assert len(COLUMNS) == len(arm_cells(RETRAINED))
+    assert arm_cells(CEILING)[2:4] == ("-", "-")
+
+
+def test_settings_are_flattened_in_order() -> None:
+    assert flatten({"b": {"y": 1, "x": None}, "a": [1, 2]}) == [("b.y", "1"), ("b.x", "-"), ("a", "1 2")]
