@@ -79,7 +79,7 @@ class GateVerdict:
         baseline: Arm the retrained head was compared with.
         delta_tau_ci95: Paired 95 % interval of tau(retrained) - tau(baseline), whatever confidence the gate used; None
             where there is none to state.
-        reason: One sentence with the figures that decided.
+        reason: One sentence with the figures that decided, without its full stop: a caller may add a command to copy.
     """
 
     passed: bool
@@ -185,13 +185,13 @@ def decide_gate(
     """
     needed = min_gate_prompts(confidence)
     if not sum(c.rounds for c in retrained):
-        reason = "the retrained head decoded no round: there is nothing to judge it by. Raise evaluate.max_new_tokens."
+        reason = "the retrained head decoded no round: there is nothing to judge it by. Raise evaluate.max_new_tokens"
         return GateVerdict(False, baseline_name, None, reason)
     ci95 = delta_tau_interval(retrained, baseline)
     interval = delta_tau_interval(retrained, baseline, confidence)
     figures = f"tau {tau(retrained):.2f} against {tau(baseline):.2f} ({baseline_name}) on {len(retrained)} prompts"
     if interval is None or len(retrained) < needed:
-        reason = f"{figures}; {confidence:.4g} confidence needs at least {needed} prompts. Raise evaluate.prompts."
+        reason = f"{figures}; {confidence:.4g} confidence needs at least {needed} prompts. Raise evaluate.prompts"
         return GateVerdict(False, baseline_name, ci95, reason)
     low, high = interval
     passed = low > 0.0

@@ -7,7 +7,7 @@ the others is checked against its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +50,7 @@ class ArmRun:
 
 def run_arms(
     trunk: Trunk,
-    heads: dict[str, MtpHead],
+    heads: Mapping[str, MtpHead],
     prompts: Sequence[Prompt],
     *,
     depth: int,

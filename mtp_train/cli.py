@@ -108,7 +108,9 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
     command.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
     command.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
-    command.add_argument("--depth", type=int, default=3, metavar="K", help="drafts per round, 0 to 7; 0 is plain decoding")
+    command.add_argument(
+        "--depth", type=int, default=3, metavar="K", help="drafts per round, 0 to 7; 0 is plain decoding"
+    )
     command.add_argument("--mtp", choices=("on", "off"), default="on", help="off is plain decoding")
     command.set_defaults(handler=_generate)
 
@@ -180,8 +182,8 @@ def _graft(args: argparse.Namespace) -> Result:
     from mtp_train.inputs import open_location
 
     with _progress(args) as progress:
-        link = "copy" if args.copy else "hard"
-        graft(open_location(args.finetune), open_location(args.base), args.out, link=link, progress=progress)
+        finetune, base = open_location(args.finetune), open_location(args.base)
+        graft(finetune, base, args.out, link="copy" if args.copy else "hard", progress=progress)
     return Result({"out": str(args.out)}, f"Wrote {args.out}: the trunk of {args.finetune}, the head of {args.base}.")
 
 
@@ -212,5 +214,7 @@ def _demo(args: argparse.Namespace) -> Result:
     from mtp_train.demo import write_demo
 
     write_demo(args.target)
-    text = f"Wrote {args.target}/base (trunk and head) and {args.target}/finetune (its head stripped by save_pretrained)."
+    text = (
+        f"Wrote {args.target}/base (trunk and head) and {args.target}/finetune (its head stripped by save_pretrained)."
+    )
     return Result({"base": str(args.target / "base"), "finetune": str(args.target / "finetune")}, text)

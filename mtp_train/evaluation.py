@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,18 @@ from rich.progress import Progress
 
 from mtp_train.acceptance import (
     GateVerdict,
+    Interval,
     acceptance_rate,
     conditional,
     decide_gate,
     marginal,
+    marginal_intervals,
     repeated_ngram_share,
     tau,
     tau_interval,
 )
 from mtp_train.arms import PLAIN, ArmRun, own_text, run_arms
-from mtp_train.commands.inspect import graft_command
+from mtp_train.cures import graft_command
 from mtp_train.data.pack import collate, pack_documents
 from mtp_train.demo import recorded_arms
 from mtp_train.heads.attach import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
@@ -39,26 +42,40 @@ from mtp_train.weights.files import Checkpoint
 RETRAINED, VANILLA = "retrained", "vanilla"
 
 
-def evaluate_run(recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, progress: Progress) -> RunReport:
-    """Decode, count and judge. The trunk's weights are given up at the end to make room for the vanilla one.
+@dataclass(frozen=True)
+class Evaluation:
+    """A report, and what its figures need besides."""
 
-    Returns:
-        The report, gate included.
-    """
+    report: RunReport
+    gate: GateVerdict
+    marginal_ci95: dict[str, list[Interval | None]]
+
+
+def evaluate_run(recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, progress: Progress) -> Evaluation:
+    """Decode, count and judge. The trunk's weights are given up at the end to make room for the vanilla one."""
     plans = head_plans(recipe, run_dir, inputs)
     heads = {arm: _build(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
-    names = {PLAIN: None, "graft": recipe.model.head_from, "native": recipe.model.trunk, RETRAINED: str(run_dir / "head")}
+    names = {
+        PLAIN: None,
+        "graft": recipe.model.head_from,
+        "native": recipe.model.trunk,
+        RETRAINED: str(run_dir / "head"),
+    }
     runs, dense = measure(recipe, inputs, trunk, heads, progress)
-    results = {arm: arm_result(run, recipe.model.trunk, names[arm], dense[arm], runs[PLAIN]) for arm, run in runs.items()}
-    checked = [run for arm, run in runs.items() if arm != PLAIN]
+    results = {
+        arm: arm_result(run, recipe.model.trunk, names[arm], dense[arm], runs[PLAIN]) for arm, run in runs.items()
+    }
+    drafting = {arm: run for arm, run in runs.items() if arm != PLAIN}
     settings = evaluation_settings(recipe, inputs, trunk)
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
         dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         trunk.to("meta")
-        results[VANILLA], vanilla_run = measure_vanilla(recipe, inputs, dtype, device, progress)
-        checked.append(vanilla_run)
+        results[VANILLA], drafting[VANILLA] = measure_vanilla(recipe, inputs, inputs.base, dtype, device, progress)
+    checked = list(drafting.values())
     results.update(recorded_arms(recipe.model.trunk))
-    return RunReport(arms=results, lossless=lossless(checked), gate=judge(recipe, runs, checked), settings=settings)
+    gate = judge(recipe, runs, checked)
+    report = RunReport(arms=results, lossless=lossless(checked), gate=gate, settings=settings)
+    return Evaluation(report, gate, {arm: marginal_intervals(run.counts) for arm, run in drafting.items()})
 
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
@@ -114,14 +131,17 @@ def dense_batches(recipe: Recipe, inputs: Inputs, outputs: Sequence[tuple[int, .
     packed = pack_documents(documents, seq_len, pack=True, seed=recipe.seed, epoch=0)
     kept = packed[: max(1, recipe.evaluate.dense_tokens // seq_len)]
     return [
-        Batch(*(collate([sequence])[name].to(device) for name in ("input_ids_BT", "positions_BT", "document_BT", "loss_mask_BT")))
+        Batch(
+            *(
+                collate([sequence])[name].to(device)
+                for name in ("input_ids_BT", "positions_BT", "document_BT", "loss_mask_BT")
+            )
+        )
         for sequence in kept
     ]
 
 
-def arm_result(
-    run: ArmRun, trunk_name: str, head_name: str | None, dense: DenseMetrics, plain: ArmRun
-) -> ArmResult:
+def arm_result(run: ArmRun, trunk_name: str, head_name: str | None, dense: DenseMetrics, plain: ArmRun) -> ArmResult:
     """Bring an arm's counts into the report's form."""
     drafted = head_name is not None
     base_speed = plain.tokens_per_second
@@ -151,20 +171,19 @@ def _measured(values: Sequence[float | None]) -> tuple[float, ...]:
 
 
 def measure_vanilla(
-    recipe: Recipe, inputs: Inputs, dtype: torch.dtype, device: torch.device, progress: Progress
+    recipe: Recipe, inputs: Inputs, base: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> tuple[ArmResult, ArmRun]:
     """Measure the base with its own head on the same prompts; its speedup is over its own trunk without drafts."""
-    assert inputs.base is not None and recipe.model.head_from is not None
     trunk = load_trunk(
-        inputs.base.path,
-        inputs.base.family,
+        base.path,
+        base.family,
         dtype=dtype,
         device=device,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    head = _build(native_plan(inputs.base, recipe.head.convention), inputs.base, trunk)
+    head = _build(native_plan(base, recipe.head.convention), base, trunk)
     runs, dense = measure(recipe, inputs, trunk, {VANILLA: head}, progress)
-    name = recipe.model.head_from
+    name = recipe.model.head_from or str(base.path)
     return arm_result(runs[VANILLA], name, name, dense[VANILLA], runs[PLAIN]), runs[VANILLA]
 
 
@@ -183,7 +202,8 @@ def judge(recipe: Recipe, runs: Mapping[str, ArmRun], checked: Sequence[ArmRun])
     broken = [prompt for run in checked for prompt in run.divergences]
     if broken:
         reason = (
-            f"Refused: decoding with drafts changed the output of {len(broken)} prompts ({broken[0]} first), and no near "
+            f"Refused: decoding with drafts changed the output of {len(broken)} prompts ({broken[0]} first), and no "
+            "near "
             "tie explains it. Acceptance measured this way means nothing; please report it."
         )
         return GateVerdict(passed=False, baseline=baseline, delta_tau_ci95=None, reason=reason)

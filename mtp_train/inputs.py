@@ -16,7 +16,7 @@ from mtp_train.data.sources import load_records
 from mtp_train.data.split import split_by_group
 from mtp_train.demo import resolve
 from mtp_train.errors import CheckpointError, RecipeError
-from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan, native_plan
+from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.recipe import Recipe
 from mtp_train.train.plan import Plan, make_plan
@@ -78,12 +78,11 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
 def plan_head(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None) -> HeadPlan:
     """Say what the head starts from and how it is written."""
     convention = recipe.head.convention
-    if recipe.head.init == "graft":
-        assert base is not None
-        return graft_plan(finetune, base, convention)
-    if recipe.head.init == "native":
-        return native_plan(finetune, convention)
-    return fresh_plan(finetune, text_config_of(finetune), convention, seed=recipe.seed)
+    if recipe.head.init == "random":
+        return fresh_plan(finetune, text_config_of(finetune), convention, seed=recipe.seed)
+    # A graft without a base is refused when the recipe is read.
+    donor = finetune if recipe.head.init == "native" or base is None else base
+    return graft_plan(finetune, donor, convention)
 
 
 def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
@@ -94,7 +93,8 @@ def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
     """
     if "native" in recipe.evaluate.arms and not diagnose_head(finetune).complete:
         raise CheckpointError(
-            f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its own. "
+            f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its "
+            "own. "
             "Take native out of evaluate.arms."
         )
 
@@ -111,7 +111,8 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{checkpoint.path}: no tokenizer that loads ({error}); expected tokenizer files beside the weights. Copy them "
+            f"{checkpoint.path}: no tokenizer that loads ({error}); expected tokenizer files beside the weights. Copy "
+            "them "
             "from the base."
         ) from None
 
@@ -169,7 +170,7 @@ def require_adapter_without_export(recipe: Recipe) -> None:
     if recipe.model.adapter is not None and recipe.export.enabled:
         raise RecipeError(
             [
-                "export.enabled: true with model.adapter set; expected a trunk whose weights are in one checkpoint. Merge "
-                "the adapter first, or write export.enabled: false."
+                "export.enabled: true with model.adapter set; expected a trunk whose weights are in one checkpoint. "
+                "Merge the adapter first, or write export.enabled: false."
             ]
         )

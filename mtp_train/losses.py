@@ -10,7 +10,7 @@ Shapes: K depths, N target rows, C rows of a chunk, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,20 +51,20 @@ def align_to_targets(starts: Sequence[Tensor]) -> Tensor:
 
 
 def chunk_loss_and_gradient(
-    logits_CV: Tensor, teacher_logits_CV: Tensor | None, targets_C: Tensor, kind: LossKind, temperature: float
+    logits_CV: Tensor, teacher_logits_CV: Tensor | None, targets_C: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return each row's loss and its gradient with respect to the logits, both fp32.
 
-    ``ce`` is ``-log q(x)``. ``kl`` is ``temperature^2 * KL(p_T || q_T)`` with both softened by the temperature (Hinton
-    et al., arXiv:1503.02531, section 2.1): the factor keeps the gradient's size comparable across temperatures.
+    Without teacher logits it is ``ce``, ``-log q(x)``; with them ``kl``, ``temperature^2 * KL(p_T || q_T)`` with both
+    softened by the temperature (Hinton et al., arXiv:1503.02531, section 2.1): the factor keeps the gradient's size
+    comparable across temperatures.
     """
-    if kind == "ce":
+    if teacher_logits_CV is None:
         log_q_CV = torch.log_softmax(logits_CV.float(), dim=-1)
         loss_C = -log_q_CV.gather(1, targets_C[:, None]).squeeze(1)
         gradient_CV = log_q_CV.exp_()
         gradient_CV.scatter_add_(1, targets_C[:, None], gradient_CV.new_full((len(targets_C), 1), -1.0))
         return loss_C, gradient_CV
-    assert teacher_logits_CV is not None
     log_q_CV = torch.log_softmax(logits_CV.float() / temperature, dim=-1)
     log_p_CV = torch.log_softmax(teacher_logits_CV.float() / temperature, dim=-1)
     p_CV = log_p_CV.exp()
@@ -74,8 +74,8 @@ def chunk_loss_and_gradient(
 
 class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: torch.autograd.function.FunctionCtx,
+    def forward(
+        ctx: Any,
         student_KND: Tensor,
         teacher_ND: Tensor,
         lm_head_VD: Tensor,
@@ -94,9 +94,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 for depth in range(len(student_KND)):
                     weight_C = row_weight_KN[depth, rows_C]
                     logits_CV = student_KND[depth, rows_C].to(lm_head_VD.dtype) @ lm_head_VD.T
-                    loss_C, gradient_CV = chunk_loss_and_gradient(
-                        logits_CV, teacher_CV, targets_N[rows_C], kind, temperature
-                    )
+                    loss_C, gradient_CV = chunk_loss_and_gradient(logits_CV, teacher_CV, targets_N[rows_C], temperature)
                     total += (weight_C * loss_C).sum()
                     sum_K[depth] += loss_C[weight_C != 0].sum()
                     gradient_CV *= weight_C[:, None]
@@ -106,7 +104,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         return total, sum_K
 
     @staticmethod
-    def backward(ctx, grad_total, grad_sum_K):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, grad_total: Tensor, _grad_sum_K: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_KND,) = ctx.saved_tensors
         return gradient_KND * grad_total, None, None, None, None, None, None
 

@@ -6,6 +6,7 @@ goes on from the stage it had reached. Training and data know nothing of the dec
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -22,10 +23,11 @@ from mtp_train.data.pack import global_batches
 from mtp_train.data.prompts import build_prompts, choose_prompts
 from mtp_train.data.regenerated import RegeneratedStore, regenerate
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.errors import GateRefusedError, MtpError, OutputExistsError, RecipeError
+from mtp_train.errors import GateRefusedError, MtpError, OutputExistsError, RecipeError, TrainingError
 from mtp_train.evaluation import evaluate_run
 from mtp_train.heads.attach import build_head, trained_head
 from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.inputs import Inputs, evaluation_dtype, gather_inputs
 from mtp_train.losses import LossKind
@@ -33,6 +35,7 @@ from mtp_train.recipe import Recipe, RegenerateSpec
 from mtp_train.report.table import summary
 from mtp_train.report.write import write_report
 from mtp_train.run_dir import (
+    PROVENANCE_FILE,
     Outcome,
     checkpoint_identity,
     claim,
@@ -47,7 +50,7 @@ from mtp_train.train.loop import train_head
 from mtp_train.train.module import HeadTraining
 from mtp_train.weights.artifact import Artifact, load_artifact, save_artifact
 from mtp_train.weights.export import write_checkpoint
-
+from mtp_train.weights.files import read_json
 
 HEAD, STATE, DATA, EXPORT = "head", "state", "data", "export"
 # Evaluation runs on the main process while the others wait; no collective may time out meanwhile.
@@ -94,11 +97,23 @@ class Stage:
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
-    """Build the accelerator that the launcher's settings and the recipe ask for."""
-    return Accelerator(
+    """Build the accelerator that the launcher's settings and the recipe ask for.
+
+    Raises:
+        TrainingError: The launcher started several processes that do not know each other: each would train alone.
+    """
+    accelerator = Accelerator(
         mixed_precision="bf16" if recipe.train.precision == "bf16" else "no",
         kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)],
     )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise TrainingError(
+            f"launcher: started {launched} processes, of which accelerate joins {accelerator.num_processes}; expected "
+            "one "
+            "group. On CPUs set ACCELERATE_USE_CPU=true and use recipes/accelerate/cpu_ddp.yaml."
+        )
+    return accelerator
 
 
 def run_stages(
@@ -122,18 +137,19 @@ def run_stages(
     if not main:
         return Outcome(0, "done", "", "done")
     stage.name = "evaluate"
-    report = evaluate_run(recipe, run_dir, inputs, trunk, progress)
-    write_report(report, run_dir)
+    evaluation = evaluate_run(recipe, run_dir, inputs, trunk, progress)
+    report = evaluation.report
+    write_report(
+        report, run_dir, provenance=read_json(run_dir / PROVENANCE_FILE), marginal_ci95=evaluation.marginal_ci95
+    )
     console.print(summary(report))
-    if not report.gate.passed:
-        raise GateRefusedError(report.gate.reason)
+    if not evaluation.gate.passed:
+        raise GateRefusedError(evaluation.gate.reason)
     stage.name = "export"
-    message = report.gate.reason
+    message = f"{evaluation.gate.reason}."
     if recipe.export.enabled and not (run_dir / EXPORT).exists():
         head = load_artifact(run_dir / HEAD).head
-        write_checkpoint(
-            inputs.finetune, layout_of(inputs.finetune), head, run_dir / EXPORT, link=recipe.export.link
-        )
+        write_checkpoint(inputs.finetune, layout_of(inputs.finetune), head, run_dir / EXPORT, link=recipe.export.link)
     if recipe.export.enabled:
         message += f" Exported to {run_dir / EXPORT}."
     return Outcome(0, "done", message, "done")
@@ -281,20 +297,21 @@ def train_stage(
         on_step=lambda done: progress.update(task, completed=done),
     )
     if accelerator.is_main_process:
-        plan = inputs.head_plan
-        notes = {"trunk": recipe.model.trunk, "head_from": recipe.model.head_from, "steps": inputs.plan.max_steps}
-        save_artifact(
-            Artifact(
-                family=plan.family,
-                layout=plan.layout,
-                num_modules=plan.num_modules,
-                num_depths=recipe.head.num_depths,
-                convention=plan.convention,
-                head=trained_head(plan, head.state_dict()),
-                notes=notes,
-            ),
-            run_dir / HEAD,
-        )
+        save_artifact(trained_artifact(recipe, inputs, head), run_dir / HEAD)
+
+
+def trained_artifact(recipe: Recipe, inputs: Inputs, head: MtpHead) -> Artifact:
+    """Put the trained weights into the head directory's form."""
+    plan = inputs.head_plan
+    return Artifact(
+        family=plan.family,
+        layout=plan.layout,
+        num_modules=plan.num_modules,
+        num_depths=recipe.head.num_depths,
+        convention=plan.convention,
+        head=trained_head(plan, head.state_dict()),
+        notes={"trunk": recipe.model.trunk, "head_from": recipe.model.head_from, "steps": recipe.train.max_steps},
+    )
 
 
 def loss_kind(recipe: Recipe) -> LossKind:

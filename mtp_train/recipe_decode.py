@@ -93,7 +93,7 @@ class Decoder:
     def _items(self, hint: Any, value: object, spot: _Spot) -> tuple[object, ...] | None:
         inner, _, bound = unwrap(hint)
         hints = get_args(inner)
-        if not isinstance(value, list):
+        if not isinstance(value, list | tuple):
             holds_sections = is_dataclass(unwrap(hints[0])[0])
             cure = f"Write {spot.path}: [{value}]." if isinstance(value, str) and not holds_sections else None
             self._reject(spot, f"{shown(value)}{_kind(value)}", describe(hint), cure)

@@ -136,7 +136,7 @@ def _set(node: object, parts: list[str], value: object, done: str = "") -> list[
         kind = "list" if part.isdecimal() else "section"
         whole = done or "the recipe"
         return [f"{at}: {whole} is {shown(node)}; expected a {kind}. Give {whole} as a whole."]
-    if rest and child is None:
+    if rest and child is None and not rest[0].isdecimal():
         child = node[key] = {}
     if rest:
         return _set(child, rest, value, at)

@@ -65,7 +65,8 @@ def require_ours(run_dir: Path, recipe: Recipe) -> None:
     recorded = run_dir / RECIPE_FILE
     if not recorded.is_file():
         raise OutputExistsError(
-            f"run_dir: {run_dir} holds files that are not a run's ({', '.join(sorted(entries)[:3])}); expected a new or "
+            f"run_dir: {run_dir} holds files that are not a run's ({', '.join(sorted(entries)[:3])}); expected a new "
+            "or "
             "empty directory. Choose another run_dir."
         )
     if recorded.read_text(encoding="utf-8") != dump_recipe(recipe):
@@ -91,15 +92,13 @@ def checkpoint_identity(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
         "name": name,
         "path": str(path),
         "revision": path.name if path.parent.name == "snapshots" else None,
-        "sha256": {
-            file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()
-        },
+        "sha256": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()},
     }
 
 
 def environment_facts() -> dict[str, Any]:
     """Return versions, command line, git commit and hardware."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)

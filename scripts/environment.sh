@@ -17,36 +17,36 @@ find_python() {
 
 # Print the directory of the active environment; conda's base counts as none, it is the machine's own.
 active_environment() {
-    if [ -x "${VIRTUAL_ENV:-}/bin/python" ]; then
+    if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
         echo "$VIRTUAL_ENV"
-    elif [ -x "${CONDA_PREFIX:-}/bin/python" ] && [ "${CONDA_DEFAULT_ENV:-base}" != base ]; then
+    elif [ -n "${CONDA_PREFIX:-}" ] && [ "${CONDA_DEFAULT_ENV:-base}" != base ]; then
         echo "$CONDA_PREFIX"
     fi
 }
 
-# The stamp names the checkout and its pyproject.toml, so that a second run needs no network and no pip.
+# Is it installed with these extras, from this checkout and this pyproject.toml? A second run then needs no network.
 is_installed() {
-    [ -f "$1" ] && [ "$(cat "$1")" = "$2" ] &&
+    [ -f "$home/.mtp-train-installed$1" ] && [ "$(cat "$home/.mtp-train-installed$1")" = "$version" ] &&
         python -c 'import importlib.metadata as m; m.version("mtp-train")' > /dev/null 2>&1
 }
 
 use_environment() {
-    local extras=${1:-} home stamp wanted
+    local extras=${1:-} home python version
     home=$(active_environment)
     if [ -z "$home" ]; then
         home=$repository/.venv
         if ! "$home/bin/python" -m pip --version > /dev/null 2>&1; then
             echo "making $home" >&2
-            "$(find_python)" -m venv --clear "$home"
+            python=$(find_python)
+            "$python" -m venv --clear "$home"
         fi
     fi
     PATH=$home/bin:$PATH
     export PATH
-    stamp=$home/.mtp-train-installed$extras
-    wanted="$repository $(cksum < "$repository/pyproject.toml")"
-    if ! is_installed "$stamp" "$wanted"; then
+    version="$repository $(cksum < "$repository/pyproject.toml")"
+    if ! is_installed "$extras" && ! is_installed "[dev]"; then
         echo "installing mtp-train$extras into $home (the first time takes some minutes)" >&2
         python -m pip install -qq --disable-pip-version-check --editable "$repository$extras"
-        echo "$wanted" > "$stamp"
+        echo "$version" > "$home/.mtp-train-installed$extras"
     fi
 }

@@ -1,9 +1,10 @@
 #!/usr/bin/env python
 """Make the checkpoints and prompts that ``mtp_train.demo`` ships, from the standard library's source, on a CPU.
 
-    python scripts/make_demo.py base finetune check install --work DIR
+    python scripts/make_demo.py base finetune check install record --work DIR
 
 Stages run in the order given and leave their results in DIR; a stage whose result is there must be removed first.
+``install`` replaces the assets in the package; ``record`` then measures the arms that are too slow for the recipe.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import json
 from pathlib import Path
 
 from demo_maker.install import install
+from demo_maker.record import record_arms
 from demo_maker.stages import make_base, make_finetune, read_samples
 from demo_maker.texts import gather_texts
 from mtp_train.weights.writing import write_json
 
-STAGES = ("base", "finetune", "check", "install")
-ASSETS = Path(__file__).parents[1] / "mtp_train" / "demo" / "assets"
+STAGES = ("base", "finetune", "check", "install", "record")
+REPOSITORY = Path(__file__).parents[1]
+ASSETS = REPOSITORY / "mtp_train" / "demo" / "assets"
+RECIPE = REPOSITORY / "recipes" / "retrain_head.yaml"
 
 
 def main() -> None:
@@ -40,6 +44,8 @@ def main() -> None:
             print(json.dumps(figures, indent=2))
         elif stage == "install":
             install(texts, arguments.work, ASSETS)
+        elif stage == "record":
+            record_arms(texts, RECIPE, arguments.work, ASSETS / "recorded.json")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 from torch import Tensor
 
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 WRAPPER_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -82,7 +82,9 @@ def shard(path: Path, num_shards: int = 3) -> Path:
     files = [f"model-{index + 1:05d}-of-{num_shards:05d}.safetensors" for index in range(num_shards)]
     weight_map = {key: files[number % num_shards] for number, key in enumerate(sorted(tensors))}
     for file in files:
-        save_file({key: value for key, value in tensors.items() if weight_map[key] == file}, path / file, {"format": "pt"})
+        save_file(
+            {key: value for key, value in tensors.items() if weight_map[key] == file}, path / file, {"format": "pt"}
+        )
     total = sum(value.numel() * value.element_size() for value in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (path / INDEX_FILE).write_text(json.dumps(index))

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from byte_tokenizer import byte_tokenizer
-from checkpoints import base_and_finetune
 from rich.console import Console
 
+from byte_tokenizer import byte_tokenizer
+from checkpoints import base_and_finetune
 from mtp_train.pipeline import run
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import recipe_from_mapping
@@ -46,7 +46,14 @@ def tiny_recipe(directory: Path, run_dir: Path, **overrides: Any) -> Recipe:
             "holdout": 0.4,
             "seq_len_tokens": 96,
         },
-        "train": {"max_steps": 4, "tokens_per_step": 192, "lr": 1e-3, "precision": "fp32", "save_steps": 2, "log_steps": 1},
+        "train": {
+            "max_steps": 4,
+            "tokens_per_step": 192,
+            "lr": 1e-3,
+            "precision": "fp32",
+            "save_steps": 2,
+            "log_steps": 1,
+        },
         "evaluate": {"arms": ["none", "graft", "retrained"], "prompts": 6, "max_new_tokens": 12},
         "track": {"wandb": "off"},
     }
@@ -57,6 +64,19 @@ def tiny_recipe(directory: Path, run_dir: Path, **overrides: Any) -> Recipe:
         else:
             mapping[section] = value
     return recipe_from_mapping(mapping)
+
+
+# Enough for a random tiny head to beat the random graft clearly on the trunk's own words.
+LEARNS = {
+    "data__regenerate": {"enabled": True, "max_new_tokens": 24},
+    "train__max_steps": 30,
+    "train__lr": 1e-2,
+    "train__tokens_per_step": 384,
+    "train__save_steps": 10,
+    "train__log_steps": 10,
+    "evaluate__prompts": 8,
+    "evaluate__max_new_tokens": 24,
+}
 
 
 def run_quietly(recipe: Recipe) -> Outcome:

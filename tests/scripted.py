@@ -16,8 +16,8 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from tiny import VOCAB_SIZE
 
-STATE_TOLERANCE = 1e-5
-"""fp32 states of one text by two orders of summation: a few rounding errors (1e-7) through four layers."""
+STATE_TOLERANCE = 5e-5
+"""On the tiny trunks, transformers' own states after 40 single tokens and after one forward differ by up to 1e-5."""
 
 
 def random_prompt(num_tokens: int, seed: int = 0) -> list[int]:

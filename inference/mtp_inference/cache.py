@@ -9,6 +9,8 @@ Shapes: T tokens of the window, B rows, H heads, Kd key width, Vd value width.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
@@ -62,14 +64,15 @@ class RollbackCache(DynamicCache):
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config=config)
-        self.layers = [_rollback_layer(layer, index) for index, layer in enumerate(self.layers)]
+        for index, layer in enumerate(self.layers):
+            self.layers[index] = _rollback_layer(layer, index)
 
     def commit(self, num_rejected: int) -> None:
         """Keep the last window except its last ``num_rejected`` tokens."""
         self.crop(-num_rejected)
 
 
-def _rollback_layer(layer: object, index: int) -> DynamicLayer | RecurrentLayer:
+def _rollback_layer(layer: Any, index: int) -> DynamicLayer | RecurrentLayer:
     if type(layer) is DynamicLayer:
         return layer
     if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:

@@ -69,6 +69,7 @@ class SpeculativeDecoder:
         self.head = head if depth else None
         self.depth = depth if head is not None else 0
         self.eos_ids = frozenset(eos_ids)
+        # A depth that the head cannot draft is refused here, not at the first prompt.
         self.new_drafter()
 
     @torch.inference_mode()
@@ -124,13 +125,13 @@ class SpeculativeDecoder:
         hidden_BTD, choices_BK1 = self._verify(state, drafts_BK)
         # The one moment of a round at which the host waits for the device.
         num_accepted, *choices = torch.cat([accept_greedy(drafts_BK, choices_BK1), choices_BK1[0]]).tolist()
-        num_kept = num_accepted + 1
-        state.trunk_cache.commit(num_rejected=depth - num_accepted)
+        num_drafted, num_kept = drafts_BK.shape[1], num_accepted + 1
+        state.trunk_cache.commit(num_rejected=num_drafted - num_accepted)
         if state.drafter is not None:
             state.drafter.extend(hidden_BTD[:, :num_kept], choices_BK1[:, :num_kept])
         # An accepted draft equals the trunk's choice, so that the committed tokens are all choices.
         state.tokens.extend(choices[:num_kept])
-        state.rounds.append(Round(depth, num_accepted))
+        state.rounds.append(Round(num_drafted, num_accepted))
 
     def new_drafter(self) -> Drafter | None:
         """Return a drafter for one prompt, None for plain decoding."""

@@ -37,6 +37,11 @@ class GenerationResult:
     """Wall time of all rounds. The head reads the prompt in the first of them."""
 
     @property
+    def num_drafts(self) -> int:
+        """The rounds, under the name that engines give them in their counters."""
+        return self.rounds
+
+    @property
     def num_accepted_tokens(self) -> int:
         """Accepted drafts, bonus tokens excluded."""
         return sum(self.accepted_per_pos)

@@ -60,10 +60,11 @@ class CheckResult:
             f"# {self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
             f"{memory.head_parameters / 1e6:.2f} M\n"
             f"# {plan.max_steps} steps of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
-            f"({plan.total_tokens / 1e6:.2f} M in all), {plan.world_size} process(es), {plan.accumulation} micro-batch(es) each\n"
-            f"# memory per process, about {memory.total_bytes / GIB:.2f} GiB: trunk {memory.trunk_bytes / GIB:.2f}, head "
-            f"with optimiser {memory.head_and_optimizer_bytes / GIB:.2f}, loss {memory.loss_bytes / GIB:.2f}, activations "
-            f"{memory.activation_bytes / GIB:.2f}"
+            f"({plan.total_tokens / 1e6:.2f} M in all), {plan.world_size} process(es), {plan.accumulation} "
+            f"micro-batch(es) each\n# memory per process, about {memory.total_bytes / GIB:.2f} GiB: trunk "
+            f"{memory.trunk_bytes / GIB:.2f}, "
+            f"head with optimiser {memory.head_and_optimizer_bytes / GIB:.2f}, loss {memory.loss_bytes / GIB:.2f}, "
+            f"activations {memory.activation_bytes / GIB:.2f}"
         )
 
 

@@ -93,7 +93,8 @@ def _head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
         artifact = load_artifact(Path(head))
         if artifact.family.name != checkpoint.family.name:
             raise CheckpointError(
-                f"{head}: a head for {artifact.family.title}; expected one for {checkpoint.family.title}. Use a head of "
+                f"{head}: a head for {artifact.family.title}; expected one for {checkpoint.family.title}. Use a head "
+                "of "
                 "this model."
             )
         return artifact_plan(artifact)

@@ -63,7 +63,8 @@ def _own_head(checkpoint: Checkpoint) -> NativeHead:
     diagnosis = diagnose_head(checkpoint)
     if not diagnosis.complete:
         raise CheckpointError(
-            f"{checkpoint.path}: {diagnosis.describe()}; expected a run directory or a checkpoint with a complete head. "
+            f"{checkpoint.path}: {diagnosis.describe()}; expected a run directory or a checkpoint with a complete "
+            "head. "
             "Use mtp-train graft to put the base's head back."
         )
     template = native_plan(checkpoint, "auto").template

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -11,10 +10,11 @@ from typing import Any, Literal
 import torch
 from rich.progress import Progress
 
+from mtp_train.cures import export_command, graft_command, named_base, retrain_command
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.weights.files import Checkpoint
-from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.finite import find_non_finite
+from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import require_same_trunk_shape, trunk_tensors
 
 Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "stripped", "none"]
@@ -114,8 +114,8 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
         for mine, other in blocks:
             difference += float((mine.double() - other.double()).square().sum())
             size += float(other.double().square().sum())
-        # NaN counts as changed: it equals nothing.
-        if not difference == 0.0:
+        # NaN counts as changed: it differs from everything.
+        if difference != 0.0:
             changed += 1
             relative = (difference / size) ** 0.5 if size else 0.0
             largest = max(largest, relative if math.isfinite(relative) else 0.0)
@@ -148,42 +148,23 @@ def serving_commands(checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: S
     }
 
 
-def graft_command(finetune: str, base: str) -> str:
-    """Return the command that puts a base's head back on a fine-tune."""
-    return f"mtp-train graft {shlex.quote(finetune)} --from {shlex.quote(base)} --out {shlex.quote(finetune.rstrip('/') + '-mtp')}"
-
-
 def find_cure(checkpoint: Checkpoint, base: Checkpoint | None, status: Status, stale: bool | None) -> str | None:
     """Return the next command, None where nothing is wrong."""
     path = str(checkpoint.path)
-    donor = str(base.path) if base is not None else named_base(checkpoint) or "BASE"
+    donor = str(base.path) if base is not None else named_base(checkpoint.path) or "BASE"
     if status in ("declared_but_missing", "stripped", "partial"):
         return graft_command(path, donor)
     if status == "undeclared":
-        return f"mtp-train export {shlex.quote(path)} --out {shlex.quote(path.rstrip('/') + '-mtp')}"
-    if stale:
-        return (
-            "accelerate launch -m mtp_train recipes/retrain_head.yaml "
-            f"model.trunk={shlex.quote(path)} model.head_from={shlex.quote(donor)}"
-        )
-    return None
-
-
-def named_base(checkpoint: Checkpoint) -> str | None:
-    """Return the base that the model card names (``base_model:`` in its header), if any."""
-    card = checkpoint.path / "README.md"
-    if not card.is_file():
-        return None
-    header = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), flags=re.DOTALL)
-    named = re.search(r"^base_model:\s*(?:\n-\s*)?(\S+)\s*$", header.group(1), flags=re.MULTILINE) if header else None
-    return named.group(1).strip("'\"") if named else None
+        return export_command(path)
+    return retrain_command(path, donor) if stale else None
 
 
 def render(inspection: Inspection) -> str:
     """Return the inspection for a reader."""
     lines = [
         f"{inspection.checkpoint}: {inspection.status}" + (" (stale)" if inspection.stale else ""),
-        f"family {inspection.family}; modules declared {inspection.declared_modules}, present {inspection.present_modules}",
+        f"family {inspection.family}; modules declared {inspection.declared_modules}, present "
+        f"{inspection.present_modules}",
     ]
     for title, keys in (
         ("missing", inspection.missing_keys),
@@ -197,7 +178,8 @@ def render(inspection: Inspection) -> str:
     if inspection.trunk_changed is not None:
         change = inspection.trunk_changed
         lines.append(
-            f"trunk: {change.share_of_tensors:.0%} of tensors differ from the base, by {change.largest_relative_change:.2g} "
+            f"trunk: {change.share_of_tensors:.0%} of tensors differ from the base, by "
+            f"{change.largest_relative_change:.2g} "
             "at most (relative)"
         )
     lines += [f"{engine}: {text}" for engine, text in inspection.serves.items()]

@@ -37,6 +37,6 @@ def family_for(config: RawConfig, *, where: str) -> Family:
             return family
     known = ", ".join(f"{family.title} ({', '.join(family.model_types)})" for family in FAMILIES)
     raise UnsupportedModelError(
-        f"{where}: config.json has model_type '{model_type}', an architecture without a known head layout; expected one "
-        f"of {known}. Add a family record (CONTRIBUTING.md says how) or use a supported model."
+        f"{where}: config.json has model_type '{model_type}', an architecture without a known head layout; expected "
+        f"one of {known}. Add a family record (CONTRIBUTING.md says how) or use a supported model."
     )

@@ -124,4 +124,3 @@ class Family:
     def declared_modules(self, text_config: RawConfig) -> int:
         """Return the number of head modules a raw text config declares, 0 where it says nothing."""
         return int(text_config.get(self.count_field) or 0)
-

@@ -54,7 +54,8 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
     diagnosis = diagnose_head(base)
     if not diagnosis.complete:
         raise CheckpointError(
-            f"{base.path}: {diagnosis.describe()}; expected a complete head. Point at the base with its original weights."
+            f"{base.path}: {diagnosis.describe()}; expected a complete head. Point at the base with its original "
+            "weights."
         )
     template = native_head_of(base, base_layout, layout)
     return HeadPlan(finetune.family, layout, diagnosis.present_modules, convention, template)
@@ -141,6 +142,6 @@ def require_finite(tensors: Mapping[str, Tensor]) -> None:
     for key, value in tensors.items():
         if value.is_floating_point() and not torch.isfinite(value.float()).all():
             raise CheckpointError(
-                f"{key}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it diverged."
+                f"{key}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it "
+                "diverged."
             )
-

@@ -56,7 +56,8 @@ def layout_of(checkpoint: Checkpoint) -> HeadLayout:
             num_layers = checkpoint.text_config.get("num_hidden_layers")
             if not isinstance(num_layers, int):
                 raise CheckpointError(
-                    f"{checkpoint.path}: config.json says num_hidden_layers = {num_layers!r}; expected a count. Restore it."
+                    f"{checkpoint.path}: config.json says num_hidden_layers = {num_layers!r}; expected a count. "
+                    "Restore it."
                 )
             return HeadLayout(family, prefix, num_layers)
     expected = " or ".join(f"{prefix}embed_tokens.weight" for prefix in family.trunk_prefixes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -58,6 +60,4 @@ class MtpHead(nn.Module):
 
     def module_for(self, depth: int) -> HeadModule:
         """Return the module that drafts at ``depth`` (1-based)."""
-        module = self.blocks[0 if self.family.unroll == "recursive" else depth - 1]
-        assert isinstance(module, HeadModule)
-        return module
+        return cast(HeadModule, self.blocks[0 if self.family.unroll == "recursive" else depth - 1])

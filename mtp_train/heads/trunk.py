@@ -24,9 +24,9 @@ class Trunk(nn.Module):
         family: Its record.
     """
 
-    def __init__(self, model: nn.Module, family: Family) -> None:
+    def __init__(self, model: Any, family: Family) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.family = family
 
     @property
@@ -99,7 +99,8 @@ def load_trunk(
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(
-            f"{path}: trunk weights {', '.join(missing[:5])} are missing ({len(missing)} in all); expected every weight "
+            f"{path}: trunk weights {', '.join(missing[:5])} are missing ({len(missing)} in all); expected every "
+            "weight "
             "of the decoder. Point model.trunk at the complete checkpoint."
         )
     if adapter is not None:

@@ -17,13 +17,13 @@ from mtp_train.report.wording import (
     Arms,
     apart_sentence,
     arm_cells,
+    capitalised,
     flatten,
     format_number,
     group_arms,
     headline,
     key_figures,
     lossless_sentence,
-    sentence,
 )
 
 
@@ -47,7 +47,7 @@ def render_page(report: RunReport, figures: Sequence[FigureFile], provenance: Ma
         by_position=_by_position(report, depth),
         lossless_sentence=lossless_sentence(report.lossless),
         gate=report.gate,
-        gate_sentence=sentence(report.gate.reason) if report.gate else "",
+        gate_reason=capitalised(report.gate.reason) if report.gate else "",
         settings=flatten(report.settings),
         provenance=flatten(provenance),
         glossary=GLOSSARY,

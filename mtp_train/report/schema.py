@@ -39,9 +39,9 @@ class ArmResult:
     """Per position, accepted over rounds."""
     conditional: tuple[float | None, ...] | None
     """Per position, accepted over accepted at the position before."""
-    dense: tuple[float, ...] | None
+    dense: tuple[float | None, ...] | None
     """Per depth, teacher-forced acceptance at every position of the trunk's own output."""
-    overlap: tuple[float, ...] | None
+    overlap: tuple[float | None, ...] | None
     """Per depth, mean of sum_v min(p, q)."""
     target_entropy: float | None
     """Mean entropy of p over the trunk's own output, nats per token."""

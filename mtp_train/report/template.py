@@ -145,7 +145,7 @@ PAGE = """\
 <p>{{ lossless_sentence }}</p>
 {% if gate -%}
 <h2>The gate</h2>
-<p>{{ "Passed" if gate.passed else "Refused" }} against {{ gate.baseline }}. {{ gate_sentence }}</p>
+<p>{{ "Passed" if gate.passed else "Refused" }} against {{ gate.baseline }}. {{ gate_reason }}</p>
 {% if gate.delta_tau_ci95 -%}
 <p>Gain in tau, paired by prompt: 95 % interval
 [{{ "%+.3f"|format(gate.delta_tau_ci95[0]) }}, {{ "%+.3f"|format(gate.delta_tau_ci95[1]) }}].

@@ -85,7 +85,7 @@ def headline(report: RunReport) -> Headline:
     if report.gate is None:
         return Headline("neutral", "Acceptance measured", "Nothing was retrained, so that there was nothing to judge.")
     baseline = BASELINES.get(report.gate.baseline, report.gate.baseline)
-    detail = sentence(report.gate.reason)
+    detail = capitalised(report.gate.reason)
     if not report.gate.passed:
         return Headline("bad", f"Refused: no gain shown over {baseline}", detail)
     return Headline("good", f"The retrained head beats {baseline}", detail)
@@ -186,6 +186,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
     return rows
 
 
-def sentence(text: str) -> str:
-    """Give a message a capital and a full stop."""
-    return text[:1].upper() + text[1:].rstrip(".") + "."
+def capitalised(text: str) -> str:
+    """Give a message a capital. No full stop: it may end in a command, and a command is copied."""
+    return text[:1].upper() + text[1:]

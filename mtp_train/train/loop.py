@@ -94,7 +94,8 @@ def train_head(
         done = step + 1
         if not math.isfinite(norm) or not all(math.isfinite(value) for value in window.loss_sum_K):
             raise TrainingError(
-                f"step {done}: loss {window.loss_sum_K}, gradient norm {norm}; expected finite numbers. Lower train.lr, "
+                f"step {done}: loss {window.loss_sum_K}, gradient norm {norm}; expected finite numbers. Lower "
+                "train.lr, "
                 "or check the data of this step; the last saved state is untouched."
             )
         if log is not None and (done % recipe.train.log_steps == 0 or done == plan.max_steps):

@@ -45,8 +45,9 @@ def make_plan(recipe: Recipe, world_size: int) -> Plan:
         below = max(1, recipe.train.tokens_per_step // unit) * unit
         raise RecipeError(
             [
-                f"train.tokens_per_step: {recipe.train.tokens_per_step} is {sequences} sequences; expected a multiple of "
-                f"{per_micro_step} (micro_batch_sequences x {world_size} processes). Write {below} or {below + unit}."
+                f"train.tokens_per_step: {recipe.train.tokens_per_step} is {sequences} sequences; expected a multiple "
+                f"of {per_micro_step} (micro_batch_sequences x {world_size} processes). Write {below} or "
+                f"{below + unit}."
             ]
         )
     return Plan(

@@ -73,7 +73,12 @@ def _shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) ->
     """Yield the keys that repeat trunk tensors, filled from the trunk that is exported."""
     for key in head.shared_keys:
         shared = layout.shared_key(key)
-        assert shared is not None
+        if shared is None:
+            raise CheckpointError(
+                f"{key}: not a key that {layout.family.title} shares with its trunk; expected a head of this family. "
+                "Write "
+                "the head again."
+            )
         trunk_key = layout.trunk_key(shared, source.tensors)
         info = source.tensors[trunk_key]
         yield PendingTensor(key, info.dtype, info.shape, _reader(source, trunk_key))
@@ -97,7 +102,8 @@ def _sort_by_place(
             patches.setdefault(stored.file, []).append(pending)
         else:
             raise CheckpointError(
-                f"{source.path}: {pending.key} is {stored.dtype} {list(stored.shape)}, the new head's is {pending.dtype} "
+                f"{source.path}: {pending.key} is {stored.dtype} {list(stored.shape)}, the new head's is "
+                f"{pending.dtype} "
                 f"{list(pending.shape)}; expected the same. Use a head of this checkpoint's family and dtype."
             )
     stray = {key for key in source.tensors if layout.is_head_key(key)} - {pending.key for pending in tensors}

@@ -54,9 +54,12 @@ def _pending(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
 
 
 def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
-    """Return the decoder's tensors, key without its prefix to the full key; the lm_head is left out (it may be tied)."""
+    """Return the decoder's tensors, key without its prefix to the full key; the lm_head is left out (it may be "
+    "tied)."""
     prefix = layout.trunk_prefix
-    return {key[len(prefix) :]: key for key in checkpoint.tensors if key.startswith(prefix) and not layout.is_head_key(key)}
+    return {
+        key[len(prefix) :]: key for key in checkpoint.tensors if key.startswith(prefix) and not layout.is_head_key(key)
+    }
 
 
 def require_same_trunk_shape(
@@ -78,7 +81,8 @@ def require_same_trunk_shape(
         other = base.tensors[theirs[name]].shape if name in theirs else None
         if mine != other:
             raise CheckpointError(
-                f"{base.path}: trunk tensor {name} is {_shape_text(other)}, in {finetune.path} it is {_shape_text(mine)}; "
+                f"{base.path}: trunk tensor {name} is {_shape_text(other)}, in {finetune.path} it is "
+                f"{_shape_text(mine)}; "
                 "expected the same trunk shape. Point at the base that the fine-tune came from."
             )
 

@@ -49,7 +49,7 @@ class PendingTensor:
 def raw_bytes(tensor: Tensor, dtype: str) -> memoryview:
     """Return a tensor's bytes in the given stored dtype, without a second copy where it already has it."""
     flat = tensor.detach().to("cpu", TORCH_DTYPES[dtype]).contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def write_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
@@ -69,7 +69,8 @@ def write_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
             tensor = pending.load()
             if tuple(tensor.shape) != pending.shape:
                 raise CheckpointError(
-                    f"{pending.key}: shape {list(tensor.shape)}; expected {list(pending.shape)}. Use a head of this model."
+                    f"{pending.key}: shape {list(tensor.shape)}; expected {list(pending.shape)}. Use a head of this "
+                    "model."
                 )
             handle.write(raw_bytes(tensor, pending.dtype))
         _flush(handle)
@@ -85,7 +86,8 @@ def patch_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
             data = raw_bytes(pending.load(), pending.dtype)
             if len(data) != end - start:
                 raise CheckpointError(
-                    f"{path.name}: {pending.key} holds {end - start} bytes, the new tensor {len(data)}; expected the same "
+                    f"{path.name}: {pending.key} holds {end - start} bytes, the new tensor {len(data)}; expected the "
+                    "same "
                     "shape and dtype. Use a head of this model."
                 )
             handle.seek(8 + header_bytes + start)

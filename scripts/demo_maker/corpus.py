@@ -1,8 +1,8 @@
 """Text for the demo, from the source of the running Python's own standard library: no network, one licence (PSF).
 
 Three sets of top-level modules. ``code``: their source is what the base learns. ``chat``: their functions are what the
-fine-tune learns to describe. ``prompts``: neither trunk ever saw them; their functions are the prompts that are shipped,
-so whatever part of them a recipe holds out is unseen by trunk and head alike.
+fine-tune learns to describe. ``prompts``: neither trunk ever saw them; their functions are the shipped prompts, so
+whatever part of them a recipe holds out is unseen by trunk and head alike.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SKIPPED_PARTS = frozenset(
-    "test tests idle_test site-packages idlelib lib2to3 turtledemo ensurepip pydoc_data encodings __phello__".split()
-)
+_SKIPPED = "test tests idle_test site-packages idlelib lib2to3 turtledemo ensurepip pydoc_data encodings __phello__"
+SKIPPED_PARTS = frozenset(_SKIPPED.split())
 # Widely different code, so that the base sees more than one style.
-CODE_MODULES = tuple(
-    "_pydecimal _pyio argparse ast asyncio cgi codecs collections concurrent configparser contextlib ctypes dataclasses "
-    "datetime difflib dis distutils doctest email enum ftplib http imaplib importlib inspect json logging mailbox "
-    "multiprocessing nntplib optparse os pathlib pickle pickletools pydoc random re smtplib ssl statistics subprocess "
-    "tarfile threading tkinter traceback turtle typing unittest urllib xml xmlrpc zipfile".split()
-)
+_CODE = """
+_pydecimal _pyio argparse ast asyncio cgi codecs collections concurrent configparser contextlib ctypes dataclasses
+datetime difflib dis distutils doctest email enum ftplib http imaplib importlib inspect json logging mailbox
+multiprocessing nntplib optparse os pathlib pickle pickletools pydoc random re smtplib ssl statistics subprocess
+tarfile threading tkinter traceback turtle typing unittest urllib xml xmlrpc zipfile
+"""
+CODE_MODULES = tuple(_CODE.split())
 # Modules that repeat each other's functions stay on one side.
 TWINS = (
     ("posixpath", "ntpath", "genericpath", "nturl2path"),
@@ -34,9 +34,8 @@ TWINS = (
     ("abc", "_py_abc"),
 )
 # Not prompts: they repeat modules in CODE_MODULES.
-TWINS_OF_CODE = frozenset(
-    "_collections_abc _threading_local _weakrefset cgitb fractions imp pkgutil socket weakref zipimport".split()
-)
+_TWINS_OF_CODE = "_collections_abc _threading_local _weakrefset cgitb fractions imp pkgutil socket weakref zipimport"
+TWINS_OF_CODE = frozenset(_TWINS_OF_CODE.split())
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def pick_prompt_modules(num_functions: Mapping[str, int], share: float, smallest
 def twins_of(modules: Sequence[str]) -> set[str]:
     """Return the modules together with everything that repeats them."""
     touched = [names for names in TWINS if set(names) & set(modules)]
-    return set(modules).union(*touched) if touched else set(modules)
+    return set(modules).union(*touched)
 
 
 def digest(texts: Iterator[str] | Sequence[str]) -> str:

@@ -30,9 +30,8 @@ def install(texts: Texts, work: Path, assets: Path) -> None:
         write_lines(directory / "data" / "prompts.jsonl", prompt_lines(texts))
         write_lines(directory / "data" / "code.jsonl", code_lines(texts.unseen_code))
         write_json(directory / "provenance.json", provenance(texts, work))
-        # Until the arms are recorded anew there are none: old ones belong to other checkpoints.
-        recorded = work / "recorded.json"
-        write_json(directory / "recorded.json", _read(recorded) if recorded.exists() else {"settings": {}, "arms": {}})
+        # The arms are recorded on what is installed here; old ones belong to other checkpoints.
+        write_json(directory / "recorded.json", {"settings": {}, "arms": {}})
     shutil.rmtree(assets, ignore_errors=True)
     fresh.rename(assets)
 
@@ -61,7 +60,7 @@ def provenance(texts: Texts, work: Path) -> dict[str, Any]:
     for name in ("base", "finetune"):
         stages[name]["final_training_loss"] = stages[name].pop("log")[-1]
     return {
-        "made_by": "scripts/make_demo.py base finetune check install",
+        "made_by": "scripts/make_demo.py base finetune check install record",
         "texts": texts.provenance(),
         **stages,
         "versions": {

@@ -75,7 +75,8 @@ def _describe(file: SourceFile, owner: str | None, node: FunctionNode) -> Descri
 def _signature(arguments: ast.arguments) -> list[str]:
     """Return the arguments without annotations, ``name`` or ``name=default``, stars kept."""
     positional = [*arguments.posonlyargs, *arguments.args]
-    defaults = [None] * (len(positional) - len(arguments.defaults)) + [ast.unparse(value) for value in arguments.defaults]
+    given = [ast.unparse(value) for value in arguments.defaults]
+    defaults = [None] * (len(positional) - len(given)) + given
     parts = [_with_default(one.arg, value) for one, value in zip(positional, defaults, strict=True)]
     if arguments.vararg:
         parts.append(f"*{arguments.vararg.arg}")

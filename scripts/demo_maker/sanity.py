@@ -26,16 +26,16 @@ def answer_figures(
         output = trunk.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         answers.append(output[0, inputs["input_ids"].shape[1] :].tolist())
     texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+    records = [_record(text) for text in texts]
+    names = [json.loads(one.answer)["name"] for one in prompts]
     return {
         "prompts": len(prompts),
         "mean_answer_tokens": sum(map(len, answers)) / len(answers),
         "ended_by_itself": _share([answer[-1] == tokenizer.eos_token_id for answer in answers]),
-        "valid_json": _share([_record(text) is not None for text in texts]),
-        "right_name": _share(
-            [(_record(text) or {}).get("name") == json.loads(one.answer)["name"] for text, one in zip(texts, prompts, strict=True)]
-        ),
+        "valid_json": _share([bool(record) for record in records]),
+        "right_name": _share([record.get("name") == name for record, name in zip(records, names, strict=True)]),
         "repeated_8gram_share": repeated_ngram_share(answers, n=8),
-        "examples": [{"prompt": one.prompt, "answer": text} for one, text in list(zip(prompts, texts, strict=True))[:6]],
+        "examples": [{"prompt": prompts[index].prompt, "answer": texts[index]} for index in range(6)],
     }
 
 
@@ -43,9 +43,10 @@ def _share(flags: Sequence[bool]) -> float:
     return sum(flags) / len(flags)
 
 
-def _record(text: str) -> dict[str, Any] | None:
+def _record(text: str) -> dict[str, Any]:
+    """Return the JSON object a text holds; empty where it holds none."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
-        return None
-    return value if isinstance(value, dict) else None
+        return {}
+    return value if isinstance(value, dict) else {}

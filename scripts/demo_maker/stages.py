@@ -77,7 +77,7 @@ def make_finetune(texts: Texts, work: Path) -> None:
     tokenizer = wrap(AutoTokenizer.from_pretrained(work / "base").backend_tokenizer, eos_token=TURN_END)
     trunk = load_trunk_to_train(work / "base")
     exchanges = [tokenise_exchange(one, tokenizer) for one in texts.chat]
-    unseen = [tokenise_exchange(one, tokenizer) for one in texts.prompts[:: max(1, len(texts.prompts) // HELD_OUT_ROWS)]]
+    unseen = [tokenise_exchange(one, tokenizer) for one in texts.prompts[:: len(texts.prompts) // HELD_OUT_ROWS]]
     pad = tokenizer.pad_token_id
 
     def losses(batch: Sequence[Exchange]) -> dict[str, Tensor]:

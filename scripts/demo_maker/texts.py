@@ -38,7 +38,10 @@ class Texts:
         return {
             "source": "the standard library of the Python that ran the script",
             "licence": "The source is under the PSF licence; the exchanges quote its signatures and docstrings.",
-            "code": {"modules": sorted({file.top for file in self.code}), "sha256": digest([f.text for f in self.code])},
+            "code": {
+                "modules": sorted({file.top for file in self.code}),
+                "sha256": digest([f.text for f in self.code]),
+            },
             **{
                 name: {
                     "modules": sorted({one.group for one in rows}),

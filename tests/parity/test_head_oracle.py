@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import save_with_head
-from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from checkpoints import save_with_head
 from mtp_train.heads.attach import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.weights.files import open_checkpoint
+from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 mtp_module = pytest.importorskip("transformers.modeling_layers")
 if not hasattr(mtp_module, "MtpModel") or not hasattr(mtp_module.MtpModel, "forward_layer"):
@@ -47,7 +47,7 @@ def oracle_depths(oracle: Any, trunk: Trunk, hidden_TD: Tensor, tokens_T: Tensor
     """Return the oracle's state for the logits at each depth of the draft that starts at row ``start``."""
     hidden_1SD = hidden_TD[None, : start + 1]
     states = []
-    for depth in range(1, NUM_DEPTHS + 1):
+    for _ in range(NUM_DEPTHS):
         num_rows = hidden_1SD.shape[1]
         embeds_1SD = trunk.embed(tokens_T[None, 1 : num_rows + 1])
         positions_1S = torch.arange(1, num_rows + 1)[None]

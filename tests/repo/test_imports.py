@@ -14,16 +14,15 @@ REPOSITORY = Path(__file__).parents[2]
 SOURCE_ROOTS = (REPOSITORY, REPOSITORY / "inference")
 
 # Low to high. A module may import its own unit and the units of lower layers; the units of one layer do not know
-# each other. A unit is one or more names and everything under them.
-RECIPE = tuple("mtp_train.recipe" + part for part in ("", "_decode", "_rules", "_yaml", "_io"))
-LAYERS: tuple[tuple[tuple[str, ...], ...], ...] = (
-    (("mtp_train.errors",),),
-    (RECIPE, ("mtp_train.losses",), ("mtp_train.acceptance",)),
-    (("mtp_train.families",),),
-    (("mtp_train.weights",),),
-    (("mtp_train.heads",),),
-    (("mtp_train.data",),),
-    (("mtp_train.train",), ("mtp_inference",)),
+# each other. A unit is a name, everything under it, and the modules beside it that carry it on (recipe, recipe_io).
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("mtp_train.errors",),
+    ("mtp_train.recipe", "mtp_train.losses", "mtp_train.acceptance"),
+    ("mtp_train.families",),
+    ("mtp_train.weights",),
+    ("mtp_train.heads",),
+    ("mtp_train.data",),
+    ("mtp_train.train", "mtp_inference"),
 )
 # Everything in mtp_train that no layer names is the product on top of both packages; these are its upper floors.
 PRODUCT = len(LAYERS)
@@ -40,19 +39,19 @@ DECODER_SEES = (
 
 
 def is_under(module: str, unit: str) -> bool:
-    return module == unit or module.startswith(unit + ".")
+    return module == unit or module.startswith((unit + ".", unit + "_"))
 
 
-def place(module: str) -> tuple[int, tuple[str, ...]]:
+def place(module: str) -> tuple[int, str]:
     """Return the layer's number and the unit a module belongs to."""
     for number, layer in enumerate(LAYERS):
         for unit in layer:
-            if any(is_under(module, name) for name in unit):
+            if is_under(module, unit):
                 return number, unit
-    for name, number in FLOORS.items():
-        if is_under(module, name):
-            return number, (name,)
-    return PRODUCT, ("the product",)
+    for unit, number in FLOORS.items():
+        if is_under(module, unit):
+            return number, unit
+    return PRODUCT, "the product"
 
 
 def is_allowed(importer: str, imported: str) -> bool:
@@ -79,7 +78,7 @@ def imports_of(source: str, module: str, *, is_package: bool) -> set[str]:
 
     ``from a import b`` counts as ``a.b``, which is right for a module and falls in ``a``'s unit for anything else.
     """
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)

@@ -226,7 +226,7 @@ def test_gate_needs_enough_prompts() -> None:
     assert decide_gate(after, before, "graft", 0.95).passed
     few = decide_gate(after[:4], before[:4], "graft", 0.95)
     assert not few.passed
-    assert "needs at least 5 prompts. Raise evaluate.prompts." in few.reason
+    assert "needs at least 5 prompts. Raise evaluate.prompts" in few.reason
 
 
 def test_gate_against_no_drafts_and_without_rounds() -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import save_with_head, shard
-from tiny import tiny_head, tiny_trunk
 
+from checkpoints import save_with_head, shard
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, locate_checkpoint, open_checkpoint
+from tiny import tiny_head, tiny_trunk
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +156,8 @@ def test_neither_checkpoint_was_trained_on_a_shipped_module(name: str) -> None:
 def test_a_demo_location_is_a_path_in_the_package_and_any_other_stays() -> None:
     assert Path(resolve("demo:base")) == demo_path("base")
     assert demo_path("base").is_dir()
-    assert [resolve(location) for location in ("runs/a", "org/model", "./demo:base")] == ["runs/a", "org/model", "./demo:base"]
+    elsewhere = ["runs/a", "org/model", "./demo:base"]
+    assert [resolve(location) for location in elsewhere] == elsewhere
 
 
 def test_an_unknown_part_of_the_demo_is_refused_with_the_known_ones() -> None:
@@ -196,9 +196,8 @@ def test_the_recorded_arms_belong_to_the_demo_and_say_that_they_are_recorded() -
 
 
 @pytest.fixture
-def maker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def maker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    yield
 
 
 @pytest.mark.usefixtures("maker")

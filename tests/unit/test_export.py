@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import all_tensors, base_and_finetune, save_with_head, set_count, shard, wrap_as_vision_language
 from rich.progress import Progress
-from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
+from checkpoints import all_tensors, base_and_finetune, save_with_head, set_count, shard, wrap_as_vision_language
 from mtp_train.commands.graft import export, graft
 from mtp_train.errors import CheckpointError, OutputExistsError
 from mtp_train.heads.attach import build_head, graft_plan, trained_head
@@ -20,6 +19,7 @@ from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.weights import export as export_module
 from mtp_train.weights.export import write_checkpoint
 from mtp_train.weights.files import INDEX_FILE, open_checkpoint
+from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 QUIET = Progress(disable=True)
 
@@ -150,7 +150,9 @@ def test_a_base_of_another_shape_is_refused(tmp_path: Path) -> None:
     shutil.rmtree(base)
     save_with_head(trunk, tiny_head(trunk), base)
     assert json.loads((base / "config.json").read_text())["vocab_size"] != config["vocab_size"]
-    with pytest.raises(CheckpointError, match=r"trunk tensor embed_tokens\.weight is \[80, 32\], in .* it is \[67, 32\]"):
+    with pytest.raises(
+        CheckpointError, match=r"trunk tensor embed_tokens\.weight is \[80, 32\], in .* it is \[67, 32\]"
+    ):
         run_graft(finetune, base, tmp_path / "out")
 
 
@@ -165,7 +167,9 @@ def test_a_head_that_does_not_fit_its_trunk_is_refused(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     tensors = all_tensors(base) | {"mtp.fc.weight": torch.zeros(32, 60)}
     _save(base, tensors)
-    with pytest.raises(CheckpointError, match=r"head shape mismatch: mtp\.fc\.weight: found \[32, 60\], expected \[32, 64\]"):
+    with pytest.raises(
+        CheckpointError, match=r"head shape mismatch: mtp\.fc\.weight: found \[32, 60\], expected \[32, 64\]"
+    ):
         run_graft(finetune, base, tmp_path / "out")
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import all_tensors, base_and_finetune, save_stripped, save_with_head, set_count, shard
 from rich.progress import Progress
 from safetensors.torch import save_file
-from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
+from checkpoints import all_tensors, base_and_finetune, save_stripped, save_with_head, set_count, shard
 from mtp_train.cli import main
 from mtp_train.commands.inspect import Inspection, inspect_checkpoint, render
 from mtp_train.weights.files import open_checkpoint
+from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 
 def inspect(path: Path, base: Path | None = None) -> Inspection:
@@ -42,7 +42,9 @@ def test_a_release_is_healthy_and_says_how_to_serve_it(family_name: str, sharded
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_what_save_pretrained_leaves_is_declared_but_missing_and_the_cure_works(family_name: str, tmp_path: Path) -> None:
+def test_what_save_pretrained_leaves_is_declared_but_missing_and_the_cure_works(
+    family_name: str, tmp_path: Path
+) -> None:
     base, finetune = base_and_finetune(tmp_path, family_name)
     found = inspect(finetune, base)
     assert (found.status, found.declared_modules, found.present_modules) == ("declared_but_missing", 1, 0)

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 from mtp_train.families import FAMILIES, Family
 from mtp_train.heads.diagnose import head_shapes
 from mtp_train.weights.keymap import HeadLayout
+from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 
 def family_of(name: str) -> Family:

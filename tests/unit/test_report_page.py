@@ -12,7 +12,7 @@ import pytest
 from mtp_train.report import GateResult, RunReport
 from mtp_train.report.figures import FigureFile
 from mtp_train.report.page import render_page
-from report_samples import EMPTY, PLAIN, RETRAINED, SAMPLE
+from report_samples import EMPTY, RETRAINED, SAMPLE
 
 FIGURE = FigureFile("tau", "Tokens per round.", b"\x89PNG fake")
 HOSTILE = "<script>alert('x')</script>\"><img src=x onerror=y>{{ 7 * 7 }}"
@@ -107,8 +107,8 @@ def test_shorter_arms_leave_their_last_positions_blank() -> None:
     assert re.findall(r"<td>(.*?)</td>", graft) == ["0.240", "0.070", "-"]
 
 
-def test_reason_ends_in_one_full_stop() -> None:
-    gate = GateResult(passed=False, baseline="none", delta_tau_ci95=None, reason="too few prompts. Raise it.")
-    text = Reader(page_of(replace(SAMPLE, arms={"none": PLAIN}, gate=gate))).text
-    assert "Refused against none. Too few prompts. Raise it." in text
-    assert ".." not in text.replace("2, ...", "")
+def test_command_in_the_reason_can_be_copied() -> None:
+    command = "mtp-train graft one --from two --out three"
+    gate = GateResult(passed=False, baseline="graft", delta_tau_ci95=None, reason=f"no gain. Use: {command}")
+    page = page_of(replace(SAMPLE, gate=gate))
+    assert page.count(f"No gain. Use: {command}</") == 2

@@ -1,0 +1,34 @@
+"""The commands that errors and reports tell the user to run next."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+
+def graft_command(finetune: str, base: str) -> str:
+    """Return the command that puts a base's head back on a fine-tune."""
+    out = f"{finetune.rstrip('/').rsplit(':', 1)[-1]}-mtp"
+    return f"mtp-train graft {shlex.quote(finetune)} --from {shlex.quote(base)} --out {shlex.quote(out)}"
+
+
+def export_command(checkpoint: str) -> str:
+    """Return the command that declares the head a checkpoint holds."""
+    return f"mtp-train export {shlex.quote(checkpoint)} --out {shlex.quote(checkpoint.rstrip('/') + '-mtp')}"
+
+
+def retrain_command(finetune: str, base: str) -> str:
+    """Return the command that retrains a stale head."""
+    overrides = f"model.trunk={shlex.quote(finetune)} model.head_from={shlex.quote(base)}"
+    return f"accelerate launch -m mtp_train recipes/retrain_head.yaml {overrides}"
+
+
+def named_base(checkpoint: Path) -> str | None:
+    """Return the base that a model card names (``base_model:`` in its header), if any."""
+    card = checkpoint / "README.md"
+    if not card.is_file():
+        return None
+    header = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), flags=re.DOTALL)
+    named = re.search(r"^base_model:\s*(?:\n-\s*)?(\S+)\s*$", header.group(1), flags=re.MULTILINE) if header else None
+    return named.group(1).strip("'\"") if named else None

@@ -1,0 +1,230 @@
+"""The main job on tiny random models: from a fine-tune without its head to an exported checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from checkpoints import all_tensors
+from mtp_inference.decoder import SpeculativeDecoder
+from mtp_train.cli import main
+from mtp_train.errors import GateRefusedError, MtpError
+from mtp_train.heads.attach import build_head, native_plan
+from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.trunk import load_trunk
+from mtp_train.recipe import Recipe
+from mtp_train.weights.artifact import load_artifact
+from mtp_train.weights.files import open_checkpoint
+from mtp_train.weights.native import NativeHead
+from runs import LEARNS, run_quietly, tiny_recipe, write_inputs
+from tiny import FAMILY_NAMES
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_a_stripped_fine_tune_comes_out_with_a_better_head(
+    family_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inputs = write_inputs(tmp_path / "in", family_name)
+    recipe = tiny_recipe(inputs, tmp_path / "run", **LEARNS, evaluate__arms=["none", "graft", "retrained", "vanilla"])
+    outcome = run_quietly(recipe)
+    assert (outcome.exit_code, outcome.stage) == (0, "done")
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    arms = report["arms"]
+    assert set(arms) == {"none", "graft", "retrained", "vanilla"}
+    assert arms["none"]["tau"] == 1.0
+    assert arms["retrained"]["tau_ci95"][0] > arms["graft"]["tau_ci95"][1]
+    assert report["gate"]["passed"] is True
+    assert report["gate"]["baseline"] == "graft"
+    lossless = report["lossless"]
+    assert lossless["checked"] == 3 * 8
+    assert lossless["identical"] + lossless["near_tie_divergences"] == lossless["checked"]
+    assert_export_is_faithful(tmp_path / "run" / "export", inputs / "finetune", inputs / "base")
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "run" / "export"), "--base", str(inputs / "base"), "--json"]) == 0
+    inspection = json.loads(capsys.readouterr().out)
+    assert (inspection["status"], inspection["stale"]) == ("healthy", False)
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {
+        *("outcome.json", "recipe.yaml", "provenance.json", "data", "metrics.jsonl", "state", "head"),
+        *("report.json", "report.html", "acceptance.csv", "figures", "export"),
+    }
+
+
+def assert_export_is_faithful(export: Path, finetune: Path, base: Path) -> None:
+    """Trunk bits are the fine-tune's; head keys, shapes, dtypes and config fields are the base's."""
+    written, tuned, original = all_tensors(export), all_tensors(finetune), all_tensors(base)
+    assert all(torch.equal(written[key], value) for key, value in tuned.items())
+    layout = layout_of(open_checkpoint(base))
+    head_keys = {key for key in original if layout.is_head_key(key)}
+    assert written.keys() - tuned.keys() == head_keys
+    for key in head_keys:
+        assert (written[key].shape, written[key].dtype) == (original[key].shape, original[key].dtype)
+    trained = [key for key in head_keys if not torch.equal(written[key], original[key])]
+    assert len(trained) > len(head_keys) // 2
+    fields = open_checkpoint(base).family.head_config_fields
+    written_config, base_config = (json.loads((path / "config.json").read_text()) for path in (export, base))
+    assert all(written_config.get(field) == base_config.get(field) for field in fields)
+
+
+def test_glm_drafts_equal_those_of_transformers_own_mtp_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = write_inputs(tmp_path / "in", "glm4_moe")
+    run_quietly(tiny_recipe(inputs, tmp_path / "run", **LEARNS))
+    export = tmp_path / "run" / "export"
+    prompt = [97, 98, 99, 100]
+    ours, our_tokens = our_drafts(export, prompt, num_tokens=24)
+    theirs, their_tokens = their_drafts(export, prompt, 24, monkeypatch)
+    assert our_tokens == their_tokens
+    # transformers drafts nothing where only one token is left to make.
+    assert len(theirs) >= 5
+    assert ours[: len(theirs)] == theirs
+
+
+def our_drafts(export: Path, prompt: list[int], num_tokens: int) -> tuple[list[int], list[int]]:
+    """Return what each round at depth 1 drafted, and the new tokens."""
+    checkpoint = open_checkpoint(export)
+    trunk = load_trunk(export, checkpoint.family, dtype=torch.float32)
+    head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
+    decoder = SpeculativeDecoder(trunk, head, depth=1, eos_ids=())
+    state = decoder.prefill(prompt)
+    assert state.drafter is not None
+    drafts: list[int] = []
+    draft = state.drafter.draft
+
+    def recorded(depth: int) -> torch.Tensor:
+        drafted = draft(depth)
+        drafts.append(int(drafted[0, 0]))
+        return drafted
+
+    state.drafter.draft = recorded  # type: ignore[method-assign]
+    while len(state.new_tokens) < num_tokens:
+        decoder.run_round(state, depth=1)
+    return drafts, state.new_tokens[:num_tokens]
+
+
+def their_drafts(
+    export: Path, prompt: list[int], num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[int], list[int]]:
+    """Return the same of transformers' ``generate(use_mtp=True)``."""
+    from transformers.generation import candidate_generator
+
+    model = AutoModelForCausalLM.from_pretrained(export)
+    if not hasattr(candidate_generator, "MTPCandidateGenerator"):
+        pytest.skip("this transformers has no generate(use_mtp=True)")
+    # transformers knows the head's layer number of the released sizes only.
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3.*"]
+    generator = candidate_generator.MTPCandidateGenerator
+    drafts: list[int] = []
+    get_candidates = generator.get_candidates
+
+    def recorded(self: object, input_ids: torch.Tensor, *args: object, **kwargs: object) -> object:
+        candidates = get_candidates(self, input_ids, *args, **kwargs)
+        if candidates[0].shape[1] > input_ids.shape[1]:
+            drafts.append(int(candidates[0][0, -1]))
+        return candidates
+
+    monkeypatch.setattr(generator, "get_candidates", recorded)
+    model.generation_config.eos_token_id = None
+    output = model.generate(
+        torch.tensor([prompt]), use_mtp=True, do_sample=False, max_new_tokens=num_tokens, pad_token_id=0
+    )
+    return drafts, output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_the_gate_refuses_a_head_that_got_worse(
+    shuffled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Start from a good head; with shuffled targets training spoils it, with the right ones it does not."""
+    inputs = write_inputs(tmp_path / "in")
+    run_quietly(tiny_recipe(inputs, tmp_path / "first", **LEARNS))
+    if shuffled:
+        from mtp_train.train import module
+
+        shift = module.shift_left
+        monkeypatch.setattr(module, "shift_left", lambda tokens, by, fill: (shift(tokens, by, fill) * 7 + 3) % 256)
+    overrides = {**LEARNS, "model__trunk": str(tmp_path / "first" / "export"), "model__head_from": None}
+    recipe = tiny_recipe(
+        inputs,
+        tmp_path / "second",
+        **overrides | {"head__init": "native", "evaluate__arms": ["none", "native", "retrained"]},
+    )
+    if shuffled:
+        with pytest.raises(GateRefusedError, match=r"against .* \(native\)"):
+            run_quietly(recipe)
+        outcome = json.loads((tmp_path / "second" / "outcome.json").read_text())
+        assert (outcome["exit_code"], outcome["reason"], outcome["stage"]) == (3, "gate_refused", "done")
+        assert not (tmp_path / "second" / "export").exists()
+        assert (tmp_path / "second" / "report.html").exists()
+    else:
+        report_tau = retrained_tau(recipe, tmp_path / "second")
+        assert report_tau > 1.8
+
+
+def retrained_tau(recipe: Recipe, run_dir: Path) -> float:
+    # Training on may help or not; either way it must not spoil the head.
+    with contextlib.suppress(GateRefusedError):
+        run_quietly(recipe)
+    return float(json.loads((run_dir / "report.json").read_text())["arms"]["retrained"]["tau"])
+
+
+def test_a_finished_run_says_so_and_is_left_alone(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "in")
+    recipe = tiny_recipe(inputs, tmp_path / "run", **LEARNS)
+    first = run_quietly(recipe)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    assert run_quietly(recipe) == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    with pytest.raises(MtpError, match="holds the run of another recipe"):
+        run_quietly(tiny_recipe(inputs, tmp_path / "run", **{**LEARNS, "train__lr": 2e-2}))
+
+
+def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "in")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    with pytest.raises(MtpError, match=r"holds files that are not a run's \(thesis\.txt\)"):
+        run_quietly(tiny_recipe(inputs, tmp_path / "run"))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def head_bytes(run_dir: Path) -> dict[str, bytes]:
+    """Return the artifact's tensors as bytes."""
+    head: NativeHead = load_artifact(run_dir / "head").head
+    return {pending.key: pending.load().numpy().tobytes() for pending in head.tensors}
+
+
+class KilledError(Exception):
+    """Stands for the end of the process at some instant."""
+
+
+@pytest.mark.parametrize("step", [1, 10, 17, 30])
+def test_a_run_killed_in_training_ends_with_the_same_head(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtp_train.train import loop
+
+    inputs = write_inputs(tmp_path / "in")
+    run_quietly(tiny_recipe(inputs, tmp_path / "unbroken", **LEARNS))
+    calls = {"count": 0}
+    optimise = loop.optimise
+
+    def killed(*args: object) -> object:
+        calls["count"] += 1
+        if calls["count"] == step:
+            raise KilledError
+        return optimise(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "optimise", killed)
+        with pytest.raises(KilledError):
+            run_quietly(tiny_recipe(inputs, tmp_path / "killed", **LEARNS))
+    run_quietly(tiny_recipe(inputs, tmp_path / "killed", **LEARNS))
+    assert head_bytes(tmp_path / "killed") == head_bytes(tmp_path / "unbroken")
+    steps = [json.loads(line)["step"] for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [10, 20, 30]

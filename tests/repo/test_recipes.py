@@ -1,0 +1,156 @@
+"""Everything in ``recipes/`` works: recipes load, headers and reference are true, machine settings do what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import ClusterConfig
+
+from mtp_train.recipe_io import dump_recipe, load_recipe
+
+ROOT = Path(__file__).parents[2]
+MACHINES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
+RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path not in MACHINES)
+README = ROOT / "recipes" / "README.md"
+
+LOAD = """
+import sys
+from pathlib import Path
+from mtp_train.recipe_io import load_recipe
+for path in sys.argv[1:]:
+    load_recipe(Path(path))
+heavy = {"torch", "transformers", "accelerate", "datasets", "peft", "numpy"}
+print(*sorted(heavy & set(sys.modules)))
+"""
+
+
+def heavy_imports(code: str) -> str:
+    """Run code that loads every recipe; return which heavy packages it imported."""
+    command = [sys.executable, "-c", code, *map(str, RECIPES)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_there_are_recipes_and_machines() -> None:
+    assert "recipes/retrain_head.yaml" in map(named, RECIPES)
+    assert {path.name for path in MACHINES} >= {"single.yaml", "ddp.yaml", "cpu_ddp.yaml"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=named)
+def test_recipe_loads_and_survives_writing(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    (tmp_path / "dumped.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(tmp_path / "dumped.yaml") == recipe
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=named)
+def test_recipe_is_a_program_with_a_header_of_four_lines(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "#!/usr/bin/env -S python -m mtp_train"
+    starts = ("# Trains: ", "# Needs: ", "# Launch: ", "# Your model: ")
+    assert all(line.startswith(start) for line, start in zip(lines[1:5], starts, strict=True))
+    assert lines[5] == ""
+    assert named(path) in lines[3]
+    assert os.access(path, os.X_OK)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=named)
+def test_override_example_of_the_header_loads(path: Path) -> None:
+    example = path.read_text(encoding="utf-8").splitlines()[4]
+    overrides = [word for word in shlex.split(example.removeprefix("# ")) if "=" in word]
+    assert overrides
+    assert load_recipe(path, overrides).model.trunk == "DIR"
+
+
+def test_demo_recipe_keeps_its_promises() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "retrain_head.yaml")
+    assert (recipe.model.trunk, recipe.model.head_from, recipe.head.init) == ("demo:finetune", "demo:base", "graft")
+    assert recipe.evaluate.arms == ("none", "graft", "retrained", "vanilla")
+    regenerate = recipe.data.regenerate
+    assert regenerate is not None
+    assert regenerate.max_prompts is not None
+    assert regenerate.max_prompts * regenerate.max_new_tokens <= 40_000
+    assert recipe.train.max_steps <= 100
+    # Two processes share a step evenly.
+    assert recipe.train.tokens_per_step % (2 * recipe.data.seq_len_tokens * recipe.train.micro_batch_sequences) == 0
+
+
+def test_reference_is_in_step_with_the_definitions() -> None:
+    command = [sys.executable, "-m", "mtp_train.recipe_io"]
+    printed = subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout
+    assert printed == README.read_bytes(), "run: python -m mtp_train.recipe_io > recipes/README.md"
+
+
+def test_overrides_shown_in_the_readme_load() -> None:
+    shown = re.findall(r"`'?([a-z_.0-9]+=[^`']+)'?`", README.read_text(encoding="utf-8"))
+    assert len(shown) == 3
+    load_recipe(ROOT / "recipes" / "retrain_head.yaml", shown)
+
+
+def test_files_named_in_the_readme_exist() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert all((ROOT / "recipes" / name).is_file() for name in re.findall(r"accelerate/\w+\.yaml", text))
+
+
+def test_loading_recipes_imports_nothing_heavy() -> None:
+    assert heavy_imports(LOAD) == ""
+
+
+def test_import_check_sees_a_heavy_import() -> None:
+    assert heavy_imports(f"import numpy{LOAD}") == "numpy"
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=named)
+def test_machine_settings_are_known_to_accelerate_and_leave_precision_alone(path: Path) -> None:
+    settings = ClusterConfig.from_yaml_file(path)
+    assert settings.mixed_precision == "no"
+    assert settings.num_machines == 1
+
+
+PROBE = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+module = torch.nn.Linear(1, 1, bias=False)
+wrapped = accelerator.prepare(module)
+wrapped(torch.full((1, 1), accelerator.process_index + 1.0)).sum().backward()
+print(accelerator.num_processes, accelerator.distributed_type.value, type(wrapped).__name__, module.weight.grad.item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        # The mean of the inputs 1 and 2: the processes share their gradients.
+        ({"ACCELERATE_USE_CPU": "true"}, "2 MULTI_CPU DistributedDataParallel 1.5"),
+        # The trap that the file and the README warn of.
+        ({}, "1 NO Linear 1.0"),
+    ],
+)
+def test_cpu_ddp_synchronises_two_processes_given_its_variable(
+    tmp_path: Path, environment: dict[str, str], line: str
+) -> None:
+    probe = tmp_path / "probe.py"
+    probe.write_text(PROBE, encoding="utf-8")
+    settings = ROOT / "recipes" / "accelerate" / "cpu_ddp.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(settings), str(probe)]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**inherited, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert run.stdout.split("\n") == [line, line, ""]

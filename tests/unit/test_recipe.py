@@ -1,0 +1,216 @@
+"""What recipes may say: limits of single fields, and what fields may not say together."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+
+from mtp_train.errors import RecipeError
+from mtp_train.recipe import Recipe
+from mtp_train.recipe_docs import field_docs
+from mtp_train.recipe_hints import Bound, held_section, walk_fields
+from mtp_train.recipe_io import recipe_from_mapping
+from mtp_train.recipe_rules import RULES
+
+SMALLEST: dict[str, Any] = {
+    "run_dir": "runs/x",
+    "model": {"trunk": "finetune", "head_from": "base"},
+    "data": {"sources": [{"path": "chats.jsonl"}]},
+    "train": {"max_steps": 10, "tokens_per_step": 1024, "lr": 0.001},
+    "evaluate": {"arms": ["none", "graft", "retrained"]},
+}
+
+FIELDS = [(path, item) for path, item, _ in walk_fields(Recipe)]
+
+
+def problems_of(*overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        recipe_from_mapping(SMALLEST, overrides)
+    return caught.value.problems
+
+
+def only_problem_of(*overrides: str) -> str:
+    (problem,) = problems_of(*overrides)
+    return problem
+
+
+def test_smallest_recipe_takes_every_default() -> None:
+    recipe = recipe_from_mapping(SMALLEST)
+    assert recipe.seed == 0
+    assert (recipe.head.kind, recipe.head.init, recipe.head.num_depths, recipe.head.convention) == (
+        "mtp",
+        "graft",
+        3,
+        "auto",
+    )
+    assert (recipe.data.seq_len_tokens, recipe.data.pack, recipe.data.holdout) == (512, True, 0.05)
+    assert recipe.data.regenerate is None
+    assert (recipe.objective.loss, recipe.objective.temperature, recipe.objective.depth_decay) == ("auto", 1.0, 0.6)
+    assert (recipe.train.betas, recipe.train.precision, recipe.train.schedule) == ((0.9, 0.95), "bf16", "cosine")
+    assert (recipe.evaluate.temperature, recipe.evaluate.depth) == (0.0, None)
+    assert (recipe.gate.baseline, recipe.gate.confidence) == ("auto", 0.95)
+    assert (recipe.export.enabled, recipe.export.link) == (True, "hard")
+    assert (recipe.track.wandb, recipe.track.project) == ("offline", "mtp-train")
+
+
+def test_recipes_are_frozen_and_hashable() -> None:
+    recipe = recipe_from_mapping(SMALLEST)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.train.lr = 1.0  # type: ignore[misc]
+    assert hash(recipe) == hash(recipe_from_mapping(copy.deepcopy(SMALLEST)))
+
+
+def test_plain_values_given_are_left_as_they_are() -> None:
+    before = copy.deepcopy(SMALLEST)
+    recipe_from_mapping(SMALLEST, ["train.lr=1.0", "data.sources.0.path=other.jsonl"])
+    assert before == SMALLEST
+
+
+def test_a_recipe_turned_into_a_dictionary_is_a_recipe_again() -> None:
+    recipe = recipe_from_mapping(SMALLEST)
+    assert recipe_from_mapping(dataclasses.asdict(recipe)) == recipe
+
+
+def test_every_field_has_a_docstring() -> None:
+    documented: list[type] = [Recipe]
+    for path, item, hint in walk_fields(Recipe):
+        section, _ = held_section(hint)
+        if section is not None:
+            documented.append(section)
+        owner = next(cls for cls in documented if item in dataclasses.fields(cls))
+        assert dataclasses.is_dataclass(hint) or field_docs(owner)[item.name].endswith("."), path
+    assert len(documented) == 12
+
+
+@pytest.mark.parametrize(
+    ("bound", "inside", "outside", "words"),
+    [
+        (Bound(min=1), [1, 2], [0], "of 1 or more"),
+        (Bound(min=1, max=7), [1, 7], [0, 8], "from 1 to 7"),
+        (Bound(above=0, below=1), [0.5], [0, 1], "above 0 and below 1"),
+        (Bound(above=0, max=1), [1, 0.1], [0, 1.1], "above 0 and up to 1"),
+        (Bound(min=0, below=1), [0, 0.99], [1, -0.1], "of 0 or more and below 1"),
+        (Bound(min=0, max=0), [0], [0.1, -1], "equal to 0, the one choice there is"),
+    ],
+)
+def test_bound_admits_what_it_describes(bound: Bound, inside: list[float], outside: list[float], words: str) -> None:
+    assert all(bound.admits(value) for value in inside)
+    assert not any(bound.admits(value) for value in outside)
+    assert bound.describe() == words
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("head.num_depths=0", "head.num_depths: 0; expected a whole number from 1 to 7."),
+        ("head.num_depths=8", "head.num_depths: 8; expected a whole number from 1 to 7."),
+        ("data.holdout=0", "data.holdout: 0; expected a number above 0 and below 1."),
+        ("data.holdout=1.0", "data.holdout: 1.0; expected a number above 0 and below 1."),
+        ("objective.temperature=0", "objective.temperature: 0; expected a number above 0."),
+        ("objective.depth_decay=1.01", "objective.depth_decay: 1.01; expected a number above 0 and up to 1."),
+        ("gate.confidence=0.5", "gate.confidence: 0.5; expected a number above 0.5 and below 1."),
+        ("evaluate.temperature=0.7", "evaluate.temperature: 0.7; expected a number equal to 0, the one choice"),
+        ("train.betas=[0.9, 1.0]", "train.betas.1: 1.0; expected a number of 0 or more and below 1."),
+        ("train.betas=[0.9]", "train.betas: a list of 1; expected a list of 2 items, each a number of 0 or more"),
+        ("data.sources=[]", "data.sources: a list of 0; expected a list of 1 or more items, each a section."),
+        ("evaluate.arms=[]", "evaluate.arms: a list of 0; expected a list of 1 or more items, each one of none, "),
+        ("seed=-1", "seed: -1; expected a whole number from 0 to 4294967295."),
+        ("objective.unroll=fast", "objective.unroll: 'fast'; expected exact, the one choice there is."),
+        ("head.lora={r: 8}", "head.lora: a section; expected null, the one choice there is."),
+    ],
+)
+def test_values_outside_the_limits_are_refused(override: str, expected: str) -> None:
+    assert any(problem.startswith(expected) for problem in problems_of(override))
+
+
+@pytest.mark.parametrize("depth_decay", ["1", "1.0"])
+def test_limits_that_are_included_are_accepted(depth_decay: str) -> None:
+    recipe = recipe_from_mapping(SMALLEST, [f"objective.depth_decay={depth_decay}", "head.num_depths=7"])
+    assert recipe.objective.depth_decay == 1.0
+    assert isinstance(recipe.objective.depth_decay, float)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "cure"),
+    [
+        (["model.head_from=null", "evaluate.arms=[none, retrained]", "gate.baseline=none"], "head.init", "Name the"),
+        (["model.head_from=null", "head.init=random"], "evaluate.arms", "or remove the arm"),
+        (
+            ["model.head_from=null", "head.init=native", "evaluate.arms=[native, retrained, vanilla]"],
+            "evaluate.arms",
+            "or remove the arm",
+        ),
+        (["head.init=random", "evaluate.arms=[none, retrained]"], "model.head_from", "or model.head_from: null"),
+        (["evaluate.arms=[none, graft, retrained, graft]"], "evaluate.arms", "Remove the others"),
+        (["evaluate.arms=[none, graft]"], "evaluate.arms", "or write export.enabled: false"),
+        (["evaluate.arms=[none, retrained]"], "gate.baseline", "Add 'graft' to evaluate.arms"),
+        (["gate.baseline=native"], "gate.baseline", "Add 'native' to evaluate.arms"),
+        (["gate.baseline=graft", "head.init=native"], "gate.baseline", "Write gate.baseline: auto"),
+        (["train.tokens_per_step=1500"], "train.tokens_per_step", "Write 1024 or 1536"),
+        (["train.tokens_per_step=100"], "train.tokens_per_step", "Write 512"),
+        (["train.micro_batch_sequences=3"], "train.tokens_per_step", "Write 1536"),
+        (["train.warmup_steps=10"], "train.warmup_steps", "or train longer"),
+        (["data.seq_len_tokens=4"], "data.seq_len_tokens", "or lower head.num_depths"),
+        (["objective.loss=ce", "objective.temperature=2"], "objective.temperature", "or write objective.loss: kl"),
+        (["data.regenerate={}", "data.sources.0.format=text"], "data.sources.0.format", "data.regenerate: null"),
+    ],
+)
+def test_contradictions_are_refused_with_their_cure(overrides: list[str], path: str, cure: str) -> None:
+    problem = only_problem_of(*overrides)
+    assert problem.startswith(f"{path}: ")
+    assert "; expected " in problem
+    assert cure in problem
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.head_from=null", "head.init=random", "evaluate.arms=[none, retrained]"],
+        ["model.head_from=null", "head.init=native", "evaluate.arms=[native, retrained]"],
+        ["head.init=native", "evaluate.arms=[native, retrained, vanilla]"],
+        ["head.init=random", "gate.baseline=graft"],
+        ["evaluate.arms=[none, graft]", "export.enabled=false"],
+        ["train.tokens_per_step=3072", "train.micro_batch_sequences=3"],
+        ["train.warmup_steps=9"],
+        ["data.seq_len_tokens=5", "train.tokens_per_step=5"],
+        ["objective.loss=kl", "objective.temperature=2"],
+        ["data.regenerate={enabled: false}", "data.sources.0.format=text"],
+        ["model.adapter=lora", "objective.loss=ce"],
+    ],
+)
+def test_recipes_next_to_a_contradiction_are_accepted(overrides: list[str]) -> None:
+    assert recipe_from_mapping(SMALLEST, overrides) != recipe_from_mapping(SMALLEST)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "baseline"),
+    [
+        ([], "graft"),
+        (["head.init=native", "evaluate.arms=[native, graft, retrained]"], "native"),
+        (["head.init=random"], "none"),
+        (["gate.baseline=none"], "none"),
+    ],
+)
+def test_automatic_baseline_is_what_the_head_started_from(overrides: list[str], baseline: str) -> None:
+    assert recipe_from_mapping(SMALLEST, overrides).gate_baseline == baseline
+
+
+def test_responses_are_regenerated_where_the_section_is_there_and_on() -> None:
+    assert not recipe_from_mapping(SMALLEST).regenerates
+    assert recipe_from_mapping(SMALLEST, ["data.regenerate={}"]).regenerates
+    assert not recipe_from_mapping(SMALLEST, ["data.regenerate={enabled: false}"]).regenerates
+
+
+def test_rules_read_fields_that_exist() -> None:
+    known = {path for path, _ in FIELDS}
+    assert RULES
+    assert {path for rule in RULES for path in rule.reads} <= known
+
+
+@pytest.mark.parametrize("path", [path.replace("[]", ".0") for path, _ in FIELDS])
+def test_an_unusable_value_is_one_problem_and_breaks_no_rule(path: str) -> None:
+    """A rule that reads more than it declares would meet a value that is not there, and fail or mislead."""
+    assert only_problem_of("data.regenerate={}", f"{path}=[{{}}]").startswith(path)

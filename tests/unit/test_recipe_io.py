@@ -1,0 +1,312 @@
+"""Recipes as text: what is read, what is refused and how it is told, and that writing is the inverse of reading."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mtp_train.errors import RecipeError
+from mtp_train.recipe import Recipe
+from mtp_train.recipe_io import dump_recipe, load_recipe, recipe_digest
+
+TEXT = """\
+run_dir: runs/x
+model:
+  trunk: finetune
+  head_from: base
+data:
+  sources:
+    - path: chats.jsonl
+    - path: more.jsonl
+train:
+  max_steps: 10
+  tokens_per_step: 1024
+  lr: 1e-4
+evaluate:
+  arms: [none, graft, retrained]
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    assert str(caught.value) == "\n".join(caught.value.problems)
+    return caught.value.problems
+
+
+def problems_in(path: Path, text: str) -> list[str]:
+    path.write_text(text, encoding="utf-8")
+    return problems_of(path)
+
+
+def test_overrides_are_yaml_and_the_last_one_counts(recipe_file: Path) -> None:
+    recipe = load_recipe(
+        recipe_file,
+        [
+            "train.lr=1",
+            "train.lr=5e-4",
+            "data.pack=false",
+            "model.adapter=",
+            "evaluate.arms=[graft, retrained]",
+            "data.sources.1.path=a=b.jsonl",
+            "data.regenerate.max_prompts=7",
+        ],
+    )
+    assert recipe.train.lr == 5e-4
+    assert recipe.data.pack is False
+    assert recipe.model.adapter is None
+    assert recipe.evaluate.arms == ("graft", "retrained")
+    assert [source.path for source in recipe.data.sources] == ["chats.jsonl", "a=b.jsonl"]
+    assert recipe.data.regenerate is not None
+    assert recipe.data.regenerate.max_prompts == 7
+
+
+@pytest.mark.parametrize("written", ["1e-4", "1E-4", "1.0e-4", "0.0001", "+.0001"])
+def test_numbers_are_read_however_they_are_written(recipe_file: Path, written: str) -> None:
+    assert load_recipe(recipe_file, [f"train.lr={written}"]).train.lr == pytest.approx(1e-4)
+
+
+def test_whole_numbers_become_floats_where_floats_are_declared(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file, ["objective.temperature=1", "train.max_steps=1_000"])
+    assert type(recipe.objective.temperature) is float
+    assert recipe.train.max_steps == 1000
+
+
+@pytest.mark.parametrize("text", ["off", "no", "yes", "12:30", "2026-01-01", "<<", "="])
+def test_words_that_yaml_1_1_reads_otherwise_stay_text(recipe_file: Path, text: str) -> None:
+    assert load_recipe(recipe_file, [f"run_dir={text}"]).run_dir == text
+    assert load_recipe(recipe_file, ["track.wandb=off"]).track.wandb == "off"
+
+
+def test_all_problems_are_reported_at_once(recipe_file: Path) -> None:
+    problems = problems_of(
+        recipe_file, "train.lr=fast", "head.num_depths=9", "train.sav_steps=5", "train.warmup_steps=20", "data.pack.x=1"
+    )
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "head.num_depths",
+        "data.pack",
+        "train.sav_steps",
+        "train.lr",
+        "train.warmup_steps",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("train.lr=fast", "train.lr: 'fast' (text); expected a number above 0. Correct it; there is no default."),
+        ("train.lr=true", "train.lr: true; expected a number above 0. Correct it; there is no default."),
+        ("train.lr='1.0'", "train.lr: '1.0' (text); expected a number above 0. Correct it; there is no default."),
+        ("train.lr=.inf", "train.lr: inf (not a finite number); expected a number above 0. Correct it; there is no"),
+        ("train.lr=.nan", "train.lr: nan (not a finite number); expected a number above 0. Correct it; there is no"),
+        ("train.lr=1" + "0" * 400, "train.lr: 1000"),
+        ("train.max_steps=1e3", "train.max_steps: 1000.0 (a number); expected a whole number of 1 or more. Write 1000"),
+        ("seed=true", "seed: true; expected a whole number from 0 to 4294967295. Correct it, or leave it out for 0."),
+        ("data.pack=yes", "data.pack: 'yes' (text); expected true or false. Correct it, or leave it out for true."),
+        ("data.pack=1", "data.pack: 1 (a number); expected true or false."),
+        ("model.trunk=3", "model.trunk: 3 (a number); expected text. Put it in quotes: '3'."),
+        ("model.trunk=", "model.trunk: null; expected text."),
+        ("model.adapter=''", "model.adapter: ''; expected text, or null."),
+        ("model=finetune", "model: 'finetune' (text); expected a section with the fields trunk, head_from, "),
+        (
+            "gate=null",
+            "gate: null; expected a section with the fields baseline, confidence. Correct it, or leave it out",
+        ),
+        ("data.sources=a.jsonl", "data.sources: 'a.jsonl' (text); expected a list of 1 or more items, each a section."),
+        ("data.sources=[a.jsonl]", "data.sources.0: 'a.jsonl' (text); expected a section with the fields path, split"),
+        ("evaluate.arms=none", "evaluate.arms: 'none' (text); expected a list of 1 or more items, each one of none, "),
+        ("evaluate.arms=[graft, retraned]", "evaluate.arms.1: 'retraned'; expected one of none, graft, native, "),
+        ("gate.baseline=null", "gate.baseline: null; expected one of auto, graft, native, none. Did you mean none?"),
+        ("track.wandb=false", "track.wandb: false; expected one of off, offline, online."),
+        ("data.regenerate=true", "data.regenerate: true; expected a section with the fields enabled, max_prompts, "),
+    ],
+)
+def test_wrong_types_are_named(recipe_file: Path, override: str, problem: str) -> None:
+    assert problems_of(recipe_file, override)[0].startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("train.max_step", "train.max_steps"),
+        ("trian.lr", "train"),
+        ("lr", "train.lr"),
+        ("temperature", "objective.temperature or evaluate.temperature"),
+        ("data.max_prompts", "data.regenerate.max_prompts"),
+        ("model.num_dephts", "head.num_depths"),
+        ("data.sources.0.pth", "data.sources.0.path"),
+    ],
+)
+def test_unknown_fields_come_with_the_one_that_was_meant(recipe_file: Path, path: str, meant: str) -> None:
+    (problem,) = problems_of(recipe_file, f"{path}=1")
+    assert problem.endswith(f"Did you mean {meant}?")
+
+
+def test_unknown_field_without_a_likeness_lists_those_there_are(recipe_file: Path) -> None:
+    (problem,) = problems_of(recipe_file, "gate.zzz=1")
+    assert problem == "gate.zzz: unknown; expected one of baseline, confidence. Remove it."
+
+
+def test_misspelt_field_causes_no_misleading_contradiction(recipe_file: Path) -> None:
+    (problem,) = problems_in(recipe_file, TEXT.replace("head_from", "head_form"))
+    assert problem == "model.head_form: unknown; expected a field of model. Did you mean model.head_from?"
+
+
+def test_missing_fields_are_named_one_by_one(recipe_file: Path) -> None:
+    problems = problems_in(recipe_file, "# nothing yet\n")
+    assert [problem.partition("; ")[0] for problem in problems[:7]] == [
+        "run_dir: missing",
+        "model.trunk: missing",
+        "data.sources: missing",
+        "train.max_steps: missing",
+        "train.tokens_per_step: missing",
+        "train.lr: missing",
+        "evaluate.arms: missing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "found"),
+    [
+        ("run_dir: x\nmodel: a: b\n", "line 2, column 9", "mapping values are not allowed here"),
+        ("model:\n\ttrunk: x\n", "line 2, column 1", "found character '\\t' that cannot start any token"),
+        ("evaluate:\n  arms: [none, graft\n", "line 3, column 1", "expected ',' or ']'"),
+        ("run_dir: 'x\n", "line 2, column 1", "unexpected end of stream"),
+        ("a: 1\nrun_dir: \x07\n", "line 2, column 10", "the control character U+0007"),
+        ("run_dir: !!python/name:os.system x\n", "line 1, column 10", "could not determine a constructor"),
+        ("a: 1\n---\na: 2\n", "line 2, column 1", "expected a single document"),
+    ],
+)
+def test_syntax_errors_have_line_and_column(recipe_file: Path, text: str, place: str, found: str) -> None:
+    (problem,) = problems_in(recipe_file, text)
+    assert problem.startswith(f"{recipe_file}, {place}: ")
+    assert found in problem
+    assert "; expected well-formed YAML. " in problem
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "a: 1" + "0" * 5000])
+def test_absurd_yaml_is_refused_like_any_other(recipe_file: Path, text: str) -> None:
+    (problem,) = problems_in(recipe_file, text)
+    assert "; expected well-formed YAML. " in problem
+
+
+def test_keys_given_twice_are_refused_with_their_lines(recipe_file: Path) -> None:
+    problems = problems_in(recipe_file, TEXT.replace("  lr: 1e-4\n", "  lr: 1e-4\n  warmup_steps: 10\n  lr: 2e-4\n"))
+    assert problems[0] == (
+        f"{recipe_file}, line 14: 'lr' once more (first in line 12); expected each field once. Remove one of them."
+    )
+    assert problems[1].startswith("train.warmup_steps: 10; ")
+
+
+def test_a_recipe_is_a_section_not_a_list(recipe_file: Path) -> None:
+    (problem,) = problems_in(recipe_file, "- run_dir: x\n")
+    assert problem.startswith("recipe: a list of 1; expected a section with the fields run_dir, seed, model, ")
+
+
+def test_aliases_without_end_end_in_a_message(recipe_file: Path) -> None:
+    problems = problems_in(recipe_file, TEXT + "export: &loop\n  enabled: *loop\n")
+    assert problems == ["export.enabled: a section; expected true or false. Correct it, or leave it out for true."]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("train.lr", "override 'train.lr': no field with a value; expected section.field=value."),
+        ("=3", "override '=3': no field with a value; expected section.field=value."),
+        ("train..lr=3", "override 'train..lr=3': no field with a value; expected section.field=value."),
+        ("train.lr=[", "override train.lr, line 1, column 2: while parsing a flow node expected the node content"),
+        ("head={a: 1, a: 2}", "override head, line 1: 'a' once more (first in line 1); expected each field once."),
+        ("data.sources.2.path=x", "data.sources.2: beyond the list, which has 2; expected an item of it."),
+        ("data.sources.path=x", "data.sources.path: data.sources is a list of 2; expected a section."),
+        ("train.betas.0=0.8", "train.betas.0: train.betas is null; expected a list. Give train.betas as a whole."),
+        ("data.0=x", "data.0: data is a section; expected a list. Give data as a whole."),
+        ("run_dir.x=1", "run_dir.x: run_dir is 'runs/x'; expected a section. Give run_dir as a whole."),
+    ],
+)
+def test_overrides_that_fit_nowhere_are_refused(recipe_file: Path, override: str, problem: str) -> None:
+    (found,) = problems_of(recipe_file, override)
+    assert found.startswith(problem)
+
+
+def test_files_that_cannot_be_read_are_refused(recipe_file: Path, tmp_path: Path) -> None:
+    (missing,) = problems_of(tmp_path / "recpe.yaml")
+    assert missing.endswith(f"no such file; expected a recipe in YAML. Did you mean {recipe_file}?")
+    (directory,) = problems_of(tmp_path)
+    assert directory.startswith(f"{tmp_path}: cannot be read (")
+    recipe_file.write_bytes(b"run_dir: \xff\n")
+    (binary,) = problems_of(recipe_file)
+    assert binary.startswith(f"{recipe_file}: not text in UTF-8; expected a recipe in YAML. ")
+
+
+@pytest.fixture(
+    params=["off", "null", "1e5", "089", "0x1F", "12:30", "a: b", "# c", "  x ", "'", "two\nlines", "\u00e9\U0001f600"]
+)
+def odd_recipe(request: pytest.FixtureRequest, recipe_file: Path) -> Recipe:
+    """A recipe whose text fields hold what careless quoting would turn into something else."""
+    odd = yaml.safe_dump({"run_dir": request.param, "evaluate": yaml.safe_load(TEXT)["evaluate"]}, allow_unicode=True)
+    lines = TEXT.splitlines(keepends=True)[1:-2]
+    recipe_file.write_text(odd.replace("run_dir: ", "run_dir: !!str ", 1) + "".join(lines), encoding="utf-8")
+    recipe = load_recipe(recipe_file, ["track.wandb=off", "train.lr=1e-7", "data.regenerate={}"])
+    assert recipe.run_dir == request.param
+    return recipe
+
+
+def test_writing_and_reading_gives_an_equal_recipe(odd_recipe: Recipe, tmp_path: Path) -> None:
+    dumped = tmp_path / "dumped.yaml"
+    dumped.write_text(dump_recipe(odd_recipe), encoding="utf-8")
+    assert load_recipe(dumped) == odd_recipe
+    assert dump_recipe(load_recipe(dumped)) == dump_recipe(odd_recipe)
+
+
+def test_other_readers_of_yaml_read_the_same_values(odd_recipe: Recipe) -> None:
+    plain = yaml.safe_load(dump_recipe(odd_recipe))
+    assert plain["run_dir"] == odd_recipe.run_dir
+    assert plain["track"]["wandb"] == "off"
+    assert plain["train"]["lr"] == 1e-7
+
+
+def test_dump_spells_out_every_field_in_order(recipe_file: Path) -> None:
+    plain = yaml.safe_load(dump_recipe(load_recipe(recipe_file)))
+    assert list(plain) == [
+        "run_dir", "seed", "model", "head", "data", "objective", "train", "evaluate", "gate", "export", "track"
+    ]  # fmt: skip
+    assert plain["model"] == {
+        "trunk": "finetune",
+        "head_from": "base",
+        "adapter": None,
+        "dtype": "auto",
+        "trust_remote_code": False,
+    }
+
+
+def test_digest_depends_on_what_is_said_and_not_on_how(recipe_file: Path, tmp_path: Path) -> None:
+    digest = recipe_digest(load_recipe(recipe_file))
+    other = tmp_path / "other.yaml"
+    model, rest = TEXT.split("data:", 1)
+    other.write_text(f"# The same.\nseed: 0\ndata:{rest.replace('1e-4', '0.0001')}{model}", encoding="utf-8")
+    assert recipe_digest(load_recipe(other)) == digest
+    assert recipe_digest(load_recipe(recipe_file, ["seed=1"])) != digest
+    assert len(digest) == 64
+
+
+def test_digest_is_the_same_in_every_process(recipe_file: Path) -> None:
+    code = (
+        "import sys; from mtp_train.recipe_io import load_recipe, recipe_digest; "
+        "print(recipe_digest(load_recipe(sys.argv[1])))"
+    )
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-c", code, recipe_file], capture_output=True, text=True, check=True, cwd=root
+    )
+    assert ran.stdout.strip() == recipe_digest(load_recipe(recipe_file))
