@@ -15,7 +15,7 @@ from mtp_train.data.records import PlainText, Record
 from mtp_train.data.sources import load_records
 from mtp_train.data.split import split_by_group
 from mtp_train.demo import resolve
-from mtp_train.errors import CheckpointError, RecipeError
+from mtp_train.errors import CheckpointError
 from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.recipe import Recipe
@@ -52,7 +52,6 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         MtpError: Something does not fit; the message says what.
     """
     plan = make_plan(recipe, world_size)
-    require_adapter_without_export(recipe)
     finetune = open_location(recipe.model.trunk)
     base = open_location(recipe.model.head_from) if recipe.model.head_from else None
     head_plan = plan_head(recipe, finetune, base)
@@ -159,18 +158,3 @@ def evaluation_dtype(recipe: Recipe, device: torch.device, stored: str) -> torch
     if recipe.model.dtype != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
     return torch.float32 if device.type == "cpu" else TORCH_DTYPES[stored]
-
-
-def require_adapter_without_export(recipe: Recipe) -> None:
-    """Refuse to export a head trained on trunk + adapter into the bare trunk's checkpoint.
-
-    Raises:
-        RecipeError: Both are asked for.
-    """
-    if recipe.model.adapter is not None and recipe.export.enabled:
-        raise RecipeError(
-            [
-                "export.enabled: true with model.adapter set; expected a trunk whose weights are in one checkpoint. "
-                "Merge the adapter first, or write export.enabled: false."
-            ]
-        )

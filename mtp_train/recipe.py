@@ -34,7 +34,7 @@ class ModelSection:
     adapter: str | None = None
     """A peft adapter directory: the trunk is then `trunk` with this adapter, unmerged."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision in which the trunk's weights are held; `auto` takes the checkpoint's own."""
+    """Precision in which the trunk's weights are held; `auto`: the checkpoint's own, on a CPU float32."""
     trust_remote_code: bool = False
     """Whether a checkpoint may bring code of its own."""
 
@@ -143,8 +143,6 @@ class TrainSection:
     """Steps between resume states; the last step always leaves one."""
     log_steps: Count = 10
     """Steps between lines of `metrics.jsonl`."""
-    eval_steps: Annotated[int, Bound(min=0)] = 0
-    """Steps between measurements of acceptance during training; 0 never measures."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +168,7 @@ class GateSection:
     """When a retrained head is good enough to export."""
 
     baseline: Literal["auto", "graft", "native", "none"] = "auto"
-    """The arm it must beat; `auto` takes what the head started from (`none` after random weights)."""
+    """The arm it must beat; `auto` takes the best head there is without training: `graft`, else `native`, else `none`."""
     confidence: Annotated[float, Bound(above=0.5, below=1)] = 0.95
     """Confidence of the interval of the gain in tau that must lie above 0."""
 
@@ -215,10 +213,12 @@ class Recipe:
 
     @property
     def gate_baseline(self) -> Baseline:
-        """The arm the retrained head must beat, ``auto`` resolved."""
+        """The arm the retrained head must beat, ``auto`` resolved, whatever the head started from."""
         if self.gate.baseline != "auto":
             return self.gate.baseline
-        return "none" if self.head.init == "random" else self.head.init
+        if self.head.init == "native":
+            return "native"
+        return "none" if self.model.head_from is None else "graft"
 
     @property
     def regenerates(self) -> bool:

@@ -60,7 +60,7 @@ def _arms_have_their_model(recipe: Recipe) -> Iterator[str]:
 
 @_reads("model.head_from", "head.init", "evaluate.arms", "gate.baseline")
 def _donor_is_used(recipe: Recipe) -> Iterator[str]:
-    wanted = {recipe.head.init, recipe.gate.baseline, *recipe.evaluate.arms}
+    wanted = {recipe.head.init, recipe.gate_baseline, *recipe.evaluate.arms}
     if recipe.model.head_from is not None and not wanted & {"graft", "vanilla"}:
         yield (
             f"model.head_from: {recipe.model.head_from!r}, which nothing uses; expected head.init: graft, or an arm "
@@ -84,11 +84,11 @@ def _export_is_measured(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@_reads("gate.baseline", "head.init", "evaluate.arms")
+@_reads("gate.baseline", "head.init", "model.head_from", "evaluate.arms")
 def _baseline_is_measured(recipe: Recipe) -> Iterator[str]:
     arms, baseline = recipe.evaluate.arms, recipe.gate_baseline
     if "retrained" in arms and baseline not in arms:
-        origin = f" ({baseline!r} for head.init: {recipe.head.init})" if recipe.gate.baseline == "auto" else ""
+        origin = f" ({baseline!r})" if recipe.gate.baseline == "auto" else ""
         yield (
             f"gate.baseline: {recipe.gate.baseline!r}{origin}, which evaluate.arms lacks; expected an arm that is "
             f"measured. Add {baseline!r} to evaluate.arms."
@@ -140,10 +140,19 @@ def _sequences_reach_every_depth(recipe: Recipe) -> Iterator[str]:
 
 @_reads("objective.temperature", "objective.loss")
 def _temperature_is_used(recipe: Recipe) -> Iterator[str]:
-    if recipe.objective.loss == "ce" and recipe.objective.temperature != 1.0:
+    if recipe.objective.loss != "kl" and recipe.objective.temperature != 1.0:
         yield (
-            f"objective.temperature: {recipe.objective.temperature} with objective.loss: ce, which has none; expected "
-            "1.0. Leave it out, or write objective.loss: kl."
+            f"objective.temperature: {recipe.objective.temperature} with objective.loss: {recipe.objective.loss}, which "
+            "has none; expected 1.0. Leave it out, or write objective.loss: kl."
+        )
+
+
+@_reads("model.adapter", "export.enabled")
+def _adapter_is_not_exported(recipe: Recipe) -> Iterator[str]:
+    if recipe.model.adapter is not None and recipe.export.enabled:
+        yield (
+            "export.enabled: true with model.adapter set; expected a trunk whose weights are in one checkpoint. Merge the "
+            "adapter first and name the merged model in model.trunk, or write export.enabled: false."
         )
 
 

@@ -138,17 +138,10 @@ def drafts_of_training(trunk: Trunk, head: MtpHead, tokens: Sequence[int], draft
     return [int(trunk.logits(output[0, len(tokens) - 2]).argmax()) for output in outputs]
 
 
-@pytest.mark.parametrize("depths", [[4], [4, 0, 0, 2, 1, 0, 4, 3]], ids=["fixed", "changing"])
-@pytest.mark.parametrize("num_prompt_tokens", [1, 6])
-@pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
-    family_name: str, unroll_kind: str, num_prompt_tokens: int, depths: list[int]
-) -> None:
-    trunk = tiny_trunk(family_name)
-    head = tiny_head(trunk) if unroll_kind == "recursive" else chained(trunk, 4)
-    prompt = random_prompt(num_prompt_tokens, seed=3)
+def checked_drafts(trunk: Trunk, head: MtpHead, prompt: Sequence[int], depths: Sequence[int]) -> list[list[int]]:
+    """Decode ten rounds, compare every draft with both recomputations, and return the drafts."""
     decoder = ScriptedDecoder(trunk, head, 4, prompt=prompt, accepted=[4, 0, 1, 2, 3])
+    checked: list[list[int]] = []
     with torch.inference_mode():
         state = decoder.prefill(prompt)
         assert isinstance(state.drafter, ScriptedDrafter)
@@ -159,6 +152,29 @@ def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
                 drafts = state.drafter.real_drafts[-1][0].tolist()
                 assert drafts == drafts_from_scratch(trunk, head, before, depth), index
                 assert drafts == drafts_of_training(trunk, head, before, drafts), index
+                checked.append(drafts)
+    return checked
+
+
+@pytest.mark.parametrize("depths", [[4], [4, 0, 0, 2, 1, 0, 4, 3]], ids=["fixed", "changing"])
+@pytest.mark.parametrize("num_prompt_tokens", [1, 6])
+@pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
+    family_name: str, unroll_kind: str, num_prompt_tokens: int, depths: list[int]
+) -> None:
+    trunk = tiny_trunk(family_name)
+    head = tiny_head(trunk) if unroll_kind == "recursive" else chained(trunk, 4)
+    assert checked_drafts(trunk, head, random_prompt(num_prompt_tokens, seed=3), depths)
+
+
+def test_drafts_follow_the_heads_convention() -> None:
+    trunk = tiny_trunk("glm4_moe")
+    head = tiny_head(trunk)
+    default = checked_drafts(trunk, head, PROMPT[:1], [4])
+    # Recycles the state before the final norm and reads no embedding at position 0.
+    head.convention = trunk.family.conventions["vllm"]
+    assert checked_drafts(trunk, head, PROMPT[:1], [4]) != default
 
 
 def test_a_stale_row_in_the_heads_cache_shows(monkeypatch: pytest.MonkeyPatch) -> None:

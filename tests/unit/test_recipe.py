@@ -143,7 +143,12 @@ def test_limits_that_are_included_are_accepted(depth_decay: str) -> None:
             "evaluate.arms",
             "or remove the arm",
         ),
-        (["head.init=random", "evaluate.arms=[none, retrained]"], "model.head_from", "or model.head_from: null"),
+        (
+            ["head.init=random", "evaluate.arms=[none, retrained]", "gate.baseline=none"],
+            "model.head_from",
+            "or model.head_from: null",
+        ),
+        (["head.init=random", "evaluate.arms=[none, retrained]"], "gate.baseline", "Add 'graft' to evaluate.arms"),
         (["evaluate.arms=[none, graft, retrained, graft]"], "evaluate.arms", "Remove the others"),
         (["evaluate.arms=[none, graft]"], "evaluate.arms", "or write export.enabled: false"),
         (["evaluate.arms=[none, retrained]"], "gate.baseline", "Add 'graft' to evaluate.arms"),
@@ -154,6 +159,8 @@ def test_limits_that_are_included_are_accepted(depth_decay: str) -> None:
         (["train.micro_batch_sequences=3"], "train.tokens_per_step", "Write 1536"),
         (["train.warmup_steps=10"], "train.warmup_steps", "or train longer"),
         (["data.seq_len_tokens=4"], "data.seq_len_tokens", "or lower head.num_depths"),
+        (["objective.temperature=2"], "objective.temperature", "or write objective.loss: kl"),
+        (["model.adapter=lora"], "export.enabled", "or write export.enabled: false"),
         (["objective.loss=ce", "objective.temperature=2"], "objective.temperature", "or write objective.loss: kl"),
         (["data.regenerate={}", "data.sources.0.format=text"], "data.sources.0.format", "data.regenerate: null"),
     ],
@@ -178,7 +185,7 @@ def test_contradictions_are_refused_with_their_cure(overrides: list[str], path: 
         ["data.seq_len_tokens=5", "train.tokens_per_step=5"],
         ["objective.loss=kl", "objective.temperature=2"],
         ["data.regenerate={enabled: false}", "data.sources.0.format=text"],
-        ["model.adapter=lora", "objective.loss=ce"],
+        ["model.adapter=lora", "objective.loss=ce", "export.enabled=false"],
     ],
 )
 def test_recipes_next_to_a_contradiction_are_accepted(overrides: list[str]) -> None:
@@ -190,11 +197,12 @@ def test_recipes_next_to_a_contradiction_are_accepted(overrides: list[str]) -> N
     [
         ([], "graft"),
         (["head.init=native", "evaluate.arms=[native, graft, retrained]"], "native"),
-        (["head.init=random"], "none"),
+        (["head.init=random"], "graft"),
+        (["head.init=random", "model.head_from=null", "evaluate.arms=[none, retrained]"], "none"),
         (["gate.baseline=none"], "none"),
     ],
 )
-def test_automatic_baseline_is_what_the_head_started_from(overrides: list[str], baseline: str) -> None:
+def test_automatic_baseline_is_the_best_head_without_training(overrides: list[str], baseline: str) -> None:
     assert recipe_from_mapping(SMALLEST, overrides).gate_baseline == baseline
 
 
