@@ -60,6 +60,7 @@ QWEN3_5 = Family(
     make_layer=_make_layer,
     make_norm=_make_norm,
     make_rotary=_make_rotary,
+    rotary_axes=3,
     recurrent=RecurrentKernels(
         python_module="transformers.models.qwen3_5.modeling_qwen3_5",
         chunked="torch_chunk_gated_delta_rule",

@@ -102,6 +102,8 @@ class Family:
     make_layer: Callable[[PretrainedConfig, int], nn.Module]
     make_norm: Callable[[PretrainedConfig], nn.Module]
     make_rotary: Callable[[PretrainedConfig], nn.Module]
+    rotary_axes: int = 1
+    """Rows of positions the rotary embedding takes: 3 where it counts time, height and width (all equal for text)."""
     engines: Mapping[str, EngineSupport]
     recurrent: RecurrentKernels | None = None
 

@@ -54,7 +54,7 @@ def mtp_step(
     fused_BTD = module.fuse(hidden_BTD, embed_BTD)
     block_BTD = module.layer(
         fused_BTD,
-        position_embeddings=head.rotary(fused_BTD, positions_BT),
+        position_embeddings=head.rotary(fused_BTD, _rotary_positions(head, positions_BT)),
         attention_mask=None if mask_BTS is None else mask_BTS[:, None],
         position_ids=positions_BT,
         past_key_values=cache,
@@ -62,6 +62,11 @@ def mtp_step(
     normed_BTD = module.final_norm(block_BTD)
     recycled_BTD = normed_BTD if head.convention.recycle == "after_final_norm" else block_BTD
     return StepOutput(normed_BTD, recycled_BTD)
+
+
+def _rotary_positions(head: MtpHead, positions_BT: Tensor) -> Tensor:
+    axes = head.family.rotary_axes
+    return positions_BT if axes == 1 else positions_BT.expand(axes, -1, -1)
 
 
 def unroll(

@@ -51,7 +51,7 @@ class RunLog:
     def close(self) -> None:
         """Flush and end the Weights & Biases run, if any."""
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
