@@ -6,6 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
+from mtp_train.weights.files import CONFIG_FILE
+
 
 def graft_command(finetune: str, base: str) -> str:
     """Return the command that puts a base's head back on a fine-tune."""
@@ -25,10 +27,17 @@ def retrain_command(finetune: str, base: str) -> str:
 
 
 def named_base(checkpoint: Path) -> str | None:
-    """Return the base that a model card names (``base_model:`` in its header), if any."""
+    """Return the base that a model card names (``base_model:`` in its header), if any.
+
+    A checkpoint of that name beside this one is taken for it; otherwise the name stands for a hub id.
+    """
     card = checkpoint / "README.md"
     if not card.is_file():
         return None
     header = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), flags=re.DOTALL)
     named = re.search(r"^base_model:\s*(?:\n-\s*)?(\S+)\s*$", header.group(1), flags=re.MULTILINE) if header else None
-    return named.group(1).strip("'\"") if named else None
+    if named is None:
+        return None
+    name = named.group(1).strip("'\"")
+    beside = checkpoint.parent / name.rsplit("/", 1)[-1]
+    return str(beside) if (beside / CONFIG_FILE).is_file() else name

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 
 from byte_tokenizer import byte_tokenizer
@@ -34,8 +35,8 @@ def write_inputs(directory: Path, family_name: str = "qwen3_5", num_records: int
     return directory
 
 
-def tiny_recipe(directory: Path, run_dir: Path, **overrides: Any) -> Recipe:
-    """Return a recipe of a few seconds on ``write_inputs``; ``section__field=value`` overrides."""
+def tiny_mapping(directory: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
+    """Return the plain values of a recipe of a few seconds on ``write_inputs``; ``section__field=value`` overrides."""
     mapping: dict[str, Any] = {
         "run_dir": str(run_dir),
         "model": {"trunk": str(directory / "finetune"), "head_from": str(directory / "base")},
@@ -63,7 +64,18 @@ def tiny_recipe(directory: Path, run_dir: Path, **overrides: Any) -> Recipe:
             mapping.setdefault(section, {})[field] = value
         else:
             mapping[section] = value
-    return recipe_from_mapping(mapping)
+    return mapping
+
+
+def tiny_recipe(directory: Path, run_dir: Path, **overrides: Any) -> Recipe:
+    """Return the recipe of ``tiny_mapping``."""
+    return recipe_from_mapping(tiny_mapping(directory, run_dir, **overrides))
+
+
+def write_recipe(path: Path, directory: Path, run_dir: Path, **overrides: Any) -> Path:
+    """Write the recipe of ``tiny_mapping`` as a user would, and return its path."""
+    path.write_text(yaml.safe_dump(tiny_mapping(directory, run_dir, **overrides)), encoding="utf-8")
+    return path
 
 
 # Enough for a random tiny head to beat the random graft clearly on the trunk's own words.
@@ -77,6 +89,14 @@ LEARNS = {
     "evaluate__prompts": 8,
     "evaluate__max_new_tokens": 24,
 }
+
+
+def tree(directory: Path) -> dict[str, bytes | None]:
+    """Return everything below a directory: a file's content, None for a directory."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
+        for path in sorted(directory.rglob("*"))
+    }
 
 
 def run_quietly(recipe: Recipe) -> Outcome:

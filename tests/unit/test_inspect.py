@@ -132,6 +132,15 @@ def test_the_model_card_names_the_base_for_the_cure(tmp_path: Path) -> None:
     assert "--from Qwen/Qwen3.5-4B " in found.cure
 
 
+def test_a_base_beside_the_checkpoint_is_found_by_the_name_in_its_card(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    (finetune / "README.md").write_text("---\nbase_model: someone/base\n---\n")
+    found = inspect(finetune)
+    assert found.cure is not None
+    assert shlex.split(found.cure)[:5] == ["mtp-train", "graft", str(finetune), "--from", str(base)]
+    assert main(shlex.split(found.cure)[1:]) == 0
+
+
 def test_what_cannot_be_read_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "nowhere")]) == 2
     captured = capsys.readouterr()

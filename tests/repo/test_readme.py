@@ -1,0 +1,63 @@
+"""What the README promises exists: its commands parse, its recipe lines load, its families are the ones we know."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mtp_train.cli import build_parser
+from mtp_train.families import FAMILIES
+from mtp_train.recipe_io import load_recipe
+
+REPOSITORY = Path(__file__).parents[2]
+README = (REPOSITORY / "README.md").read_text()
+
+
+def shell_commands() -> list[list[str]]:
+    """Return the commands of the README's code blocks as words, continued lines joined, comments dropped."""
+    blocks = re.findall(r"```(?:bash|console)\n(.*?)```", README, flags=re.DOTALL)
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    inline = re.findall(r"`(mtp-train [a-z]+ [^`|\[]*--out [^`\[]*)`", README)
+    words = [shlex.split(line, comments=True) for line in [*lines, *inline] if not line.startswith("mtp-train demo DIR")]
+    return [command for command in words if command]
+
+
+def ours(program: str) -> list[list[str]]:
+    return [command for command in shell_commands() if program in command]
+
+
+def test_every_command_line_parses() -> None:
+    commands = [command[1:] for command in ours("mtp-train") if "FINE_TUNE" not in command]
+    assert len(commands) >= 3
+    for command in commands:
+        assert build_parser().parse_args(command).command == command[0]
+
+
+def test_every_recipe_line_resolves() -> None:
+    launches = [command for command in ours("accelerate") if "-m" in command] + ours("check")
+    assert len(launches) >= 2
+    for command in launches:
+        start = next(index for index, word in enumerate(command) if word.endswith("retrain_head.yaml"))
+        recipe = load_recipe(REPOSITORY / command[start], command[start + 1 :])
+        assert recipe.model.head_from == "Qwen/Qwen3.6-27B"
+
+
+def test_a_mistyped_recipe_line_would_be_seen() -> None:
+    with pytest.raises(Exception, match=r"model\.trnk: unknown"):
+        load_recipe(REPOSITORY / "recipes" / "retrain_head.yaml", ["model.trnk=x"])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_support_table_has_every_family(family: object) -> None:
+    title = family.title  # type: ignore[attr-defined]
+    assert f"| {title} |" in README
+
+
+def test_every_file_it_points_to_exists() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
+    assert len(links) > 5
+    assert all((REPOSITORY / link).exists() for link in links)
+    assert README.count("\n") < 200
