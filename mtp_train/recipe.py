@@ -168,7 +168,7 @@ class GateSection:
     """When a retrained head is good enough to export."""
 
     baseline: Literal["auto", "graft", "native", "none"] = "auto"
-    """The arm it must beat; `auto` takes the best head there is without training: `graft`, else `native`, else `none`."""
+    """The arm it must beat; `auto` takes the best head to be had without training, `none` where there is none."""
     confidence: Annotated[float, Bound(above=0.5, below=1)] = 0.95
     """Confidence of the interval of the gain in tau that must lie above 0."""
 

@@ -142,8 +142,8 @@ def _sequences_reach_every_depth(recipe: Recipe) -> Iterator[str]:
 def _temperature_is_used(recipe: Recipe) -> Iterator[str]:
     if recipe.objective.loss != "kl" and recipe.objective.temperature != 1.0:
         yield (
-            f"objective.temperature: {recipe.objective.temperature} with objective.loss: {recipe.objective.loss}, which "
-            "has none; expected 1.0. Leave it out, or write objective.loss: kl."
+            f"objective.temperature: {recipe.objective.temperature} with objective.loss: {recipe.objective.loss}, "
+            "which has none; expected 1.0. Leave it out, or write objective.loss: kl."
         )
 
 
@@ -151,8 +151,8 @@ def _temperature_is_used(recipe: Recipe) -> Iterator[str]:
 def _adapter_is_not_exported(recipe: Recipe) -> Iterator[str]:
     if recipe.model.adapter is not None and recipe.export.enabled:
         yield (
-            "export.enabled: true with model.adapter set; expected a trunk whose weights are in one checkpoint. Merge the "
-            "adapter first and name the merged model in model.trunk, or write export.enabled: false."
+            "export.enabled: true with model.adapter set; expected a trunk whose weights are in one checkpoint. Merge "
+            "the adapter first and name the merged model in model.trunk, or write export.enabled: false."
         )
 
 

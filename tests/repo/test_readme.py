@@ -21,7 +21,9 @@ def shell_commands() -> list[list[str]]:
     blocks = re.findall(r"```(?:bash|console)\n(.*?)```", README, flags=re.DOTALL)
     lines = [line.removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     inline = re.findall(r"`(mtp-train [a-z]+ [^`|\[]*--out [^`\[]*)`", README)
-    words = [shlex.split(line, comments=True) for line in [*lines, *inline] if not line.startswith("mtp-train demo DIR")]
+    words = [
+        shlex.split(line, comments=True) for line in [*lines, *inline] if not line.startswith("mtp-train demo DIR")
+    ]
     return [command for command in words if command]
 
 

@@ -1,0 +1,415 @@
+"""Bad input through the command line: exit 2, one message that cures, nothing written, what was there kept whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import save_with_head, shard
+from mtp_train.cli import main
+from mtp_train.weights import artifact as artifact_module
+from mtp_train.weights import export as export_module
+from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from runs import BYTE_VOCAB_SIZE, LEARNS, tree, write_inputs, write_recipe
+from tiny import tiny_head, tiny_trunk
+
+Capture = pytest.CaptureFixture[str]
+# Where, what was found, what was expected, what to do about it.
+FOUR_ANSWERS = re.compile(r"[^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+[.?]")
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("pristine") / "in")
+
+
+@pytest.fixture
+def inputs(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "in"))
+
+
+@pytest.fixture(scope="module")
+def finished(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run a recipe that passes the gate; return the directory with ``recipe.yaml`` and ``run``."""
+    directory = tmp_path_factory.mktemp("finished")
+    recipe = write_recipe(directory / "recipe.yaml", pristine, directory / "run", **LEARNS)
+    assert main(["run", str(recipe)]) == 0
+    return directory
+
+
+def refusal(argv: list[Any], capfd: Capture) -> str:
+    """Run a command that must refuse; return its message, which is all it may print."""
+    capfd.readouterr()
+    assert main([str(word) for word in argv]) == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("mtp-train: ")
+    assert printed.err.endswith("\n")
+    return printed.err.removeprefix("mtp-train: ")[:-1]
+
+
+def assert_recorded(run_dir: Path, message: str, stage: str) -> None:
+    """The outcome of a refused run says what the command line said, and is all the run left."""
+    assert [path.name for path in run_dir.iterdir()] == ["outcome.json"]
+    outcome = json.loads((run_dir / "outcome.json").read_text())
+    assert outcome == {"exit_code": 2, "reason": "bad_input", "message": message, "stage": stage}
+
+
+# Damaged checkpoints
+
+
+class Damage(NamedTuple):
+    """Something wrong with ``base`` or ``finetune``, and the message it must cause."""
+
+    do: Callable[[Path], None]
+    message: str
+
+
+def save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+
+
+def lose_a_shard(inputs: Path) -> None:
+    shard(inputs / "finetune")
+    (inputs / "finetune" / "model-00002-of-00003.safetensors").unlink()
+
+
+def truncate_a_shard(inputs: Path) -> None:
+    shard(inputs / "finetune")
+    file = inputs / "finetune" / "model-00003-of-00003.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def index_a_file_that_never_was(inputs: Path) -> None:
+    shard(inputs / "base")
+    index = json.loads((inputs / "base" / INDEX_FILE).read_text())
+    index["weight_map"]["lm_head.weight"] = "model-00004-of-00003.safetensors"
+    (inputs / "base" / INDEX_FILE).write_text(json.dumps(index))
+
+
+def reshape_the_head(inputs: Path) -> None:
+    save(inputs / "base", load_file(inputs / "base" / SINGLE_FILE) | {"mtp.fc.weight": torch.zeros(32, 48)})
+
+
+def poison(inputs: Path, name: str, key: str) -> None:
+    tensors = load_file(inputs / name / SINGLE_FILE)
+    tensors[key].view(-1)[-1] = float("nan")
+    save(inputs / name, tensors)
+
+
+def resize_the_base(inputs: Path) -> None:
+    shutil.rmtree(inputs / "base")
+    trunk = tiny_trunk("qwen3_5", vocab_size=BYTE_VOCAB_SIZE + 5)
+    save_with_head(trunk, tiny_head(trunk), inputs / "base")
+
+
+def rename_the_architecture(inputs: Path) -> None:
+    config = json.loads((inputs / "finetune" / CONFIG_FILE).read_text()) | {"model_type": "llama"}
+    (inputs / "finetune" / CONFIG_FILE).write_text(json.dumps(config))
+
+
+def pickle_the_weights(inputs: Path) -> None:
+    (inputs / "finetune" / SINGLE_FILE).rename(inputs / "finetune" / "pytorch_model.bin")
+
+
+DAMAGES = {
+    "missing shard": Damage(
+        lose_a_shard,
+        r"finetune/model\.safetensors\.index\.json: names model-00002-of-00003\.safetensors, which is not there .*; "
+        r"expected every shard beside the index\. Download the missing shards\.",
+    ),
+    "truncated shard": Damage(
+        truncate_a_shard,
+        r"finetune/model-00003-of-00003\.safetensors: truncated or damaged .*; expected a whole safetensors file\. "
+        r"Download or copy it again\.",
+    ),
+    "index of a missing file": Damage(
+        index_a_file_that_never_was,
+        r"base/model\.safetensors\.index\.json: names model-00004-of-00003\.safetensors, which is not there",
+    ),
+    "head of another shape": Damage(
+        reshape_the_head,
+        r"base: head shape mismatch: mtp\.fc\.weight: found \[32, 48\], expected \[32, 64\] .*; expected a complete "
+        r"head\. Point at the base with its original weights\.",
+    ),
+    "NaN in the trunk": Damage(
+        lambda inputs: poison(inputs, "finetune", "model.norm.weight"),
+        r"finetune: model\.norm\.weight holds NaN or infinite values \(1 such tensors\); expected finite weights\. "
+        r"Use a checkpoint saved before training diverged\.",
+    ),
+    "NaN in the head": Damage(
+        lambda inputs: poison(inputs, "base", "mtp.norm.weight"),
+        r"mtp\.norm\.weight.* holds NaN or infinite values.*; expected finite weights\. Use a checkpoint saved before",
+    ),
+    "base of another trunk": Damage(
+        resize_the_base,
+        rf"base: trunk tensor embed_tokens\.weight is \[{BYTE_VOCAB_SIZE + 5}, 32\], in .*finetune it is "
+        rf"\[{BYTE_VOCAB_SIZE}, 32\]; expected the same trunk shape\. Point at the base that the fine-tune came from\.",
+    ),
+    "unknown architecture": Damage(
+        rename_the_architecture,
+        r"finetune: config\.json has model_type 'llama', an architecture without a known head layout; expected one of "
+        r".*qwen3_5_text.*\. Add a family record .* or use a supported model\.",
+    ),
+    "pickle": Damage(
+        pickle_the_weights,
+        r"finetune: weights are pickles \(pytorch_model\.bin\), which can run code when read; expected safetensors\. "
+        r"Convert them once",
+    ),
+}
+
+
+@pytest.mark.parametrize("command", ["run", "regenerate", "graft", "generate"])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_checkpoint_is_refused_by_every_command_that_needs_it(
+    damage: Damage, command: str, inputs: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    damage.do(inputs)
+    regenerate = {"data__regenerate": {"enabled": True}} if command == "regenerate" else {}
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **regenerate)
+    argv = {
+        "run": ["run", recipe],
+        "regenerate": ["regenerate", recipe],
+        "graft": ["graft", inputs / "finetune", "--from", inputs / "base", "--out", tmp_path / "out"],
+        "generate": ["generate", inputs / "finetune", "--head", inputs / "base", "--prompt", "say 1"],
+    }[command]
+    before = tree(tmp_path)
+    message = refusal(argv, capfd)
+    assert re.search(damage.message, message)
+    assert FOUR_ANSWERS.fullmatch(message)
+    if command == "run":
+        assert_recorded(tmp_path / "run", message, stage="check")
+        shutil.rmtree(tmp_path / "run")
+    assert tree(tmp_path) == before
+
+
+def test_the_same_commands_accept_what_is_not_damaged(inputs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["graft", str(inputs / "finetune"), "--from", str(inputs / "base"), "--out", str(out)]) == 0
+    assert main(["generate", str(out), "--prompt", "say 1", "--max-new-tokens", "4"]) == 0
+
+
+@pytest.mark.parametrize("key", ["model.norm.weight", "lm_head.weight"])
+def test_plain_decoding_refuses_nan_as_well(key: str, inputs: Path, capfd: Capture) -> None:
+    poison(inputs, "finetune", key)
+    message = refusal(["generate", inputs / "finetune", "--depth", "0", "--prompt", "say 1"], capfd)
+    assert re.search(rf"finetune: {key} holds NaN or infinite values", message)
+
+
+def test_a_head_directory_of_another_size_is_refused(finished: Path, tmp_path: Path, capfd: Capture) -> None:
+    head = Path(shutil.copytree(finished / "run" / "head", tmp_path / "head"))
+    tensors = load_file(head / artifact_module.WEIGHTS_FILE)
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(24, 48)}, head / artifact_module.WEIGHTS_FILE)
+    export = finished / "run" / "export"
+    message = refusal(["generate", export, "--head", head, "--prompt", "say 1"], capfd)
+    assert re.search(r"head: .*mtp\.fc\.weight: found \[24, 48\], expected \[32, 64\]", message)
+    assert FOUR_ANSWERS.fullmatch(message)
+
+
+# Recipes and data
+
+
+def refused_recipe(inputs: Path, tmp_path: Path, capfd: Capture, **overrides: Any) -> str:
+    """Run a recipe that must be refused before anything but the outcome is written; return the message."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **overrides)
+    before = tree(tmp_path)
+    message = refusal(["run", recipe], capfd)
+    if (tmp_path / "run").exists():
+        assert_recorded(tmp_path / "run", message, stage="check")
+        shutil.rmtree(tmp_path / "run")
+    assert tree(tmp_path) == before
+    return message
+
+
+def test_an_unknown_recipe_key_is_named_with_the_one_that_was_meant(
+    inputs: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    message = refused_recipe(inputs, tmp_path, capfd, data__seq_len=96)
+    assert message == "data.seq_len: unknown; expected a field of data. Did you mean data.seq_len_tokens?"
+
+
+def test_contradictory_settings_are_all_named_at_once(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    message = refused_recipe(inputs, tmp_path, capfd, model__head_from=None, train__warmup_steps=4)
+    lines = message.splitlines()
+    assert any(line.startswith("head.init: 'graft' while model.head_from is null; expected") for line in lines)
+    assert any(line.startswith("train.warmup_steps: 4; expected fewer than train.max_steps (4).") for line in lines)
+    assert all(FOUR_ANSWERS.fullmatch(line) for line in lines)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_an_empty_dataset_is_refused(content: str, inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    (inputs / "chats.jsonl").write_text(content)
+    message = refused_recipe(inputs, tmp_path, capfd)
+    assert re.fullmatch(
+        r"data\.sources\.0 \(.*chats\.jsonl\): no record; expected at least one\. Remove the source, or check its "
+        r"split\.",
+        message,
+    )
+
+
+SHORT = {"data__seq_len_tokens": 8, "train__tokens_per_step": 64}
+
+
+def test_data_without_a_token_to_learn_is_refused(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    message = refused_recipe(inputs, tmp_path, capfd, **SHORT)
+    assert re.match(
+        r"data: no token left after masking \(\d+ records, \d+ truncated at 8 tokens, .*; expected", message
+    )
+    assert "Raise data.seq_len_tokens" in message
+
+
+def test_a_cured_recipe_may_keep_its_run_dir(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    """What was refused before anything was made does not stand in the way of the recipe that the message asks for."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **SHORT)
+    refusal(["run", recipe], capfd)
+    write_recipe(recipe, inputs, tmp_path / "run", export__enabled=False)
+    assert main(["run", str(recipe)]) in (0, 3)
+    assert json.loads((tmp_path / "run" / "outcome.json").read_text())["stage"] == "done"
+
+
+def test_prompts_that_leave_no_room_for_a_response_are_refused(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    message = refused_recipe(inputs, tmp_path, capfd, **SHORT, data__regenerate={"enabled": True})
+    assert re.match(r"data\.regenerate: \d+ prompts, none of at most -8 tokens; expected prompts that leave", message)
+
+
+def test_plain_text_cannot_be_answered(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    with (inputs / "chats.jsonl").open("w") as file:
+        file.writelines(
+            json.dumps({"text": f"text number {number}", "group": f"g{number}"}) + "\n" for number in range(9)
+        )
+    message = refused_recipe(inputs, tmp_path, capfd, data__regenerate={"enabled": True})
+    assert re.search(r"record \d+: plain text has no prompt; expected chats or .* Switch data\.regenerate off", message)
+
+
+def test_held_out_texts_too_short_to_continue_are_refused(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    with (inputs / "chats.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": chr(97 + number), "group": f"g{number}"}) + "\n" for number in range(8))
+        file.writelines(json.dumps({"text": "long enough to learn", "group": "train"}) + "\n" for _ in range(8))
+    message = refused_recipe(inputs, tmp_path, capfd)
+    assert re.match(r"data\.holdout: .*no held-out prompt", message)
+    assert FOUR_ANSWERS.fullmatch(message)
+
+
+# Targets and run directories that are taken
+
+
+@pytest.mark.parametrize("command", ["graft", "export", "demo"])
+@pytest.mark.parametrize("target", ["directory", "file", "dangling link"])
+def test_an_existing_target_is_refused_and_kept(
+    target: str, command: str, finished: Path, pristine: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    out = tmp_path / "out"
+    if target == "directory":
+        out.mkdir()
+        (out / "mine.txt").write_text("mine")
+    elif target == "file":
+        out.write_text("mine")
+    else:
+        out.symlink_to(tmp_path / "nowhere")
+    argv = {
+        "graft": ["graft", pristine / "finetune", "--from", pristine / "base", "--out", out],
+        "export": ["export", finished / "run", "--out", out],
+        "demo": ["demo", out],
+    }[command]
+    before, links = tree(tmp_path), out.is_symlink()
+    message = refusal(argv, capfd)
+    what = "the demo" if command == "demo" else "the checkpoint"
+    assert message.startswith(f"{out}: already exists; expected a new path for {what}. Choose another")
+    assert (tree(tmp_path), out.is_symlink()) == (before, links)
+
+
+def test_the_run_dir_of_another_recipe_is_refused_and_kept(finished: Path, capfd: Capture) -> None:
+    before = tree(finished)
+    message = refusal(["run", finished / "recipe.yaml", "train.lr=2e-2"], capfd)
+    assert re.match(r".*run holds the run of another recipe \(.*recipe\.yaml\); expected the same resolved", message)
+    assert "Choose another run_dir" in message
+    assert tree(finished) == before
+
+
+@pytest.mark.parametrize("command", ["run", "regenerate"])
+def test_a_run_dir_with_foreign_files_is_refused_and_kept(
+    command: str, inputs: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml", inputs, tmp_path / "run", data__regenerate={"enabled": True, "max_new_tokens": 4}
+    )
+    before = tree(tmp_path)
+    message = refusal([command, recipe], capfd)
+    assert "run holds files that are not a run's (thesis.txt); expected a new or empty directory. Choose" in message
+    assert FOUR_ANSWERS.fullmatch(message)
+    assert tree(tmp_path) == before
+
+
+# A disk that fills up
+
+
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk fill up in the middle of a checkpoint's head."""
+    write = export_module.write_safetensors
+
+    def until_full(path: Path, tensors: Any) -> None:
+        write(path, tensors)
+        os.truncate(path, path.stat().st_size // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(export_module, "write_safetensors", until_full)
+
+
+@pytest.mark.parametrize("command", ["graft", "export"])
+def test_a_full_disk_leaves_nothing_behind(
+    command: str, finished: Path, pristine: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = {
+        "graft": ["graft", pristine / "finetune", "--from", pristine / "base", "--out", tmp_path / "out"],
+        "export": ["export", finished / "run", "--out", tmp_path / "out"],
+    }[command]
+    before = (tree(pristine), tree(finished), tree(tmp_path))
+    fill_the_disk(monkeypatch)
+    message = refusal(argv, capfd)
+    assert re.fullmatch(
+        r".*out: writing the checkpoint failed \(No space left on device\); nothing was left behind and the source is "
+        r"untouched\. Free space or choose another --out\.",
+        message,
+    )
+    assert (tree(pristine), tree(finished), tree(tmp_path)) == before
+
+
+def test_a_run_that_met_a_full_disk_goes_on_to_its_export(
+    finished: Path, inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished, tmp_path / "again")
+    run_dir = tmp_path / "again" / "run"
+    shutil.rmtree(run_dir / "export")
+    (run_dir / "outcome.json").unlink()
+    recipe = (finished / "recipe.yaml").read_text().replace(str(finished), str(tmp_path / "again"))
+    (tmp_path / "again" / "recipe.yaml").write_text(recipe)
+    (run_dir / "recipe.yaml").write_text(
+        (run_dir / "recipe.yaml").read_text().replace(str(finished), str(tmp_path / "again"))
+    )
+    whole = tree(run_dir / "head")
+    with monkeypatch.context() as full:
+        fill_the_disk(full)
+        capfd.readouterr()
+        assert main(["run", str(tmp_path / "again" / "recipe.yaml")]) == 2
+        message = capfd.readouterr().err
+    assert "writing the checkpoint failed (No space left on device)" in message
+    outcome = json.loads((run_dir / "outcome.json").read_text())
+    assert (outcome["exit_code"], outcome["reason"], outcome["stage"]) == (2, "bad_input", "export")
+    assert outcome["message"] in message
+    assert not list(run_dir.glob("*export*"))
+    assert not list(run_dir.glob(".*"))
+    assert tree(run_dir / "head") == whole
+    assert main(["run", str(tmp_path / "again" / "recipe.yaml")]) == 0
+    assert tree(run_dir / "export") == tree(finished / "run" / "export")

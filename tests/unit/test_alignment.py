@@ -1,0 +1,101 @@
+"""The alignment table, row by row. Row: documents A B C D E and P Q R, then two places of padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtp_train.heads.alignment import (
+    PADDING_DOCUMENT,
+    input_tokens,
+    prefix_mask,
+    shift_left,
+    target_tokens,
+    unroll_mask,
+    valid_targets,
+)
+
+TOKENS = [11, 12, 13, 14, 15, 21, 22, 23, 0, 0]
+DOCUMENT = [0, 0, 0, 0, 0, 1, 1, 1, PADDING_DOCUMENT, PADDING_DOCUMENT]
+
+
+def row(values: list[int]) -> Tensor:
+    return torch.tensor([values])
+
+
+def flags(text: str) -> list[bool]:
+    return [letter == "x" for letter in text]
+
+
+def seen(mask_QS: Tensor) -> list[str]:
+    """Return a mask as text, one line a query."""
+    return ["".join("x" if value else "." for value in line) for line in mask_QS.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(0, [1, 2, 3, 4]), (1, [2, 3, 4, 9]), (4, [9, 9, 9, 9]), (7, [9, 9, 9, 9])]
+)
+def test_shift_left_moves_and_fills(num_tokens: int, expected: list[int]) -> None:
+    values_BT = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    shifted_BT = shift_left(values_BT, num_tokens, 9)
+    assert shifted_BT[0].tolist() == expected
+    assert shifted_BT[1].tolist() == [value if value == 9 else value + 4 for value in expected]
+
+
+@pytest.mark.parametrize(
+    ("depth", "read", "predicted"),
+    [
+        (1, [12, 13, 14, 15, 21, 22, 23, 0, 0, 0], [13, 14, 15, 21, 22, 23, 0, 0, 0, 0]),
+        (2, [13, 14, 15, 21, 22, 23, 0, 0, 0, 0], [14, 15, 21, 22, 23, 0, 0, 0, 0, 0]),
+        (3, [14, 15, 21, 22, 23, 0, 0, 0, 0, 0], [15, 21, 22, 23, 0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_depth_k_reads_k_ahead_and_predicts_one_more(depth: int, read: list[int], predicted: list[int]) -> None:
+    assert input_tokens(row(TOKENS), depth).tolist() == [read]
+    assert target_tokens(row(TOKENS), depth).tolist() == [predicted]
+
+
+@pytest.mark.parametrize(
+    ("depth", "expected"),
+    [(1, "xxx..x...."), (2, "xx........"), (3, "x........."), (4, ".........."), (9, "..........")],
+)
+def test_a_target_lies_in_its_starts_document(depth: int, expected: str) -> None:
+    everything_BT = torch.ones(1, len(DOCUMENT), dtype=torch.bool)
+    assert valid_targets(row(DOCUMENT), everything_BT, depth).tolist() == [flags(expected)]
+
+
+def test_the_mask_speaks_of_the_target_not_of_the_start() -> None:
+    mask_BT = torch.tensor([flags("..x.x..x..")])
+    assert valid_targets(row(DOCUMENT), mask_BT, 1).tolist() == [flags("x.x..x....")]
+    assert valid_targets(row(DOCUMENT), mask_BT, 2).tolist() == [flags(".x........")]
+
+
+def test_padding_has_no_target_even_where_the_mask_says_so() -> None:
+    padding_BT = torch.full((1, 5), PADDING_DOCUMENT)
+    assert not valid_targets(padding_BT, torch.ones(1, 5, dtype=torch.bool), 1).any()
+
+
+def test_a_prefix_ends_at_the_documents_border() -> None:
+    mask_BTT = prefix_mask(row([0, 0, 0, 1, 1, PADDING_DOCUMENT]))
+    assert seen(mask_BTT[0]) == ["x.....", "xx....", "xxx...", "...x..", "...xx.", ".....x"]
+
+
+def test_every_row_sees_itself_so_that_no_softmax_is_empty() -> None:
+    mask_BTT = prefix_mask(torch.tensor([DOCUMENT, [PADDING_DOCUMENT] * len(DOCUMENT)]))
+    assert mask_BTT.diagonal(dim1=1, dim2=2).all()
+
+
+def test_a_depth_sees_the_true_prefix_and_then_its_own_rows_only() -> None:
+    prefix_BTT = prefix_mask(row([0, 0, 0, 1]))
+    assert seen(unroll_mask(prefix_BTT, 1)[0]) == ["x...", "xx..", "xxx.", "...x"]
+    assert seen(unroll_mask(prefix_BTT, 3)[0]) == ["x...x...x...", "xx...x...x..", "xxx...x...x.", "...x...x...x"]
+
+
+def test_masks_of_a_batch_are_each_rows_own() -> None:
+    documents_BT = torch.tensor([[0, 0, 1], [0, 1, 1]])
+    both_BTS = unroll_mask(prefix_mask(documents_BT), 2)
+    for number in range(2):
+        alone_BTS = unroll_mask(prefix_mask(documents_BT[number : number + 1]), 2)
+        assert torch.equal(both_BTS[number], alone_BTS[0])
+    assert not torch.equal(both_BTS[0], both_BTS[1])

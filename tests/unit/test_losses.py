@@ -1,0 +1,242 @@
+"""Losses and their gradients against autograd in fp64 on logits that are held all at once.
+
+Shapes: K depths, N target rows, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mtp_train import losses
+from mtp_train.losses import (
+    CHUNK_ROWS,
+    LossKind,
+    LossTerms,
+    align_to_targets,
+    chunk_loss_and_gradient,
+    depth_weights,
+    frozen_head_loss,
+)
+
+KINDS: tuple[LossKind, ...] = ("ce", "kl")
+
+
+class Rows(NamedTuple):
+    student_KND: Tensor
+    teacher_ND: Tensor
+    lm_head_VD: Tensor
+    targets_N: Tensor
+    row_weight_KN: Tensor
+
+
+def random_rows(num_rows: int, num_depths: int = 2, hidden: int = 8, vocab: int = 31) -> Rows:
+    """Return rows of which a third of every depth, and the first row of all depths, weigh nothing."""
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    weight_KN = draw(num_depths, num_rows).abs()
+    weight_KN[torch.rand(num_depths, num_rows, generator=generator) < 1 / 3] = 0
+    weight_KN[:, 0] = 0
+    targets_N = torch.randint(vocab, (num_rows,), generator=generator)
+    student_KND = draw(num_depths, num_rows, hidden).requires_grad_()
+    return Rows(student_KND, draw(num_rows, hidden), draw(vocab, hidden), targets_N, weight_KN)
+
+
+def autograd_loss(rows: Rows, kind: LossKind, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return total, sums per depth and the gradient, all rows at once and in fp64."""
+    student_KND = rows.student_KND.detach().double().requires_grad_()
+    lm_head_VD, weight_KN = rows.lm_head_VD.double(), rows.row_weight_KN.double()
+    logits_KNV = student_KND @ lm_head_VD.T
+    if kind == "ce":
+        targets_KN = rows.targets_N.expand(len(student_KND), -1)
+        loss_KN = F.cross_entropy(logits_KNV.flatten(0, 1), targets_KN.flatten(), reduction="none")
+        loss_KN = loss_KN.view_as(weight_KN)
+    else:
+        log_q_KNV = torch.log_softmax(logits_KNV / temperature, dim=-1)
+        p_NV = torch.softmax(rows.teacher_ND.double() @ lm_head_VD.T / temperature, dim=-1)
+        loss_KN = temperature**2 * F.kl_div(log_q_KNV, p_NV.expand_as(log_q_KNV), reduction="none").sum(-1)
+    total = (weight_KN * loss_KN).sum()
+    (gradient_KND,) = torch.autograd.grad(total, student_KND)
+    return total.detach(), (loss_KN * (weight_KN != 0)).sum(dim=1).detach(), gradient_KND
+
+
+def ours(rows: Rows, kind: LossKind, temperature: float = 1.0) -> LossTerms:
+    return frozen_head_loss(*rows, kind=kind, temperature=temperature)
+
+
+def gradient_of(terms: LossTerms, student_KND: Tensor, scale: float = 1.0) -> Tensor:
+    student_KND.grad = None
+    (terms.total * scale).backward()
+    assert student_KND.grad is not None
+    return student_KND.grad
+
+
+def test_depth_weights_fall_geometrically_and_sum_to_one() -> None:
+    assert depth_weights(1, 0.6) == [1.0]
+    assert depth_weights(3, 0.5) == pytest.approx([4 / 7, 2 / 7, 1 / 7])
+    assert depth_weights(4, 1.0) == [0.25] * 4
+
+
+def test_rows_move_to_their_target_row_by_hand() -> None:
+    starts = [torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]) + 10 * depth for depth in (1, 2, 3)]
+    aligned_KBT = align_to_targets(starts)
+    assert aligned_KBT[:, 0].tolist() == [[0, 11, 12, 13], [0, 0, 21, 22], [0, 0, 0, 31]]
+    assert aligned_KBT[:, 1].tolist() == [[0, 15, 16, 17], [0, 0, 25, 26], [0, 0, 0, 35]]
+
+
+def test_aligning_keeps_hidden_axes_and_survives_rows_shorter_than_the_depth() -> None:
+    starts = [torch.ones(2, 2, 3)] * 4
+    aligned_KBTD = align_to_targets(starts)
+    assert aligned_KBTD.shape == (4, 2, 2, 3)
+    assert aligned_KBTD.sum(dim=(1, 2, 3)).tolist() == [6.0, 0.0, 0.0, 0.0]
+
+
+# One chunk; exactly two; three, the last of a single row.
+@pytest.mark.parametrize("num_rows", [7, 2 * CHUNK_ROWS + 1, 3 * CHUNK_ROWS])
+@pytest.mark.parametrize(("kind", "temperature"), [("ce", 1.0), ("kl", 1.0), ("kl", 2.5), ("kl", 0.5)])
+def test_loss_and_gradient_equal_autograd(kind: LossKind, temperature: float, num_rows: int) -> None:
+    rows = random_rows(num_rows)
+    total, sum_K, gradient_KND = autograd_loss(rows, kind, temperature)
+    terms = ours(rows, kind, temperature)
+    torch.testing.assert_close(terms.total.double(), total, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(terms.sum_K.double(), sum_K, rtol=1e-6, atol=1e-6)
+    gradient = gradient_of(terms, rows.student_KND, scale=3.0)
+    torch.testing.assert_close(gradient.double(), 3 * gradient_KND, rtol=1e-5, atol=1e-5)
+
+
+def test_the_size_of_a_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = random_rows(50)
+    whole = ours(rows, "kl")
+    gradient = gradient_of(whole, rows.student_KND)
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 7)
+    pieces = ours(rows, "kl")
+    torch.testing.assert_close(pieces.total, whole.total)
+    torch.testing.assert_close(gradient_of(pieces, rows.student_KND), gradient)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_weight_zero_give_nothing(kind: LossKind) -> None:
+    rows = random_rows(40)
+    terms = ours(rows, kind)
+    gradient_KND = gradient_of(terms, rows.student_KND)
+    idle_KN = rows.row_weight_KN == 0
+    assert idle_KN.any()
+    assert torch.equal(gradient_KND.any(dim=-1), ~idle_KN)
+    with torch.no_grad():
+        rows.student_KND[idle_KN] = 1e4
+    again = ours(rows, kind)
+    assert torch.equal(again.total, terms.total)
+    assert torch.equal(again.sum_K, terms.sum_K)
+
+
+def test_no_row_at_all_is_a_loss_of_zero() -> None:
+    rows = random_rows(5)._replace(row_weight_KN=torch.zeros(2, 5))
+    terms = ours(rows, "kl")
+    assert terms.total == 0
+    assert not gradient_of(terms, rows.student_KND).any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_kl_is_zero_with_zero_gradient_where_q_equals_p_and_positive_elsewhere(temperature: float) -> None:
+    rows = random_rows(20)
+    equal = rows._replace(student_KND=rows.teacher_ND.expand(2, -1, -1).clone().requires_grad_())
+    terms = ours(equal, "kl", temperature)
+    assert terms.total == 0
+    assert not gradient_of(terms, equal.student_KND).any()
+    assert (ours(rows, "kl", temperature).sum_K > 1).all()
+
+
+def test_a_step_against_the_gradient_lowers_the_loss() -> None:
+    for kind in KINDS:
+        rows = random_rows(20)
+        terms = ours(rows, kind)
+        step_KND = rows.student_KND.detach() - 1e-3 * gradient_of(terms, rows.student_KND)
+        assert ours(rows._replace(student_KND=step_KND), kind).total < terms.total
+
+
+def test_the_loss_of_a_row_by_hand() -> None:
+    logits_CV = torch.tensor([[3.0, 1.0]]).log()
+    teacher_CV = torch.tensor([[1.0, 1.0]]).log()
+    loss_C, gradient_CV = chunk_loss_and_gradient(logits_CV, None, torch.tensor([1]), 1.0)
+    assert loss_C.item() == pytest.approx(1.3862944)  # -log 1/4
+    assert gradient_CV[0].tolist() == pytest.approx([0.75, -0.75])
+    loss_C, gradient_CV = chunk_loss_and_gradient(logits_CV, teacher_CV, torch.tensor([1]), 1.0)
+    assert loss_C.item() == pytest.approx(0.1438410)  # log(4/3) / 2
+    assert gradient_CV[0].tolist() == pytest.approx([0.25, -0.25])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [1.0, 1e-6], ids=["", "a millionth"])
+def test_a_bf16_lm_head_gives_fp32_sums_and_the_gradient_of_the_students_dtype(kind: LossKind, scale: float) -> None:
+    rows = random_rows(300)
+    rows = rows._replace(row_weight_KN=scale * rows.row_weight_KN)
+    total, _, gradient_KND = autograd_loss(rows, kind, 1.0)
+    terms = ours(rows._replace(lm_head_VD=rows.lm_head_VD.bfloat16()), kind)
+    gradient = gradient_of(terms, rows.student_KND)
+    assert terms.total.dtype == gradient.dtype == torch.float32
+    assert terms.total.item() == pytest.approx(total.item(), rel=5e-3)
+    assert ((gradient - gradient_KND).norm() / gradient_KND.norm()).item() < 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_does_not_reach_into_the_loss(kind: LossKind) -> None:
+    rows = random_rows(20)
+    expected = ours(rows, kind).total
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not torch.equal(
+            rows.student_KND[0] @ rows.lm_head_VD.T, rows.student_KND[0] @ rows.lm_head_VD.T.double()
+        )
+        assert torch.equal(ours(rows, kind).total, expected)
+
+
+class PeakMemory(TorchDispatchMode):
+    """Count the bytes of tensors that live at once, those given before it aside."""
+
+    def __init__(self, given: Rows) -> None:
+        super().__init__()
+        self.given = {value.untyped_storage()._cdata for value in given}
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in self.given:
+                storage = value.untyped_storage()
+                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self.live.values()))
+        return result
+
+
+def extra_bytes(num_rows: int, kind: LossKind, vocab: int) -> int:
+    """Return the peak of the forward pass beyond the gradient that it must keep."""
+    rows = random_rows(num_rows, vocab=vocab)
+    with PeakMemory(rows) as memory:
+        ours(rows, kind)
+    return memory.peak_bytes - rows.student_KND.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_does_not_grow_with_the_rows(kind: LossKind) -> None:
+    vocab = 1000
+    few, many = (extra_bytes(factor * CHUNK_ROWS, kind, vocab) for factor in (2, 8))
+    chunk_bytes = 4 * CHUNK_ROWS * vocab
+    # Row numbers and weights grow, by a few bytes a row; logits would by 4,000.
+    assert few <= many < few + 6 * CHUNK_ROWS * 64
+    assert chunk_bytes <= many < 6 * chunk_bytes
+
+
+def test_the_measure_sees_logits_that_are_held_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 8 * CHUNK_ROWS)
+    assert extra_bytes(8 * CHUNK_ROWS, "ce", 1000) > 6 * 4 * CHUNK_ROWS * 1000
