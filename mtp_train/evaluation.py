@@ -203,8 +203,7 @@ def judge(recipe: Recipe, runs: Mapping[str, ArmRun], checked: Sequence[ArmRun])
     if broken:
         reason = (
             f"Refused: decoding with drafts changed the output of {len(broken)} prompts ({broken[0]} first), and no "
-            "near "
-            "tie explains it. Acceptance measured this way means nothing; please report it."
+            "near tie explains it. Acceptance measured this way means nothing; please report it."
         )
         return GateVerdict(passed=False, baseline=baseline, delta_tau_ci95=None, reason=reason)
     verdict = decide_gate(runs[RETRAINED].counts, runs[baseline].counts, baseline, recipe.gate.confidence)

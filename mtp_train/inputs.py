@@ -93,8 +93,7 @@ def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
     if "native" in recipe.evaluate.arms and not diagnose_head(finetune).complete:
         raise CheckpointError(
             f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its "
-            "own. "
-            "Take native out of evaluate.arms."
+            "own. Take native out of evaluate.arms."
         )
 
 
@@ -111,8 +110,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{checkpoint.path}: no tokenizer that loads ({error}); expected tokenizer files beside the weights. Copy "
-            "them "
-            "from the base."
+            "them from the base."
         ) from None
 
 

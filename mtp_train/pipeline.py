@@ -110,8 +110,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     if launched != accelerator.num_processes:
         raise TrainingError(
             f"launcher: started {launched} processes, of which accelerate joins {accelerator.num_processes}; expected "
-            "one "
-            "group. On CPUs set ACCELERATE_USE_CPU=true and use recipes/accelerate/cpu_ddp.yaml."
+            "one group. On CPUs set ACCELERATE_USE_CPU=true and use recipes/accelerate/cpu_ddp.yaml."
         )
     return accelerator
 

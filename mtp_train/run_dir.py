@@ -66,8 +66,7 @@ def require_ours(run_dir: Path, recipe: Recipe) -> None:
     if not recorded.is_file():
         raise OutputExistsError(
             f"run_dir: {run_dir} holds files that are not a run's ({', '.join(sorted(entries)[:3])}); expected a new "
-            "or "
-            "empty directory. Choose another run_dir."
+            "or empty directory. Choose another run_dir."
         )
     if recorded.read_text(encoding="utf-8") != dump_recipe(recipe):
         raise OutputExistsError(

@@ -94,8 +94,7 @@ def _head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
         if artifact.family.name != checkpoint.family.name:
             raise CheckpointError(
                 f"{head}: a head for {artifact.family.title}; expected one for {checkpoint.family.title}. Use a head "
-                "of "
-                "this model."
+                "of this model."
             )
         return artifact_plan(artifact)
     return graft_plan(checkpoint, open_location(head), "auto")

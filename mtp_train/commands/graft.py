@@ -64,8 +64,7 @@ def _own_head(checkpoint: Checkpoint) -> NativeHead:
     if not diagnosis.complete:
         raise CheckpointError(
             f"{checkpoint.path}: {diagnosis.describe()}; expected a run directory or a checkpoint with a complete "
-            "head. "
-            "Use mtp-train graft to put the base's head back."
+            "head. Use mtp-train graft to put the base's head back."
         )
     template = native_plan(checkpoint, "auto").template
     fields = {**template.config_fields, checkpoint.family.count_field: diagnosis.present_modules}

@@ -100,8 +100,7 @@ def load_trunk(
     if missing:
         raise CheckpointError(
             f"{path}: trunk weights {', '.join(missing[:5])} are missing ({len(missing)} in all); expected every "
-            "weight "
-            "of the decoder. Point model.trunk at the complete checkpoint."
+            "weight of the decoder. Point model.trunk at the complete checkpoint."
         )
     if adapter is not None:
         from peft import PeftModel

@@ -27,8 +27,7 @@ class DenseMetrics:
     agreement: list[float | None]
     """Share of targets where argmax q = argmax p, given that p was conditioned on the text's own tokens."""
     overlap: list[float | None]
-    """Mean of sum_v min(p, q): the expected acceptance of a sampled draft (Leviathan et al., arXiv:2211.17192, eq. "
-    "3)."""
+    """Mean of sum_v min(p, q): the expected acceptance of a sampled draft (arXiv:2211.17192, theorem 3.5)."""
     target_entropy: float | None
     """Mean entropy of p at depth 1's targets, nats."""
     num_targets: list[int]

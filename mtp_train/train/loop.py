@@ -95,8 +95,7 @@ def train_head(
         if not math.isfinite(norm) or not all(math.isfinite(value) for value in window.loss_sum_K):
             raise TrainingError(
                 f"step {done}: loss {window.loss_sum_K}, gradient norm {norm}; expected finite numbers. Lower "
-                "train.lr, "
-                "or check the data of this step; the last saved state is untouched."
+                "train.lr, or check the data of this step; the last saved state is untouched."
             )
         if log is not None and (done % recipe.train.log_steps == 0 or done == plan.max_steps):
             log.log(done, log_line(window, recipe, norm, learning_rate(recipe, step)) | facts)

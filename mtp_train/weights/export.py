@@ -76,8 +76,7 @@ def _shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) ->
         if shared is None:
             raise CheckpointError(
                 f"{key}: not a key that {layout.family.title} shares with its trunk; expected a head of this family. "
-                "Write "
-                "the head again."
+                "Write the head again."
             )
         trunk_key = layout.trunk_key(shared, source.tensors)
         info = source.tensors[trunk_key]

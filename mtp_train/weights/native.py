@@ -54,8 +54,7 @@ def _pending(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
 
 
 def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
-    """Return the decoder's tensors, key without its prefix to the full key; the lm_head is left out (it may be "
-    "tied)."""
+    """Return the decoder's tensors, key without its prefix to the full key. Leaves out the lm_head: it may be tied."""
     prefix = layout.trunk_prefix
     return {
         key[len(prefix) :]: key for key in checkpoint.tensors if key.startswith(prefix) and not layout.is_head_key(key)

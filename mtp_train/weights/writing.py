@@ -87,8 +87,7 @@ def patch_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
             if len(data) != end - start:
                 raise CheckpointError(
                     f"{path.name}: {pending.key} holds {end - start} bytes, the new tensor {len(data)}; expected the "
-                    "same "
-                    "shape and dtype. Use a head of this model."
+                    "same shape and dtype. Use a head of this model."
                 )
             handle.seek(8 + header_bytes + start)
             handle.write(data)
