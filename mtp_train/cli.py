@@ -206,7 +206,8 @@ def _generate(args: argparse.Namespace) -> Result:
         max_new_tokens=args.max_new_tokens,
         depth=args.depth if args.mtp == "on" else 0,
     )
-    document = generate(request)
+    with _progress(args) as progress:
+        document = generate(request, progress)
     return Result(document, "\n\n".join(one["text"] for one in document["requests"]))
 
 

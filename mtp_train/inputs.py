@@ -12,10 +12,12 @@ from rich.progress import Progress
 
 from mtp_train.data.prompts import Prompt, build_prompts, choose_prompts, continuation_prompts
 from mtp_train.data.records import PlainText, Record
+from mtp_train.data.regenerated import RESPONSE_ROOM_TOKENS
 from mtp_train.data.sources import load_records
 from mtp_train.data.split import split_by_group
+from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.demo import resolve
-from mtp_train.errors import CheckpointError
+from mtp_train.errors import CheckpointError, DataError
 from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.recipe import Recipe
@@ -35,7 +37,10 @@ class Inputs:
     head_plan: HeadPlan
     tokenizer: Any
     eos_ids: frozenset[int]
-    train_records: Sequence[Record]
+    documents: Sequence[Document]
+    """What to train on; empty where the trunk is to write it."""
+    prompts: Sequence[Prompt]
+    """What the trunk is to answer; empty where the sources' own responses are trained on."""
     held_out: Sequence[Prompt]
     """Evaluation prompts."""
 
@@ -58,7 +63,13 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     require_arms(recipe, finetune)
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
     train_records, held_out_records = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
-    held_out = choose_prompts(prompts_of(held_out_records, tokenizer), recipe.evaluate.prompts, recipe.seed)
+    held_out = evaluation_prompts(recipe, held_out_records, tokenizer)
+    documents: Sequence[Document] = ()
+    prompts: Sequence[Prompt] = ()
+    if recipe.regenerates:
+        prompts = prompts_to_answer(recipe, train_records, tokenizer)
+    else:
+        documents, _ = tokenize_records(train_records, tokenizer, recipe.data.seq_len_tokens)
     for checkpoint in [finetune] if base is None else [finetune, base]:
         require_finite_checkpoint(checkpoint, progress)
     return Inputs(
@@ -69,7 +80,8 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         head_plan=head_plan,
         tokenizer=tokenizer,
         eos_ids=eos_token_ids(finetune, tokenizer),
-        train_records=train_records,
+        documents=documents,
+        prompts=prompts,
         held_out=held_out,
     )
 
@@ -142,6 +154,39 @@ def read_records(recipe: Recipe) -> list[Record]:
             max_records=recipe.data.max_documents,
         )
     return records
+
+
+def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
+    """Return the prompts that the trunk answers before training.
+
+    Raises:
+        DataError: A record has no prompt, or no prompt leaves room for a response.
+    """
+    prompts = build_prompts(records, tokenizer)
+    if recipe.data.regenerate is not None and recipe.data.regenerate.max_prompts is not None:
+        prompts = choose_prompts(prompts, recipe.data.regenerate.max_prompts, recipe.seed)
+    needed = min(len(prompt.prompt_ids) for prompt in prompts) + RESPONSE_ROOM_TOKENS
+    if needed > recipe.data.seq_len_tokens:
+        raise DataError(
+            f"data.seq_len_tokens: {recipe.data.seq_len_tokens} leaves no room to answer any of {len(prompts)} prompts; "
+            f"expected at least {needed}. Raise it, or use shorter prompts."
+        )
+    return prompts
+
+
+def evaluation_prompts(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
+    """Return the held-out prompts that every arm decodes.
+
+    Raises:
+        DataError: There is none.
+    """
+    prompts = choose_prompts(prompts_of(records, tokenizer), recipe.evaluate.prompts, recipe.seed)
+    if not prompts:
+        raise DataError(
+            f"data.holdout: {recipe.data.holdout} holds out {len(records)} texts, none of them long enough to continue; "
+            "expected at least one of two tokens. Hold out more, or use longer texts."
+        )
+    return prompts
 
 
 def prompts_of(records: Sequence[Record], tokenizer: Any) -> list[Prompt]:

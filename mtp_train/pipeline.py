@@ -20,9 +20,8 @@ from rich.progress import Progress
 
 from mtp_inference.reference import generate_equal_length
 from mtp_train.data.pack import global_batches
-from mtp_train.data.prompts import build_prompts, choose_prompts
 from mtp_train.data.regenerated import RegeneratedStore, regenerate
-from mtp_train.data.tokenize import Document, tokenize_records
+from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, MtpError, OutputExistsError, RecipeError, TrainingError
 from mtp_train.evaluation import evaluate_run
 from mtp_train.heads.attach import build_head, trained_head
@@ -121,12 +120,13 @@ def run_stages(
     """Go through the stages. Only the main process evaluates, exports and prints."""
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     accelerator.gradient_accumulation_steps = inputs.plan.accumulation
+    trunk = load_run_trunk(recipe, inputs, accelerator)
     main = accelerator.is_main_process
+    # Nothing is written before all inputs have proved good: a cured recipe may then use the same directory.
     if main:
         clear_leftovers(run_dir)
         claim(run_dir, recipe, provenance(recipe, inputs))
     accelerator.wait_for_everyone()
-    trunk = load_run_trunk(recipe, inputs, accelerator)
     if not (run_dir / HEAD).is_dir():
         stage.name = "data"
         documents = make_documents(recipe, run_dir, inputs, trunk, accelerator, progress)
@@ -184,8 +184,7 @@ def make_documents(
 ) -> list[Document]:
     """Return what to train on: the trunk's own responses, or the sources' text as it is."""
     if recipe.data.regenerate is None or not recipe.data.regenerate.enabled:
-        documents, _ = tokenize_records(inputs.train_records, inputs.tokenizer, recipe.data.seq_len_tokens)
-        return documents
+        return list(inputs.documents)
     store = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
     documents, _ = store.to_documents(recipe.data.seq_len_tokens)
     return documents
@@ -201,9 +200,6 @@ def regenerate_stage(
     progress: Progress,
 ) -> RegeneratedStore:
     """Let the trunk answer the training prompts; those answered before are left alone."""
-    prompts = build_prompts(inputs.train_records, inputs.tokenizer)
-    if settings.max_prompts is not None:
-        prompts = choose_prompts(prompts, settings.max_prompts, recipe.seed)
     rank, world = accelerator.process_index, accelerator.num_processes
     store = RegeneratedStore(run_dir / DATA, rank=rank, world=world)
     task = progress.add_task("regenerating responses", total=None)
@@ -212,7 +208,7 @@ def regenerate_stage(
         return generate_equal_length(trunk, batch, max_new_tokens=max_new_tokens, eos_ids=inputs.eos_ids)
 
     regenerate(
-        prompts,
+        inputs.prompts,
         store,
         generate,
         seq_len_tokens=recipe.data.seq_len_tokens,
@@ -239,10 +235,10 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
     require_ours(run_dir, recipe)
     accelerator = make_accelerator(recipe)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+    trunk = load_run_trunk(recipe, inputs, accelerator)
     if accelerator.is_main_process:
         claim(run_dir, recipe, provenance(recipe, inputs))
     accelerator.wait_for_everyone()
-    trunk = load_run_trunk(recipe, inputs, accelerator)
     store = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
     _, counts = store.to_documents(recipe.data.seq_len_tokens)
     return asdict(counts)

@@ -60,7 +60,9 @@ def require_ours(run_dir: Path, recipe: Recipe) -> None:
     entries = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
     if run_dir.exists() and not run_dir.is_dir():
         raise OutputExistsError(f"run_dir: {run_dir} is a file; expected a directory. Choose another run_dir.")
-    if not entries - {OUTCOME_FILE}:
+    # What a refused run leaves, and what a kill leaves of a claim.
+    claims = {OUTCOME_FILE, PROVENANCE_FILE}
+    if entries <= claims | {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}:
         return
     recorded = run_dir / RECIPE_FILE
     if not recorded.is_file():
@@ -118,7 +120,7 @@ def environment_facts() -> dict[str, Any]:
 
 def clear_leftovers(run_dir: Path) -> None:
     """Remove what a kill left of writes that never got their final name."""
-    for pattern in (".head.*", ".export.*", ".*.tmp", "state/.step-*"):
+    for pattern in (".head.*", ".export.*", ".*.tmp", "figures/.*.tmp", "state/.step-*"):
         for path in run_dir.glob(pattern):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import Progress
 
 from mtp_inference.decoder import SpeculativeDecoder
 from mtp_train.data.chat import chat_prompt_tokens, raw_tokens
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.heads.attach import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
-from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.diagnose import head_shapes, text_config_of
 from mtp_train.heads.trunk import load_trunk
 from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location
-from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
+from mtp_train.weights.artifact import HEAD_CONFIG_FILE, Artifact, load_artifact
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
+from mtp_train.weights.finite import require_finite_checkpoint
 
 MAX_DEPTH = 7
 
@@ -33,14 +35,14 @@ class GenerateRequest:
     depth: int
 
 
-def generate(request: GenerateRequest) -> dict[str, Any]:
+def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
     """Decode every prompt greedily, one after the other.
 
     Returns:
         ``{"requests": [...], "settings": {...}}``; a request has its new text and tokens, and vLLM's counters.
 
     Raises:
-        MtpError: A number is out of range, or the checkpoint has no head to draft with.
+        MtpError: A number is out of range, a weight is not finite, or the checkpoint has no head to draft with.
     """
     if not 0 <= request.depth <= MAX_DEPTH:
         raise DataError(f"--depth: {request.depth}; expected 0 to {MAX_DEPTH}. 0 is plain decoding.")
@@ -50,6 +52,7 @@ def generate(request: GenerateRequest) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else _stored_dtype(checkpoint)
     plan = _head_plan(checkpoint, request.head) if request.depth else None
+    require_finite_checkpoint(checkpoint, progress)
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
     trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype, device=device)
     head = build_head(plan, text_config_of(checkpoint), dtype=dtype).to(device).eval() if plan else None
@@ -96,8 +99,22 @@ def _head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
                 f"{head}: a head for {artifact.family.title}; expected one for {checkpoint.family.title}. Use a head "
                 "of this model."
             )
+        _require_fit(artifact, head, checkpoint)
         return artifact_plan(artifact)
     return graft_plan(checkpoint, open_location(head), "auto")
+
+
+def _require_fit(artifact: Artifact, head: str, checkpoint: Checkpoint) -> None:
+    shapes = head_shapes(artifact.family, text_config_of(checkpoint), artifact.num_modules)
+    needed = artifact.layout.native_shapes(shapes)
+    found = {pending.key: pending.shape for pending in artifact.head.tensors}
+    for key in sorted(needed.keys() | found.keys()):
+        if found.get(key) != needed.get(key):
+            mine, theirs = (list(one[key]) if key in one else "absent" for one in (found, needed))
+            raise CheckpointError(
+                f"{head}: {key} is {mine}, for {checkpoint.path} it is {theirs}; expected a head of that trunk's shape. "
+                "Use the head that was trained on it."
+            )
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -6,9 +6,12 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from mtp_train.errors import CheckpointError
+from mtp_train.errors import CheckpointError, GateRefusedError
 from mtp_train.heads.attach import graft_plan, native_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.recipe_io import load_recipe
+from mtp_train.report.schema import load_report
+from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
 from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
 from mtp_train.weights.export import LinkMode, write_checkpoint
 from mtp_train.weights.files import Checkpoint, locate_checkpoint, open_checkpoint, read_json
@@ -16,8 +19,7 @@ from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.native import NativeHead
 from mtp_train.weights.writing import refuse_existing
 
-HEAD_DIRECTORY = "head"
-PROVENANCE_FILE = "provenance.json"
+HEAD_DIRECTORY, REPORT_FILE = "head", "report.json"
 
 
 def graft(finetune: Checkpoint, base: Checkpoint, out: Path, *, link: LinkMode, progress: Progress) -> None:
@@ -35,7 +37,7 @@ def graft(finetune: Checkpoint, base: Checkpoint, out: Path, *, link: LinkMode, 
 
 
 def export(source: Path, out: Path, *, link: LinkMode, progress: Progress) -> None:
-    """Write a servable checkpoint from a finished run, or from a checkpoint whose config lost the head's count.
+    """Write a servable checkpoint from a run that passed the gate, or from one whose config lost the head's count.
 
     Args:
         source: A run directory (its trunk and its trained head) or a checkpoint that holds a head.
@@ -45,10 +47,13 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress) -> No
 
     Raises:
         OutputExistsError: ``out`` exists.
-        CheckpointError: There is no head to export.
+        CheckpointError: There is no head to export, or it was trained on an adapter that is not merged.
+        DataError: The run has not been evaluated.
+        GateRefusedError: The run's head is not better than its baseline.
     """
     refuse_existing(out, what="the checkpoint")
     if (source / HEAD_DIRECTORY / HEAD_CONFIG_FILE).is_file():
+        _require_exportable(source)
         identity = read_json(source / PROVENANCE_FILE)["trunk"]
         trunk = open_checkpoint(locate_checkpoint(identity["path"]))
         head = load_artifact(source / HEAD_DIRECTORY).head
@@ -57,6 +62,18 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress) -> No
         head = _own_head(trunk)
     require_finite_checkpoint(trunk, progress)
     write_checkpoint(trunk, layout_of(trunk), head, out, link=link)
+
+
+def _require_exportable(run_dir: Path) -> None:
+    gate = load_report(run_dir / REPORT_FILE).gate
+    if gate is not None and not gate.passed:
+        raise GateRefusedError(gate.reason)
+    adapter = load_recipe(run_dir / RECIPE_FILE).model.adapter
+    if adapter is not None:
+        raise CheckpointError(
+            f"{run_dir}: its head was trained on a trunk with the adapter {adapter}; expected a trunk whose weights are "
+            "in one checkpoint. Merge the adapter and train on the merged model."
+        )
 
 
 def _own_head(checkpoint: Checkpoint) -> NativeHead:

@@ -107,4 +107,4 @@ def load_trunk(
 
         model = PeftModel.from_pretrained(model, str(adapter))
     model.requires_grad_(False)
-    return Trunk(model.to(device).eval(), family)
+    return Trunk(model.to(device), family).eval()

@@ -212,7 +212,7 @@ def test_a_head_directory_of_another_size_is_refused(finished: Path, tmp_path: P
     save_file(tensors | {"mtp.fc.weight": torch.zeros(24, 48)}, head / artifact_module.WEIGHTS_FILE)
     export = finished / "run" / "export"
     message = refusal(["generate", export, "--head", head, "--prompt", "say 1"], capfd)
-    assert re.search(r"head: .*mtp\.fc\.weight: found \[24, 48\], expected \[32, 64\]", message)
+    assert re.search(r"head: mtp\.fc\.weight is \[24, 48\], for .*export it is \[32, 64\]; expected", message)
     assert FOUR_ANSWERS.fullmatch(message)
 
 
@@ -279,7 +279,11 @@ def test_a_cured_recipe_may_keep_its_run_dir(inputs: Path, tmp_path: Path, capfd
 
 def test_prompts_that_leave_no_room_for_a_response_are_refused(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
     message = refused_recipe(inputs, tmp_path, capfd, **SHORT, data__regenerate={"enabled": True})
-    assert re.match(r"data\.regenerate: \d+ prompts, none of at most -8 tokens; expected prompts that leave", message)
+    assert re.fullmatch(
+        r"data\.seq_len_tokens: 8 leaves no room to answer any of \d+ prompts; expected at least 40\. Raise it, or use "
+        r"shorter prompts\.",
+        message,
+    )
 
 
 def test_plain_text_cannot_be_answered(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
@@ -296,7 +300,7 @@ def test_held_out_texts_too_short_to_continue_are_refused(inputs: Path, tmp_path
         file.writelines(json.dumps({"text": chr(97 + number), "group": f"g{number}"}) + "\n" for number in range(8))
         file.writelines(json.dumps({"text": "long enough to learn", "group": "train"}) + "\n" for _ in range(8))
     message = refused_recipe(inputs, tmp_path, capfd)
-    assert re.match(r"data\.holdout: .*no held-out prompt", message)
+    assert re.match(r"data\.holdout: 0\.4 holds out \d+ texts, none of them long enough to continue; expected", message)
     assert FOUR_ANSWERS.fullmatch(message)
 
 

@@ -94,11 +94,11 @@ def test_rows_move_to_their_target_row_by_hand() -> None:
     assert aligned_KBT[:, 1].tolist() == [[0, 15, 16, 17], [0, 0, 25, 26], [0, 0, 0, 35]]
 
 
-def test_aligning_keeps_hidden_axes_and_survives_rows_shorter_than_the_depth() -> None:
-    starts = [torch.ones(2, 2, 3)] * 4
-    aligned_KBTD = align_to_targets(starts)
-    assert aligned_KBTD.shape == (4, 2, 2, 3)
-    assert aligned_KBTD.sum(dim=(1, 2, 3)).tolist() == [6.0, 0.0, 0.0, 0.0]
+@pytest.mark.parametrize("num_depths", [2, 4], ids=["as deep as the row", "deeper than the row"])
+def test_a_depth_beyond_the_row_has_no_start(num_depths: int) -> None:
+    aligned_KBTD = align_to_targets([torch.ones(2, 2, 3)] * num_depths)
+    assert aligned_KBTD.shape == (num_depths, 2, 2, 3)
+    assert aligned_KBTD.sum(dim=(1, 2, 3)).tolist() == [6.0] + [0.0] * (num_depths - 1)
 
 
 # One chunk; exactly two; three, the last of a single row.
@@ -219,24 +219,28 @@ class PeakMemory(TorchDispatchMode):
         return result
 
 
-def extra_bytes(num_rows: int, kind: LossKind, vocab: int) -> int:
+VOCAB = 1000
+CHUNK_BYTES = 4 * CHUNK_ROWS * VOCAB
+
+
+def extra_bytes(num_rows: int, kind: LossKind, lm_head_dtype: torch.dtype = torch.float32) -> int:
     """Return the peak of the forward pass beyond the gradient that it must keep."""
-    rows = random_rows(num_rows, vocab=vocab)
+    rows = random_rows(num_rows, vocab=VOCAB)
+    rows = rows._replace(lm_head_VD=rows.lm_head_VD.to(lm_head_dtype))
     with PeakMemory(rows) as memory:
         ours(rows, kind)
     return memory.peak_bytes - rows.student_KND.nbytes
 
 
+@pytest.mark.parametrize("lm_head_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_does_not_grow_with_the_rows(kind: LossKind) -> None:
-    vocab = 1000
-    few, many = (extra_bytes(factor * CHUNK_ROWS, kind, vocab) for factor in (2, 8))
-    chunk_bytes = 4 * CHUNK_ROWS * vocab
-    # Row numbers and weights grow, by a few bytes a row; logits would by 4,000.
+def test_memory_does_not_grow_with_the_rows(kind: LossKind, lm_head_dtype: torch.dtype) -> None:
+    few, many = (extra_bytes(factor * CHUNK_ROWS, kind, lm_head_dtype) for factor in (2, 8))
+    # Row numbers and masks grow, by a few bytes a row; logits would by 4,000.
     assert few <= many < few + 6 * CHUNK_ROWS * 64
-    assert chunk_bytes <= many < 6 * chunk_bytes
+    assert CHUNK_BYTES <= many < 9 * CHUNK_BYTES
 
 
 def test_the_measure_sees_logits_that_are_held_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "CHUNK_ROWS", 8 * CHUNK_ROWS)
-    assert extra_bytes(8 * CHUNK_ROWS, "ce", 1000) > 6 * 4 * CHUNK_ROWS * 1000
+    assert extra_bytes(8 * CHUNK_ROWS, "ce") > 9 * CHUNK_BYTES

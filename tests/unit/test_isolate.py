@@ -1,0 +1,98 @@
+"""No document of a packed row reaches another, in any kind of layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtp_train.heads import isolate
+from mtp_train.heads.alignment import PADDING_DOCUMENT
+from mtp_train.heads.isolate import Segment, group_by_length, isolated_hidden, segments
+from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_trunk
+
+P = PADDING_DOCUMENT
+# Two rows: three documents and padding; a document as long as the row.
+DOCUMENT = [[0] * 5 + [1] * 3 + [2] * 2 + [P] * 2, [0] * 12]
+PLACES = [Segment(0, 0, 5), Segment(0, 5, 3), Segment(0, 8, 2), Segment(1, 0, 12)]
+
+
+def packed_tokens() -> torch.Tensor:
+    return torch.randint(VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(5))
+
+
+def test_segments_are_the_documents_by_hand() -> None:
+    assert segments(torch.tensor(DOCUMENT)) == PLACES
+    assert segments(torch.tensor([[P, P], [3, P]])) == [Segment(1, 0, 1)]
+    assert segments(torch.tensor([[4, 4, 7, P]])) == [Segment(0, 0, 2), Segment(0, 2, 1)]
+    assert segments(torch.full((2, 3), P)) == []
+
+
+def test_groups_are_of_similar_length_and_fit_when_padded() -> None:
+    def lengths(*wanted: int, max_tokens: int) -> list[list[int]]:
+        found = [Segment(index, 0, length) for index, length in enumerate(wanted)]
+        return [[segment.length for segment in group] for group in group_by_length(found, max_tokens)]
+
+    assert lengths(5, 3, 2, 12, max_tokens=24) == [[12, 5], [3, 2]]
+    assert lengths(5, 3, 2, 12, max_tokens=12) == [[12], [5, 3], [2]]
+    assert lengths(4, 4, 4, max_tokens=8) == [[4, 4], [4]]
+    assert lengths(9, 2, max_tokens=4) == [[9], [2]]
+    assert lengths(max_tokens=4) == []
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_packed_documents_have_the_states_they_have_alone(family_name: str) -> None:
+    trunk = tiny_trunk(family_name)
+    tokens_BT = packed_tokens()
+    hidden_BTD = isolated_hidden(trunk, tokens_BT, torch.tensor(DOCUMENT))
+    for row, start, length in PLACES:
+        alone_1LD = trunk.hidden(tokens_BT[row : row + 1, start : start + length])
+        torch.testing.assert_close(hidden_BTD[row, start : start + length], alone_1LD[0], atol=1e-5, rtol=0)
+    assert not hidden_BTD[0, 10:].any()
+    assert not hidden_BTD.requires_grad
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_the_whole_row_at_once_would_leak(family_name: str) -> None:
+    trunk = tiny_trunk(family_name)
+    tokens_BT = packed_tokens()
+    isolated_BTD = isolated_hidden(trunk, tokens_BT, torch.tensor(DOCUMENT))
+    through_BTD = trunk.hidden(tokens_BT)
+    torch.testing.assert_close(through_BTD[0, :5], isolated_BTD[0, :5], atol=1e-5, rtol=0)
+    for _, start, length in PLACES[1:3]:
+        leak_L = (through_BTD - isolated_BTD)[0, start : start + length].abs().amax(-1)
+        assert leak_L.min() > 1e-2
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_no_document_moves_when_another_changes(family_name: str) -> None:
+    trunk = tiny_trunk(family_name)
+    tokens_BT = packed_tokens()
+    before_BTD = isolated_hidden(trunk, tokens_BT, torch.tensor(DOCUMENT))
+    tokens_BT[0, :5] = (tokens_BT[0, :5] + 1) % VOCAB_SIZE
+    tokens_BT[0, 10:] = 3  # what stands on padding reaches nobody either
+    after_BTD = isolated_hidden(trunk, tokens_BT, torch.tensor(DOCUMENT))
+    assert (after_BTD - before_BTD)[0, :5].abs().amax(-1).min() > 1e-2
+    assert torch.equal(after_BTD[0, 5:], before_BTD[0, 5:])
+    assert torch.equal(after_BTD[1], before_BTD[1])
+
+
+def test_no_forward_holds_more_tokens_than_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = tiny_trunk("qwen3_5")
+    shapes: list[tuple[int, ...]] = []
+    hidden = trunk.hidden
+
+    def recorded(tokens_NL: torch.Tensor, **rest: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(tokens_NL.shape))
+        return hidden(tokens_NL, **rest)
+
+    monkeypatch.setattr(trunk, "hidden", recorded)
+    isolate.isolated_hidden(trunk, packed_tokens(), torch.tensor(DOCUMENT))
+    assert shapes == [(2, 12), (2, 3)]
+
+
+def test_a_batch_of_padding_has_states_of_zero() -> None:
+    trunk = tiny_trunk("qwen3_5")
+    hidden_BTD = isolated_hidden(trunk, packed_tokens(), torch.full((2, 12), P))
+    assert hidden_BTD.shape == (2, 12, 32)
+    assert not hidden_BTD.any()
+    assert trunk.embed(packed_tokens()).abs().min() > 0

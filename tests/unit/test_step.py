@@ -1,0 +1,221 @@
+"""Unrolling over all starts at once is decoding from each of them.
+
+The naive side drafts from one start: it runs the step over all rows so far, without a cache, once per depth.
+Shapes: B rows, T tokens, K depths, D hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtp_train.families import Convention
+from mtp_train.heads.alignment import PADDING_DOCUMENT
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.step import mtp_step, unroll
+from mtp_train.heads.trunk import Trunk
+from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
+
+NUM_TOKENS, NUM_DEPTHS = 9, 3
+TOLERANCE = {"atol": 1e-5, "rtol": 0}
+FIRST_ROW_EMBEDDING = Convention(recycle="after_final_norm", zero_first_embedding=True)
+BEFORE_NORM = Convention(recycle="before_final_norm", zero_first_embedding=False)
+
+
+def models(name: str) -> tuple[Trunk, MtpHead]:
+    """Return a tiny family's trunk and head; ``chained`` is GLM with two modules, one a depth."""
+    if name != "chained":
+        trunk = tiny_trunk(name)
+        return trunk, tiny_head(trunk)
+    trunk = tiny_trunk("glm4_moe")
+    trunk.family = dataclasses.replace(trunk.family, unroll="chained")
+    return trunk, tiny_head(trunk, num_modules=2)
+
+
+def random_tokens(num_tokens: int = NUM_TOKENS) -> Tensor:
+    return torch.randint(67, (1, num_tokens), generator=torch.Generator().manual_seed(7))
+
+
+def one_document(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, num_depths: int = NUM_DEPTHS) -> list[Tensor]:
+    return unroll(
+        head,
+        trunk.hidden(tokens_1T),
+        tokens_1T,
+        trunk.embed,
+        num_depths=num_depths,
+        positions_BT=torch.arange(tokens_1T.shape[1])[None],
+        document_BT=torch.zeros_like(tokens_1T),
+    )
+
+
+def step_alone(trunk: Trunk, head: MtpHead, hidden_1SD: Tensor, tokens_1S: Tensor, depth: int, first: int = 0) -> Tensor:
+    """Run one depth over rows at positions ``first``, ``first + 1``, ... without a cache; return (2, S, D)."""
+    num_rows = hidden_1SD.shape[1]
+    step = mtp_step(
+        head,
+        hidden_1SD,
+        trunk.embed(tokens_1S),
+        depth=depth,
+        positions_BT=torch.arange(first, first + num_rows)[None],
+        mask_BTS=torch.ones(1, num_rows, num_rows, dtype=torch.bool).tril(),
+        cache=None,
+    )
+    return torch.cat([step.logit_hidden_BTD, step.recycled_BTD])
+
+
+def draft_recursive(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, start: int) -> list[Tensor]:
+    """Draft from one start: true rows up to it, then one recycled row a depth."""
+    hidden_1SD = trunk.hidden(tokens_1T)[:, : start + 1]
+    states = []
+    for depth in range(1, NUM_DEPTHS + 1):
+        read_1S = tokens_1T[:, 1 : hidden_1SD.shape[1] + 1]
+        logit_SD, recycled_SD = step_alone(trunk, head, hidden_1SD, read_1S, depth)
+        states.append(logit_SD[-1])
+        hidden_1SD = torch.cat([hidden_1SD, recycled_SD[None, -1:]], dim=1)
+    return states
+
+
+def draft_chained(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, start: int, num_depths: int) -> list[Tensor]:
+    """Draft from one start: module k over its own rows, fed by module k-1 at the same rows."""
+    hidden_1SD = trunk.hidden(tokens_1T)[:, : start + 1]
+    states = []
+    for depth in range(1, num_depths + 1):
+        read_1S = tokens_1T[:, depth : start + depth + 1]
+        logit_SD, recycled_SD = step_alone(trunk, head, hidden_1SD, read_1S, depth, first=depth - 1)
+        states.append(logit_SD[-1])
+        hidden_1SD = recycled_SD[None]
+    return states
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@torch.inference_mode()
+def test_unroll_drafts_from_every_start_as_decoding_does(family_name: str) -> None:
+    trunk, head = models(family_name)
+    tokens_1T = random_tokens()
+    states = one_document(trunk, head, tokens_1T)
+    assert len(states) == NUM_DEPTHS
+    for start in range(NUM_TOKENS - NUM_DEPTHS):
+        for depth, expected_D in enumerate(draft_recursive(trunk, head, tokens_1T, start)):
+            torch.testing.assert_close(states[depth][0, start], expected_D, **TOLERANCE)
+
+
+@torch.inference_mode()
+def test_a_chain_of_modules_drafts_from_every_start_as_decoding_does() -> None:
+    trunk, head = models("chained")
+    tokens_1T = random_tokens()
+    states = one_document(trunk, head, tokens_1T, num_depths=2)
+    for start in range(NUM_TOKENS - 2):
+        for depth, expected_D in enumerate(draft_chained(trunk, head, tokens_1T, start, 2)):
+            torch.testing.assert_close(states[depth][0, start], expected_D, **TOLERANCE)
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@torch.inference_mode()
+def test_a_recursive_head_is_not_a_chain_of_one_module(family_name: str) -> None:
+    """Here the two ways of seeing must differ from depth 2 on, or the tests above could not tell them apart."""
+    trunk, head = models(family_name)
+    tokens_1T = random_tokens()
+    states = one_document(trunk, head, tokens_1T)
+    chained = draft_chained(trunk, head, tokens_1T, 4, NUM_DEPTHS)
+    torch.testing.assert_close(states[0][0, 4], chained[0], **TOLERANCE)
+    for depth in (1, 2):
+        assert (states[depth][0, 4] - chained[depth]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", [*FAMILY_NAMES, "chained"])
+@torch.inference_mode()
+def test_packed_documents_unroll_as_they_do_alone(name: str) -> None:
+    trunk, head = models(name)
+    num_depths = 2
+    pieces = [random_tokens()[:, :5], random_tokens()[:, 5:9]]
+    padding_12 = torch.zeros(1, 2, dtype=torch.long)
+    packed = unroll(
+        head,
+        torch.cat([*(trunk.hidden(piece) for piece in pieces), torch.zeros(1, 2, 32)], dim=1),
+        torch.cat([*pieces, padding_12], dim=1),
+        trunk.embed,
+        num_depths=num_depths,
+        positions_BT=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0]]),
+        document_BT=torch.tensor([[0] * 5 + [1] * 4 + [PADDING_DOCUMENT] * 2]),
+    )
+    for first, piece in zip((0, 5), pieces, strict=True):
+        for depth, expected_1TD in enumerate(one_document(trunk, head, piece, num_depths), start=1):
+            last = piece.shape[1] - depth  # later starts read past their document, and no target of theirs counts
+            ours_TD = packed[depth - 1][0, first : first + last]
+            torch.testing.assert_close(ours_TD, expected_1TD[0, :last], **TOLERANCE)
+    assert all(torch.isfinite(state).all() for state in packed)
+
+
+@torch.inference_mode()
+def test_each_module_of_a_chain_is_its_own() -> None:
+    trunk, head = models("chained")
+    before = one_document(trunk, head, random_tokens(), num_depths=2)
+    head.blocks[1].proj.weight.mul_(2)
+    after = one_document(trunk, head, random_tokens(), num_depths=2)
+    assert torch.equal(before[0], after[0])
+    assert not torch.equal(before[1], after[1])
+
+
+def single_step(trunk: Trunk, head: MtpHead, token: int, position: int) -> Tensor:
+    hidden_11D = torch.linspace(-1, 1, 32)[None, None]
+    return step_alone(trunk, head, hidden_11D, torch.tensor([[token]]), depth=1, first=position)
+
+
+@pytest.mark.parametrize(
+    ("convention", "position", "reads_its_token"),
+    [("auto", 0, True), ("auto", 1, True), ("vllm", 0, False), ("vllm", 1, True), ("sglang", 0, True)],
+)
+@torch.inference_mode()
+def test_only_vllm_hides_the_first_embedding_of_glm(convention: str, position: int, reads_its_token: bool) -> None:
+    trunk, head = models("glm4_moe")
+    head.convention = trunk.family.convention(convention)
+    outputs = [single_step(trunk, head, token, position) for token in (3, 4)]
+    assert torch.equal(*outputs) is not reads_its_token
+
+
+@torch.inference_mode()
+def test_a_zero_first_embedding_is_the_embedding_of_a_zero_and_is_zero_in_every_document() -> None:
+    trunk, head = models("glm4_moe")
+    tokens_1T = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    hidden_1TD = trunk.hidden(tokens_1T)
+    positions_1T = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    rest = {"num_depths": 2, "positions_BT": positions_1T, "document_BT": torch.tensor([[0, 0, 0, 1, 1, 1]])}
+
+    def embed_without_firsts(read_1T: Tensor) -> Tensor:
+        """Zero what depth 1 reads at the documents' first rows, by hand."""
+        wanted_1T = ~((positions_1T == 0) & (read_1T == tokens_1T.roll(-1)))
+        return trunk.embed(read_1T) * wanted_1T[..., None]
+
+    by_hand = unroll(head, hidden_1TD, tokens_1T, embed_without_firsts, **rest)
+    plain = unroll(head, hidden_1TD, tokens_1T, trunk.embed, **rest)
+    head.convention = FIRST_ROW_EMBEDDING
+    zeroed = unroll(head, hidden_1TD, tokens_1T, trunk.embed, **rest)
+    for depth in range(2):
+        torch.testing.assert_close(zeroed[depth], by_hand[depth], **TOLERANCE)
+        assert (zeroed[depth] - plain[depth]).abs().amax(-1)[0, [0, 3]].min() > 1e-3
+
+
+@torch.inference_mode()
+def test_what_is_recycled_changes_depth_2_and_later_only() -> None:
+    trunk, head = models("glm4_moe")
+    after_norm = one_document(trunk, head, random_tokens())
+    head.convention = BEFORE_NORM
+    before_norm = one_document(trunk, head, random_tokens())
+    assert torch.equal(after_norm[0], before_norm[0])
+    for depth in (1, 2):
+        assert (after_norm[depth] - before_norm[depth]).abs().max() > 1e-3
+
+
+@torch.inference_mode()
+def test_the_lm_head_reads_the_normed_state_whatever_is_recycled() -> None:
+    trunk, head = models("glm4_moe")
+    logit, recycled = single_step(trunk, head, 3, 2)
+    assert torch.equal(logit, recycled)
+    head.convention = BEFORE_NORM
+    logit_before, recycled_before = single_step(trunk, head, 3, 2)
+    assert torch.equal(logit_before, logit)
+    assert not torch.equal(recycled_before, recycled)
+    torch.testing.assert_close(head.blocks[0].final_norm(recycled_before), logit)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from checkpoints import all_tensors, base_and_finetune, wrap_as_vision_language
+from mtp_train.errors import CheckpointError
+from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.weights.files import open_checkpoint
+from tiny import FAMILY_NAMES
+
+TOKENS_1T = torch.arange(9)[None]
+
+
+def load(path: Path, adapter: Path | None = None) -> Trunk:
+    return load_trunk(path, open_checkpoint(path).family, dtype=torch.float32, adapter=adapter)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vision_language_wrapper_gives_its_text_model(tied: bool, tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5", tied=tied)
+    shutil.copytree(base, tmp_path / "wrapped")
+    plain, wrapped = load(base), load(wrap_as_vision_language(tmp_path / "wrapped"))
+    expected = plain.logits(plain.hidden(TOKENS_1T))
+    assert torch.equal(wrapped.logits(wrapped.hidden(TOKENS_1T)), expected)
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_a_loaded_trunk_is_frozen_and_in_eval_mode(family_name: str, tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, family_name)
+    trunk = load(base)
+    assert not any(parameter.requires_grad for parameter in trunk.parameters())
+    assert not any(module.training for module in trunk.modules())
+    expected = AutoModelForCausalLM.from_pretrained(base)(TOKENS_1T).logits
+    assert torch.equal(trunk.logits(trunk.hidden(TOKENS_1T)), expected)
+
+
+def test_missing_trunk_weights_are_named(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    tensors = all_tensors(base)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"trunk weights model\.layers\.1\.mlp\.up_proj\.weight are missing"):
+        load(base)
+
+
+def test_an_adapter_is_applied_unmerged_and_frozen(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False)
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    expected = model.eval()(TOKENS_1T).logits
+    bare, adapted = load(base), load(base, tmp_path / "adapter")
+    logits = adapted.logits(adapted.hidden(TOKENS_1T))
+    torch.testing.assert_close(logits, expected)
+    assert not torch.allclose(bare.logits(bare.hidden(TOKENS_1T)), expected)
+    assert torch.equal(adapted.lm_head_VD, bare.lm_head_VD)
+    assert torch.equal(adapted.embed(TOKENS_1T), bare.embed(TOKENS_1T))
+    assert not any(parameter.requires_grad for parameter in adapted.parameters())
