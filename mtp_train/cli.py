@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import Progress
 
-from mtp_train.errors import MtpError
+from mtp_train.errors import GateRefusedError, MtpError
 
 
 class Result(NamedTuple):
@@ -57,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser; each command names its handler."""
-    parser = argparse.ArgumentParser(prog="mtp-train", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="mtp-train",
+        description="Put the MTP head back on a fine-tuned model, retrain it, prove the gain, and export it. A recipe in "
+        "the place of COMMAND is run.",
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON document and nothing else on stdout")
@@ -143,9 +148,16 @@ def _progress(args: argparse.Namespace) -> Progress:
 def _run(args: argparse.Namespace) -> Result:
     from mtp_train.pipeline import run
     from mtp_train.recipe_io import load_recipe
+    from mtp_train.run_dir import Outcome
 
     recipe = load_recipe(args.recipe, args.overrides)
-    outcome = run(recipe, Console(quiet=not is_main_process()))
+    try:
+        outcome = run(recipe, Console(quiet=not is_main_process()))
+    except GateRefusedError as error:
+        if not args.json:
+            raise
+        # The verdict is a result like any other: a script finds it in the document.
+        outcome = Outcome(error.exit_code, "gate_refused", str(error), "done")
     return Result({"run_dir": recipe.run_dir, **outcome.__dict__}, outcome.message, outcome.exit_code)
 
 

@@ -214,7 +214,7 @@ def judge(recipe: Recipe, runs: Mapping[str, ArmRun], checked: Sequence[ArmRun])
         passed=False,
         baseline=baseline,
         delta_tau_ci95=verdict.delta_tau_ci95,
-        reason=f"{verdict.reason}. The base's own head serves no worse: {better}",
+        reason=f"{verdict.reason}. The base's own head is not shown to be worse: {better}",
     )
 
 

@@ -6,6 +6,7 @@ goes on from the stage it had reached. Training and data know nothing of the dec
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -73,16 +74,19 @@ def run(recipe: Recipe, console: Console) -> Outcome:
         console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do. {earlier.message}")
         return earlier
     stage = Stage()
-    accelerator = make_accelerator(recipe)
-    quiet = not console.is_terminal or not accelerator.is_main_process
     try:
+        accelerator = make_accelerator(recipe)
+        quiet = not console.is_terminal or not accelerator.is_main_process
         with Progress(console=console, disable=quiet, transient=True) as progress:
             outcome = run_stages(recipe, run_dir, accelerator, console, progress, stage)
     except MtpError as error:
         reason = "gate_refused" if isinstance(error, GateRefusedError) else "bad_input"
         name = "done" if isinstance(error, GateRefusedError) else stage.name
-        if accelerator.is_main_process and not isinstance(error, OutputExistsError):
-            write_outcome(run_dir, Outcome(error.exit_code, reason, str(error), name))
+        # The launcher's rank: processes that do not know one another all take themselves for the main one.
+        if os.environ.get("RANK", "0") == "0" and not isinstance(error, OutputExistsError):
+            # A disk without room for the outcome must not hide what the error says.
+            with contextlib.suppress(OSError):
+                write_outcome(run_dir, Outcome(error.exit_code, reason, str(error), name))
         raise
     if accelerator.is_main_process:
         write_outcome(run_dir, outcome)

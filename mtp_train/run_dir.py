@@ -105,21 +105,29 @@ def environment_facts() -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "versions": versions,
         "python": platform.python_version(),
         "argv": sys.argv,
-        "git": commit.stdout.strip() or None,
+        "git": _git_commit(),
         "hardware": {"device": device, "threads": torch.get_num_threads(), "platform": platform.platform()},
     }
 
 
+def _git_commit() -> str | None:
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    except OSError:
+        # Slim images have no git.
+        return None
+    return commit.stdout.strip() or None
+
+
 def clear_leftovers(run_dir: Path) -> None:
-    """Remove what a kill left of writes that never got their final name."""
+    """Remove what a kill left of writes that never got their final name, and the outcome of an earlier attempt."""
+    (run_dir / OUTCOME_FILE).unlink(missing_ok=True)
     for pattern in (".head.*", ".export.*", ".*.tmp", "figures/.*.tmp", "state/.step-*"):
         for path in run_dir.glob(pattern):
             if path.is_dir():

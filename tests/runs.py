@@ -90,6 +90,9 @@ LEARNS = {
     "evaluate__max_new_tokens": 24,
 }
 
+# Ends with the head it started from, as far as decoding can see: the gate must refuse it.
+GETS_NO_BETTER = {"train__lr": 1e-9, "train__max_steps": 1}
+
 
 def tree(directory: Path) -> dict[str, bytes | None]:
     """Return everything below a directory: a file's content, None for a directory."""

@@ -47,8 +47,7 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress) -> No
 
     Raises:
         OutputExistsError: ``out`` exists.
-        CheckpointError: There is no head to export, or it was trained on an adapter that is not merged.
-        DataError: The run has not been evaluated.
+        CheckpointError: There is no head to export, or the run's has not been measured, or is for an unmerged adapter.
         GateRefusedError: The run's head is not better than its baseline.
     """
     refuse_existing(out, what="the checkpoint")
@@ -65,6 +64,11 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress) -> No
 
 
 def _require_exportable(run_dir: Path) -> None:
+    if not (run_dir / REPORT_FILE).is_file():
+        raise CheckpointError(
+            f"{run_dir}: its head has not been measured; expected a run that reached the gate. Run its recipe again: it "
+            "goes on from where it stands."
+        )
     gate = load_report(run_dir / REPORT_FILE).gate
     if gate is not None and not gate.passed:
         raise GateRefusedError(gate.reason)

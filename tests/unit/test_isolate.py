@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtp_train.heads import isolate
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.isolate import Segment, group_by_length, isolated_hidden, segments
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_trunk
@@ -13,6 +12,8 @@ from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_trunk
 P = PADDING_DOCUMENT
 # Two rows: three documents and padding; a document as long as the row.
 DOCUMENT = [[0] * 5 + [1] * 3 + [2] * 2 + [P] * 2, [0] * 12]
+# Rounding of another batch shape, over states that forget slowly; a leak moves the same states by more than 1e-2.
+TOLERANCE = {"atol": 1e-4, "rtol": 0}
 PLACES = [Segment(0, 0, 5), Segment(0, 5, 3), Segment(0, 8, 2), Segment(1, 0, 12)]
 
 
@@ -46,7 +47,7 @@ def test_packed_documents_have_the_states_they_have_alone(family_name: str) -> N
     hidden_BTD = isolated_hidden(trunk, tokens_BT, torch.tensor(DOCUMENT))
     for row, start, length in PLACES:
         alone_1LD = trunk.hidden(tokens_BT[row : row + 1, start : start + length])
-        torch.testing.assert_close(hidden_BTD[row, start : start + length], alone_1LD[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(hidden_BTD[row, start : start + length], alone_1LD[0], **TOLERANCE)
     assert not hidden_BTD[0, 10:].any()
     assert not hidden_BTD.requires_grad
 
@@ -57,7 +58,7 @@ def test_the_whole_row_at_once_would_leak(family_name: str) -> None:
     tokens_BT = packed_tokens()
     isolated_BTD = isolated_hidden(trunk, tokens_BT, torch.tensor(DOCUMENT))
     through_BTD = trunk.hidden(tokens_BT)
-    torch.testing.assert_close(through_BTD[0, :5], isolated_BTD[0, :5], atol=1e-5, rtol=0)
+    torch.testing.assert_close(through_BTD[0, :5], isolated_BTD[0, :5], **TOLERANCE)
     for _, start, length in PLACES[1:3]:
         leak_L = (through_BTD - isolated_BTD)[0, start : start + length].abs().amax(-1)
         assert leak_L.min() > 1e-2
@@ -86,7 +87,7 @@ def test_no_forward_holds_more_tokens_than_the_batch(monkeypatch: pytest.MonkeyP
         return hidden(tokens_NL, **rest)
 
     monkeypatch.setattr(trunk, "hidden", recorded)
-    isolate.isolated_hidden(trunk, packed_tokens(), torch.tensor(DOCUMENT))
+    isolated_hidden(trunk, packed_tokens(), torch.tensor(DOCUMENT))
     assert shapes == [(2, 12), (2, 3)]
 
 

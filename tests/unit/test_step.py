@@ -51,7 +51,9 @@ def one_document(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, num_depths: int
     )
 
 
-def step_alone(trunk: Trunk, head: MtpHead, hidden_1SD: Tensor, tokens_1S: Tensor, depth: int, first: int = 0) -> Tensor:
+def step_alone(
+    trunk: Trunk, head: MtpHead, hidden_1SD: Tensor, tokens_1S: Tensor, depth: int, first: int = 0
+) -> Tensor:
     """Run one depth over rows at positions ``first``, ``first + 1``, ... without a cache; return (2, S, D)."""
     num_rows = hidden_1SD.shape[1]
     step = mtp_step(

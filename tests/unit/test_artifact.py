@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import base_and_finetune
+from mtp_train.errors import CheckpointError, OutputExistsError
+from mtp_train.heads.attach import artifact_plan, build_head, graft_plan
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.weights.artifact import HEAD_CONFIG_FILE, WEIGHTS_FILE, Artifact, load_artifact, save_artifact
+from mtp_train.weights.files import Checkpoint, open_checkpoint
+from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
+
+
+def make_artifact(directory: Path, family_name: str = "qwen3_5") -> tuple[Artifact, Checkpoint]:
+    base, finetune = (open_checkpoint(path) for path in base_and_finetune(directory, family_name))
+    plan = graft_plan(finetune, base, "sglang")
+    notes = {"trunk": "finetune", "steps": 3, "nested": {"a": [1, None]}}
+    return Artifact(plan.family, plan.layout, 1, 3, plan.convention, plan.template, notes), finetune
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_artifact(make_artifact(tmp_path)[0], tmp_path / "head")
+    return tmp_path / "head"
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / HEAD_CONFIG_FILE).read_text())
+    config |= changes
+    (path / HEAD_CONFIG_FILE).write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_what_is_saved_is_what_is_loaded(family_name: str, tmp_path: Path) -> None:
+    artifact, finetune = make_artifact(tmp_path, family_name)
+    save_artifact(artifact, tmp_path / "head")
+    loaded = load_artifact(tmp_path / "head")
+    for field in ("family", "layout", "num_modules", "num_depths", "convention", "notes"):
+        assert getattr(loaded, field) == getattr(artifact, field), field
+    assert loaded.head.shared_keys == artifact.head.shared_keys
+    assert loaded.head.config_fields == artifact.head.config_fields
+    assert {(one.key, one.dtype, one.shape) for one in loaded.head.tensors} == {
+        (one.key, one.dtype, one.shape) for one in artifact.head.tensors
+    }
+    head = build_head(artifact_plan(loaded), text_config_of(finetune), dtype=torch.float32)
+    expected = tiny_head(tiny_trunk(family_name)).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in head.state_dict().items())
+    assert head.convention == artifact.family.convention("sglang")
+
+
+def test_loading_reads_no_weight_before_it_is_needed(saved: Path) -> None:
+    loaded = load_artifact(saved)
+    (saved / WEIGHTS_FILE).unlink()
+    with pytest.raises(FileNotFoundError):
+        loaded.head.tensors[0].load()
+
+
+def test_an_existing_target_is_refused_and_kept(saved: Path, tmp_path: Path) -> None:
+    before = (saved / WEIGHTS_FILE).read_bytes()
+    artifact, _ = make_artifact(tmp_path / "again")
+    with pytest.raises(OutputExistsError, match="head: already exists; expected a new path for the head"):
+        save_artifact(artifact, saved)
+    assert (saved / WEIGHTS_FILE).read_bytes() == before
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["again", "base", "finetune", "head"]
+
+
+@pytest.mark.parametrize("version", [2, "1", None])
+def test_another_format_version_is_refused(version: int | str | None, saved: Path) -> None:
+    edit_config(saved, format_version=version)
+    with pytest.raises(CheckpointError, match=rf"format_version {version!r}; expected 1\. Write the head again"):
+        load_artifact(saved)
+
+
+@pytest.mark.parametrize("field", ["trunk_prefix", "num_modules", "convention", "shared_keys", "config_fields"])
+def test_a_missing_field_is_named(field: str, saved: Path) -> None:
+    edit_config(saved, **{field: None})
+    with pytest.raises(CheckpointError, match=rf"incomplete or of an unknown family \('{field}'\); expected a head"):
+        load_artifact(saved)
+
+
+def test_an_unknown_family_is_refused(saved: Path) -> None:
+    edit_config(saved, family="mamba9")
+    with pytest.raises(CheckpointError, match="incomplete or of an unknown family"):
+        load_artifact(saved)
+
+
+def test_damaged_or_missing_files_are_refused(saved: Path) -> None:
+    weights = (saved / WEIGHTS_FILE).read_bytes()
+    (saved / WEIGHTS_FILE).write_bytes(weights[:-8])
+    with pytest.raises(CheckpointError, match=r"head\.safetensors: truncated or damaged"):
+        load_artifact(saved)
+    (saved / WEIGHTS_FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"head\.safetensors: no such file"):
+        load_artifact(saved)
+    (saved / HEAD_CONFIG_FILE).write_text("{")
+    with pytest.raises(CheckpointError, match=r"head_config\.json: not valid JSON"):
+        load_artifact(saved)
+    (saved / HEAD_CONFIG_FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"head_config\.json: no such file"):
+        load_artifact(saved)
+
+
+@pytest.mark.parametrize("damage", ["missing", "reshaped"])
+def test_weights_that_do_not_make_a_head_of_the_trunk_are_refused(damage: str, tmp_path: Path) -> None:
+    """A head of a wider sibling, or one with a tensor taken out, is the user's input: it ends in a message."""
+    artifact, finetune = make_artifact(tmp_path)
+    save_artifact(artifact, tmp_path / "head")
+    tensors = load_file(tmp_path / "head" / WEIGHTS_FILE)
+    fused = tensors.pop("mtp.fc.weight")
+    if damage == "reshaped":
+        tensors["mtp.fc.weight"] = torch.cat([fused, fused])
+    save_file(tensors, tmp_path / "head" / WEIGHTS_FILE)
+    with pytest.raises(CheckpointError, match=r"mtp\.fc\.weight"):
+        build_head(artifact_plan(load_artifact(tmp_path / "head")), text_config_of(finetune), dtype=torch.float32)

@@ -1,0 +1,226 @@
+"""A head from a checkpoint, from a base, or fresh; and a trained one back in the checkpoint's own layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoints import base_and_finetune, save_stripped, save_with_head, wrap_as_vision_language
+from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.heads.attach import HeadPlan, build_head, fresh_plan, graft_plan, native_plan, trained_head
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.module import MtpHead
+from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
+from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
+
+BIAS = "layers.3.mlp.gate.e_score_correction_bias"
+
+
+def with_head(family_name: str, path: Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    trunk = tiny_trunk(family_name)
+    return open_checkpoint(save_with_head(trunk, tiny_head(trunk), path, dtype))
+
+
+def without_head(family_name: str, path: Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    trunk = tiny_trunk(family_name)
+    trunk.model.to(dtype)
+    return open_checkpoint(save_stripped(trunk, path))
+
+
+def build(plan: HeadPlan, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> MtpHead:
+    return build_head(plan, text_config_of(checkpoint), dtype=dtype)
+
+
+def stored(plan: HeadPlan) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {pending.key: (pending.dtype, pending.shape) for pending in plan.template.tensors}
+
+
+def change(path: Path, key: str, value: Tensor | None) -> Checkpoint:
+    """Replace or remove one tensor of a single-file checkpoint."""
+    tensors = load_file(path / SINGLE_FILE)
+    tensors.pop(key)
+    if value is not None:
+        tensors[key] = value
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    return open_checkpoint(path)
+
+
+def assert_same_weights(head: MtpHead, expected: MtpHead) -> None:
+    theirs = expected.state_dict()
+    assert head.state_dict().keys() == theirs.keys()
+    for name, value in head.state_dict().items():
+        assert torch.equal(value, theirs[name]), name
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_a_native_head_comes_back_bit_for_bit(family_name: str, tmp_path: Path) -> None:
+    checkpoint = with_head(family_name, tmp_path / "base")
+    plan = native_plan(checkpoint, "auto")
+    assert_same_weights(build(plan, checkpoint), tiny_head(tiny_trunk(family_name)))
+    assert (plan.num_modules, plan.convention) == (1, "auto")
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_a_graft_is_the_bases_head_under_the_fine_tunes_keys(family_name: str, tmp_path: Path) -> None:
+    base, finetune = (open_checkpoint(path) for path in base_and_finetune(tmp_path, family_name))
+    plan = graft_plan(finetune, base, "auto")
+    assert_same_weights(build(plan, finetune), tiny_head(tiny_trunk(family_name)))
+    assert plan.template.config_fields[plan.family.count_field] == 1
+    shared = {key for key in plan.template.shared_keys if key in base.tensors}
+    assert len(shared) == len(plan.family.shared_keys)
+    assert not shared & stored(plan).keys()
+
+
+def test_a_graft_takes_the_wrappers_key_layout(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    wrapped = open_checkpoint(wrap_as_vision_language(finetune))
+    plan = graft_plan(wrapped, open_checkpoint(base), "auto")
+    assert plan.layout.trunk_prefix == "model.language_model."
+    assert_same_weights(build(plan, wrapped), tiny_head(tiny_trunk("qwen3_5")))
+
+
+def test_no_head_to_start_from_is_refused(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    with pytest.raises(CheckpointError, match=r"holds no head tensors \(config declares 1 module\(s\)\)"):
+        native_plan(open_checkpoint(finetune), "auto")
+    broken = change(base, "mtp.fc.weight", None)
+    with pytest.raises(CheckpointError, match=r"head keys missing: mtp\.fc\.weight \(1 in all\); expected a complete"):
+        graft_plan(open_checkpoint(finetune), broken, "auto")
+
+
+def test_an_unknown_convention_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    checkpoint = with_head("glm4_moe", tmp_path / "base")
+    text_config = text_config_of(checkpoint)
+    for plan in (
+        lambda: native_plan(checkpoint, "tgi"),
+        lambda: fresh_plan(checkpoint, text_config, "tgi", seed=0),
+    ):
+        with pytest.raises(UnsupportedModelError, match=r"'tgi'; expected one of auto, vllm, sglang, llama\.cpp"):
+            plan()
+
+
+def test_a_convention_reaches_the_head(tmp_path: Path) -> None:
+    checkpoint = with_head("glm4_moe", tmp_path / "base")
+    for name, recycle in (("auto", "after_final_norm"), ("vllm", "before_final_norm"), ("sglang", "after_final_norm")):
+        assert build(native_plan(checkpoint, name), checkpoint).convention.recycle == recycle
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_weight_that_is_not_finite_is_refused(value: float, tmp_path: Path) -> None:
+    path = tmp_path / "base"
+    with_head("qwen3_5", path, torch.bfloat16)
+    norm = load_file(path / SINGLE_FILE)["mtp.norm.weight"]
+    norm[3] = value
+    broken = change(path, "mtp.norm.weight", norm)
+    with pytest.raises(CheckpointError, match=r"mtp\.norm\.weight: holds NaN or infinite values"):
+        build(native_plan(broken, "auto"), broken)
+
+
+@pytest.mark.parametrize(("family_name", "identity"), [("qwen3_5", 0.0), ("glm4_moe", 1.0)])
+def test_fresh_norms_are_the_identity_of_their_flavour(family_name: str, identity: float, tmp_path: Path) -> None:
+    checkpoint = without_head(family_name, tmp_path / "trunk")
+    head = build(fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=1), checkpoint)
+    norms = {name: value for name, value in head.named_parameters() if "norm" in name}
+    assert len(norms) >= 5
+    assert all((value == identity).all() for value in norms.values())
+    input_BTD = torch.randn(1, 1, 32)
+    normed_BTD = head.blocks[0].final_norm(input_BTD)
+    torch.testing.assert_close(normed_BTD, input_BTD * input_BTD.square().mean().rsqrt(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_fresh_matrices_are_as_wide_as_the_trunks(family_name: str, tmp_path: Path) -> None:
+    checkpoint = without_head(family_name, tmp_path / "trunk")
+    text_config = text_config_of(checkpoint)
+    head = build(fresh_plan(checkpoint, text_config, "auto", seed=1), checkpoint)
+    matrices = {name: value for name, value in head.named_parameters() if value.ndim > 1}
+    for name, value in matrices.items():
+        assert value.std().item() == pytest.approx(text_config.initializer_range, rel=0.25), name
+    everything = torch.cat([value.flatten() for value in matrices.values()])
+    assert everything.std().item() == pytest.approx(text_config.initializer_range, rel=0.02)
+
+
+def set_attention_bias(path: Path) -> Checkpoint:
+    """Give the config the biases that GLM-4.5's attention has."""
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    return open_checkpoint(path)
+
+
+def test_a_fresh_head_depends_on_its_seed_alone(tmp_path: Path) -> None:
+    without_head("glm4_moe", tmp_path / "trunk")
+    checkpoint = set_attention_bias(tmp_path / "trunk")
+    heads = []
+    for seed in (1, 1, 2):
+        torch.randn(3)  # the state of torch's own generator must not matter
+        plan = fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=seed)
+        heads.append(build(plan, checkpoint))
+    assert any(name.endswith("q_proj.bias") for name in heads[0].state_dict())
+    assert not torch.equal(heads[0].blocks[0].proj.weight, heads[2].blocks[0].proj.weight)
+    assert_same_weights(heads[0], heads[1])
+
+
+def test_fresh_biases_are_zero(tmp_path: Path) -> None:
+    without_head("glm4_moe", tmp_path / "trunk")
+    checkpoint = set_attention_bias(tmp_path / "trunk")
+    head = build(fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=1), checkpoint)
+    biases = {name: value for name, value in head.state_dict().items() if name.endswith("bias")}
+    assert len(biases) == 4
+    assert [name for name, value in biases.items() if value.any()] == []
+
+
+def test_a_fresh_head_has_the_trunks_dtype_and_declares_itself(tmp_path: Path) -> None:
+    checkpoint = without_head("glm4_moe", tmp_path / "trunk", torch.bfloat16)
+    plan = fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=1)
+    dtypes = {key: dtype for key, (dtype, _) in stored(plan).items()}
+    assert dtypes.pop(f"model.{BIAS}") == "F32"
+    assert set(dtypes.values()) == {"BF16"}
+    assert plan.template.config_fields == {"num_nextn_predict_layers": 1}
+
+
+def test_a_fresh_head_writes_the_keys_of_a_released_one(tmp_path: Path) -> None:
+    for family_name in FAMILY_NAMES:
+        released = native_plan(with_head(family_name, tmp_path / family_name / "base"), "auto")
+        checkpoint = without_head(family_name, tmp_path / family_name / "trunk")
+        fresh = fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=1)
+        assert stored(fresh) == stored(released)
+
+
+def test_the_routers_bias_is_never_rounded(tmp_path: Path) -> None:
+    path = tmp_path / "base"
+    with_head("glm4_moe", path, torch.bfloat16)
+    precise = torch.tensor([1.0, 1.0 + 2**-20, -0.3, 7.7])
+    assert not torch.equal(precise.bfloat16().float(), precise)
+    checkpoint = change(path, f"model.{BIAS}", precise)
+    plan = native_plan(checkpoint, "auto")
+    head = build(plan, checkpoint, torch.bfloat16)
+    name, bias = next((name, value) for name, value in head.state_dict().items() if name.endswith("correction_bias"))
+    assert bias.dtype == torch.float32
+    assert torch.equal(bias, precise)
+    assert {value.dtype for value in head.parameters()} == {torch.bfloat16}
+    written = {pending.key: pending for pending in trained_head(plan, head.state_dict()).tensors}
+    assert written[f"model.{BIAS}"].dtype == "F32"
+    assert torch.equal(written[f"model.{BIAS}"].load(), precise), name
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_a_head_trained_in_fp32_is_written_as_it_was_stored(family_name: str, tmp_path: Path) -> None:
+    checkpoint = with_head(family_name, tmp_path / "base", torch.bfloat16)
+    plan = native_plan(checkpoint, "auto")
+    head = build(plan, checkpoint)
+    with torch.no_grad():
+        head.blocks[0].proj.weight.mul_(2)
+    written = trained_head(plan, head.state_dict())
+    assert {pending.key: (pending.dtype, pending.shape) for pending in written.tensors} == stored(plan)
+    assert {pending.dtype for pending in written.tensors} == {"BF16"}
+    assert (written.shared_keys, written.config_fields) == (plan.template.shared_keys, plan.template.config_fields)
+    proj = "mtp.fc.weight" if family_name == "qwen3_5" else "model.layers.3.eh_proj.weight"
+    for pending in written.tensors:
+        factor = 2 if pending.key == proj else 1
+        assert torch.equal(pending.load().bfloat16(), factor * checkpoint.read(pending.key)), pending.key

@@ -1,0 +1,109 @@
+"""Teacher-forced figures on rows made by hand: four tokens, the hidden state of a row is its logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtp_train.data.pack import collate, count_targets, pack_documents
+from mtp_train.data.tokenize import Document
+from mtp_train.train import dense
+from mtp_train.train.dense import DenseMetrics, dense_metrics
+from mtp_train.train.module import AlignedRows, Batch
+from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
+
+A, B, C, UNIFORM = [0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1], [0.25] * 4
+
+
+class LogitTrunk:
+    """A trunk whose hidden states are logits already."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, *batches: AlignedRows) -> DenseMetrics:
+    """Run the metrics over rows that are given as they come out of trunk and head."""
+    monkeypatch.setattr(dense, "aligned_rows", lambda trunk, head, batch, num_depths: batch)
+    trunk: Any = LogitTrunk()
+    given: Any = batches
+    return dense_metrics(trunk, trunk, given, len(batches[0].student_KND))
+
+
+def rows(p: list[list[float]], q: list[list[list[float]]], valid: list[str]) -> AlignedRows:
+    """Give p of each row, q and validity (x) of each depth and row."""
+    valid_KN = torch.tensor([[letter == "x" for letter in line] for line in valid])
+    return AlignedRows(torch.tensor(q).log(), torch.tensor(p).log(), torch.zeros(len(p), dtype=torch.long), valid_KN)
+
+
+def test_figures_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = measure(monkeypatch, rows([A, B, C], [[A, A, A], [B, B, C]], ["xxx", ".xx"]))
+    assert metrics.num_targets == [3, 2]
+    assert metrics.agreement == pytest.approx([2 / 3, 1.0])  # C's largest is A's
+    assert metrics.overlap == pytest.approx([(1.0 + 0.4 + 0.7) / 3, 1.0])
+    assert metrics.target_entropy == pytest.approx(
+        -sum(value * math.log(value) for row in (A, B, C) for value in row) / 3
+    )
+
+
+def test_a_head_that_says_what_the_trunk_says_is_perfect(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = torch.softmax(3 * torch.randn(700, 4), dim=-1)
+    perfect = AlignedRows(p.log().repeat(2, 1, 1), p.log(), torch.zeros(700), torch.ones(2, 700, dtype=torch.bool))
+    metrics = measure(monkeypatch, perfect)
+    assert metrics.num_targets == [700, 700]
+    assert metrics.agreement == [1.0, 1.0]
+    assert metrics.overlap == pytest.approx([1.0, 1.0], abs=1e-6)
+    shifted = perfect._replace(student_KND=perfect.student_KND.roll(1, dims=1))
+    worse = measure(monkeypatch, shifted)
+    assert all(value is not None and value < 0.9 for value in worse.agreement + worse.overlap)
+
+
+def test_sums_are_taken_over_batches_before_the_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rows([A], [[A]], ["x"])
+    three = rows([A, A, A], [[B, B, B]], ["xxx"])
+    metrics = measure(monkeypatch, one, three)
+    assert metrics.num_targets == [4]
+    assert metrics.agreement == [0.25]
+    assert metrics.overlap == pytest.approx([(1 + 3 * 0.4) / 4])
+
+
+def test_rows_without_a_target_count_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = measure(monkeypatch, rows([A, UNIFORM], [[A, B]], ["x."]))
+    assert (metrics.num_targets, metrics.agreement) == ([1], [1.0])
+    assert metrics.target_entropy == pytest.approx(-sum(value * math.log(value) for value in A))
+
+
+def test_a_depth_without_targets_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = measure(monkeypatch, rows([A, A], [[A, A], [B, B]], ["xx", ".."]))
+    assert metrics.num_targets == [2, 0]
+    assert metrics.agreement == [1.0, None]
+    assert metrics.overlap == [pytest.approx(1.0), None]
+    nothing = measure(monkeypatch, rows([A], [[A]], ["."]))
+    assert (nothing.target_entropy, nothing.agreement) == (None, [None])
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_real_rows_are_those_that_training_counts(family_name: str) -> None:
+    """The teacher's row is the trunk's own next prediction at the place that the depth predicts from."""
+    trunk = tiny_trunk(family_name)
+    documents = [
+        Document(tuple(range(first, first + length)), (False, *[True] * (length - 1)), str(first), "g")
+        for first, length in ((1, 7), (20, 4), (40, 2))
+    ]
+    sequences = pack_documents(documents, 16, pack=True, seed=0, epoch=0)
+    batch = Batch(*collate(sequences).values())
+    metrics = dense_metrics(trunk, tiny_head(trunk), [batch], 3)
+    counts = [count_targets(sequence, 3) for sequence in sequences]
+    assert metrics.num_targets == [sum(column) for column in zip(*counts, strict=True)] == [7, 5, 3]
+    assert all(value is not None and 0 < value < 1 for value in metrics.overlap)
+    entropies = []
+    for document in documents:
+        log_p_TV = torch.log_softmax(trunk.logits(trunk.hidden(torch.tensor([document.input_ids])))[0], dim=-1)
+        entropies += (-(log_p_TV.exp() * log_p_TV).sum(-1))[1:-1].tolist()
+    assert len(entropies) == 7
+    assert metrics.target_entropy == pytest.approx(sum(entropies) / 7, rel=1e-4)
+    assert 0 < sum(entropies) / 7 < math.log(VOCAB_SIZE)

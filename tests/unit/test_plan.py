@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_train.errors import RecipeError
+from mtp_train.recipe import Recipe
+from mtp_train.train.plan import learning_rate, make_plan
+from runs import tiny_recipe
+
+PLACE = Path("anywhere")
+
+
+def recipe(**train: Any) -> Recipe:
+    return tiny_recipe(PLACE, PLACE, **{f"train__{name}": value for name, value in train.items()})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_sequences", "accumulation"), [(1, 1, 12), (1, 4, 3), (2, 3, 2), (3, 2, 2), (12, 1, 1)]
+)
+def test_a_step_is_the_same_sequences_however_it_is_shared_out(
+    world_size: int, micro_batch_sequences: int, accumulation: int
+) -> None:
+    plan = make_plan(recipe(tokens_per_step=12 * 96, micro_batch_sequences=micro_batch_sequences), world_size)
+    assert (plan.sequences_per_step, plan.accumulation) == (12, accumulation)
+    sequences = list(range(12))
+    taken = [
+        sequences[plan.share(micro, rank)] for micro in range(plan.accumulation) for rank in range(plan.world_size)
+    ]
+    assert {len(share) for share in taken} == {micro_batch_sequences}
+    assert sorted(index for share in taken for index in share) == sequences
+
+
+def test_ranks_take_neighbouring_shares_of_a_micro_batch() -> None:
+    plan = make_plan(recipe(tokens_per_step=8 * 96, micro_batch_sequences=2), 2)
+    shares = [(plan.share(micro, rank).start, plan.share(micro, rank).stop) for micro in (0, 1) for rank in (0, 1)]
+    assert shares == [(0, 2), (2, 4), (4, 6), (6, 8)]
+
+
+def test_total_tokens_counts_every_place_of_the_run() -> None:
+    assert make_plan(recipe(tokens_per_step=12 * 96, max_steps=5), 2).total_tokens == 5 * 12 * 96
+
+
+@pytest.mark.parametrize(
+    ("sequences", "world_size", "micro"), [(12, 5, 1), (12, 8, 1), (2, 4, 1), (12, 4, 2), (2, 3, 2)]
+)
+def test_a_step_that_does_not_divide_is_refused_with_values_that_do(
+    sequences: int, world_size: int, micro: int
+) -> None:
+    refused = recipe(tokens_per_step=sequences * 96, micro_batch_sequences=micro)
+    with pytest.raises(RecipeError, match=r"train\.tokens_per_step: .* expected a multiple of") as caught:
+        make_plan(refused, world_size)
+    written = re.search(r"Write (\d+) or (\d+)\.", str(caught.value))
+    assert written is not None
+    for value in map(int, written.groups()):
+        assert make_plan(recipe(tokens_per_step=value, micro_batch_sequences=micro), world_size).accumulation >= 1
+
+
+def test_the_refusal_by_hand() -> None:
+    with pytest.raises(RecipeError) as caught:
+        make_plan(recipe(tokens_per_step=12 * 96, micro_batch_sequences=1), 5)
+    assert caught.value.problems == [
+        "train.tokens_per_step: 1152 is 12 sequences; expected a multiple of 5 (micro_batch_sequences x 5 processes). "
+        "Write 960 or 1440."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup_steps", "expected"),
+    [
+        ("constant", 0, [8.0] * 6),
+        ("constant", 4, [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]),
+        ("cosine", 0, [8.0, 7.464102, 6.0, 4.0, 2.0, 0.535898]),
+        ("cosine", 2, [4.0, 8.0, 8.0, 6.828427, 4.0, 1.171573]),
+        ("cosine", 5, [1.6, 3.2, 4.8, 6.4, 8.0, 8.0]),
+    ],
+)
+def test_learning_rates_by_hand(schedule: str, warmup_steps: int, expected: list[float]) -> None:
+    planned = recipe(lr=8.0, max_steps=6, schedule=schedule, warmup_steps=warmup_steps)
+    assert [learning_rate(planned, step) for step in range(6)] == pytest.approx(expected)

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from checkpoints import save_stripped, shard
+from mtp_train import run_dir as run_dir_module
+from mtp_train.errors import OutputExistsError
+from mtp_train.recipe import Recipe
+from mtp_train.recipe_io import load_recipe
+from mtp_train.run_dir import (
+    Outcome,
+    checkpoint_identity,
+    claim,
+    clear_leftovers,
+    environment_facts,
+    read_outcome,
+    require_ours,
+    write_outcome,
+)
+from mtp_train.weights.files import open_checkpoint
+from runs import tiny_recipe, tree
+from tiny import tiny_trunk
+
+REFUSED = Outcome(exit_code=2, reason="bad_input", message="data: gone; expected it. Restore it.", stage="data")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return tiny_recipe(tmp_path / "in", tmp_path / "run")
+
+
+def test_a_new_an_empty_and_a_refused_run_dir_are_ours(tmp_path: Path, recipe: Recipe) -> None:
+    require_ours(tmp_path / "run", recipe)
+    (tmp_path / "run").mkdir()
+    require_ours(tmp_path / "run", recipe)
+    write_outcome(tmp_path / "run", REFUSED)
+    require_ours(tmp_path / "run", recipe)
+    assert list(tree(tmp_path)) == ["run", "run/outcome.json"]
+
+
+def test_a_claimed_run_dir_is_its_recipes_and_no_others(tmp_path: Path, recipe: Recipe) -> None:
+    claim(tmp_path / "run", recipe, {"seed": 0})
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    require_ours(tmp_path / "run", recipe)
+    other = tiny_recipe(tmp_path / "in", tmp_path / "run", train__lr=2e-3)
+    with pytest.raises(OutputExistsError, match=r"run holds the run of another recipe \(.*recipe\.yaml\); expected the"):
+        require_ours(tmp_path / "run", other)
+
+
+@pytest.mark.parametrize("beside", [[], ["outcome.json"], ["provenance.json"], [".recipe.yaml.tmp"]])
+def test_files_that_are_not_ours_are_refused(beside: list[str], tmp_path: Path, recipe: Recipe) -> None:
+    (tmp_path / "run").mkdir()
+    for name in [*beside, "thesis.txt"]:
+        (tmp_path / "run" / name).write_text("{}")
+    before = tree(tmp_path)
+    with pytest.raises(OutputExistsError, match=r"run holds files that are not a run's \(.*thesis\.txt\); expected a new"):
+        require_ours(tmp_path / "run", recipe)
+    assert tree(tmp_path) == before
+
+
+def test_a_file_in_the_place_of_a_run_dir_is_refused(tmp_path: Path, recipe: Recipe) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(OutputExistsError, match=r"run is a file; expected a directory\. Choose another run_dir\."):
+        require_ours(tmp_path / "run", recipe)
+
+
+def test_a_claim_records_the_resolved_recipe_and_keeps_the_first_provenance(tmp_path: Path, recipe: Recipe) -> None:
+    claim(tmp_path / "run", recipe, {"seed": 0, "argv": ["first"]})
+    claim(tmp_path / "run", recipe, {"seed": 0, "argv": ["second"]})
+    assert load_recipe(tmp_path / "run" / "recipe.yaml") == recipe
+    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["argv"] == ["first"]
+
+
+class KilledError(Exception):
+    """Stands for the end of the process at some instant."""
+
+
+@pytest.mark.parametrize("leave_temporary", [False, True])
+@pytest.mark.parametrize("killed_write", ["write_json", "write_text"])
+def test_a_run_killed_while_it_claims_can_claim_again(
+    killed_write: str, leave_temporary: bool, tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, content: object) -> None:
+        if leave_temporary:
+            path.with_name(f".{path.name}.tmp").write_text("half")
+        raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_dir_module, killed_write, killed)
+        with pytest.raises(KilledError):
+            claim(tmp_path / "run", recipe, {"seed": 0})
+    require_ours(tmp_path / "run", recipe)
+    clear_leftovers(tmp_path / "run")
+    claim(tmp_path / "run", recipe, {"seed": 0})
+    assert list(tree(tmp_path / "run")) == ["provenance.json", "recipe.yaml"]
+
+
+def test_leftovers_of_a_kill_go_and_everything_else_stays(tmp_path: Path) -> None:
+    kept = ["recipe.yaml", "head/head.safetensors", "export/config.json", "state/step-00000002/state.json"]
+    kept += ["figures/tau.png", "data/regenerated-00000-of-00001.jsonl", "wandb/.keep"]
+    leftovers = [".head.x1/head.safetensors", ".export.y2/model.safetensors", ".report.json.7.tmp", ".recipe.yaml.tmp"]
+    leftovers += ["figures/.tau.png.7.tmp", "state/.step-00000004.z3/head.safetensors", "outcome.json"]
+    for name in [*kept, *leftovers]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    clear_leftovers(tmp_path)
+    assert {name for name, content in tree(tmp_path).items() if content is not None} == set(kept)
+    clear_leftovers(tmp_path / "nowhere")
+
+
+def test_an_outcome_is_read_back_and_only_done_is_finished(tmp_path: Path) -> None:
+    assert read_outcome(tmp_path / "run") is None
+    write_outcome(tmp_path / "run", REFUSED)
+    assert read_outcome(tmp_path / "run") == REFUSED
+    assert json.loads((tmp_path / "run" / "outcome.json").read_text()) == {
+        "exit_code": 2,
+        "reason": "bad_input",
+        "message": "data: gone; expected it. Restore it.",
+        "stage": "data",
+    }
+    assert not REFUSED.finished
+    done = Outcome(exit_code=3, reason="gate_refused", message="", stage="done")
+    write_outcome(tmp_path / "run", done)
+    assert read_outcome(tmp_path / "run") == done
+    assert done.finished
+
+
+def test_a_checkpoint_is_identified_by_path_and_small_files(tmp_path: Path) -> None:
+    path = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "finetune")
+    config = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
+    assert checkpoint_identity("demo:finetune", open_checkpoint(path)) == {
+        "name": "demo:finetune",
+        "path": str(path.resolve()),
+        "revision": None,
+        "sha256": {"config.json": config},
+    }
+    shard(path)
+    index = hashlib.sha256((path / "model.safetensors.index.json").read_bytes()).hexdigest()
+    hashes = checkpoint_identity("demo:finetune", open_checkpoint(path))["sha256"]
+    assert hashes == {"config.json": config, "model.safetensors.index.json": index}
+
+
+def test_the_revision_of_a_hub_snapshot_is_its_directory(tmp_path: Path) -> None:
+    path = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "models--owner--name" / "snapshots" / "abc123")
+    identity = checkpoint_identity("owner/name", open_checkpoint(path))
+    assert (identity["name"], identity["revision"]) == ("owner/name", "abc123")
+
+
+def test_environment_facts_do_not_need_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    facts = environment_facts()
+    assert facts["git"] is None
+    assert facts["versions"]["torch"]
+    assert facts["hardware"]["threads"] == 1
+    json.dumps(facts)

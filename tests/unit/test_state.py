@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mtp_train.errors import TrainingError
+from mtp_train.train import state as state_module
+from mtp_train.train.state import latest_step, load_state, save_state
+
+
+class Net(nn.Module):
+    """Two trained parameters, a frozen one, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(3, 3))
+        self.vector = nn.Parameter(torch.randn(3))
+        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.register_buffer("bias", torch.randn(2))
+
+    def forward(self, input_ND: torch.Tensor) -> torch.Tensor:
+        return (input_ND @ self.matrix + self.vector).square().mean()
+
+
+def net_and_optimizer(seed: int) -> tuple[Net, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    net = Net()
+    return net, torch.optim.AdamW([parameter for parameter in net.parameters() if parameter.requires_grad], lr=0.1)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        net(torch.randn(4, 3, generator=torch.Generator().manual_seed(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def saved(state_dir: Path) -> list[str]:
+    return sorted(path.name for path in state_dir.iterdir())
+
+
+def test_a_resumed_run_reaches_the_weights_of_an_unbroken_one(tmp_path: Path) -> None:
+    unbroken, optimizer = net_and_optimizer(1)
+    train(unbroken, optimizer, 0, 3)
+    save_state(tmp_path / "state", 3, unbroken, optimizer)
+    train(unbroken, optimizer, 3, 6)
+    resumed, optimizer = net_and_optimizer(2)
+    assert load_state(tmp_path / "state", resumed, optimizer) == 3
+    train(resumed, optimizer, 3, 6)
+    for name, value in unbroken.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+
+def test_weights_alone_would_not_do(tmp_path: Path) -> None:
+    """A fresh optimiser after the load ends elsewhere: the test above would see lost moments."""
+    net, optimizer = net_and_optimizer(1)
+    train(net, optimizer, 0, 3)
+    save_state(tmp_path, 3, net, optimizer)
+    ends = []
+    for forget in (False, True):
+        resumed, optimizer = net_and_optimizer(2)
+        load_state(tmp_path, resumed, optimizer)
+        if forget:
+            optimizer.state.clear()
+        train(resumed, optimizer, 3, 6)
+        ends.append(resumed.matrix.detach())
+    assert not torch.allclose(*ends)
+
+
+def test_nothing_saved_is_step_zero_and_changes_nothing(tmp_path: Path) -> None:
+    net, optimizer = net_and_optimizer(1)
+    before = net.matrix.detach().clone()
+    assert latest_step(tmp_path / "nowhere") == 0
+    assert load_state(tmp_path / "nowhere", net, optimizer) == 0
+    assert torch.equal(net.matrix, before)
+
+
+def test_the_newest_state_wins_and_older_ones_go(tmp_path: Path) -> None:
+    net, optimizer = net_and_optimizer(1)
+    train(net, optimizer, 0, 1)
+    for step in (1, 9, 10):
+        with torch.no_grad():
+            net.vector.fill_(step)
+        save_state(tmp_path, step, net, optimizer)
+        assert saved(tmp_path) == [f"step-{step:08d}"]
+    resumed, optimizer = net_and_optimizer(2)
+    assert load_state(tmp_path, resumed, optimizer) == 10
+    assert resumed.vector.tolist() == [10.0] * 3
+
+
+def test_a_run_killed_before_the_old_state_was_removed_resumes_from_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, optimizer = net_and_optimizer(1)
+    train(net, optimizer, 0, 1)
+    save_state(tmp_path, 99_999_999, net, optimizer)
+    with monkeypatch.context() as patched:
+        patched.setattr(state_module.shutil, "rmtree", lambda path, **rest: None)
+        save_state(tmp_path, 100_000_000, net, optimizer)  # nine digits: the order is of numbers, not of names
+    assert saved(tmp_path) == ["step-100000000", "step-99999999"]
+    assert latest_step(tmp_path) == 100_000_000
+
+
+def test_a_state_killed_half_way_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, optimizer = net_and_optimizer(1)
+    train(net, optimizer, 0, 1)
+    save_state(tmp_path, 1, net, optimizer)
+
+    def pull_the_plug(*_: object) -> None:
+        shutil.copytree(next(tmp_path.glob(".step-00000002.*")), tmp_path / ".step-00000002.killed")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(state_module, "write_json", pull_the_plug)
+        with pytest.raises(KeyboardInterrupt):
+            save_state(tmp_path, 2, net, optimizer)
+    assert saved(tmp_path) == [".step-00000002.killed", "step-00000001"]
+    assert saved(tmp_path / ".step-00000002.killed") == ["head.safetensors", "optimizer.safetensors"]
+    assert load_state(tmp_path, *net_and_optimizer(2)) == 1
+    save_state(tmp_path, 2, net, optimizer)
+    assert latest_step(tmp_path) == 2
+
+
+def test_the_state_of_another_head_is_refused(tmp_path: Path) -> None:
+    net, optimizer = net_and_optimizer(1)
+    train(net, optimizer, 0, 1)
+    save_state(tmp_path, 1, net, optimizer)
+    other = nn.Linear(3, 3)
+    with pytest.raises(TrainingError, match=r"step-00000001: holds the state of another head; .* Use another run_dir"):
+        load_state(tmp_path, other, torch.optim.AdamW(other.parameters()))
+
+
+def test_a_parameter_that_no_loss_has_reached_yet_is_saved_without_moments(tmp_path: Path) -> None:
+    """The second module of a checkpoint whose first one drafts every depth gets no gradient."""
+    net, optimizer = net_and_optimizer(1)
+    net.vector.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    save_state(tmp_path, 1, net, optimizer)
+    resumed, optimizer = net_and_optimizer(2)
+    assert load_state(tmp_path, resumed, optimizer) == 1
+    assert torch.equal(resumed.matrix, net.matrix)
+    train(resumed, optimizer, 1, 2)

@@ -1,0 +1,271 @@
+"""Optimiser steps in this process: what reaches the gradient, and what never does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mtp_train.data.pack import PackedSequence, global_batches, pack_documents
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import TrainingError
+from mtp_train.heads.step import unroll
+from mtp_train.losses import LossKind, depth_weights
+from mtp_train.recipe import Recipe
+from mtp_train.train.log import RunLog, read_metrics
+from mtp_train.train.loop import make_optimizer, optimise, train_head
+from mtp_train.train.module import HeadTraining
+from mtp_train.train.plan import make_plan
+from runs import tiny_recipe
+from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
+
+SEQ_LEN, NUM_DEPTHS, SEQUENCES = 16, 3, 4
+KINDS: tuple[LossKind, ...] = ("ce", "kl")
+
+
+def recipe(**overrides: Any) -> Recipe:
+    settings = {
+        "head__num_depths": NUM_DEPTHS,
+        "data__seq_len_tokens": SEQ_LEN,
+        "train__tokens_per_step": SEQUENCES * SEQ_LEN,
+        "train__max_grad_norm": 1e9,
+    }
+    return tiny_recipe(Path("anywhere"), Path("anywhere"), **{**settings, **overrides})
+
+
+def training_module(family_name: str = "qwen3_5", kind: LossKind = "kl") -> HeadTraining:
+    trunk = tiny_trunk(family_name)
+    return HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind=kind, temperature=1.0)
+
+
+def make_documents(*lengths: int, seed: int = 0) -> list[Document]:
+    """Return random documents of which the first third, the prompt, is no target."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Document(
+            tuple(torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()),
+            tuple(index >= length // 3 for index in range(length)),
+            str(number),
+            "g",
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def sequences_of(documents: Sequence[Document], *, pack: bool, seq_len_tokens: int = SEQ_LEN) -> list[PackedSequence]:
+    return pack_documents(documents, seq_len_tokens, pack=pack, seed=0, epoch=0)
+
+
+def four_sequences() -> list[PackedSequence]:
+    return sequences_of(make_documents(16, 9, 14, 11), pack=False)
+
+
+def one_step(
+    module: HeadTraining, sequences: Sequence[PackedSequence], used: Recipe
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Do one step of gradient descent; return the gradient by parameter and the loss sums of the depths."""
+    plan = make_plan(used, 1)
+    gradient: dict[str, Tensor] = {}
+
+    def keep_gradient(*_: Any) -> None:
+        for name, parameter in module.head.named_parameters():
+            assert parameter.grad is not None, name
+            gradient[name] = parameter.grad.clone()
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation)
+    wrapped, optimizer = accelerator.prepare(module, torch.optim.SGD(module.head.parameters(), lr=0.0))
+    optimizer.optimizer.register_step_pre_hook(keep_gradient)
+    wrapped.train()
+    sums_K, norm = optimise(wrapped, optimizer, accelerator, used, plan, sequences)
+    squares = sum(float(value.double().square().sum()) for value in gradient.values())
+    assert norm == pytest.approx(math.sqrt(squares), rel=1e-4)
+    return gradient, sums_K
+
+
+def assert_same_gradient(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    scale = max(float(value.abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, atol=1e-5 * scale, rtol=1e-4, msg=lambda text, at=name: at + text
+        )
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulation_changes_no_gradient(family_name: str, kind: LossKind) -> None:
+    used = recipe(train__micro_batch_sequences=4)
+    expected, sums_K = one_step(training_module(family_name, kind), four_sequences(), used)
+    for micro_batch_sequences in (2, 1):
+        used = recipe(train__micro_batch_sequences=micro_batch_sequences)
+        found, found_K = one_step(training_module(family_name, kind), four_sequences(), used)
+        assert_same_gradient(found, expected)
+        torch.testing.assert_close(found_K, sums_K)
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_packing_changes_no_gradient(family_name: str) -> None:
+    documents = make_documents(16, 9, 7, 5, 5, 6)
+    packed = sequences_of(documents, pack=True)
+    alone = sequences_of(documents, pack=False)
+    assert (len(packed), len(alone)) == (3, 6)
+    expected, sums_K = one_step(
+        training_module(family_name), alone, recipe(train__tokens_per_step=6 * SEQ_LEN, train__micro_batch_sequences=6)
+    )
+    found, found_K = one_step(
+        training_module(family_name), packed, recipe(train__tokens_per_step=3 * SEQ_LEN, train__micro_batch_sequences=3)
+    )
+    assert_same_gradient(found, expected)
+    torch.testing.assert_close(found_K, sums_K)
+
+
+def test_the_gradient_is_that_of_the_mean_over_the_steps_targets() -> None:
+    """The one expected value is written out: cross entropy of each target, by depth over its number, weighted."""
+    documents = make_documents(9, 6)
+    module = training_module("glm4_moe", "ce")
+    used = recipe(train__tokens_per_step=2 * SEQ_LEN, objective__depth_decay=0.5)
+    found, sums_K = one_step(module, sequences_of(documents, pack=False), used)
+    losses: list[list[Tensor]] = [[], [], []]
+    for document in documents:
+        tokens_1T = torch.tensor([document.input_ids])
+        batch = {"num_depths": NUM_DEPTHS, "positions_BT": torch.arange(tokens_1T.shape[1])[None]}
+        states = unroll_alone(module, tokens_1T, **batch)
+        for depth in range(NUM_DEPTHS):
+            for start in range(len(document.input_ids) - depth - 2):
+                target = start + depth + 2
+                if document.loss_mask[target]:
+                    log_q_V = torch.log_softmax(module.trunk.logits(states[depth][0, start]), dim=-1)
+                    losses[depth].append(-log_q_V[document.input_ids[target]])
+    weighted = [
+        weight * torch.stack(one).mean() for weight, one in zip(depth_weights(NUM_DEPTHS, 0.5), losses, strict=True)
+    ]
+    torch.testing.assert_close(sums_K, torch.stack([torch.stack(one).sum() for one in losses]).detach())
+    names = dict(module.head.named_parameters())
+    expected = torch.autograd.grad(torch.stack(weighted).sum(), list(names.values()))
+    assert_same_gradient(found, dict(zip(names, expected, strict=True)))
+
+
+def unroll_alone(module: HeadTraining, tokens_1T: Tensor, **rest: Any) -> list[Tensor]:
+    hidden_1TD = module.trunk.hidden(tokens_1T).detach()
+    return unroll(
+        module.head, hidden_1TD, tokens_1T, module.trunk.embed, document_BT=torch.zeros_like(tokens_1T), **rest
+    )
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_only_the_head_learns(family_name: str) -> None:
+    module = training_module(family_name)
+    trunk_before = {name: value.clone() for name, value in module.trunk.state_dict().items()}
+    head_before = {name: value.clone() for name, value in module.head.named_parameters()}
+    accelerator = Accelerator(cpu=True)
+    used = recipe(train__micro_batch_sequences=4)
+    wrapped, optimizer = accelerator.prepare(module, make_optimizer(module.head, used))
+    wrapped.train()
+    optimise(wrapped, optimizer, accelerator, used, make_plan(used, 1), four_sequences())
+    assert all(torch.equal(value, trunk_before[name]) for name, value in module.trunk.state_dict().items())
+    assert all(value.grad is None and not value.requires_grad for value in module.trunk.parameters())
+    assert not any(part.training for part in module.trunk.modules())
+    assert module.head.training
+    still = [name for name, value in module.head.named_parameters() if torch.equal(value, head_before[name])]
+    assert still == []
+
+
+def test_training_mode_never_reaches_the_trunk() -> None:
+    module = training_module()
+    for mode in (True, False, True):
+        assert module.train(mode) is module
+        assert (module.head.training, any(part.training for part in module.trunk.modules())) == (mode, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_target_and_read_by_none_gives_nothing(kind: LossKind) -> None:
+    used = recipe(train__tokens_per_step=SEQ_LEN)
+    (sequence,) = sequences_of(make_documents(11), pack=False)
+    sequence.loss_mask_T[10] = False  # the document's last token: read only to predict what is not there
+    expected, sums_K = one_step(training_module(kind=kind), [sequence], used)
+    sequence.input_ids_T[10:] = (sequence.input_ids_T[10:] + 1) % VOCAB_SIZE
+    found, found_K = one_step(training_module(kind=kind), [sequence], used)
+    assert torch.equal(found_K, sums_K)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    sequence.loss_mask_T[10] = True
+    found, found_K = one_step(training_module(kind=kind), [sequence], used)
+    assert (found_K > sums_K).all()
+
+
+def run_training(directory: Path, used: Recipe, *, stop_after: int | None = None) -> HeadTraining:
+    """Train as the pipeline does, on eight documents for ever; ``stop_after`` kills the run."""
+
+    def on_step(done: int) -> None:
+        if done == stop_after:
+            raise KeyboardInterrupt
+
+    module = training_module()
+    plan = make_plan(used, 1)
+    train_head(
+        module,
+        recipe=used,
+        plan=plan,
+        batch_fn=global_batches(
+            make_documents(16, 9, 14, 11, 7, 12, 5, 8),
+            seq_len_tokens=SEQ_LEN,
+            pack=True,
+            sequences_per_step=plan.sequences_per_step,
+            seed=0,
+        ),
+        accelerator=Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation),
+        state_dir=directory / "state",
+        make_log=lambda step: RunLog(directory, wandb="off", project="", config={}, resume_step=step),
+        on_step=on_step,
+    )
+    return module
+
+
+def test_the_loss_falls_and_every_step_is_logged(tmp_path: Path) -> None:
+    used = recipe(train__max_steps=20, train__lr=2e-2, train__save_steps=20, train__micro_batch_sequences=4)
+    run_training(tmp_path, used)
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
+    weights = depth_weights(NUM_DEPTHS, used.objective.depth_decay)
+    by_depth = [lines[0][f"loss_depth_{depth}"] for depth in (1, 2, 3)]
+    assert lines[0]["loss"] == pytest.approx(sum(map(math.prod, zip(weights, by_depth, strict=True))))
+    assert (lines[0]["wrapper"], lines[0]["world_size"]) == ("HeadTraining", 1)
+
+
+def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(tmp_path: Path) -> None:
+    used = recipe(train__max_steps=5, train__save_steps=2, train__micro_batch_sequences=2)
+    for name in ("unbroken", "killed"):
+        (tmp_path / name).mkdir()
+    expected = run_training(tmp_path / "unbroken", used).head.state_dict()
+    with pytest.raises(KeyboardInterrupt):
+        run_training(tmp_path / "killed", used, stop_after=3)
+    found = run_training(tmp_path / "killed", used).head.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    for name in ("loss", "lr", "grad_norm", "tokens"):
+        ended = [[line[name] for line in read_metrics(tmp_path / run)] for run in ("unbroken", "killed")]
+        assert ended[0] == ended[1], name
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(tmp_path: Path) -> None:
+    used = recipe(train__lr=1e30, train__max_steps=6, train__save_steps=1, train__schedule="constant")
+    with pytest.raises(TrainingError, match=r"step 2: loss .* expected finite numbers\. Lower train\.lr"):
+        run_training(tmp_path, used)
+    (saved,) = (tmp_path / "state").iterdir()
+    assert saved.name == "step-00000001"
+    assert all(torch.isfinite(value).all() for value in load_file(saved / "head.safetensors").values())
+
+
+def test_weight_decay_is_for_matrices_alone() -> None:
+    head = tiny_head(tiny_trunk("glm4_moe"))
+    matrices, vectors = make_optimizer(head, recipe(train__weight_decay=0.1)).param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert all(parameter.ndim > 1 for parameter in matrices["params"])
+    assert all(parameter.ndim == 1 for parameter in vectors["params"])
+    assert len(matrices["params"]) + len(vectors["params"]) == len(list(head.parameters()))
