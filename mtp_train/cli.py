@@ -59,8 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser; each command names its handler."""
     parser = argparse.ArgumentParser(
         prog="mtp-train",
-        description="Put the MTP head back on a fine-tuned model, retrain it, prove the gain, and export it. A recipe in "
-        "the place of COMMAND is run.",
+        description="Put the MTP head back on a fine-tuned model, retrain it, prove the gain, and export it. A recipe "
+        "in the place of COMMAND is run.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -168,8 +168,8 @@ def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any)
     needed = min(len(prompt.prompt_ids) for prompt in prompts) + RESPONSE_ROOM_TOKENS
     if needed > recipe.data.seq_len_tokens:
         raise DataError(
-            f"data.seq_len_tokens: {recipe.data.seq_len_tokens} leaves no room to answer any of {len(prompts)} prompts; "
-            f"expected at least {needed}. Raise it, or use shorter prompts."
+            f"data.seq_len_tokens: {recipe.data.seq_len_tokens} leaves no room to answer any of {len(prompts)} "
+            f"prompts; expected at least {needed}. Raise it, or use shorter prompts."
         )
     return prompts
 
@@ -183,8 +183,8 @@ def evaluation_prompts(recipe: Recipe, records: Sequence[Record], tokenizer: Any
     prompts = choose_prompts(prompts_of(records, tokenizer), recipe.evaluate.prompts, recipe.seed)
     if not prompts:
         raise DataError(
-            f"data.holdout: {recipe.data.holdout} holds out {len(records)} texts, none of them long enough to continue; "
-            "expected at least one of two tokens. Hold out more, or use longer texts."
+            f"data.holdout: {recipe.data.holdout} holds out {len(records)} texts, none of them long enough to "
+            "continue; expected at least one of two tokens. Hold out more, or use longer texts."
         )
     return prompts
 

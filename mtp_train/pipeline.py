@@ -80,17 +80,26 @@ def run(recipe: Recipe, console: Console) -> Outcome:
         with Progress(console=console, disable=quiet, transient=True) as progress:
             outcome = run_stages(recipe, run_dir, accelerator, console, progress, stage)
     except MtpError as error:
-        reason = "gate_refused" if isinstance(error, GateRefusedError) else "bad_input"
-        name = "done" if isinstance(error, GateRefusedError) else stage.name
-        # The launcher's rank: processes that do not know one another all take themselves for the main one.
-        if os.environ.get("RANK", "0") == "0" and not isinstance(error, OutputExistsError):
-            # A disk without room for the outcome must not hide what the error says.
-            with contextlib.suppress(OSError):
-                write_outcome(run_dir, Outcome(error.exit_code, reason, str(error), name))
+        refused = isinstance(error, GateRefusedError)
+        reason, reached = ("gate_refused", "done") if refused else ("bad_input", stage.name)
+        if not isinstance(error, OutputExistsError):
+            record_failure(run_dir, Outcome(error.exit_code, reason, str(error), reached))
+        raise
+    except Exception as error:
+        record_failure(run_dir, Outcome(1, "bug", f"{type(error).__name__}: {error}", stage.name))
         raise
     if accelerator.is_main_process:
         write_outcome(run_dir, outcome)
     return outcome
+
+
+def record_failure(run_dir: Path, outcome: Outcome) -> None:
+    """Record how a run failed, from the launcher's first process."""
+    # The launcher's rank: processes that do not know one another all take themselves for the main one.
+    if os.environ.get("RANK", "0") == "0":
+        # A disk without room for the outcome must not hide what the error says.
+        with contextlib.suppress(OSError):
+            write_outcome(run_dir, outcome)
 
 
 class Stage:

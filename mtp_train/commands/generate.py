@@ -112,8 +112,8 @@ def _require_fit(artifact: Artifact, head: str, checkpoint: Checkpoint) -> None:
         if found.get(key) != needed.get(key):
             mine, theirs = (list(one[key]) if key in one else "absent" for one in (found, needed))
             raise CheckpointError(
-                f"{head}: {key} is {mine}, for {checkpoint.path} it is {theirs}; expected a head of that trunk's shape. "
-                "Use the head that was trained on it."
+                f"{head}: {key} is {mine}, for {checkpoint.path} it is {theirs}; expected a head of that trunk's "
+                "shape. Use the head that was trained on it."
             )
 
 

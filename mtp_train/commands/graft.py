@@ -66,8 +66,8 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress) -> No
 def _require_exportable(run_dir: Path) -> None:
     if not (run_dir / REPORT_FILE).is_file():
         raise CheckpointError(
-            f"{run_dir}: its head has not been measured; expected a run that reached the gate. Run its recipe again: it "
-            "goes on from where it stands."
+            f"{run_dir}: its head has not been measured; expected a run that reached the gate. Run its recipe again: "
+            "it goes on from where it stands."
         )
     gate = load_report(run_dir / REPORT_FILE).gate
     if gate is not None and not gate.passed:
@@ -75,8 +75,8 @@ def _require_exportable(run_dir: Path) -> None:
     adapter = load_recipe(run_dir / RECIPE_FILE).model.adapter
     if adapter is not None:
         raise CheckpointError(
-            f"{run_dir}: its head was trained on a trunk with the adapter {adapter}; expected a trunk whose weights are "
-            "in one checkpoint. Merge the adapter and train on the merged model."
+            f"{run_dir}: its head was trained on a trunk with the adapter {adapter}; expected a trunk whose weights "
+            "are in one checkpoint. Merge the adapter and train on the merged model."
         )
 
 

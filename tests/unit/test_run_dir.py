@@ -47,7 +47,7 @@ def test_a_claimed_run_dir_is_its_recipes_and_no_others(tmp_path: Path, recipe: 
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     require_ours(tmp_path / "run", recipe)
     other = tiny_recipe(tmp_path / "in", tmp_path / "run", train__lr=2e-3)
-    with pytest.raises(OutputExistsError, match=r"run holds the run of another recipe \(.*recipe\.yaml\); expected the"):
+    with pytest.raises(OutputExistsError, match=r"run holds the run of another recipe \(.*recipe\.yaml\); expected"):
         require_ours(tmp_path / "run", other)
 
 
@@ -57,7 +57,7 @@ def test_files_that_are_not_ours_are_refused(beside: list[str], tmp_path: Path, 
     for name in [*beside, "thesis.txt"]:
         (tmp_path / "run" / name).write_text("{}")
     before = tree(tmp_path)
-    with pytest.raises(OutputExistsError, match=r"run holds files that are not a run's \(.*thesis\.txt\); expected a new"):
+    with pytest.raises(OutputExistsError, match=r"run holds files that are not a run's \(.*thesis\.txt\); expected"):
         require_ours(tmp_path / "run", recipe)
     assert tree(tmp_path) == before
 

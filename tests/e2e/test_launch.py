@@ -1,0 +1,226 @@
+"""Recipes as users start them: real processes under accelerate's launcher, joined, not joined, refused and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtp_train.cli import main
+from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
+from mtp_train.weights.artifact import WEIGHTS_FILE
+from runs import GETS_NO_BETTER, LEARNS, tree, write_inputs, write_recipe
+
+ROOT = Path(__file__).parents[2]
+MACHINES = ROOT / "recipes" / "accelerate"
+DEADLINE_SECONDS, POLL_SECONDS = 300.0, 0.01
+# Small files beside the weights: they make an export take long enough to be killed in the middle.
+NUM_NOTES = 1500
+# Batches of two prompts, so that two processes share the regeneration and a kill can fall between batches.
+DATA = {"data__regenerate": {"enabled": True, "max_new_tokens": 24, "batch_size": 2}}
+ARMS = {"evaluate__arms": ["none", "graft", "retrained", "vanilla"], "train__log_steps": 1, "export__link": "copy"}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_inputs(tmp_path_factory.mktemp("launch") / "in")
+    notes = directory / "finetune" / "notes"
+    notes.mkdir()
+    for number in range(NUM_NOTES):
+        (notes / f"{number}.txt").write_text(str(number))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def recipe(inputs: Path) -> Path:
+    """A recipe that regenerates and passes the gate; every test gives it a run directory of its own."""
+    return write_recipe(inputs / "recipe.yaml", inputs, inputs / "run", **{**LEARNS, **DATA, **ARMS})
+
+
+@pytest.fixture(scope="module")
+def unbroken(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of one launched process that nothing disturbed."""
+    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    done = launch("single.yaml", recipe, run_dir)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 0
+    return run_dir
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return this environment without what a launcher set in it, and without an accelerator."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "inference")])
+    return {**kept, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
+
+
+def launch(machine: str, recipe: Path, run_dir: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Start a recipe with accelerate's launcher and wait for it."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(MACHINES / machine)]
+    return subprocess.run(
+        [*launcher, "-m", "mtp_train", str(recipe), f"run_dir={run_dir}", "--json"],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_SECONDS,
+    )
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "outcome.json").read_text())
+    return found
+
+
+def head(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "head" / WEIGHTS_FILE)
+
+
+def responses(run_dir: Path) -> dict[str, list[str]]:
+    """Return the regenerated responses, sorted, by the file of the process that wrote them."""
+    return {path.name: sorted(path.read_text().splitlines()) for path in (run_dir / "data").glob("*.jsonl")}
+
+
+def test_two_processes_train_as_one_does(recipe: Path, unbroken: Path, tmp_path: Path) -> None:
+    done = launch("cpu_ddp.yaml", recipe, tmp_path / "run", ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    # One process speaks for both.
+    assert json.loads(done.stdout) == {"run_dir": str(tmp_path / "run"), **outcome(tmp_path / "run")}
+    assert outcome(tmp_path / "run")["exit_code"] == 0
+    one, two = metrics(unbroken), metrics(tmp_path / "run")
+    facts = [{(line["world_size"], line["distributed_type"], line["wrapper"]) for line in lines} for lines in (one, two)]
+    assert facts == [{(1, "NO", "HeadTraining")}, {(2, "MULTI_CPU", "DistributedDataParallel")}]
+    assert [line["step"] for line in two] == [line["step"] for line in one] == list(range(1, 31))
+    for field in ("loss", "loss_depth_1", "loss_depth_2", "lr", "tokens"):
+        assert [line[field] for line in two] == pytest.approx([line[field] for line in one], abs=1e-4), field
+    ours, theirs = head(tmp_path / "run"), head(unbroken)
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    # Both answered prompts, and together they gave the answers that one gives alone.
+    shares = responses(tmp_path / "run")
+    assert sorted(shares) == [f"regenerated-0000{rank}-of-00002.jsonl" for rank in (0, 1)]
+    assert all(shares.values())
+    assert sorted(sum(shares.values(), [])) == sum(responses(unbroken).values(), [])
+
+
+def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, tmp_path: Path) -> None:
+    """Without its variable the launcher starts two processes that would train apart and both report success."""
+    done = launch("cpu_ddp.yaml", recipe, tmp_path / "run")
+    assert done.returncode == 1
+    message = (
+        "launcher: started 2 processes, of which accelerate joins 1; expected one group. On CPUs set "
+        "ACCELERATE_USE_CPU=true and use recipes/accelerate/cpu_ddp.yaml."
+    )
+    assert done.stderr.count(f"mtp-train: {message}\n") == 1
+    assert done.stdout == ""
+    assert outcome(tmp_path / "run") == {"exit_code": 2, "reason": "bad_input", "message": message, "stage": "check"}
+    assert list(tree(tmp_path / "run")) == ["outcome.json"]
+
+
+def test_the_verdict_of_the_gate_outlives_the_launcher(inputs: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **GETS_NO_BETTER, train__tokens_per_step=384)
+    done = launch("cpu_ddp.yaml", recipe, tmp_path / "run", ACCELERATE_USE_CPU="true")
+    assert done.returncode == 1
+    verdict = outcome(tmp_path / "run")
+    assert (verdict["exit_code"], verdict["reason"], verdict["stage"]) == (3, "gate_refused", "done")
+    assert "does not lie above 0" in verdict["message"]
+    assert metrics(tmp_path / "run")[0]["world_size"] == 2
+    assert not (tmp_path / "run" / "export").exists()
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+# Kills
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def regenerating(run_dir: Path) -> int:
+    return lines(run_dir / "data" / "regenerated-00000-of-00001.jsonl")
+
+
+def training(run_dir: Path) -> int:
+    return lines(run_dir / "metrics.jsonl")
+
+
+def exporting(run_dir: Path) -> int:
+    return sum(len(list(path.glob("notes/*"))) for path in run_dir.glob(".export.*"))
+
+
+def kill_at(recipe: Path, run_dir: Path, reached: Callable[[], bool]) -> None:
+    """Start a run and kill it, all its processes, once ``reached``."""
+    command = [sys.executable, "-m", "mtp_train", str(recipe), f"run_dir={run_dir}"]
+    with (run_dir.parent / "output.txt").open("w") as output:
+        running = subprocess.Popen(
+            command, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    try:
+        while not reached():
+            assert running.poll() is None, f"ended too soon: {(run_dir.parent / 'output.txt').read_text()}"
+            assert time.monotonic() < deadline, "never got there"
+            time.sleep(POLL_SECONDS)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+    assert running.returncode == -signal.SIGKILL
+
+
+def test_a_run_killed_in_every_stage_ends_as_an_unbroken_one(recipe: Path, unbroken: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    chance = random.SystemRandom()
+    moments = {"responses": chance.randint(1, 10), "steps": chance.randint(1, 25), "notes": chance.randint(1, 1000)}
+    # pytest shows it where the test fails.
+    print(moments)
+
+    kill_at(recipe, run_dir, lambda: regenerating(run_dir) >= moments["responses"])
+    assert regenerating(run_dir) < lines(unbroken / "data" / "regenerated-00000-of-00001.jsonl")
+    assert training(run_dir) == 0
+
+    kill_at(recipe, run_dir, lambda: training(run_dir) >= moments["steps"])
+    assert training(run_dir) < 30
+    assert not (run_dir / "head").exists()
+
+    kill_at(recipe, run_dir, (run_dir / "head").exists)
+    assert not (run_dir / "report.json").exists()
+
+    kill_at(recipe, run_dir, lambda: exporting(run_dir) >= moments["notes"])
+    assert exporting(run_dir) < NUM_NOTES
+    assert not (run_dir / "export").exists()
+    assert not (run_dir / "outcome.json").exists()
+
+    done = launch("single.yaml", recipe, run_dir)
+    assert done.returncode == 0, done.stderr
+    assert_same_end(run_dir, unbroken)
+    assert main(["inspect", str(run_dir / "export"), "--json"]) == 0
+
+
+def assert_same_end(run_dir: Path, unbroken: Path) -> None:
+    """Responses, loss curve, head and export are an unbroken run's, bit for bit, and no scrap is left."""
+    assert responses(run_dir) == responses(unbroken)
+    assert [(line["step"], line["loss"]) for line in metrics(run_dir)] == [
+        (line["step"], line["loss"]) for line in metrics(unbroken)
+    ]
+    ours, theirs = head(run_dir), head(unbroken)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert tree(run_dir / "export") == tree(unbroken / "export")
+    names = {path.name for path in run_dir.iterdir()}
+    assert names == {path.name for path in unbroken.iterdir()} >= {RECIPE_FILE, PROVENANCE_FILE, "export"}
+    assert outcome(run_dir)["exit_code"] == 0
