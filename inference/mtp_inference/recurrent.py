@@ -89,7 +89,7 @@ def per_token_states(family: Family) -> Iterator[None]:
     if kernels is None:
         yield
         return
-    module = importlib.import_module(kernels.python_module)
+    module = importlib.import_module(family.borrowed.python_module)
     stock = getattr(module, kernels.chunked)
     setattr(module, kernels.chunked, _PER_TOKEN[kernels.rule])
     try:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 
-from torch import nn
 from transformers import PretrainedConfig
 
 from mtp_train.families.engines import EngineSupport, engine_table
-from mtp_train.families.spec import Convention, Family, KeyRule, SharedKey
+from mtp_train.families.spec import Borrowed, Convention, Family, KeyRule, SharedKey
 
 # SGLang and llama.cpp recycle the state after shared_head.norm, vLLM the one before it and a zero first embedding.
 _POST_NORM = Convention(recycle="after_final_norm", zero_first_embedding=False)
@@ -22,24 +21,6 @@ def _head_layer_config(text_config: PretrainedConfig, num_modules: int) -> Pretr
     # The head block is a mixture of experts also where the trunk's first layers are dense.
     config.first_k_dense_replace = 0
     return config
-
-
-def _make_layer(config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
-
-    return Glm4MoeDecoderLayer(config, layer_idx)
-
-
-def _make_norm(config: PretrainedConfig) -> nn.Module:
-    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
-
-    return Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-
-def _make_rotary(config: PretrainedConfig) -> nn.Module:
-    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
-
-    return Glm4MoeRotaryEmbedding(config=config)
 
 
 def _expert(part: str, ours: str, order: int = 0) -> KeyRule:
@@ -82,9 +63,12 @@ GLM4_MOE = Family(
     default=_POST_NORM,
     conventions={"vllm": _VLLM, "sglang": _POST_NORM, "llama.cpp": _POST_NORM},
     head_layer_config=_head_layer_config,
-    make_layer=_make_layer,
-    make_norm=_make_norm,
-    make_rotary=_make_rotary,
+    borrowed=Borrowed(
+        python_module="transformers.models.glm4_moe.modeling_glm4_moe",
+        layer="Glm4MoeDecoderLayer",
+        norm="Glm4MoeRMSNorm",
+        rotary="Glm4MoeRotaryEmbedding",
+    ),
     engines=engine_table(
         transformers=EngineSupport(
             True, "model.generate(..., use_mtp=True): batch 1, one draft a round, trunks of 46 or 92 layers"

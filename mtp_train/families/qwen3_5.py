@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 
-from torch import nn
 from transformers import PretrainedConfig
 
 from mtp_train.families.engines import NO_RECURRENT_ROLLBACK, engine_table
-from mtp_train.families.spec import Convention, Family, KeyRule, RecurrentKernels
+from mtp_train.families.spec import Borrowed, Convention, Family, KeyRule, RecurrentKernels
 
 # All three engines agree: the hidden state after the trunk's final norm, and the head's own final norm recycled.
 _POST_NORM = Convention(recycle="after_final_norm", zero_first_embedding=False)
@@ -19,24 +18,6 @@ def _head_layer_config(text_config: PretrainedConfig, num_modules: int) -> Pretr
     config.layer_types = ["full_attention"] * num_modules
     config.num_hidden_layers = num_modules
     return config
-
-
-def _make_layer(config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
-
-    return Qwen3_5DecoderLayer(config, layer_idx)
-
-
-def _make_norm(config: PretrainedConfig) -> nn.Module:
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
-
-    return Qwen3_5RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-
-def _make_rotary(config: PretrainedConfig) -> nn.Module:
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
-
-    return Qwen3_5TextRotaryEmbedding(config=config)
 
 
 QWEN3_5 = Family(
@@ -57,12 +38,14 @@ QWEN3_5 = Family(
     default=_POST_NORM,
     conventions={"vllm": _POST_NORM, "sglang": _POST_NORM, "llama.cpp": _POST_NORM},
     head_layer_config=_head_layer_config,
-    make_layer=_make_layer,
-    make_norm=_make_norm,
-    make_rotary=_make_rotary,
+    borrowed=Borrowed(
+        python_module="transformers.models.qwen3_5.modeling_qwen3_5",
+        layer="Qwen3_5DecoderLayer",
+        norm="Qwen3_5RMSNorm",
+        rotary="Qwen3_5TextRotaryEmbedding",
+    ),
     rotary_axes=3,
     recurrent=RecurrentKernels(
-        python_module="transformers.models.qwen3_5.modeling_qwen3_5",
         chunked="torch_chunk_gated_delta_rule",
         rule="gated_delta",
     ),

@@ -6,6 +6,7 @@ wired, and which transformers classes it borrows; see ``CONTRIBUTING.md`` for ho
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -63,10 +64,37 @@ class Convention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentKernels:
-    """The module-level functions a recurrent layer calls, so that the decoder can replace them during verify."""
+class Borrowed:
+    """The classes of transformers that a head is built from, by name: importing a family imports no model."""
 
     python_module: str
+    layer: str
+    norm: str
+    rotary: str
+
+    def _class(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.python_module), name)
+
+    def make_layer(self, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+        """Build a decoder layer, randomly initialised."""
+        layer: nn.Module = self._class(self.layer)(config, layer_idx)
+        return layer
+
+    def make_norm(self, config: PretrainedConfig) -> nn.Module:
+        """Build a norm over the hidden size, at its identity."""
+        norm: nn.Module = self._class(self.norm)(config.hidden_size, eps=config.rms_norm_eps)
+        return norm
+
+    def make_rotary(self, config: PretrainedConfig) -> nn.Module:
+        """Build the rotary embedding."""
+        rotary: nn.Module = self._class(self.rotary)(config=config)
+        return rotary
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentKernels:
+    """What a recurrent layer calls in the borrowed module, so that the decoder can replace it in verify."""
+
     chunked: str
     """Called for several tokens at once."""
     rule: Literal["gated_delta"]
@@ -99,9 +127,7 @@ class Family:
     """``recursive``: one module drafts every depth. ``chained``: depth k uses module k."""
     head_layer_config: Callable[[PretrainedConfig, int], PretrainedConfig]
     """Text config and module count to the config that the borrowed decoder layers are built from."""
-    make_layer: Callable[[PretrainedConfig, int], nn.Module]
-    make_norm: Callable[[PretrainedConfig], nn.Module]
-    make_rotary: Callable[[PretrainedConfig], nn.Module]
+    borrowed: Borrowed
     rotary_axes: int = 1
     """Rows of positions the rotary embedding takes: 3 where it counts time, height and width (all equal for text)."""
     engines: Mapping[str, EngineSupport]

@@ -21,11 +21,11 @@ class HeadModule(nn.Module):
     def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
         super().__init__()
         hidden_size = layer_config.hidden_size
-        self.embed_norm = family.make_norm(layer_config)
-        self.hidden_norm = family.make_norm(layer_config)
+        self.embed_norm = family.borrowed.make_norm(layer_config)
+        self.hidden_norm = family.borrowed.make_norm(layer_config)
         self.proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
-        self.layer = family.make_layer(layer_config, module_idx)
-        self.final_norm = family.make_norm(layer_config)
+        self.layer = family.borrowed.make_layer(layer_config, module_idx)
+        self.final_norm = family.borrowed.make_norm(layer_config)
         self.embed_first = family.concat == "embed_first"
 
     def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class MtpHead(nn.Module):
         self.config._attn_implementation = "sdpa"
         self.config._experts_implementation = "eager"
         self.blocks = nn.ModuleList(HeadModule(family, self.config, index) for index in range(num_modules))
-        self.rotary = family.make_rotary(self.config)
+        self.rotary = family.borrowed.make_rotary(self.config)
 
     def module_for(self, depth: int) -> HeadModule:
         """Return the module that drafts at ``depth`` (1-based)."""

@@ -103,7 +103,9 @@ def test_two_processes_train_as_one_does(recipe: Path, unbroken: Path, tmp_path:
     assert json.loads(done.stdout) == {"run_dir": str(tmp_path / "run"), **outcome(tmp_path / "run")}
     assert outcome(tmp_path / "run")["exit_code"] == 0
     one, two = metrics(unbroken), metrics(tmp_path / "run")
-    facts = [{(line["world_size"], line["distributed_type"], line["wrapper"]) for line in lines} for lines in (one, two)]
+    facts = [
+        {(line["world_size"], line["distributed_type"], line["wrapper"]) for line in lines} for lines in (one, two)
+    ]
     assert facts == [{(1, "NO", "HeadTraining")}, {(2, "MULTI_CPU", "DistributedDataParallel")}]
     assert [line["step"] for line in two] == [line["step"] for line in one] == list(range(1, 31))
     for field in ("loss", "loss_depth_1", "loss_depth_2", "lr", "tokens"):
@@ -132,7 +134,9 @@ def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, tmp_pa
 
 
 def test_the_verdict_of_the_gate_outlives_the_launcher(inputs: Path, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **GETS_NO_BETTER, train__tokens_per_step=384)
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml", inputs, tmp_path / "run", **GETS_NO_BETTER, train__tokens_per_step=384
+    )
     done = launch("cpu_ddp.yaml", recipe, tmp_path / "run", ACCELERATE_USE_CPU="true")
     assert done.returncode == 1
     verdict = outcome(tmp_path / "run")
