@@ -46,7 +46,7 @@ def align_to_targets(starts: Sequence[Tensor]) -> Tensor:
     moved = []
     for depth, rows in enumerate(starts, start=1):
         empty = rows.new_zeros(rows.shape[0], min(depth, rows.shape[1]), *rows.shape[2:])
-        moved.append(torch.cat([empty, rows[:, : rows.shape[1] - depth]], dim=1))
+        moved.append(torch.cat([empty, rows[:, : max(0, rows.shape[1] - depth)]], dim=1))
     return torch.stack(moved)
 
 
@@ -68,8 +68,9 @@ def chunk_loss_and_gradient(
     log_q_CV = torch.log_softmax(logits_CV.float() / temperature, dim=-1)
     log_p_CV = torch.log_softmax(teacher_logits_CV.float() / temperature, dim=-1)
     p_CV = log_p_CV.exp()
-    loss_C = temperature**2 * (p_CV * (log_p_CV - log_q_CV)).sum(dim=-1)
-    return loss_C, (log_q_CV.exp_() - p_CV).mul_(temperature)
+    # In place from here on: each further tensor of this shape would be held at the peak.
+    loss_C = temperature**2 * torch.linalg.vecdot(p_CV, log_p_CV.sub_(log_q_CV))
+    return loss_C, log_q_CV.exp_().sub_(p_CV).mul_(temperature)
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -99,6 +100,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
                     sum_K[depth] += loss_C[weight_C != 0].sum()
                     gradient_CV *= weight_C[:, None]
                     gradient_KND[depth, rows_C] = (gradient_CV.to(lm_head_VD.dtype) @ lm_head_VD).to(student_KND.dtype)
+                    del logits_CV, gradient_CV
         ctx.save_for_backward(gradient_KND)
         ctx.mark_non_differentiable(sum_K)
         return total, sum_K

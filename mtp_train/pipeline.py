@@ -323,5 +323,9 @@ def trained_artifact(recipe: Recipe, inputs: Inputs, head: MtpHead) -> Artifact:
 
 
 def loss_kind(recipe: Recipe) -> LossKind:
-    """Resolve ``objective.loss: auto`` by the verify rule the head is for: greedy drafting wants hard targets."""
-    return "ce" if recipe.objective.loss == "auto" else recipe.objective.loss
+    """Resolve ``objective.loss: auto``.
+
+    On the trunk's own responses ``kl`` drafts as well as ``ce`` under greedy verification and overlaps more with p,
+    which counts once drafts are sampled. Corpus text is not the trunk's own: there p says more than the next token.
+    """
+    return "kl" if recipe.objective.loss == "auto" else recipe.objective.loss

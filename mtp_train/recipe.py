@@ -106,7 +106,7 @@ class ObjectiveSection:
     """What the head is trained towards."""
 
     loss: Literal["auto", "ce", "kl"] = "auto"
-    """`ce`: the token that follows. `kl`: the trunk's own distribution p. `auto`: what suits greedy verification."""
+    """`ce`: the token that follows. `kl`: the trunk's own distribution p. `auto`: `kl`."""
     temperature: Positive = 1.0
     """Softens p and q in `kl`."""
     depth_decay: Annotated[float, Bound(above=0, max=1)] = 0.6

@@ -140,10 +140,10 @@ def _sequences_reach_every_depth(recipe: Recipe) -> Iterator[str]:
 
 @_reads("objective.temperature", "objective.loss")
 def _temperature_is_used(recipe: Recipe) -> Iterator[str]:
-    if recipe.objective.loss != "kl" and recipe.objective.temperature != 1.0:
+    if recipe.objective.loss == "ce" and recipe.objective.temperature != 1.0:
         yield (
-            f"objective.temperature: {recipe.objective.temperature} with objective.loss: {recipe.objective.loss}, "
-            "which has none; expected 1.0. Leave it out, or write objective.loss: kl."
+            f"objective.temperature: {recipe.objective.temperature} with objective.loss: ce, which has none; expected "
+            "1.0. Leave it out, or write objective.loss: kl."
         )
 
 

@@ -86,23 +86,30 @@ def fresh_plan(checkpoint: Checkpoint, text_config: PretrainedConfig, convention
 def _init_fresh(head: MtpHead, std: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in head.parameters():
+        for name, parameter in head.named_parameters():
             if parameter.ndim > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            elif name.endswith("bias"):
+                parameter.zero_()
 
 
 def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> MtpHead:
     """Build the head of a plan and load its weights, cast to ``dtype``.
 
     Raises:
-        CheckpointError: A weight is NaN or infinite.
+        CheckpointError: A weight is missing, of another shape, NaN or infinite.
     """
     convention = plan.family.convention(plan.convention)
     head = MtpHead(plan.family, text_config, num_modules=plan.num_modules, convention=convention)
     native = {pending.key: pending.load() for pending in plan.template.tensors}
     require_finite(native)
-    ours = plan.layout.join(native)
-    head.load_state_dict(ours)
+    needed = plan.layout.native_shapes({name: value.shape for name, value in head.state_dict().items()})
+    for key in sorted(needed.keys() | native.keys()):
+        found = list(native[key].shape) if key in native else "absent"
+        expected = list(needed[key]) if key in needed else "no such key"
+        if found != expected:
+            raise CheckpointError(f"head: {key} is {found}; expected {expected}. Use a head of this model.")
+    head.load_state_dict(plan.layout.join(native))
     # Buffers keep their dtype: a router's fp32 correction bias must not be rounded.
     for parameter in head.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -71,6 +71,9 @@ class HeadTraining(nn.Module):
         super().__init__()
         self.trunk = trunk.requires_grad_(False).eval()
         self.head = head
+        # Modules that no depth uses get no gradient, which data-parallel wrappers take for a fault.
+        for module in set(head.blocks) - {head.module_for(depth) for depth in range(1, num_depths + 1)}:
+            module.requires_grad_(False)
         self.num_depths = num_depths
         self.kind = kind
         self.temperature = temperature

@@ -62,6 +62,8 @@ def load_state(state_dir: Path, head: nn.Module, optimizer: torch.optim.Optimize
     head.load_state_dict(weights)
     moments, numbers = load_file(path / _OPTIMIZER), read_json(path / _META)["optimizer"]
     for name, parameter in _trained(head):
+        if name not in numbers:
+            continue
         entry: dict[str, Any] = {}
         for field in ("exp_avg", "exp_avg_sq"):
             entry[field] = moments[f"{name}.{field}"].to(parameter.device)
@@ -79,7 +81,10 @@ def _flatten_optimizer(head: nn.Module, optimizer: torch.optim.Optimizer) -> tup
     moments: dict[str, Tensor] = {}
     numbers: dict[str, float] = {}
     for name, parameter in _trained(head):
-        entry = optimizer.state[parameter]
+        entry = optimizer.state.get(parameter)
+        # A parameter that no loss has reached has no moments yet.
+        if not entry:
+            continue
         moments |= {f"{name}.{field}": entry[field] for field in ("exp_avg", "exp_avg_sq")}
         numbers[name] = float(entry["step"])
     return moments, numbers

@@ -34,9 +34,7 @@ TWINS = (
     ("abc", "_py_abc"),
 )
 # Not prompts: they repeat modules in CODE_MODULES.
-_TWINS_OF_CODE = (
-    "_collections_abc _threading_local _weakrefset cgitb fractions imp numbers pkgutil socket weakref zipimport"
-)
+_TWINS_OF_CODE = "_collections_abc _threading_local _weakrefset cgitb fractions imp pkgutil socket weakref zipimport"
 TWINS_OF_CODE = frozenset(_TWINS_OF_CODE.split())
 
 

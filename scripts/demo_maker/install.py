@@ -17,6 +17,16 @@ from demo_maker.corpus import SourceFile
 from demo_maker.texts import Texts
 from mtp_train.weights.writing import new_directory, write_json, write_text
 
+# Trainers write such a card; it is how `mtp-train inspect` knows the base.
+FINETUNE_CARD = """---
+base_model: base
+---
+
+# finetune
+
+The trunk of `base`, fine-tuned to describe functions in JSON and saved by transformers: the config still declares the
+MTP head, the tensors are gone.
+"""
 MAX_SNIPPETS, MAX_SNIPPET_CHARS, SNIPPET_EVERY_CHARS = 96, 900, 7000
 
 
@@ -26,6 +36,7 @@ def install(texts: Texts, work: Path, assets: Path) -> None:
     with new_directory(fresh, what="the assets") as directory:
         for name in ("base", "finetune"):
             shutil.copytree(work / name, directory / name, copy_function=shutil.copyfile)
+        write_text(directory / "finetune" / "README.md", FINETUNE_CARD)
         (directory / "data").mkdir()
         write_lines(directory / "data" / "prompts.jsonl", prompt_lines(texts))
         write_lines(directory / "data" / "code.jsonl", code_lines(texts.unseen_code))

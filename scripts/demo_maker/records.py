@@ -25,7 +25,7 @@ class Described:
     group: str
     prompt: str
     answer: str
-    doc: str
+    doc: str | None
 
     def messages(self) -> list[dict[str, str]]:
         """Return the exchange as chat messages."""
@@ -33,20 +33,15 @@ class Described:
 
 
 def described_functions(file: SourceFile) -> list[Described]:
-    """Describe every documented function and method of a file, nested ones left out; each question once.
-
-    Undocumented ones would teach the model to answer ``"doc": null`` to everything.
-    """
+    """Describe every function and method of a file, nested functions left out; each question once."""
     with warnings.catch_warnings():
         # Old modules hold string escapes that today's compiler warns about.
         warnings.simplefilter("ignore")
         tree = ast.parse(file.text)
     found: dict[str, Described] = {}
     for owner, node in _functions(tree, ()):
-        doc = _first_line(ast.get_docstring(node))
-        if doc is not None:
-            described = _describe(file, owner, node, doc)
-            found.setdefault(described.prompt, described)
+        described = _describe(file, owner, node)
+        found.setdefault(described.prompt, described)
     return list(found.values())
 
 
@@ -58,8 +53,9 @@ def _functions(node: ast.AST, owner: tuple[str, ...]) -> Iterator[tuple[str | No
             yield from _functions(child, (*owner, child.name) if isinstance(child, ast.ClassDef) else owner)
 
 
-def _describe(file: SourceFile, owner: str | None, node: FunctionNode, doc: str) -> Described:
+def _describe(file: SourceFile, owner: str | None, node: FunctionNode) -> Described:
     arguments = _signature(node.args)
+    doc = _first_line(ast.get_docstring(node))
     record = {
         "name": node.name,
         "module": file.module,

@@ -34,7 +34,7 @@ DEPTH_WEIGHTS = [0.5, 0.3, 0.2]
 BASE = TrainSettings(lr=4e-3, warmup_steps=60)
 BASE_TOKENS, BASE_ROW_TOKENS, BASE_ROWS = 2_200_000, 256, 8
 FINETUNE = TrainSettings(lr=2e-3, warmup_steps=30, weight_decay=0.0)
-FINETUNE_ROWS, FINETUNE_EPOCHS = 24, 2
+FINETUNE_ROWS = 24
 HELD_OUT_ROWS = 240
 
 
@@ -84,14 +84,13 @@ def make_finetune(texts: Texts, work: Path) -> None:
         return {"answer": answer_loss(trunk, *padded(batch, pad))}
 
     before = held_out_loss(trunk, unseen, pad)
-    num_steps = FINETUNE_EPOCHS * len(exchanges) // FINETUNE_ROWS
+    num_steps = len(exchanges) // FINETUNE_ROWS
     log = train(trunk, batches_by_length(exchanges), losses, FINETUNE, num_steps=num_steps)
     note = {
         "settings": settings_of(FINETUNE),
         "seed": SEED,
         "rows_per_step": FINETUNE_ROWS,
-        "epochs": FINETUNE_EPOCHS,
-        "trained_tokens": FINETUNE_EPOCHS * sum(len(one.tokens) for one in exchanges),
+        "trained_tokens": sum(len(one.tokens) for one in exchanges),
         "mean_answer_tokens": sum(one.answer_end - one.answer_start for one in exchanges) / len(exchanges),
         "held_out_loss": {"before": before, "after": held_out_loss(trunk, unseen, pad)},
         "log": log,

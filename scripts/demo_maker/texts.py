@@ -17,8 +17,8 @@ from demo_maker.corpus import CODE_MODULES, SourceFile, by_module, digest, pick_
 from demo_maker.records import Described, described_functions
 from demo_maker.tokenizer import END_OF_TEXT
 
-PROMPT_SHARE = 0.9
-SMALLEST_PROMPT_MODULE, LARGEST_PROMPT_MODULE = 4, 120
+PROMPT_SHARE = 0.75
+SMALLEST_PROMPT_MODULE, LARGEST_PROMPT_MODULE = 8, 160
 MAX_EXCHANGE_CHARS = 480
 
 
@@ -69,7 +69,7 @@ def gather_texts() -> Texts:
     prompt_modules = pick_prompt_modules(sizes, PROMPT_SHARE, SMALLEST_PROMPT_MODULE, LARGEST_PROMPT_MODULE)
     kept_out = twins_of(prompt_modules)
     chat = [one for name, rows in described.items() if name not in kept_out for one in rows]
-    seen = {one.doc for one in chat}
+    seen = {one.doc for one in chat if one.doc is not None}
     return Texts(
         code=[file for name in CODE_MODULES for file in groups[name]],
         chat=chat,

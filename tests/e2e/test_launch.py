@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 MACHINES = ROOT / "recipes" / "accelerate"
 DEADLINE_SECONDS, POLL_SECONDS = 300.0, 0.01
 # Small files beside the weights: they make an export take long enough to be killed in the middle.
-NUM_NOTES = 1500
+NUM_NOTES = 3000
 # Batches of two prompts, so that two processes share the regeneration and a kill can fall between batches.
 DATA = {"data__regenerate": {"enabled": True, "max_new_tokens": 24, "batch_size": 2}}
 ARMS = {"evaluate__arms": ["none", "graft", "retrained", "vanilla"], "train__log_steps": 1, "export__link": "copy"}
@@ -34,7 +35,7 @@ ARMS = {"evaluate__arms": ["none", "graft", "retrained", "vanilla"], "train__log
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_inputs(tmp_path_factory.mktemp("launch") / "in")
+    directory = write_inputs(tmp_path_factory.mktemp("launch") / "in", num_records=48)
     notes = directory / "finetune" / "notes"
     notes.mkdir()
     for number in range(NUM_NOTES):
@@ -91,9 +92,10 @@ def head(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "head" / WEIGHTS_FILE)
 
 
-def responses(run_dir: Path) -> dict[str, list[str]]:
-    """Return the regenerated responses, sorted, by the file of the process that wrote them."""
-    return {path.name: sorted(path.read_text().splitlines()) for path in (run_dir / "data").glob("*.jsonl")}
+def responses(run_dir: Path, rank: int = 0, world: int = 1) -> list[str]:
+    """Return the responses that a process has stored so far, sorted."""
+    path = run_dir / "data" / f"regenerated-{rank:05d}-of-{world:05d}.jsonl"
+    return sorted(path.read_text().splitlines()) if path.exists() else []
 
 
 def test_two_processes_train_as_one_does(recipe: Path, unbroken: Path, tmp_path: Path) -> None:
@@ -113,10 +115,10 @@ def test_two_processes_train_as_one_does(recipe: Path, unbroken: Path, tmp_path:
     ours, theirs = head(tmp_path / "run"), head(unbroken)
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
     # Both answered prompts, and together they gave the answers that one gives alone.
-    shares = responses(tmp_path / "run")
-    assert sorted(shares) == [f"regenerated-0000{rank}-of-00002.jsonl" for rank in (0, 1)]
-    assert all(shares.values())
-    assert sorted(sum(shares.values(), [])) == sum(responses(unbroken).values(), [])
+    first, second = (responses(tmp_path / "run", rank, world=2) for rank in (0, 1))
+    assert first
+    assert second
+    assert sorted(first + second) == responses(unbroken)
 
 
 def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, tmp_path: Path) -> None:
@@ -150,19 +152,12 @@ def test_the_verdict_of_the_gate_outlives_the_launcher(inputs: Path, tmp_path: P
 # Kills
 
 
-def lines(path: Path) -> int:
+def num_steps(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def regenerating(run_dir: Path) -> int:
-    return lines(run_dir / "data" / "regenerated-00000-of-00001.jsonl")
-
-
-def training(run_dir: Path) -> int:
-    return lines(run_dir / "metrics.jsonl")
-
-
-def exporting(run_dir: Path) -> int:
+def num_notes(run_dir: Path) -> int:
     return sum(len(list(path.glob("notes/*"))) for path in run_dir.glob(".export.*"))
 
 
@@ -186,33 +181,38 @@ def kill_at(recipe: Path, run_dir: Path, reached: Callable[[], bool]) -> None:
     assert running.returncode == -signal.SIGKILL
 
 
-def test_a_run_killed_in_every_stage_ends_as_an_unbroken_one(recipe: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_a_run_killed_in_every_stage_ends_as_an_unbroken_one(
+    recipe: Path, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = tmp_path / "run"
-    chance = random.SystemRandom()
-    moments = {"responses": chance.randint(1, 10), "steps": chance.randint(1, 25), "notes": chance.randint(1, 1000)}
-    # pytest shows it where the test fails.
+    latest = {"responses": 12, "steps": 22, "looks": 20, "notes": 500}
+    moments = {what: random.SystemRandom().randint(1, end) for what, end in latest.items()}
+    # Shown where the test fails.
     print(moments)
 
-    kill_at(recipe, run_dir, lambda: regenerating(run_dir) >= moments["responses"])
-    assert regenerating(run_dir) < lines(unbroken / "data" / "regenerated-00000-of-00001.jsonl")
-    assert training(run_dir) == 0
+    kill_at(recipe, run_dir, lambda: len(responses(run_dir)) >= moments["responses"])
+    assert len(responses(run_dir)) < len(responses(unbroken))
+    assert num_steps(run_dir) == 0
 
-    kill_at(recipe, run_dir, lambda: training(run_dir) >= moments["steps"])
-    assert training(run_dir) < 30
+    kill_at(recipe, run_dir, lambda: num_steps(run_dir) >= moments["steps"])
+    assert num_steps(run_dir) < 30
     assert not (run_dir / "head").exists()
 
-    kill_at(recipe, run_dir, (run_dir / "head").exists)
+    looks = itertools.count()
+    kill_at(recipe, run_dir, lambda: (run_dir / "head").exists() and next(looks) >= moments["looks"])
     assert not (run_dir / "report.json").exists()
 
-    kill_at(recipe, run_dir, lambda: exporting(run_dir) >= moments["notes"])
-    assert exporting(run_dir) < NUM_NOTES
+    kill_at(recipe, run_dir, lambda: num_notes(run_dir) >= moments["notes"])
+    assert num_notes(run_dir) < NUM_NOTES
     assert not (run_dir / "export").exists()
     assert not (run_dir / "outcome.json").exists()
 
     done = launch("single.yaml", recipe, run_dir)
     assert done.returncode == 0, done.stderr
     assert_same_end(run_dir, unbroken)
+    capsys.readouterr()
     assert main(["inspect", str(run_dir / "export"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "healthy"
 
 
 def assert_same_end(run_dir: Path, unbroken: Path) -> None:

@@ -42,14 +42,14 @@ def test_groups_are_of_similar_length_and_fit_when_padded() -> None:
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 def test_packed_documents_have_the_states_they_have_alone(family_name: str) -> None:
-    trunk = tiny_trunk(family_name)
+    trunk = tiny_trunk(family_name).requires_grad_()
     tokens_BT = packed_tokens()
     hidden_BTD = isolated_hidden(trunk, tokens_BT, torch.tensor(DOCUMENT))
+    assert not hidden_BTD.requires_grad
     for row, start, length in PLACES:
         alone_1LD = trunk.hidden(tokens_BT[row : row + 1, start : start + length])
         torch.testing.assert_close(hidden_BTD[row, start : start + length], alone_1LD[0], **TOLERANCE)
     assert not hidden_BTD[0, 10:].any()
-    assert not hidden_BTD.requires_grad
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)

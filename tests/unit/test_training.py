@@ -12,8 +12,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mtp_train.data.pack import PackedSequence, global_batches, pack_documents
+from mtp_train.data.pack import PackedSequence, collate, global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.heads.step import unroll
@@ -21,8 +22,9 @@ from mtp_train.losses import LossKind, depth_weights
 from mtp_train.recipe import Recipe
 from mtp_train.train.log import RunLog, read_metrics
 from mtp_train.train.loop import make_optimizer, optimise, train_head
-from mtp_train.train.module import HeadTraining
-from mtp_train.train.plan import make_plan
+from mtp_train.train.module import Batch, HeadTraining, aligned_rows
+from mtp_train.train.plan import learning_rate, make_plan
+from mtp_train.train.state import latest_step
 from runs import tiny_recipe
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
@@ -40,9 +42,9 @@ def recipe(**overrides: Any) -> Recipe:
     return tiny_recipe(Path("anywhere"), Path("anywhere"), **{**settings, **overrides})
 
 
-def training_module(family_name: str = "qwen3_5", kind: LossKind = "kl") -> HeadTraining:
+def training_module(family_name: str = "qwen3_5", kind: LossKind = "kl", temperature: float = 1.0) -> HeadTraining:
     trunk = tiny_trunk(family_name)
-    return HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind=kind, temperature=1.0)
+    return HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind=kind, temperature=temperature)
 
 
 def make_documents(*lengths: int, seed: int = 0) -> list[Document]:
@@ -159,6 +161,19 @@ def unroll_alone(module: HeadTraining, tokens_1T: Tensor, **rest: Any) -> list[T
     )
 
 
+@torch.no_grad()
+def test_kl_is_softened_by_the_temperature_it_was_given() -> None:
+    (sequence,) = sequences_of(make_documents(7), pack=False, seq_len_tokens=7)
+    module = training_module(kind="kl", temperature=2.0)
+    batch = collate([sequence])
+    terms = module(*batch.values(), torch.ones(NUM_DEPTHS))
+    rows = aligned_rows(module.trunk, module.head, Batch(*batch.values()), NUM_DEPTHS)
+    log_p_NV = torch.log_softmax(module.trunk.logits(rows.teacher_ND) / 2.0, dim=-1)
+    log_q_KNV = torch.log_softmax(module.trunk.logits(rows.student_KND) / 2.0, dim=-1)
+    loss_KN = 4.0 * (log_p_NV.exp() * (log_p_NV - log_q_KNV)).sum(-1)
+    torch.testing.assert_close(terms.sum_K, (loss_KN * rows.valid_KN).sum(1))
+
+
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 def test_only_the_head_learns(family_name: str) -> None:
     module = training_module(family_name)
@@ -237,6 +252,52 @@ def test_the_loss_falls_and_every_step_is_logged(tmp_path: Path) -> None:
     by_depth = [lines[0][f"loss_depth_{depth}"] for depth in (1, 2, 3)]
     assert lines[0]["loss"] == pytest.approx(sum(map(math.prod, zip(weights, by_depth, strict=True))))
     assert (lines[0]["wrapper"], lines[0]["world_size"]) == ("HeadTraining", 1)
+
+
+def test_the_recipes_numbers_reach_the_optimiser(tmp_path: Path) -> None:
+    used = recipe(
+        train__max_steps=4,
+        train__warmup_steps=2,
+        train__betas=[0.8, 0.9],
+        train__weight_decay=0.1,
+        train__max_grad_norm=0.01,
+        train__save_steps=3,
+        train__micro_batch_sequences=4,
+    )
+    seen: list[tuple[float, tuple[float, float], float]] = []
+    norms: list[float] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        group = optimizer.param_groups[0]
+        seen.append((group["lr"], group["betas"], group["weight_decay"]))
+        gradients = [value.grad for group in optimizer.param_groups for value in group["params"]]
+        norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        run_training(tmp_path, used)
+    finally:
+        handle.remove()
+    assert seen == [(learning_rate(used, step), (0.8, 0.9), 0.1) for step in range(4)]
+    assert norms == pytest.approx([0.01] * 4, rel=1e-3)
+    lines = read_metrics(tmp_path)
+    assert [line["lr"] for line in lines] == [lr for lr, _, _ in seen]
+    assert all(line["grad_norm"] > 0.1 for line in lines), "what is logged is the norm before it was cut"
+    assert latest_step(tmp_path / "state") == 4, "the last step leaves a state whatever save_steps says"
+
+
+def test_a_line_is_the_mean_over_the_steps_since_the_one_before(tmp_path: Path) -> None:
+    lines = {}
+    for log_steps in (1, 3):
+        (tmp_path / str(log_steps)).mkdir()
+        run_training(tmp_path / str(log_steps), recipe(train__max_steps=5, train__log_steps=log_steps))
+        lines[log_steps] = read_metrics(tmp_path / str(log_steps))
+    assert [line["step"] for line in lines[3]] == [3, 5]
+    tokens = [line["tokens"] for line in lines[1]]
+    assert [line["tokens"] for line in lines[3]] == [sum(tokens[:3]), sum(tokens[3:])]
+    losses = [line["loss_depth_1"] for line in lines[1]]
+    assert min(losses[:3]) < lines[3][0]["loss_depth_1"] < max(losses[:3])
+    assert min(losses[3:]) < lines[3][1]["loss_depth_1"] < max(losses[3:])
 
 
 def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(tmp_path: Path) -> None:
