@@ -132,7 +132,6 @@ def run_stages(
 ) -> Outcome:
     """Go through the stages. Only the main process evaluates, exports and prints."""
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
-    accelerator.gradient_accumulation_steps = inputs.plan.accumulation
     trunk = load_run_trunk(recipe, inputs, accelerator)
     main = accelerator.is_main_process
     # Nothing is written before all inputs have proved good: a cured recipe may then use the same directory.
@@ -267,6 +266,7 @@ def train_stage(
     progress: Progress,
 ) -> None:
     """Train the head and save it as the run's artifact."""
+    accelerator.gradient_accumulation_steps = inputs.plan.accumulation
     head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
     module = HeadTraining(
         trunk,
