@@ -51,6 +51,7 @@ from mtp_train.train.module import HeadTraining
 from mtp_train.weights.artifact import Artifact, load_artifact, save_artifact
 from mtp_train.weights.export import write_checkpoint
 from mtp_train.weights.files import read_json
+from mtp_train.weights.writing import full_disk_is_named
 
 HEAD, STATE, DATA, EXPORT = "head", "state", "data", "export"
 # Evaluation runs on the main process while the others wait; no collective may time out meanwhile.
@@ -71,13 +72,14 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     require_ours(run_dir, recipe)
     earlier = read_outcome(run_dir)
     if earlier is not None and earlier.finished:
-        console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do. {earlier.message}")
+        console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do.")
         return earlier
     stage = Stage()
     try:
         accelerator = make_accelerator(recipe)
         quiet = not console.is_terminal or not accelerator.is_main_process
-        with Progress(console=console, disable=quiet, transient=True) as progress:
+        progress_bars = Progress(console=console, disable=quiet, transient=True)
+        with full_disk_is_named(run_dir, what="the run"), progress_bars as progress:
             outcome = run_stages(recipe, run_dir, accelerator, console, progress, stage)
     except MtpError as error:
         refused = isinstance(error, GateRefusedError)

@@ -13,10 +13,10 @@ from mtp_inference.decoder import SpeculativeDecoder
 from mtp_train.data.chat import chat_prompt_tokens, raw_tokens
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.heads.attach import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
-from mtp_train.heads.diagnose import head_shapes, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.trunk import load_trunk
 from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location
-from mtp_train.weights.artifact import HEAD_CONFIG_FILE, Artifact, load_artifact
+from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 from mtp_train.weights.finite import require_finite_checkpoint
 
@@ -99,22 +99,8 @@ def _head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
                 f"{head}: a head for {artifact.family.title}; expected one for {checkpoint.family.title}. Use a head "
                 "of this model."
             )
-        _require_fit(artifact, head, checkpoint)
         return artifact_plan(artifact)
     return graft_plan(checkpoint, open_location(head), "auto")
-
-
-def _require_fit(artifact: Artifact, head: str, checkpoint: Checkpoint) -> None:
-    shapes = head_shapes(artifact.family, text_config_of(checkpoint), artifact.num_modules)
-    needed = artifact.layout.native_shapes(shapes)
-    found = {pending.key: pending.shape for pending in artifact.head.tensors}
-    for key in sorted(needed.keys() | found.keys()):
-        if found.get(key) != needed.get(key):
-            mine, theirs = (list(one[key]) if key in one else "absent" for one in (found, needed))
-            raise CheckpointError(
-                f"{head}: {key} is {mine}, for {checkpoint.path} it is {theirs}; expected a head of that trunk's "
-                "shape. Use the head that was trained on it."
-            )
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

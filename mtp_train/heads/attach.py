@@ -106,9 +106,12 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
     needed = plan.layout.native_shapes({name: value.shape for name, value in head.state_dict().items()})
     for key in sorted(needed.keys() | native.keys()):
         found = list(native[key].shape) if key in native else "absent"
-        expected = list(needed[key]) if key in needed else "no such key"
+        expected = list(needed[key]) if key in needed else "absent"
         if found != expected:
-            raise CheckpointError(f"head: {key} is {found}; expected {expected}. Use a head of this model.")
+            raise CheckpointError(
+                f"head: {key} is {found}, for this trunk it is {expected}; expected a head of the trunk's shape. Use "
+                "the head that was trained on it."
+            )
     head.load_state_dict(plan.layout.join(native))
     # Buffers keep their dtype: a router's fp32 correction bias must not be rounded.
     for parameter in head.parameters():

@@ -30,6 +30,7 @@ class RunLog:
         config: Mapping[str, Any],
         resume_step: int = 0,
     ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / METRICS_FILE
         kept = [line for line in read_metrics(run_dir) if line["step"] <= resume_step]
         self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")

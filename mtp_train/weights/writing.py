@@ -147,17 +147,29 @@ def new_directory(target: Path, *, what: str) -> Iterator[Path]:
     except OSError as error:
         raise CheckpointError(f"{target}: cannot write there ({error.strerror}). Choose another --out.") from None
     try:
-        temporary.chmod(0o755)
-        yield temporary
-        sync_directory(temporary)
-        temporary.rename(target)
-        sync_directory(target.parent)
+        with full_disk_is_named(target, what=what):
+            temporary.chmod(0o755)
+            yield temporary
+            sync_directory(temporary)
+            temporary.rename(target)
+            sync_directory(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def full_disk_is_named(target: Path, *, what: str) -> Iterator[None]:
+    """Turn the failures of a disk that is full or not writable into an error for the user.
+
+    Raises:
+        CheckpointError: The disk is full or not writable.
+    """
+    try:
+        yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
             raise
         raise CheckpointError(
-            f"{target}: writing {what} failed ({os.strerror(error.errno)}); nothing was left behind and the source is "
-            "untouched. Free space or choose another --out."
+            f"{target}: writing {what} failed ({os.strerror(error.errno)}); what was there before is whole. Free "
+            "space, or write somewhere else."
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

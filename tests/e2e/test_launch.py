@@ -181,6 +181,7 @@ def kill_at(recipe: Path, run_dir: Path, reached: Callable[[], bool]) -> None:
     assert running.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_every_stage_ends_as_an_unbroken_one(
     recipe: Path, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
