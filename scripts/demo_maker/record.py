@@ -64,6 +64,7 @@ def _record(arm: str, recipe: Recipe, texts: Texts, progress: Progress) -> tuple
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     trunk = load_run_trunk(recipe, inputs, accelerator)
     run_dir = Path(recipe.run_dir)
+    run_dir.mkdir(parents=True)
     documents = _documents(arm, recipe, inputs, trunk, texts, accelerator, progress)
     train_stage(recipe, run_dir, inputs, trunk, documents, accelerator, progress)
     plan = artifact_plan(load_artifact(run_dir / "head"))
