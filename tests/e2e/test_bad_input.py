@@ -108,7 +108,7 @@ def test_a_head_directory_of_another_size_is_refused(finished: Path, tmp_path: P
     save_file(tensors | {"mtp.fc.weight": torch.zeros(24, 48)}, head / artifact_module.WEIGHTS_FILE)
     export = finished / "run" / "export"
     message = refusal(["generate", export, "--head", head, "--prompt", "say 1"], capfd)
-    assert re.search(r"head: mtp\.fc\.weight is \[24, 48\], for .*export it is \[32, 64\]; expected", message)
+    assert re.search(r"head: mtp\.fc\.weight is \[24, 48\], for this trunk it is \[32, 64\]; expected", message)
     assert FOUR_ANSWERS.fullmatch(message)
 
 
