@@ -31,7 +31,7 @@ CEILING_FACTOR = 10
 CONTROL_FILES_EVERY, CONTROL_CHARS = 2, 4000
 DATA = {
     "control": "the code that the base was trained on",
-    "ceiling": "the trunk's own answers to every training prompt",
+    "ceiling": "the trunk's own answers to the recipe's prompts",
 }
 
 
@@ -49,8 +49,7 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
     steps = load_recipe(recipe_path).train.max_steps
     changes = {
         "control": ["data.regenerate.enabled=false"],
-        # All prompts: the recipe's few would be seen some thirty times.
-        "ceiling": [f"train.max_steps={CEILING_FACTOR * steps}", "data.regenerate.max_prompts=null"],
+        "ceiling": [f"train.max_steps={CEILING_FACTOR * steps}"],
     }
     with Progress() as progress:
         for arm, overrides in changes.items():

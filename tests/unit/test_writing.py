@@ -184,9 +184,7 @@ def test_a_full_disk_is_the_users_to_mend_and_leaves_nothing(
 
     monkeypatch.setattr(writing.os, "fsync", full)
     with (
-        pytest.raises(
-            CheckpointError, match=rf"out: writing the thing failed \({os.strerror(code)}\); what was there"
-        ),
+        pytest.raises(CheckpointError, match=rf"out: writing the thing failed \({os.strerror(code)}\); what was there"),
         new_directory(tmp_path / "out", what="the thing") as directory,
     ):
         write_safetensors(directory / "it.safetensors", [pending("it", torch.ones(4))])
