@@ -279,8 +279,8 @@ def test_a_full_disk_leaves_nothing_behind(
     fill_the_disk(monkeypatch)
     message = refusal(argv, capfd)
     assert re.fullmatch(
-        r".*out: writing the checkpoint failed \(No space left on device\); what was there before is whole\. Free space, "
-        r"or write somewhere else\.",
+        r".*out: writing the checkpoint failed \(No space left on device\); what was there before is whole\. Free "
+        r"space, or write somewhere else\.",
         message,
     )
     assert (tree(pristine), tree(finished), tree(tmp_path)) == before
