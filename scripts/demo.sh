@@ -8,11 +8,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 use_environment
 
-# Models this small gain nothing beyond four threads. Passive waiting: on a busy machine, threads that spin for each
-# other make two threads several times slower than one.
-cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
-threads=${OMP_NUM_THREADS:-$((cores < 4 ? cores : 4))}
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+# One thread: for models this small, threads wait for each other longer than they work.
+threads=${OMP_NUM_THREADS:-1}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 exec accelerate launch --quiet --config_file recipes/accelerate/single.yaml --num_cpu_threads_per_process "$threads" \
