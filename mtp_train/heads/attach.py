@@ -17,7 +17,7 @@ from mtp_train.weights.artifact import Artifact
 from mtp_train.weights.files import SAFETENSORS_DTYPES, Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead, head_config_fields, native_head_of, require_same_trunk_shape
-from mtp_train.weights.writing import PendingTensor
+from mtp_train.weights.writing import PendingTensor, held_tensor
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,7 @@ def native_tensors(
 ) -> tuple[PendingTensor, ...]:
     """Turn our parameters into native tensors of the given stored dtypes, in the order of ``dtypes``."""
     split = {key: value for name, tensor in state.items() for key, value in layout.split(name, tensor)}
-    return tuple(_held(key, dtype, split[key]) for key, dtype in dtypes.items())
-
-
-def _held(key: str, dtype: str, value: Tensor) -> PendingTensor:
-    return PendingTensor(key, dtype, tuple(value.shape), lambda: value)
+    return tuple(held_tensor(key, dtype, split[key]) for key, dtype in dtypes.items())
 
 
 def require_finite(tensors: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mtp_train.errors import TrainingError
 from mtp_train.weights.files import SAFETENSORS_DTYPES, read_json
-from mtp_train.weights.writing import PendingTensor, new_directory, write_json, write_safetensors
+from mtp_train.weights.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 
 _WEIGHTS, _OPTIMIZER, _META = "head.safetensors", "optimizer.safetensors", "state.json"
 
@@ -91,8 +91,4 @@ def _flatten_optimizer(head: nn.Module, optimizer: torch.optim.Optimizer) -> tup
 
 
 def _pending(tensors: dict[str, Tensor]) -> list[PendingTensor]:
-    return [_held(key, value) for key, value in tensors.items()]
-
-
-def _held(key: str, value: Tensor) -> PendingTensor:
-    return PendingTensor(key, SAFETENSORS_DTYPES[value.dtype], tuple(value.shape), lambda: value)
+    return [held_tensor(key, SAFETENSORS_DTYPES[value.dtype], value) for key, value in tensors.items()]

@@ -20,7 +20,6 @@ from mtp_train.weights.files import (
     INDEX_FILE,
     PICKLE_SUFFIXES,
     SINGLE_FILE,
-    TORCH_DTYPES,
     Checkpoint,
     TensorInfo,
 )
@@ -141,18 +140,11 @@ def _index(source: Checkpoint, additions: list[PendingTensor], renames: Mapping[
     tensors.update({pending.key: pending.info(HEAD_FILE) for pending in additions})
     old_metadata = (source.index or {}).get("metadata")
     metadata = dict(old_metadata) if isinstance(old_metadata, dict) else {}
-    metadata["total_size"] = sum(_num_bytes(info) for info in tensors.values())
+    metadata["total_size"] = sum(info.num_bytes for info in tensors.values())
     return {
         "metadata": metadata,
         "weight_map": {key: renames.get(info.file, info.file) for key, info in sorted(tensors.items())},
     }
-
-
-def _num_bytes(info: TensorInfo) -> int:
-    size = TORCH_DTYPES[info.dtype].itemsize
-    for length in info.shape:
-        size *= length
-    return size
 
 
 def _source_files(path: Path) -> Iterator[Path]:

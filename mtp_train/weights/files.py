@@ -7,6 +7,7 @@ no command fails half way through a write.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,11 @@ class TensorInfo:
     file: str
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the stored tensor."""
+        return TORCH_DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,16 @@ class PendingTensor:
     @property
     def num_bytes(self) -> int:
         """Size of the stored tensor."""
-        size = TORCH_DTYPES[self.dtype].itemsize
-        for length in self.shape:
-            size *= length
-        return size
+        return self.info("").num_bytes
 
     def info(self, file: str) -> TensorInfo:
         """Describe the tensor as it will be stored in ``file``."""
         return TensorInfo(file, self.dtype, self.shape)
+
+
+def held_tensor(key: str, dtype: str, value: Tensor) -> PendingTensor:
+    """Return a tensor that is in memory already, to be written in the given stored dtype."""
+    return PendingTensor(key, dtype, tuple(value.shape), lambda: value)
 
 
 def raw_bytes(tensor: Tensor, dtype: str) -> memoryview:
