@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mtp_inference.decoder import SpeculativeDecoder
+from mtp_inference import SpeculativeDecoder
 from mtp_inference.reference import NEAR_TIE_GAP, compare
 from mtp_train.acceptance import PromptCounts
 from mtp_train.data.prompts import Prompt
@@ -78,10 +78,10 @@ def run_arms(
     runs = {arm: ArmRun() for arm in decoders}
     # The first call of each decoder pays for lazy initialisation; nobody should read that as decoding time.
     for decoder in decoders.values():
-        decoder.generate(prompts[0].prompt_ids, max_new_tokens=min(8, max_new_tokens))
+        decoder.generate([prompts[0].prompt_ids], min(8, max_new_tokens))
     for prompt in prompts:
         for arm, decoder in decoders.items():
-            result = decoder.generate(prompt.prompt_ids, max_new_tokens=max_new_tokens)
+            (result,) = decoder.generate([prompt.prompt_ids], max_new_tokens)
             run = runs[arm]
             run.counts.append(result.counts(prompt.id))
             run.outputs.append(tuple(result.token_ids))

@@ -116,7 +116,25 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--depth", type=int, default=3, metavar="K", help="drafts per round, 0 to 7; 0 is plain decoding"
     )
-    command.add_argument("--mtp", choices=("on", "off"), default="on", help="off is plain decoding")
+    command.add_argument(
+        "--mtp",
+        choices=("on", "off", "auto"),
+        default="on",
+        help="off is plain decoding; auto drafts what pays",
+    )
+    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+    command.add_argument("--top-k", type=int, default=0, metavar="N", help="0 is off")
+    command.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 is off")
+    command.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off")
+    command.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="1 is off")
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="of the first prompt; the next has S + 1")
+    command.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
+    command.add_argument(
+        "--draft-sampling",
+        choices=("argmax", "sampled"),
+        default="sampled",
+        help="how drafts are chosen above temperature 0; sampled drafts are accepted more often",
+    )
     command.set_defaults(handler=_generate)
 
 
@@ -208,6 +226,7 @@ def _export(args: argparse.Namespace) -> Result:
 
 
 def _generate(args: argparse.Namespace) -> Result:
+    from mtp_inference import Sampling
     from mtp_train.commands.generate import GenerateRequest, generate
 
     request = GenerateRequest(
@@ -216,7 +235,18 @@ def _generate(args: argparse.Namespace) -> Result:
         prompts=tuple(args.prompt),
         chat=args.chat,
         max_new_tokens=args.max_new_tokens,
-        depth=args.depth if args.mtp == "on" else 0,
+        depth=args.depth,
+        mtp=args.mtp,
+        sampling=Sampling(
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
+            seed=args.seed,
+        ),
+        stop=tuple(args.stop),
+        draft_sampling=args.draft_sampling,
     )
     with _progress(args) as progress:
         document = generate(request, progress)

@@ -19,7 +19,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from rich.console import Console
 from rich.progress import Progress
 
-from mtp_inference.reference import generate_equal_length
+from mtp_inference import Request, SpeculativeDecoder
 from mtp_train.data.pack import global_batches
 from mtp_train.data.regenerated import RegeneratedStore, regenerate
 from mtp_train.data.tokenize import Document
@@ -218,8 +218,11 @@ def regenerate_stage(
     store = RegeneratedStore(run_dir / DATA, rank=rank, world=world)
     task = progress.add_task("regenerating responses", total=None)
 
-    def generate(batch: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-        return generate_equal_length(trunk, batch, max_new_tokens=max_new_tokens, eos_ids=inputs.eos_ids)
+    decoder = SpeculativeDecoder(trunk, None, 0, inputs.eos_ids, max_batch=settings.batch_size)
+
+    def generate(batch: list[list[int]], limits: list[int]) -> list[list[int]]:
+        requests = [Request(prompt_ids=ids, max_new_tokens=n) for ids, n in zip(batch, limits, strict=True)]
+        return [list(result.token_ids) for result in decoder.generate(requests)]
 
     regenerate(
         inputs.prompts,

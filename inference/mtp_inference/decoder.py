@@ -1,157 +1,221 @@
-"""Greedy speculative decoding of one prompt: draft, verify, accept, commit.
+"""Speculative decoding: draft, verify, accept, commit, until every text has ended.
 
-Whatever the head drafts, the tokens are the trunk's own: verify runs the trunk over the last committed token and all
-drafts at once, accept keeps the drafts that equal its choices, commit adds the trunk's choice after them and takes
-back everything that the caches hold beyond. Plain decoding is the same loop with no drafts.
-
-Shapes: B rows (1), T tokens, D hidden, K drafts (K1 = K + 1).
+Whatever is drafted, the text is the trunk's own: verify runs the trunk over the last committed token and all drafts at
+once, and accepts by a rule that leaves the text as it would be without drafts (see ``verify.py``). Plain decoding is
+the same loop with no drafts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from mtp_inference.cache import RollbackCache
-from mtp_inference.draft import Drafter, make_drafter
-from mtp_inference.recurrent import per_token_states
-from mtp_inference.stats import GenerationResult, Round, accepted_per_pos
-from mtp_train.acceptance import accept_greedy
+from mtp_inference.batch import Batch
+from mtp_inference.cache import WindowCache
+from mtp_inference.capture import Rounds
+from mtp_inference.chooser import Chooser, DraftSampling
+from mtp_inference.depth import Acceptance, DepthController, RoundCosts
+from mtp_inference.draft import DrafterMaker, Size
+from mtp_inference.head_drafter import HeadDrafting
+from mtp_inference.requests import Chunk, Request, require_depth
+from mtp_inference.sampling import Sampling
+from mtp_inference.session import PENDING_PLACES, Lane, Session
+from mtp_inference.stats import GenerationResult
+from mtp_inference.text import TextStream
 from mtp_train.errors import MtpError
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 
-MAX_DEPTH = 7
+PREFILL_CHUNK = 2048
+"""Prompt tokens of one forward."""
+GPU_CAPACITY_STEP = 1024
+"""Positions are rounded up to it on a GPU, so that calls share buffers and captured rounds."""
 
 
-@dataclass
-class DecodeState:
-    """Where the decoding of one prompt stands between two rounds."""
+class Needs(NamedTuple):
+    """What a batch must be made for. Equal needs are served by the same buffers, and the same captured rounds."""
 
-    tokens: list[int]
-    """Prompt and committed tokens. The trunk's cache holds all but the last."""
-    num_prompt_tokens: int
-    trunk_cache: RollbackCache
-    drafter: Drafter | None
-    """None where there is no head."""
-    rounds: list[Round] = field(default_factory=list)
-
-    @property
-    def new_tokens(self) -> list[int]:
-        """Committed tokens after the prompt."""
-        return self.tokens[self.num_prompt_tokens :]
+    num_rows: int
+    capacity: int
+    max_window: int
+    depth: int
+    num_stops: int
+    penalises: bool
 
 
 class SpeculativeDecoder:
-    """Decode prompts greedily, ``depth`` drafts a round.
+    """Decode prompts, several at a time, each with drafts or without.
 
     The trunk and the head are used in the mode they are in: put both in ``eval()``.
 
     Args:
         trunk: The trunk, whose tokens count.
-        head: The head, on the trunk's device; its dtype may differ. None decodes plainly, whatever the depth.
-        depth: Drafts per round, 0 to 7; 0 decodes plainly.
+        drafting: What drafts: a head (on the trunk's device; its dtype may differ), another maker of drafters, or None
+            to decode plainly.
+        depth: Drafts per round of a request that names no depth, 0 to 7.
         eos_ids: Tokens that end a text.
+        draft_sampling: How drafts are chosen where tokens are sampled: ``argmax`` or ``sampled``.
+        max_batch: Most requests that are decoded together; the others wait.
+        tokenizer: Needed for text and for stop strings.
+        prefill_chunk: Prompt tokens of one forward.
+        captures: Whether rounds are captured as CUDA graphs; other devices never do.
 
     Raises:
         MtpError: The depth is out of range.
-        UnsupportedModelError: A chained head has fewer modules than ``depth``.
+        UnsupportedModelError: The head cannot draft that deep, or the trunk cannot take back a rejected draft.
     """
 
-    def __init__(self, trunk: Trunk, head: MtpHead | None, depth: int, eos_ids: Collection[int]) -> None:
-        if not 0 <= depth <= MAX_DEPTH:
-            raise MtpError(f"depth: {depth}; expected 0 to {MAX_DEPTH}. Use 3 unless you measured better.")
+    def __init__(
+        self,
+        trunk: Trunk,
+        drafting: MtpHead | DrafterMaker | None,
+        depth: int,
+        eos_ids: Collection[int],
+        *,
+        draft_sampling: DraftSampling = "argmax",
+        max_batch: int = 16,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+        captures: bool = True,
+    ) -> None:
+        require_depth(depth)
         self.trunk = trunk
-        self.head = head if depth else None
-        self.depth = depth if head is not None else 0
+        self.drafting: DrafterMaker | None = HeadDrafting(drafting) if isinstance(drafting, MtpHead) else drafting
+        self.depth = depth if drafting is not None else 0
         self.eos_ids = frozenset(eos_ids)
-        # A depth that the head cannot draft is refused here, not at the first prompt.
-        self.new_drafter()
+        self.draft_sampling = draft_sampling
+        self.max_batch = max_batch
+        self.tokenizer = tokenizer
+        self.prefill_chunk = prefill_chunk
+        self.captures = captures
+        self.costs = RoundCosts()
+        self.acceptance = Acceptance()
+        self._rounds: Rounds | None = None
+        self._needs_met: Needs | None = None
+        if self.drafting is not None:
+            self.drafting.check(trunk, self.depth)
 
-    @torch.inference_mode()
-    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int) -> GenerationResult:
-        """Decode one prompt until EOS or ``max_new_tokens`` new tokens.
+    def generate(
+        self,
+        prompts: Sequence[Request] | Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> list[GenerationResult]:
+        """Decode prompts to their ends.
 
         Args:
-            prompt_ids: At least one token.
-            max_new_tokens: At least 1.
+            prompts: Requests, or plain token lists, which then share the other arguments.
+            max_new_tokens: Limit of each token list.
+            sampling: How their tokens are chosen; None is greedy.
+
+        Returns:
+            A result per prompt, in order.
 
         Raises:
-            MtpError: The prompt is empty or no token is wanted.
+            MtpError: A request is out of range, or asks for what this decoder cannot do.
         """
-        if max_new_tokens < 1:
-            raise MtpError(f"max_new_tokens: {max_new_tokens}; expected 1 or more. Ask for at least one token.")
-        started = time.perf_counter()
-        state = self.prefill(prompt_ids)
-        prefilled = time.perf_counter()
-        while len(state.new_tokens) < max_new_tokens and self.eos_ids.isdisjoint(state.new_tokens):
-            self.run_round(state, self.depth)
-        return GenerationResult(
-            token_ids=tuple(self._until_eos(state.new_tokens[:max_new_tokens])),
-            rounds=len(state.rounds),
-            num_draft_tokens=sum(one.num_drafted for one in state.rounds),
-            accepted_per_pos=accepted_per_pos(state.rounds, self.depth),
-            seconds_prefill=prefilled - started,
-            seconds_decode=time.perf_counter() - prefilled,
+        requests = _requests(prompts, max_new_tokens, sampling)
+        results = {chunk.index: chunk.result for chunk in self.stream(requests) if chunk.result is not None}
+        return [results[index] for index in range(len(requests))]
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Chunk]:
+        """Decode requests; yield tokens and text as they come, of all requests in turn.
+
+        Raises:
+            MtpError: A request asks for what this decoder cannot do; raised before anything is decoded.
+        """
+        lanes = [self._lane(index, request) for index, request in enumerate(requests)]
+        return self._session(lanes).run() if lanes else iter(())
+
+    def _session(self, lanes: list[Lane]) -> Session:
+        # Prompts of one length are prefilled together, and long texts should not begin last.
+        lanes = sorted(lanes, key=lambda lane: -len(lane.request.prompt_ids))
+        needs = self._needs(lanes)
+        if self._rounds is None or self._needs_met != needs:
+            self._rounds = None  # Its buffers go before new ones come.
+            self._rounds = Rounds(self._batch(needs), captures=self._on_gpu and self.captures)
+            self._needs_met = needs
+        self._rounds.batch.reset()
+        return Session(self._rounds, lanes, self.costs, needs.depth, max_in_flight=1 if self._on_gpu else 0)
+
+    def _needs(self, lanes: Sequence[Lane]) -> Needs:
+        depth = max(lane.depth for lane in lanes)
+        # A round in flight beyond the limit, and its window.
+        capacity = max(len(lane.request.prompt_ids) + lane.request.max_new_tokens for lane in lanes) + 2 * (depth + 1)
+        step = GPU_CAPACITY_STEP if self._on_gpu else 1
+        longest_prompt = max(len(lane.request.prompt_ids) for lane in lanes)
+        return Needs(
+            num_rows=min(self.max_batch, len(lanes)),
+            capacity=-(-capacity // step) * step,
+            max_window=self.prefill_chunk if self._on_gpu else max(min(longest_prompt, self.prefill_chunk), depth + 1),
+            depth=depth,
+            num_stops=max(len(lane.stops) for lane in lanes),
+            penalises=any(lane.request.sampling.repetition_penalty != 1.0 for lane in lanes),
         )
 
-    @torch.inference_mode()
-    def prefill(self, prompt_ids: Sequence[int]) -> DecodeState:
-        """Run the trunk over the prompt and commit the first token.
+    def _batch(self, needs: Needs) -> Batch:
+        weight = self.trunk.lm_head_VD
+        chooser = Chooser(
+            [Sampling()] * needs.num_rows,
+            self.draft_sampling,
+            vocab_size=weight.shape[0],
+            device=weight.device,
+            penalises=needs.penalises,
+        )
+        cache = WindowCache(
+            self.trunk.config, num_rows=needs.num_rows, capacity=needs.capacity, max_window=needs.max_window
+        )
+        drafter = None
+        if self.drafting is not None and needs.depth:
+            size = Size(needs.num_rows, needs.capacity, PENDING_PLACES + needs.depth + 1)
+            drafter = self.drafting.make(self.trunk, size, needs.depth)
+        return Batch(self.trunk, drafter, chooser, cache, self.prefill_chunk, needs.num_stops)
 
-        Raises:
-            MtpError: The prompt is empty.
-        """
-        if not prompt_ids:
-            raise MtpError("prompt: no token; expected at least one. Start it with the tokenizer's BOS token.")
-        cache = RollbackCache(self.trunk.config)
-        prompt_BT = self._tensor(prompt_ids)
-        hidden_BTD = self.trunk.hidden(prompt_BT, cache=cache)
-        first_B1 = self.trunk.logits(hidden_BTD[:, -1:]).argmax(dim=-1)
-        cache.commit(num_rejected=0)
-        drafter = self.new_drafter()
-        if drafter is not None:
-            drafter.extend(hidden_BTD, torch.cat([prompt_BT[:, 1:], first_B1], dim=1))
-        return DecodeState([*prompt_ids, *first_B1[0].tolist()], len(prompt_ids), cache, drafter)
+    @property
+    def _on_gpu(self) -> bool:
+        return self.trunk.lm_head_VD.device.type == "cuda"
 
-    @torch.inference_mode()
-    def run_round(self, state: DecodeState, depth: int) -> None:
-        """Run one round. The depth may change from round to round, up to the decoder's own."""
-        drafts_BK = self._draft(state, depth)
-        hidden_BTD, choices_BK1 = self._verify(state, drafts_BK)
-        # The one moment of a round at which the host waits for the device.
-        num_accepted, *choices = torch.cat([accept_greedy(drafts_BK, choices_BK1), choices_BK1[0]]).tolist()
-        num_drafted, num_kept = drafts_BK.shape[1], num_accepted + 1
-        state.trunk_cache.commit(num_rejected=num_drafted - num_accepted)
-        if state.drafter is not None:
-            state.drafter.extend(hidden_BTD[:, :num_kept], choices_BK1[:, :num_kept])
-        # An accepted draft equals the trunk's choice, so that the committed tokens are all choices.
-        state.tokens.extend(choices[:num_kept])
-        state.rounds.append(Round(num_drafted, num_accepted))
+    def _lane(self, index: int, request: Request) -> Lane:
+        if request.stop and self.tokenizer is None:
+            raise MtpError(
+                f"stop: {list(request.stop)}, and no tokenizer; expected one, as the decoder sees tokens only. Give "
+                "SpeculativeDecoder a tokenizer, or use stop_token_ids."
+            )
+        depth = self.depth if request.depth is None else request.depth
+        if self.drafting is None or request.mtp == "off":
+            depth = 0
+        elif depth > self.depth:
+            self.drafting.check(self.trunk, depth)
+        text = TextStream(self.tokenizer, request.prompt_ids, request.stop) if self.tokenizer is not None else None
+        return Lane(
+            index=index,
+            request=request,
+            row=-1,
+            depth=depth,
+            stops=self.eos_ids | request.stop_token_ids,
+            text_stream=text,
+            controller=DepthController(self.costs, depth, self.acceptance) if request.mtp == "auto" and depth else None,
+            started=time.perf_counter(),
+        )
 
-    def new_drafter(self) -> Drafter | None:
-        """Return a drafter for one prompt, None for plain decoding."""
-        return None if self.head is None else make_drafter(self.trunk, self.head, self.depth)
 
-    def _draft(self, state: DecodeState, depth: int) -> Tensor:
-        if depth == 0 or state.drafter is None:
-            return self._tensor([])
-        return state.drafter.draft(depth)
-
-    def _verify(self, state: DecodeState, drafts_BK: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the trunk over the last token and the drafts; return hidden states (B, K1, D) and greedy choices."""
-        window_BK1 = torch.cat([self._tensor(state.tokens[-1:]), drafts_BK], dim=1)
-        with per_token_states(self.trunk.family):
-            hidden_BTD = self.trunk.hidden(window_BK1, cache=state.trunk_cache)
-        return hidden_BTD, self.trunk.logits(hidden_BTD).argmax(dim=-1)
-
-    def _tensor(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([tokens], dtype=torch.long, device=self.trunk.lm_head_VD.device)
-
-    def _until_eos(self, tokens: list[int]) -> list[int]:
-        ends = [index for index, token in enumerate(tokens) if token in self.eos_ids]
-        return tokens[: ends[0] + 1] if ends else tokens
+def _requests(
+    prompts: Sequence[Request] | Sequence[Sequence[int]], max_new_tokens: int | None, sampling: Sampling | None
+) -> list[Request]:
+    requests = []
+    for prompt in prompts:
+        if isinstance(prompt, Request):
+            if max_new_tokens is not None or sampling is not None:
+                raise MtpError(
+                    "generate: requests and settings beside them; expected settings inside the requests. Leave "
+                    "max_new_tokens and sampling out."
+                )
+            requests.append(prompt)
+        elif max_new_tokens is None:
+            raise MtpError("max_new_tokens: none; expected a limit for token lists. Pass max_new_tokens.")
+        else:
+            requests.append(Request(prompt_ids=prompt, max_new_tokens=max_new_tokens, sampling=sampling or Sampling()))
+    return requests

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mtp_train.acceptance import PromptCounts
 
@@ -20,13 +20,17 @@ class Round(NamedTuple):
 class GenerationResult:
     """New tokens of one prompt and how they came about.
 
-    The first token comes from prefill, outside any round. Each round drafts exactly ``depth`` tokens. Accepted tokens
-    past EOS or past the limit are counted and not returned, so that ``1 + rounds + num_accepted_tokens`` may exceed
-    ``len(token_ids)``.
+    The first token comes from prefill, outside any round. Each round drafts exactly ``depth`` tokens, unless the
+    request left the depth to the decoder. Accepted tokens past EOS or past the limit are counted and not returned, so
+    that ``1 + rounds + num_accepted_tokens`` may exceed ``len(token_ids)``.
     """
 
     token_ids: tuple[int, ...]
     """New tokens only; ends with EOS where EOS ended it."""
+    text: str = ""
+    """Its text, cut before a stop string that ended it; empty without a tokenizer."""
+    finish_reason: Literal["stop", "length"] = "length"
+    """``stop``: a stop token or a stop string ended it."""
     rounds: int
     num_draft_tokens: int
     accepted_per_pos: tuple[int, ...]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import Progress
+from transformers import PreTrainedTokenizerBase
 
-from mtp_inference.decoder import SpeculativeDecoder
+from mtp_inference import MAX_DEPTH, GenerationResult, Request, Sampling, SpeculativeDecoder
+from mtp_inference.chooser import DraftSampling
+from mtp_inference.requests import MtpMode
 from mtp_train.data.chat import chat_prompt_tokens, raw_tokens
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.heads.attach import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
@@ -20,10 +23,8 @@ from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 from mtp_train.weights.finite import require_finite_checkpoint
 
-MAX_DEPTH = 7
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     """What to decode, and how."""
 
@@ -33,10 +34,15 @@ class GenerateRequest:
     chat: bool
     max_new_tokens: int
     depth: int
+    mtp: MtpMode = "on"
+    sampling: Sampling = field(default_factory=Sampling)
+    """Of the first prompt; each further one has the next seed."""
+    stop: tuple[str, ...] = ()
+    draft_sampling: DraftSampling = "sampled"
 
 
 def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
-    """Decode every prompt greedily, one after the other.
+    """Decode the prompts together.
 
     Returns:
         ``{"requests": [...], "settings": {...}}``; a request has its new text and tokens, and vLLM's counters.
@@ -51,42 +57,69 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
     checkpoint = open_location(request.checkpoint)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else _stored_dtype(checkpoint)
-    plan = _head_plan(checkpoint, request.head) if request.depth else None
+    depth = 0 if request.mtp == "off" else request.depth
+    plan = _head_plan(checkpoint, request.head) if depth else None
     require_finite_checkpoint(checkpoint, progress)
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
+    prompts = [_tokens(tokenizer, request, number) for number in range(len(request.prompts))]
     trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype, device=device)
     head = build_head(plan, text_config_of(checkpoint), dtype=dtype).to(device).eval() if plan else None
-    eos_ids = eos_token_ids(checkpoint, tokenizer)
-    decoder = SpeculativeDecoder(trunk, head, depth=request.depth, eos_ids=eos_ids)
-    requests = []
-    for number, prompt in enumerate(request.prompts):
-        where = f"--prompt {number + 1}"
-        messages = [{"role": "user", "content": prompt}]
-        prompt_ids = chat_prompt_tokens(tokenizer, messages, where) if request.chat else raw_tokens(tokenizer, prompt)
-        if not prompt_ids:
-            raise DataError(f"{where}: no token; expected some text. Write a prompt.")
-        result = decoder.generate(prompt_ids, max_new_tokens=request.max_new_tokens)
-        requests.append(
-            {
-                "text": tokenizer.decode(result.token_ids, skip_special_tokens=True),
-                "token_ids": list(result.token_ids),
-                "num_drafts": result.num_drafts,
-                "num_draft_tokens": result.num_draft_tokens,
-                "num_accepted_tokens": result.num_accepted_tokens,
-                "accepted_per_pos": list(result.accepted_per_pos),
-            }
-        )
+    decoder = SpeculativeDecoder(
+        trunk,
+        head,
+        depth,
+        eos_token_ids(checkpoint, tokenizer),
+        draft_sampling=request.draft_sampling,
+        tokenizer=tokenizer,
+    )
+    results = decoder.generate(
+        [
+            Request(
+                prompt_ids=prompt_ids,
+                max_new_tokens=request.max_new_tokens,
+                sampling=replace(request.sampling, seed=request.sampling.seed + number),
+                mtp=request.mtp,
+                stop=request.stop,
+            )
+            for number, prompt_ids in enumerate(prompts)
+        ]
+    )
     settings = {
         "checkpoint": request.checkpoint,
         "head": request.head,
-        "depth": request.depth,
+        "depth": depth,
+        "mtp": request.mtp,
         "max_new_tokens": request.max_new_tokens,
         "chat": request.chat,
-        "temperature": 0.0,
+        **asdict(request.sampling),
+        "stop": list(request.stop),
+        "draft_sampling": request.draft_sampling,
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),
     }
-    return {"requests": requests, "settings": settings}
+    return {"requests": [_document(result) for result in results], "settings": settings}
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, request: GenerateRequest, number: int) -> list[int]:
+    where, prompt = f"--prompt {number + 1}", request.prompts[number]
+    if request.chat:
+        return chat_prompt_tokens(tokenizer, [{"role": "user", "content": prompt}], where)
+    prompt_ids = raw_tokens(tokenizer, prompt)
+    if not prompt_ids:
+        raise DataError(f"{where}: no token; expected some text. Write a prompt.")
+    return prompt_ids
+
+
+def _document(result: GenerationResult) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "finish_reason": result.finish_reason,
+        "num_drafts": result.num_drafts,
+        "num_draft_tokens": result.num_draft_tokens,
+        "num_accepted_tokens": result.num_accepted_tokens,
+        "accepted_per_pos": list(result.accepted_per_pos),
+    }
 
 
 def _head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,8 +22,8 @@ RESPONSE_ROOM_TOKENS = 16
 """A prompt that leaves less room than this in a sequence is not answered."""
 FILE_PATTERN = "regenerated-*-of-*.jsonl"
 
-GenerateFn = Callable[[list[list[int]], int], list[list[int]]]
-"""From prompts of equal length and a limit of new tokens to responses, each up to and with its end-of-text token."""
+GenerateFn = Callable[[list[list[int]], list[int]], list[list[int]]]
+"""From prompts and their limits of new tokens to responses, each up to and with its end-of-text token."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def regenerate(
         store: This process's.
         generate_fn: The trunk's greedy decoding.
         seq_len_tokens: No response goes past this many tokens, prompt included.
-        batch_size: Prompts per batch; a batch holds prompts of one length, so it may be smaller.
+        batch_size: Prompts per batch.
         max_new_tokens: Limit of every response.
         eos_ids: The tokens that end a response.
         rank: This process.
@@ -193,13 +192,13 @@ def regenerate(
         )
     stored = {row.id: row.prompt_ids for row in store.rows()}
     _check_same_prompts(fitting, stored, store)
-    own_batches = equal_length_batches(fitting, batch_size)[rank::world]
+    own_batches = batches_by_length(fitting, batch_size)[rank::world]
     generated = 0
     for number, batch in enumerate(own_batches, start=1):
         missing = [prompt for prompt in batch if prompt.id not in stored]
         if missing:
-            limit = min(max_new_tokens, seq_len_tokens - len(batch[0].prompt_ids))
-            responses = generate_fn([list(prompt.prompt_ids) for prompt in batch], limit)
+            limits = [min(max_new_tokens, seq_len_tokens - len(prompt.prompt_ids)) for prompt in batch]
+            responses = generate_fn([list(prompt.prompt_ids) for prompt in batch], limits)
             rows = [_row(prompt, ids, eos_ids) for prompt, ids in zip(batch, responses, strict=True)]
             store.append([row for row in rows if row.id not in stored])
             generated += len(missing)
@@ -213,16 +212,10 @@ def regenerate(
     )
 
 
-def equal_length_batches(prompts: Sequence[Prompt], batch_size: int) -> list[list[Prompt]]:
-    """Part prompts into batches of one length each, the longest first, so that a lack of memory shows at once."""
-    by_length: dict[int, list[Prompt]] = defaultdict(list)
-    for prompt in sorted(prompts, key=lambda prompt: prompt.id):
-        by_length[len(prompt.prompt_ids)].append(prompt)
-    return [
-        same[start : start + batch_size]
-        for _, same in sorted(by_length.items(), reverse=True)
-        for start in range(0, len(same), batch_size)
-    ]
+def batches_by_length(prompts: Sequence[Prompt], batch_size: int) -> list[list[Prompt]]:
+    """Part prompts into batches of like length, the longest first, so that a lack of memory shows at once."""
+    ordered = sorted(prompts, key=lambda prompt: (-len(prompt.prompt_ids), prompt.id))
+    return [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
 
 
 def _check_same_prompts(prompts: Sequence[Prompt], stored: dict[str, tuple[int, ...]], store: RegeneratedStore) -> None:

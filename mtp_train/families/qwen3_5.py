@@ -45,8 +45,11 @@ QWEN3_5 = Family(
         rotary="Qwen3_5TextRotaryEmbedding",
     ),
     rotary_axes=3,
+    masks_by_layer_type=True,
     recurrent=RecurrentKernels(
         chunked="torch_chunk_gated_delta_rule",
+        single="torch_recurrent_gated_delta_rule",
+        conv="causal_conv1d_fn",
         rule="gated_delta",
     ),
     engines=engine_table(transformers=NO_RECURRENT_ROLLBACK),

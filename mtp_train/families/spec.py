@@ -96,7 +96,11 @@ class RecurrentKernels:
     """What a recurrent layer calls in the borrowed module, so that the decoder can replace it in verify."""
 
     chunked: str
-    """Called for several tokens at once."""
+    """The rule, called for several tokens at once."""
+    single: str
+    """The rule, called for one token that continues a state."""
+    conv: str
+    """The causal convolution with its activation, called for several tokens at once."""
     rule: Literal["gated_delta"]
 
 
@@ -130,6 +134,8 @@ class Family:
     borrowed: Borrowed
     rotary_axes: int = 1
     """Rows of positions the rotary embedding takes: 3 where it counts time, height and width (all equal for text)."""
+    masks_by_layer_type: bool = False
+    """Whether the trunk takes ready masks as a mapping from layer type, as transformers' mixed trunks do."""
     engines: Mapping[str, EngineSupport]
     recurrent: RecurrentKernels | None = None
 

@@ -24,6 +24,10 @@ class StepOutput(NamedTuple):
     """State that is the next depth's hidden input."""
 
 
+class KeysWritten(Exception):
+    """Raised by a cache that was asked for keys and values only, once it has them."""
+
+
 def mtp_step(
     head: MtpHead,
     hidden_BTD: Tensor,
@@ -42,7 +46,7 @@ def mtp_step(
         embed_BTD: The trunk's embedding of the token each row reads.
         depth: 1-based depth; picks the module.
         positions_BT: int, row t of depth k stands at position t+k-1.
-        mask_BTS: bool, True where a row sees a key; None where every row sees every key (a single row).
+        mask_BTS: bool, True where a row sees a key; None is plain causal attention (a single row sees every key).
         cache: Keys and values of earlier rows; the new ones are appended. None for a first and only depth.
 
     Returns:
@@ -62,6 +66,23 @@ def mtp_step(
     normed_BTD = module.final_norm(block_BTD)
     recycled_BTD = normed_BTD if head.convention.recycle == "after_final_norm" else block_BTD
     return StepOutput(normed_BTD, recycled_BTD)
+
+
+def mtp_keys(
+    head: MtpHead, hidden_BTD: Tensor, embed_BTD: Tensor, *, depth: int, positions_BT: Tensor, cache: Cache
+) -> None:
+    """Run one depth only as far as its keys and values: all that rows of a prefix are good for.
+
+    The cache raises :class:`KeysWritten` out of the borrowed layer, which spares the attention, its output projection
+    and the MLP without knowing anything of the layer.
+    """
+    try:
+        mtp_step(head, hidden_BTD, embed_BTD, depth=depth, positions_BT=positions_BT, mask_BTS=None, cache=cache)
+    except KeysWritten:
+        return
+    raise RuntimeError(
+        "head: ran past its keys; expected a cache that raises KeysWritten. Ask the cache for keys only."
+    )
 
 
 def _rotary_positions(head: MtpHead, positions_BT: Tensor) -> Tensor:

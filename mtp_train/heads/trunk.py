@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,28 @@ class Trunk(nn.Module):
         """
         output = self.causal_lm.model(
             input_ids=tokens_BT, attention_mask=mask_BT, past_key_values=cache, use_cache=cache is not None
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def window_hidden(
+        self, tokens_BT: Tensor, *, positions_BT: Tensor, masks: Mapping[str, Tensor | None], cache: Cache
+    ) -> Tensor:
+        """Return the hidden states of tokens at given positions, each row at its own. Shape (B, T, D).
+
+        Args:
+            tokens_BT: int tokens.
+            positions_BT: int, their positions.
+            masks: Layer type to a bool mask (B, 1, T, S), True where a token sees a key; None is plain causal.
+            cache: Earlier tokens' state; it knows where the window goes.
+        """
+        by_type = self.family.masks_by_layer_type
+        output = self.causal_lm.model(
+            input_ids=tokens_BT,
+            position_ids=positions_BT,
+            attention_mask=masks if by_type else next(iter(masks.values())),
+            past_key_values=cache,
+            use_cache=True,
         )
         hidden: Tensor = output.last_hidden_state
         return hidden

@@ -1,0 +1,184 @@
+"""A batch on the device: prefill some rows, run a round over all of them.
+
+A round drafts, verifies, accepts and commits. All of it is tensor work in fixed shapes, in place, without waiting for
+the device; the host learns what happened from the one small tensor a round returns, when it cares to look.
+
+Shapes: B rows of the batch, R rows that are prefilled together, T window tokens, D hidden, K drafts (K1 = K + 1),
+N stop tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtp_inference.cache import WindowCache
+from mtp_inference.chooser import Chooser, Drafts
+from mtp_inference.draft import Drafter, Place
+from mtp_inference.recurrent import undecided_states
+from mtp_inference.sampling import Sampling
+from mtp_inference.window import Window, attending_in_windows
+from mtp_train.heads.trunk import Trunk
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """What the host decides of a round; a captured round is replayed only for an equal plan."""
+
+    depth: int
+    """Drafts per row; 0 is plain decoding."""
+    used: int
+    """Positions in use after the round, an upper bound."""
+    pending: int
+    """Most committed tokens of a row that the drafter has yet to take in, an upper bound."""
+    most_pending: int
+    """Most that there may ever be."""
+    start: int | None
+    """The position of the window, where all rows stand at the same and the host knows it."""
+
+
+class Batch:
+    """The rows of one batch.
+
+    Args:
+        trunk: The trunk.
+        drafter: None where nothing will be drafted.
+        chooser: How tokens are chosen.
+        cache: The trunk's, with room for the longest window.
+        prefill_chunk: Prompt tokens of one forward.
+        num_stops: N.
+    """
+
+    def __init__(
+        self,
+        trunk: Trunk,
+        drafter: Drafter | None,
+        chooser: Chooser,
+        cache: WindowCache,
+        prefill_chunk: int,
+        num_stops: int,
+    ) -> None:
+        self.trunk = trunk
+        self.drafter = drafter
+        self.chooser = chooser
+        self.cache = cache
+        self.prefill_chunk = prefill_chunk
+        device = trunk.lm_head_VD.device
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        rows = cache.num_rows
+        self.last_B = zeros(rows)
+        """The last committed tokens; the trunk's cache holds all before them."""
+        self.length_B = zeros(rows)
+        """Their positions; 0 in rows that are not in use."""
+        self.active_B = zeros(rows, dtype=torch.bool)
+        self.room_B = zeros(rows)
+        """New tokens that a row may still get."""
+        self.depth_B = zeros(rows)
+        """Drafts of a row that may be accepted."""
+        self.stop_BN = zeros(rows, num_stops) + NO_TOKEN
+        self.rows_B1 = torch.arange(rows, device=device)[:, None]
+
+    @torch.inference_mode()
+    def prefill(self, rows: slice, prompt_RT: Tensor, room_R: Tensor, stop_RN: Tensor) -> Tensor:
+        """Run prompts of one length and commit their first tokens, (R,)."""
+        num_tokens = prompt_RT.shape[1]
+        hidden: list[Tensor] = []
+        with attending_in_windows(self.trunk.config):
+            for start in range(0, num_tokens, self.prefill_chunk):
+                chunk_RT = prompt_RT[:, start : start + self.prefill_chunk]
+                end = start + chunk_RT.shape[1]
+                positions_RT = torch.arange(start, end, device=prompt_RT.device).expand(len(prompt_RT), -1)
+                masks = self.cache.begin(Window(rows, positions_RT, end, start))
+                chunk_RTD = self.trunk.window_hidden(chunk_RT, positions_BT=positions_RT, masks=masks, cache=self.cache)
+                self.cache.commit(None)
+                hidden = [*hidden, chunk_RTD] if self.drafter is not None else [chunk_RTD]
+        hidden_RTD = torch.cat(hidden, dim=1)
+        self.chooser.read_prompts(rows, prompt_RT)
+        first_R = self.chooser.first(rows, self.trunk.logits(hidden_RTD[:, -1:]), num_tokens)
+        if self.drafter is not None:
+            self.drafter.start(rows, hidden_RTD, prompt_RT, first_R)
+        self.last_B[rows] = first_R
+        self.room_B[rows] = room_R - 1
+        self.stop_BN[rows] = stop_RN
+        running_R = (room_R > 1) & ~(stop_RN == first_R[:, None]).any(-1)
+        self.active_B[rows] = running_R
+        self.length_B[rows] = num_tokens * running_R
+        return first_R
+
+    @torch.inference_mode()
+    def run_round(self, plan: RoundPlan) -> Tensor:
+        """Draft, verify, accept, commit.
+
+        Returns:
+            int64 (B, K1 + 3): the committed tokens, then how many of them count (0 for a row that is not in use), how
+            many drafts were accepted, and how many were drafted.
+        """
+        drafts = self._draft(plan)
+        window_BT = torch.cat([self.last_B[:, None], drafts.tokens_BK], dim=1)
+        hidden_BTD, logits_BTV = self._verify(plan, window_BT)
+        limit_B = self.depth_B.clamp(max=plan.depth)
+        if drafts.num_drafted_B is not None:
+            limit_B = limit_B.minimum(drafts.num_drafted_B)
+        accepted_B, tokens_BT = self.chooser.verify(logits_BTV, window_BT, self.length_B, drafts, limit_B)
+        self.cache.commit(accepted_B + 1)
+        kept_B = (accepted_B + 1) * self.active_B
+        if self.drafter is not None:
+            self.drafter.extend(hidden_BTD, tokens_BT, kept_B)
+        self._commit(tokens_BT, accepted_B, kept_B)
+        return torch.cat([tokens_BT, kept_B[:, None], accepted_B[:, None], limit_B[:, None]], dim=1)
+
+    @torch.inference_mode()
+    def settle(self, plan: RoundPlan) -> None:
+        """Let the drafter take in what is pending."""
+        if self.drafter is not None:
+            self.drafter.settle(self._place(plan))
+
+    def reset(self) -> None:
+        """Take all rows out of use."""
+        self.active_B.zero_()
+        self.length_B.zero_()
+        self.chooser.set_rows(slice(None), [Sampling()] * self.cache.num_rows)
+
+    def release(self, row: int) -> None:
+        """Take a row out of use."""
+        self.active_B[row] = False
+        self.length_B[row] = 0
+
+    def _draft(self, plan: RoundPlan) -> Drafts:
+        if plan.depth == 0 or self.drafter is None:
+            return Drafts(self.last_B.new_zeros(len(self.last_B), 0))
+        return self.drafter.draft(plan.depth, self._place(plan), self.chooser)
+
+    def _place(self, plan: RoundPlan) -> Place:
+        return Place(plan.used, plan.pending, self.last_B, self.length_B)
+
+    def _verify(self, plan: RoundPlan, window_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the trunk over a window of every row; return hidden states (B, T, D) and logits (B, T, V)."""
+        positions_BT = self.length_B[:, None] + torch.arange(window_BT.shape[1], device=window_BT.device)
+        masks = self.cache.begin(Window(slice(0, len(window_BT)), positions_BT, plan.used, plan.start))
+        with attending_in_windows(self.trunk.config), undecided_states(self.trunk.family):
+            hidden_BTD = self.trunk.window_hidden(window_BT, positions_BT=positions_BT, masks=masks, cache=self.cache)
+        return hidden_BTD, self.trunk.logits(hidden_BTD)
+
+    def _commit(self, tokens_BT: Tensor, accepted_B: Tensor, kept_B: Tensor) -> None:
+        counts_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < kept_B[:, None]
+        self.chooser.read(tokens_BT, counts_BT)
+        is_stop_BT = (tokens_BT[..., None] == self.stop_BN[:, None]).any(-1) & counts_BT
+        self.room_B -= kept_B
+        self.last_B.copy_(torch.where(self.active_B, tokens_BT[self.rows_B1, accepted_B[:, None]][:, 0], self.last_B))
+        self.active_B &= (self.room_B > 0) & ~is_stop_BT.any(-1)
+        # A row out of use runs along at the beginning of its buffers.
+        self.length_B.copy_((self.length_B + kept_B) * self.active_B)
+
+
+def padded_stops(stops: Sequence[frozenset[int]], width: int) -> list[list[int]]:
+    """Return the stop tokens of several rows, each filled up to ``width``."""
+    return [sorted(one) + [NO_TOKEN] * (width - len(one)) for one in stops]

@@ -1,0 +1,268 @@
+"""Drafting with the head: run it over what was committed, then let it go on by itself.
+
+A head row t pairs the trunk's hidden state after token t with token t+1 (``mtp_train.heads.alignment``). All pending
+rows of a batch row run in one call, and the last of them gives depth 1. Batch rows have different numbers of pending
+rows: the ones past a row's own number are stale, go to slots that the next window writes over, and are seen by nobody.
+
+Shapes: B rows of the batch, R rows that start together (or tokens of a reduced vocabulary),
+T head rows of a call, P pending places, W token places,
+S slots, D hidden, K depths, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mtp_inference.cache import WindowCache
+from mtp_inference.chooser import Chooser, DraftChoice, Drafts
+from mtp_inference.draft import Drafter, Place, Size
+from mtp_inference.pending import Pending
+from mtp_inference.window import Window, attending_in_windows
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.step import StepOutput, mtp_keys, mtp_step
+from mtp_train.heads.trunk import Trunk
+
+KEYS_CHUNK = 2048
+"""Prefix rows of one call: bounds the memory of what is computed beside keys and values."""
+LogitsFn = Callable[[Tensor], Tensor]
+
+
+class _HeadDrafter:
+    """What both kinds of heads share: the pending rows.
+
+    Args:
+        trunk: The trunk whose embedding the head reads.
+        head: The head; its dtype may differ from the trunk's.
+        logits: From the head's states (B, 1, D) to logits (B, 1, V).
+        size: Rows, positions and places.
+        depth: Deepest draft that will be asked for.
+    """
+
+    needs_hidden = True
+
+    def __init__(self, trunk: Trunk, head: MtpHead, logits: LogitsFn, size: Size, depth: int) -> None:
+        self.trunk = trunk
+        self.head = head
+        self.logits = logits
+        self.depth = depth
+        weight = head.module_for(1).proj.weight
+        self.dtype = weight.dtype
+        self.cache = WindowCache(
+            head.config,
+            num_rows=size.num_rows,
+            # A draft's deepest rows lie past the trunk's; rows before a text's beginning fall on the last slots.
+            capacity=size.capacity + 2 * depth,
+            max_window=max(KEYS_CHUNK, size.num_pending + depth),
+        )
+        self.pending = Pending(size, weight.device, weight.shape[0], weight.dtype)
+
+    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
+        """See :class:`Drafter`."""
+        self.pending.add(tokens_BT, num_kept_B, hidden_BTD)
+
+    def _inputs(self, place: Place) -> tuple[Tensor, Tensor]:
+        """Return the hidden states and tokens of the pending rows."""
+        return self.pending.hidden_BPD[:, : place.pending], self.pending.tokens_BP[:, : place.pending]
+
+    def _window(self, slots_BT: Tensor, place: Place) -> Window:
+        return Window(slice(0, len(slots_BT)), slots_BT, place.used + self.depth)
+
+    def _run(self, depth: int, hidden_BTD: Tensor, tokens_BT: Tensor, window: Window) -> StepOutput:
+        """Run consecutive head rows; each sees all rows before it."""
+        (mask_B1TS,) = self.cache.begin(window).values()
+        with attending_in_windows(self.head.config):
+            return mtp_step(
+                self.head,
+                hidden_BTD,
+                self.trunk.embed(tokens_BT).to(self.dtype),
+                depth=depth,
+                positions_BT=self._positions(window, depth),
+                mask_BTS=None if mask_B1TS is None else mask_B1TS[:, 0],
+                cache=self.cache,
+            )
+
+    def _write_keys(self, depth: int, hidden_RTD: Tensor, tokens_RT: Tensor, window: Window) -> None:
+        """Run rows that nothing will be drafted from, as far as their keys and values."""
+        for start in range(0, window.num_tokens, KEYS_CHUNK):
+            part = slice(start, start + KEYS_CHUNK)
+            chunk = Window(window.rows, window.positions_BT[:, part], window.used, keys_only=True)
+            self.cache.begin(chunk)
+            mtp_keys(
+                self.head,
+                hidden_RTD[:, part].to(self.dtype),
+                self.trunk.embed(tokens_RT[:, part]).to(self.dtype),
+                depth=depth,
+                positions_BT=self._positions(chunk, depth),
+                cache=self.cache,
+            )
+
+    def _positions(self, window: Window, depth: int) -> Tensor:
+        """Return the positions for the rotary embedding: a row of a chained module stands k-1 after its slot."""
+        return window.positions_BT if self.head.family.unroll == "recursive" else window.positions_BT + (depth - 1)
+
+    def _logits(self, hidden_B1D: Tensor) -> Tensor:
+        return self.logits(hidden_B1D.to(self.trunk.lm_head_VD.dtype))
+
+
+class RecursiveDrafter(_HeadDrafter):
+    """Draft every depth with the head's one module.
+
+    The last pending row gives depth 1. Depth k + 1 is one more row: the state that depth k recycled, its drafted token,
+    the next position. It sees the committed rows and the drafted rows before it, and is written over in the next round.
+    """
+
+    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
+        """See :class:`Drafter`. The prompt's rows but the last need no more than their keys and values."""
+        settled = prompt_RT.shape[1] - 1
+        slots_RT = torch.arange(settled, device=prompt_RT.device).expand(len(prompt_RT), -1)
+        self._write_keys(1, hidden_RTD[:, :-1], prompt_RT[:, 1:], Window(rows, slots_RT, settled))
+        self.pending.begin(rows, first_R, prompt_RT.shape[1] - 1, hidden_RTD[:, -1])
+
+    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+        """See :class:`Drafter`."""
+        step = self._run(1, *self._inputs(place), self._window(self.pending.positions(place), place))
+        last_B = self.pending.last(place)
+        self.pending.take()
+        choice = chooser.begin_draft(place.last_B, place.length_B)
+        choice.add(self._logits(self.pending.row(step.logit_hidden_BTD, last_B)))
+        hidden_B1D = self.pending.row(step.recycled_BTD, last_B)
+        for depth_now in range(2, depth + 1):
+            window = self._window((self.pending.first_B + (depth_now - 2))[:, None], place)
+            step = self._run(depth_now, hidden_B1D, choice.last_B1, window)
+            choice.add(self._logits(step.logit_hidden_BTD))
+            hidden_B1D = step.recycled_BTD
+        return choice.result()
+
+    def settle(self, place: Place) -> None:
+        """See :class:`Drafter`."""
+        self._write_keys(1, *self._inputs(place), self._window(self.pending.positions(place), place))
+        self.pending.take()
+
+
+class ChainedDrafter(_HeadDrafter):
+    """Draft depth k with module k, each over its own rows.
+
+    Row t of module k reads token t+k and what module k-1 made of row t. Its last k-1 rows read drafts: they run again
+    with the committed tokens in the next round. With n rows pending from position s on, module k runs the rows from
+    s-(k-1) to s+n-1. Their tokens are, for every module, the pending tokens followed by the drafts so far; their hidden
+    inputs are one row carried from the last round and what module k-1 has just made.
+    """
+
+    def __init__(self, trunk: Trunk, head: MtpHead, logits: LogitsFn, size: Size, depth: int) -> None:
+        super().__init__(trunk, head, logits, size, depth)
+        self.carried_KB1D = head.module_for(1).proj.weight.new_zeros(depth, size.num_rows, 1, trunk.config.hidden_size)
+        """At k-1: the input of module k at row s-(k-1). Unused for k = 1."""
+
+    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
+        """See :class:`Drafter`. All modules but the last run in full: the next one reads what they make."""
+        num_tokens = prompt_RT.shape[1]
+        inputs_RTD = hidden_RTD.to(self.dtype)
+        self.carried_KB1D[:, rows] = 0
+        for depth in range(1, min(self.depth, num_tokens) + 1):
+            # Rows that read prompt tokens only. The row after them is pending, or carried to a later module.
+            settled = num_tokens - depth
+            if depth > 1:
+                self.carried_KB1D[depth - 1, rows] = inputs_RTD[:, settled:]
+            slots_RT = torch.arange(settled, device=prompt_RT.device).expand(len(prompt_RT), -1)
+            tokens_RT, inputs_RTD = prompt_RT[:, depth:], inputs_RTD[:, :settled]
+            if depth == self.depth:
+                self._write_keys(depth, inputs_RTD, tokens_RT, Window(rows, slots_RT, settled))
+            elif settled:
+                window = Window(rows, slots_RT, settled, start=0)
+                inputs_RTD = self._run(depth, inputs_RTD, tokens_RT, window).recycled_BTD
+        self.pending.begin(rows, first_R, prompt_RT.shape[1] - 1, hidden_RTD[:, -1])
+
+    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+        """See :class:`Drafter`."""
+        choice = chooser.begin_draft(place.last_B, place.length_B)
+        self._advance(place, depth, choice)
+        return choice.result()
+
+    def settle(self, place: Place) -> None:
+        """See :class:`Drafter`."""
+        self._advance(place, 0, None)
+
+    def _advance(self, place: Place, depth: int, choice: DraftChoice | None) -> None:
+        """Run every module: one that is skipped now would lack its rows when it drafts again."""
+        last_B = self.pending.last(place)
+        inputs_BTD, tokens_BT = self._inputs(place)
+        tokens_BW = torch.nn.functional.pad(tokens_BT, (0, self.depth - 1))
+        slots_BT = self.pending.positions(place)
+        carried: list[Tensor] = []
+        for module in range(1, self.depth + 1):
+            if module > 1:
+                inputs_BTD = torch.cat([self.carried_KB1D[module - 1], inputs_BTD], dim=1)
+                # Each row stands one slot earlier than the same row of the module before, and there is one more.
+                slots_BT = torch.cat([slots_BT[:, :1] - 1, slots_BT], dim=1)
+            tokens_BT = tokens_BW[:, : inputs_BTD.shape[1]]
+            step = self._run(module, inputs_BTD, tokens_BT, self._window(slots_BT, place))
+            if choice is not None and module <= depth:
+                choice.add(self._logits(self.pending.row(step.logit_hidden_BTD, last_B + (module - 1))))
+                if module < self.depth:
+                    tokens_BW[self.pending.rows_B1, (last_B + module)[:, None]] = choice.last_B1
+            inputs_BTD = step.recycled_BTD
+            carried.append(self.pending.row(inputs_BTD, last_B))
+        for module, row_B1D in enumerate(carried[:-1], start=1):
+            self.carried_KB1D[module] = row_B1D
+        self.pending.take()
+
+
+class ReducedLogits:
+    """Logits of some tokens only: the others get none, so that q is 0 there and verification stays exact.
+
+    FR-Spec (arXiv:2502.14856) and FastMTP (arXiv:2509.18362, section 3.3): reading the whole output matrix is most of
+    what a draft costs where the vocabulary is large.
+
+    Args:
+        trunk: The trunk; the rows of its output matrix are copied.
+        token_ids_R: int64, the tokens that may be drafted.
+    """
+
+    def __init__(self, trunk: Trunk, token_ids_R: Tensor) -> None:
+        weight_VD = trunk.lm_head_VD
+        self.token_ids_R = token_ids_R.to(weight_VD.device)
+        self.weight_RD = weight_VD[self.token_ids_R]
+        self.vocab_size = weight_VD.shape[0]
+
+    def __call__(self, hidden_B1D: Tensor) -> Tensor:
+        """Return logits (B, 1, V), minus infinity outside the reduced vocabulary."""
+        logits_B1R = hidden_B1D @ self.weight_RD.T
+        logits_B1V = logits_B1R.new_full((*logits_B1R.shape[:2], self.vocab_size), -torch.inf)
+        logits_B1V[..., self.token_ids_R] = logits_B1R
+        return logits_B1V
+
+
+class HeadDrafting:
+    """Draft with an MTP head.
+
+    Args:
+        head: The head, on the trunk's device; its dtype may differ.
+        draft_vocab_R: int64, the tokens that may be drafted; None for all.
+    """
+
+    def __init__(self, head: MtpHead, draft_vocab_R: Tensor | None = None) -> None:
+        self.head = head
+        self.draft_vocab_R = draft_vocab_R
+
+    def check(self, trunk: Trunk, depth: int) -> None:
+        """See :class:`DrafterMaker`.
+
+        Raises:
+            UnsupportedModelError: A chained head has fewer modules than ``depth``.
+        """
+        head = self.head
+        if head.family.unroll == "chained" and depth > len(head.blocks):
+            raise UnsupportedModelError(
+                f"depth: {depth}; expected at most {len(head.blocks)}, as this {head.family.title} head has one module "
+                f"per depth. Use depth {len(head.blocks)}."
+            )
+
+    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
+        """See :class:`DrafterMaker`."""
+        kind = RecursiveDrafter if self.head.family.unroll == "recursive" else ChainedDrafter
+        logits = trunk.logits if self.draft_vocab_R is None else ReducedLogits(trunk, self.draft_vocab_R)
+        return kind(trunk, self.head, logits, size, depth)

@@ -1,0 +1,328 @@
+"""Sampling: filters against transformers' own processors, noise against SplitMix64 and chance, draws at their edges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from mtp_inference.sampling import (
+    ACCEPT,
+    DRAFT,
+    TOKEN,
+    Sampling,
+    SamplingRows,
+    draw,
+    penalise,
+    probabilities,
+    seen_before,
+    uniform,
+)
+from mtp_train.errors import MtpError
+
+MIXED = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_k=5),
+    Sampling(temperature=1.3, top_p=0.8),
+    Sampling(temperature=0.7, min_p=0.2),
+    Sampling(temperature=1.3, repetition_penalty=1.4),
+    Sampling(temperature=0.6, top_k=12, top_p=0.9, min_p=0.05, repetition_penalty=0.8),
+    Sampling(temperature=1.0, top_k=1000, top_p=0.05),
+    Sampling(temperature=2.0, top_k=1),
+]
+LARGEST_BELOW_1 = 1.0 - 2.0**-24
+FAR_OUT = 6.0
+"""Standard deviations that chance passes about once in a thousand million times."""
+
+
+def stack(*settings: Sampling) -> SamplingRows:
+    return SamplingRows.stack(settings, "cpu")
+
+
+def by_transformers(scores_V: Tensor, seen_ids: list[int], sampling: Sampling) -> Tensor:
+    """Return one position's probabilities as ``generate`` makes them: same processors, same order."""
+    steps = transformers.LogitsProcessorList(
+        [
+            transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+            transformers.TemperatureLogitsWarper(sampling.temperature),
+            transformers.TopKLogitsWarper(sampling.top_k or len(scores_V)),
+            transformers.TopPLogitsWarper(sampling.top_p),
+            transformers.MinPLogitsWarper(sampling.min_p),
+        ]
+    )
+    return steps(torch.tensor([seen_ids]), scores_V[None])[0].softmax(-1)
+
+
+def assert_same_distribution(actual: Tensor, expected: Tensor, ties: bool = False) -> None:
+    if ties:
+        # Which of several equal tokens top-p drops, transformers leaves to a sort that is not stable.
+        actual, expected = actual.sort().values, expected.sort().values
+    assert torch.equal(actual > 0.0, expected > 0.0)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+def wilson_hilferty(counts: Tensor) -> float:
+    """Return how many standard deviations the chi-square of equally likely bins lies from what chance gives."""
+    expected, freedom = counts.sum().item() / counts.numel(), counts.numel() - 1
+    chi_square = float((counts.double() - expected).square().sum()) / expected
+    return ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+def evenness(u: Tensor, bins: int = 64) -> float:
+    return wilson_hilferty(torch.bincount((u.flatten() * bins).long(), minlength=bins))
+
+
+def joint_evenness(u: Tensor, other: Tensor, bins: int = 16) -> float:
+    cells = (u.flatten() * bins).long() * bins + (other.flatten() * bins).long()
+    return wilson_hilferty(torch.bincount(cells, minlength=bins * bins))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 1e-6}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"min_p": 1.0}, "min_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name_with_a_cure(wrong: dict[str, float], named: str) -> None:
+    with pytest.raises(MtpError, match=rf"sampling\.{named}: .*; expected .*\. Use "):
+        Sampling(**wrong)
+
+
+def test_settings_at_the_ends_of_their_ranges_are_taken() -> None:
+    rows = stack(Sampling(temperature=0.001, top_k=2**63 - 1, top_p=1.0, min_p=0.0, seed=2**63 - 1), Sampling())
+    assert rows.seed_B.tolist() == [2**63 - 1, 0]
+    assert probabilities(torch.tensor([[[30.0, 0.0]], [[0.0, 30.0]]]), rows).tolist() == [[[1.0, 0.0]], [[0.0, 1.0]]]
+
+
+def test_a_flag_is_up_where_a_row_needs_the_step() -> None:
+    def flags(*settings: Sampling) -> list[bool]:
+        rows = stack(*settings)
+        return [rows.any_sampled, rows.any_top_k, rows.any_top_p, rows.any_min_p, rows.any_penalty]
+
+    assert flags(*MIXED) == [True] * 5
+    assert flags(Sampling(top_k=3, top_p=0.5, min_p=0.1)) == [False] * 5
+    assert flags(Sampling(repetition_penalty=1.1)) == [False, False, False, False, True]
+    assert flags(Sampling(), Sampling(temperature=1.0, top_p=0.5)) == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "tied"])
+def test_every_row_of_a_mixed_batch_equals_transformers(ties: bool) -> None:
+    logits_BTV = 3.0 * torch.randn(len(MIXED), 4, 50)
+    if ties:
+        logits_BTV = logits_BTV.round()
+    logits_BTV[:, 0, 7] = -math.inf
+    window_BT = torch.randint(50, logits_BTV.shape[:2])
+    seen_BV = torch.rand(len(MIXED), 50) < 0.2
+    seen_BTV = seen_before(seen_BV, window_BT)
+    p_BTV = probabilities(logits_BTV, stack(*MIXED), seen_BTV)
+    assert p_BTV.dtype == torch.float32
+    for row, sampling in enumerate(MIXED):
+        for t in range(4):
+            seen_ids = [*seen_BV[row].nonzero()[:, 0].tolist(), *window_BT[row, : t + 1].tolist()]
+            assert_same_distribution(p_BTV[row, t], by_transformers(logits_BTV[row, t], seen_ids, sampling), ties)
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.3, 0.7, 0.8, 0.9])
+def test_top_p_drops_as_many_equal_tokens_as_transformers_and_the_first_of_them(top_p: float) -> None:
+    sampling, flat_V = Sampling(temperature=1.0, top_p=top_p), torch.zeros(10)
+    p_V = probabilities(flat_V[None, None], stack(sampling))[0, 0]
+    assert_same_distribution(p_V, by_transformers(flat_V, [0], sampling), ties=True)
+    num_kept = int((p_V > 0.0).sum())
+    assert num_kept < 10
+    assert bool((p_V[-num_kept:] > 0.0).all())
+
+
+def test_top_p_and_min_p_keep_the_most_probable_token() -> None:
+    logits_BTV = torch.tensor([[[0.0, 0.1, 0.0]]])
+    tight = stack(Sampling(temperature=1.0, top_p=1e-9, min_p=0.999))
+    assert probabilities(logits_BTV, tight).tolist() == [[[0.0, 1.0, 0.0]]]
+
+
+def test_top_k_keeps_all_that_tie_with_the_last() -> None:
+    p_BTV = probabilities(torch.tensor([[[2.0, 1.0, 1.0, 0.0]]]), stack(Sampling(temperature=1.0, top_k=2)))
+    assert (p_BTV > 0.0).tolist() == [[[True, True, True, False]]]
+
+
+def test_bf16_logits_become_fp32_before_anything_is_computed() -> None:
+    logits_BTV = torch.randn(len(MIXED), 2, 30).bfloat16()
+    seen_BTV = torch.rand(len(MIXED), 2, 30) < 0.3
+    rows = stack(*MIXED)
+    p_BTV = probabilities(logits_BTV, rows, seen_BTV)
+    assert p_BTV.dtype == torch.float32
+    assert torch.equal(p_BTV, probabilities(logits_BTV.float(), rows, seen_BTV))
+
+
+def test_a_greedy_row_takes_the_first_largest_logit_after_the_penalty() -> None:
+    logits_BTV = torch.tensor([[[1.0, 3.0, 3.0]], [[1.0, 3.0, 2.0]], [[1.0, 3.0, 2.0]]])
+    seen_BTV = torch.tensor([False, True, False]).expand(3, 1, 3)
+    settings = [Sampling(), Sampling(repetition_penalty=2.0), Sampling(temperature=1.0, top_k=2)]
+    p_BTV = probabilities(logits_BTV, stack(*settings), seen_BTV)
+    assert p_BTV[:2].tolist() == [[[0.0, 1.0, 0.0]], [[0.0, 0.0, 1.0]]]
+    assert (p_BTV[2, 0] > 0.0).tolist() == [False, True, True]
+    assert torch.equal(probabilities(logits_BTV, stack(*settings[:2], settings[1]), seen_BTV)[:2], p_BTV[:2])
+
+
+def test_a_penalty_without_the_tokens_seen_is_an_error() -> None:
+    with pytest.raises(ValueError, match="seen_BTV is None; expected the tokens seen before"):
+        probabilities(torch.zeros(1, 1, 3), stack(Sampling(repetition_penalty=1.1)))
+
+
+def test_the_penalty_lowers_both_signs_and_only_what_was_seen() -> None:
+    logits_BTV = torch.tensor([[[4.0, -4.0, 4.0, 0.0]]])
+    seen_BTV = torch.tensor([[[True, True, False, True]]])
+    rows = stack(Sampling(repetition_penalty=2.0))
+    assert penalise(logits_BTV, seen_BTV, rows).tolist() == [[[2.0, -8.0, 4.0, 0.0]]]
+
+
+def test_a_position_has_seen_the_text_and_the_window_up_to_itself() -> None:
+    seen_BV = torch.tensor([[False, False, False, True, False], [False] * 5])
+    seen_BTV = seen_before(seen_BV, torch.tensor([[0, 2, 2], [4, 1, 0]]))
+    ids = [[row.nonzero()[:, 0].tolist() for row in rows] for rows in seen_BTV]
+    assert ids == [[[0, 3], [0, 2, 3], [0, 2, 3]], [[4], [1, 4], [0, 1, 4]]]
+    assert seen_BV.sum() == 1, "the text's own record must stay as it was"
+
+
+def splitmix64(seed: int, position: int, stream: int) -> float:
+    """Return the same number in Python's unbounded integers."""
+    golden, ones = 0x9E3779B97F4A7C15, 2**64 - 1
+
+    def mix(z: int) -> int:
+        z = (z & ones ^ (z & ones) >> 30) * 0xBF58476D1CE4E5B9 & ones
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & ones
+        return z ^ z >> 31
+
+    start = mix(mix(seed + golden) + stream)
+    return (mix(start + position * golden) >> 40) / 2**24
+
+
+def test_noise_is_splitmix64_of_seed_stream_and_position() -> None:
+    seeds, positions = [0, 1, 12345678901, 2**63 - 1], [0, 1, 2, 4095, 10**6]
+    for stream in (TOKEN, DRAFT, ACCEPT):
+        u_BT = uniform(torch.tensor(seeds), torch.tensor([positions] * len(seeds)), stream)
+        assert u_BT.dtype == torch.float32
+        assert u_BT.tolist() == [[splitmix64(seed, position, stream) for position in positions] for seed in seeds]
+
+
+def test_noise_knows_neither_the_batch_nor_the_window() -> None:
+    seed_B, position_BT = torch.arange(40), torch.arange(100)[None] + torch.arange(40)[:, None]
+    u_BT = uniform(seed_B, position_BT, DRAFT)
+    assert torch.equal(u_BT[7:8, 30:34], uniform(seed_B[7:8], position_BT[7:8, 30:34], DRAFT))
+    assert u_BT.unique().numel() > 0.99 * u_BT.numel()
+
+
+MANY = 2**18
+NOISE = {
+    "positions": lambda: uniform(torch.tensor([3]), torch.arange(MANY)[None], TOKEN),
+    "seeds": lambda: uniform(torch.arange(MANY), torch.full((MANY, 1), 17), DRAFT),
+    "seeds and positions": lambda: uniform(torch.arange(512), torch.arange(512).expand(512, -1), ACCEPT),
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_noise_is_even(name: str) -> None:
+    u = NOISE[name]().double()
+    assert 0.0 <= float(u.min()) <= float(u.max()) < 1.0
+    assert abs(float(u.mean()) - 1 / 2) < FAR_OUT * math.sqrt(1 / 12 / MANY)
+    assert abs(float((u - 0.5).square().mean()) - 1 / 12) < FAR_OUT * math.sqrt(1 / 180 / MANY)
+    assert abs(evenness(u)) < FAR_OUT
+
+
+def test_the_check_of_evenness_finds_numbers_too_even_and_too_uneven() -> None:
+    weyl = torch.arange(MANY).double() * 0.6180339887 % 1.0
+    assert evenness(weyl) < -FAR_OUT
+    assert evenness(torch.rand(MANY) ** 1.05) > FAR_OUT
+
+
+@pytest.mark.parametrize("streams", [(TOKEN, DRAFT), (TOKEN, ACCEPT), (DRAFT, ACCEPT)])
+def test_the_streams_of_a_position_are_independent(streams: tuple[int, int]) -> None:
+    seed_B, position_BT = torch.arange(512), torch.arange(512).expand(512, -1)
+    first, second = (uniform(seed_B, position_BT, stream) for stream in streams)
+    assert abs(joint_evenness(first, second)) < FAR_OUT
+    assert joint_evenness(first, first) > FAR_OUT
+
+
+@pytest.mark.parametrize("neighbour", ["position", "seed"])
+def test_neighbours_are_independent(neighbour: str) -> None:
+    u_BT = uniform(torch.arange(513), torch.arange(513).expand(513, -1), TOKEN)
+    other_BT = u_BT[:-1, 1:] if neighbour == "position" else u_BT[1:, :-1]
+    assert abs(joint_evenness(u_BT[:-1, :-1], other_BT)) < FAR_OUT
+
+
+EDGES = [0.0, 2.0**-24, 0.5, LARGEST_BELOW_1]
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [0.0, 0.0, 1.0, 0.0, 0.0],
+        [0.0, 0.3, 0.0, 0.7, 0.0],
+        [0.0, 0.0, 0.1, 0.1, 0.1],
+        [0.0, 3.0, 0.0, 5.0, 0.0],
+        [0.0, 1e-30, 0.0, 1e-38, 0.0],
+        [0.0, 1e-45, 0.0, 0.0, 0.0],
+    ],
+)
+def test_a_weight_of_0_is_never_drawn(weights: list[float]) -> None:
+    p_BTV = torch.tensor(weights).expand(1, len(EDGES), -1)
+    tokens = draw(p_BTV, torch.tensor([EDGES]))[0].tolist()
+    assert all(weights[token] > 0.0 for token in tokens)
+    assert tokens[0] == next(token for token, weight in enumerate(weights) if weight > 0.0)
+    assert any(weights[token] == 0.0 for token in plain_inversion(weights, EDGES)), "these weights test nothing"
+
+
+def plain_inversion(weights: Sequence[float], us: Sequence[float]) -> list[int]:
+    """Invert the distribution as one would at first: the first sum that reaches u, the last token where none does."""
+    sums_V = torch.tensor(weights).cumsum(-1)
+    return [min(int((sums_V < u).sum()), len(weights) - 1) for u in us]
+
+
+def test_a_draw_inverts_the_cumulative_distribution_left_to_right() -> None:
+    p_BTV = torch.tensor([0.25, 0.5, 0.25]).expand(1, 6, -1)
+    u_BT = torch.tensor([[0.0, 0.2, 0.25, 0.7, 0.75, LARGEST_BELOW_1]])
+    assert draw(p_BTV, u_BT).tolist() == [[0, 0, 1, 1, 2, 2]]
+    assert draw(8.0 * p_BTV, u_BT).tolist() == [[0, 0, 1, 1, 2, 2]], "weights need not sum to 1"
+
+
+def test_sums_that_fall_or_rise_at_a_weight_of_0_draw_no_such_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A parallel scan may return these sums: 0.5 at first, a step at the weight of 0, a fall after it.
+    uneven_V = torch.tensor([0.5, 0.5000001, 1.0, 0.9999999])
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: uneven_V.expand(self.shape).clone())
+    p_BTV = torch.tensor([[[0.5, 0.0, 0.5, 0.0]]])
+    for u, token in [(0.49, 0), (0.5, 2), (0.50000006, 2), (LARGEST_BELOW_1, 2)]:
+        assert draw(p_BTV, torch.tensor([[u]])).item() == token
+
+
+def test_a_filtered_vocabulary_of_a_real_size_draws_only_what_was_kept() -> None:
+    logits_BTV = torch.randn(2, 8, 50_000)
+    p_BTV = probabilities(logits_BTV, SamplingRows.stack([Sampling(temperature=1.3, top_k=20)] * 2, "cpu"))
+    u_BT = uniform(torch.arange(2), torch.arange(8).expand(2, -1), TOKEN)
+    for u in (u_BT, torch.zeros(2, 8), torch.full((2, 8), LARGEST_BELOW_1)):
+        assert bool((p_BTV.gather(-1, draw(p_BTV, u)[..., None]) > 0.0).all())
+
+
+def test_nothing_waits_for_the_device_and_shapes_do_not_hang_on_values() -> None:
+    # A meta tensor has a shape and no values: whatever asks for one fails.
+    rows = SamplingRows.stack([*MIXED, Sampling()], "meta")
+    window_BT = torch.empty(9, 4, dtype=torch.int64, device="meta")
+    seen_BTV = seen_before(torch.empty(9, 250_000, dtype=torch.bool, device="meta"), window_BT)
+    p_BTV = probabilities(torch.empty(9, 4, 250_000, device="meta"), rows, seen_BTV)
+    tokens_BT = draw(p_BTV, uniform(rows.seed_B, window_BT, TOKEN))
+    assert (p_BTV.shape, p_BTV.dtype) == ((9, 4, 250_000), torch.float32)
+    assert (tokens_BT.shape, tokens_BT.dtype, tokens_BT.device.type) == ((9, 4), torch.int64, "meta")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        p_BTV[p_BTV > 0.0]
