@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 
 from mtp_inference import SpeculativeDecoder
+from mtp_inference.draft import DrafterMaker
 from mtp_inference.reference import NEAR_TIE_GAP, compare
 from mtp_train.acceptance import PromptCounts
 from mtp_train.data.prompts import Prompt
 from mtp_train.data.tokenize import Document
-from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 
 PLAIN = "none"
@@ -50,7 +50,7 @@ class ArmRun:
 
 def run_arms(
     trunk: Trunk,
-    heads: Mapping[str, MtpHead],
+    drafting: Mapping[str, DrafterMaker],
     prompts: Sequence[Prompt],
     *,
     depth: int,
@@ -62,7 +62,7 @@ def run_arms(
 
     Args:
         trunk: The trunk.
-        heads: Arm name to head.
+        drafting: Arm name to what drafts in it.
         prompts: Held-out prompts.
         depth: Drafts per round.
         max_new_tokens: Limit per prompt.
@@ -73,8 +73,8 @@ def run_arms(
         A run per arm, ``none`` first.
     """
     decoders = {PLAIN: SpeculativeDecoder(trunk, None, depth=0, eos_ids=eos_ids)}
-    for arm, head in heads.items():
-        decoders[arm] = SpeculativeDecoder(trunk, head, depth=depth, eos_ids=eos_ids)
+    for arm, maker in drafting.items():
+        decoders[arm] = SpeculativeDecoder(trunk, maker, depth=depth, eos_ids=eos_ids)
     runs = {arm: ArmRun() for arm in decoders}
     # The first call of each decoder pays for lazy initialisation; nobody should read that as decoding time.
     for decoder in decoders.values():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
+from mtp_inference import HeadDrafting
 from mtp_train.acceptance import (
     GateVerdict,
     Interval,
@@ -29,7 +30,6 @@ from mtp_train.data.pack import collate, pack_documents
 from mtp_train.demo import recorded_arms
 from mtp_train.heads.attach import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.inputs import Inputs
 from mtp_train.recipe import Recipe
@@ -54,28 +54,28 @@ class Evaluation:
 def evaluate_run(recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, progress: Progress) -> Evaluation:
     """Decode, count and judge. The trunk's weights are given up at the end to make room for the vanilla one."""
     plans = head_plans(recipe, run_dir, inputs)
-    heads = {arm: _build(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
+    drafting = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
     names = {
         PLAIN: None,
         "graft": recipe.model.head_from,
         "native": recipe.model.trunk,
         RETRAINED: str(run_dir / "head"),
     }
-    runs, dense = measure(recipe, inputs, trunk, heads, progress)
+    runs, dense = measure(recipe, inputs, trunk, drafting, progress)
     results = {
         arm: arm_result(run, recipe.model.trunk, names[arm], dense[arm], runs[PLAIN]) for arm, run in runs.items()
     }
-    drafting = {arm: run for arm, run in runs.items() if arm != PLAIN}
+    drafted = {arm: run for arm, run in runs.items() if arm != PLAIN}
     settings = evaluation_settings(recipe, inputs, trunk)
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
         dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         trunk.to("meta")
-        results[VANILLA], drafting[VANILLA] = measure_vanilla(recipe, inputs, inputs.base, dtype, device, progress)
-    checked = list(drafting.values())
+        results[VANILLA], drafted[VANILLA] = measure_vanilla(recipe, inputs, inputs.base, dtype, device, progress)
+    checked = list(drafted.values())
     results.update(recorded_arms(recipe.model.trunk))
     gate = judge(recipe, runs, checked)
     report = RunReport(arms=results, lossless=lossless(checked), gate=gate, settings=settings)
-    return Evaluation(report, gate, {arm: marginal_intervals(run.counts) for arm, run in drafting.items()})
+    return Evaluation(report, gate, {arm: marginal_intervals(run.counts) for arm, run in drafted.items()})
 
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
@@ -90,19 +90,20 @@ def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadP
     return plans
 
 
-def _build(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> MtpHead:
-    dtype = trunk.lm_head_VD.dtype
-    return build_head(plan, text_config_of(checkpoint), dtype=dtype).to(trunk.lm_head_VD.device).eval()
+def _drafting(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> HeadDrafting:
+    weight = trunk.lm_head_VD
+    head = build_head(plan, text_config_of(checkpoint), dtype=weight.dtype).to(weight.device).eval()
+    return HeadDrafting(head, plan.draft_vocab)
 
 
 def measure(
-    recipe: Recipe, inputs: Inputs, trunk: Trunk, heads: Mapping[str, MtpHead], progress: Progress
+    recipe: Recipe, inputs: Inputs, trunk: Trunk, drafting: Mapping[str, HeadDrafting], progress: Progress
 ) -> tuple[dict[str, ArmRun], dict[str, DenseMetrics]]:
     """Run every arm on one trunk, then the teacher-forced metrics on the trunk's own outputs."""
     task = progress.add_task("decoding held-out prompts", total=len(inputs.held_out))
     runs = run_arms(
         trunk,
-        heads,
+        drafting,
         inputs.held_out,
         depth=draft_depth(recipe),
         max_new_tokens=recipe.evaluate.max_new_tokens,
@@ -111,8 +112,8 @@ def measure(
     )
     batches = dense_batches(recipe, inputs, runs[PLAIN].outputs, trunk)
     dense: dict[str, DenseMetrics] = {}
-    for arm, head in progress.track(heads.items(), description="teacher-forced metrics"):
-        dense[arm] = dense_metrics(trunk, head, batches, draft_depth(recipe))
+    for arm, maker in progress.track(drafting.items(), description="teacher-forced metrics"):
+        dense[arm] = dense_metrics(trunk, maker.head, batches, draft_depth(recipe))
         # The trunk's entropy is the same with any head, and the plain arm has none to measure it with.
         dense[PLAIN] = DenseMetrics([], [], dense[arm].target_entropy, [])
     return runs, dense
@@ -181,8 +182,8 @@ def measure_vanilla(
         device=device,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    head = _build(native_plan(base, recipe.head.convention), base, trunk)
-    runs, dense = measure(recipe, inputs, trunk, {VANILLA: head}, progress)
+    native = _drafting(native_plan(base, recipe.head.convention), base, trunk)
+    runs, dense = measure(recipe, inputs, trunk, {VANILLA: native}, progress)
     name = recipe.model.head_from or str(base.path)
     return arm_result(runs[VANILLA], name, name, dense[VANILLA], runs[PLAIN]), runs[VANILLA]
 

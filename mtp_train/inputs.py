@@ -17,7 +17,7 @@ from mtp_train.data.sources import load_records
 from mtp_train.data.split import split_by_group
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.demo import resolve
-from mtp_train.errors import CheckpointError, DataError
+from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.recipe import Recipe
@@ -61,6 +61,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     base = open_location(recipe.model.head_from) if recipe.model.head_from else None
     head_plan = plan_head(recipe, finetune, base)
     require_arms(recipe, finetune)
+    require_draft_vocab(recipe, int(finetune.text_config["vocab_size"]))
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
     train_records, held_out_records = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
     held_out = evaluation_prompts(recipe, held_out_records, tokenizer)
@@ -106,6 +107,19 @@ def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
         raise CheckpointError(
             f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its "
             "own. Take native out of evaluate.arms."
+        )
+
+
+def require_draft_vocab(recipe: Recipe, vocab_size: int) -> None:
+    """Check that the tokens that may be drafted are a part of the vocabulary.
+
+    Raises:
+        RecipeError: They are all of it, or more.
+    """
+    asked = recipe.head.draft_vocab
+    if asked is not None and asked >= vocab_size:
+        raise RecipeError(
+            [f"head.draft_vocab: {asked}; expected fewer than the trunk's {vocab_size} tokens. Write null for all."]
         )
 
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mtp_inference import Request, SpeculativeDecoder
+from mtp_train.data.frequency import frequent_tokens
 from mtp_train.data.pack import global_batches
 from mtp_train.data.regenerated import RegeneratedStore, regenerate
 from mtp_train.data.tokenize import Document
@@ -310,12 +311,18 @@ def train_stage(
         on_step=lambda done: progress.update(task, completed=done),
     )
     if accelerator.is_main_process:
-        save_artifact(trained_artifact(recipe, inputs, head), run_dir / HEAD)
+        save_artifact(trained_artifact(recipe, inputs, head, documents, len(trunk.lm_head_VD)), run_dir / HEAD)
 
 
-def trained_artifact(recipe: Recipe, inputs: Inputs, head: MtpHead) -> Artifact:
+def trained_artifact(
+    recipe: Recipe, inputs: Inputs, head: MtpHead, documents: Sequence[Document], vocab_size: int
+) -> Artifact:
     """Put the trained weights into the head directory's form."""
     plan = inputs.head_plan
+    vocab = None
+    if recipe.head.draft_vocab is not None:
+        found = frequent_tokens(documents, recipe.head.draft_vocab, vocab_size, inputs.eos_ids)
+        vocab = torch.tensor(found, dtype=torch.int32)
     return Artifact(
         family=plan.family,
         layout=plan.layout,
@@ -324,6 +331,7 @@ def trained_artifact(recipe: Recipe, inputs: Inputs, head: MtpHead) -> Artifact:
         convention=plan.convention,
         head=trained_head(plan, head.state_dict()),
         notes={"trunk": recipe.model.trunk, "head_from": recipe.model.head_from, "steps": recipe.train.max_steps},
+        draft_vocab=vocab,
     )
 
 

@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from mtp_train.demo import resolve
 from mtp_train.families import family_for
 from mtp_train.heads.diagnose import head_shapes
+from mtp_train.inputs import require_draft_vocab
 from mtp_train.losses import CHUNK_ROWS
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe
@@ -77,18 +78,19 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     path = locate_checkpoint(resolve(recipe.model.trunk))
     family = family_for(read_json(path / CONFIG_FILE), where=str(path))
     family.convention(recipe.head.convention)
-    plan = make_plan(recipe, world_size)
-    return CheckResult(recipe, family.title, plan, estimate_memory(recipe, path, plan))
-
-
-def estimate_memory(recipe: Recipe, path: Any, plan: Plan) -> MemoryEstimate:
-    """Estimate the memory of training from the config alone."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
+    require_draft_vocab(recipe, config.get_text_config().vocab_size)
+    plan = make_plan(recipe, world_size)
+    return CheckResult(recipe, family.title, plan, estimate_memory(recipe, config, plan))
+
+
+def estimate_memory(recipe: Recipe, config: PretrainedConfig, plan: Plan) -> MemoryEstimate:
+    """Estimate the memory of training from the config alone."""
     with torch.device("meta"):
         trunk = AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.model.trust_remote_code)
     trunk_parameters = sum(parameter.numel() for parameter in trunk.parameters())
     text_config = config.get_text_config()
-    shapes = head_shapes(family_for(config.to_dict(), where=str(path)), text_config, 1)
+    shapes = head_shapes(family_for(config.to_dict(), where=recipe.model.trunk), text_config, 1)
     head_parameters = sum(shape.numel() for shape in shapes.values())
     trunk_itemsize = 4 if recipe.model.dtype == "float32" else 2
     rows = plan.micro_batch_sequences * plan.seq_len_tokens

@@ -10,7 +10,7 @@ import torch
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from mtp_inference import MAX_DEPTH, GenerationResult, Request, Sampling, SpeculativeDecoder
+from mtp_inference import MAX_DEPTH, GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder
 from mtp_inference.chooser import DraftSampling
 from mtp_inference.requests import MtpMode
 from mtp_train.data.chat import chat_prompt_tokens, raw_tokens
@@ -63,10 +63,13 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
     prompts = [_tokens(tokenizer, request, number) for number in range(len(request.prompts))]
     trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype, device=device)
-    head = build_head(plan, text_config_of(checkpoint), dtype=dtype).to(device).eval() if plan else None
+    drafting = None
+    if plan is not None:
+        head = build_head(plan, text_config_of(checkpoint), dtype=dtype).to(device).eval()
+        drafting = HeadDrafting(head, plan.draft_vocab)
     decoder = SpeculativeDecoder(
         trunk,
-        head,
+        drafting,
         depth,
         eos_token_ids(checkpoint, tokenizer),
         draft_sampling=request.draft_sampling,

@@ -30,6 +30,8 @@ class HeadPlan:
     convention: str
     template: NativeHead
     """Keys, dtypes and shapes to write; its loaders give the head before training."""
+    draft_vocab: Tensor | None = None
+    """int32, the tokens that it may draft; None for all."""
 
 
 def native_plan(checkpoint: Checkpoint, convention: str) -> HeadPlan:
@@ -121,7 +123,14 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
 
 def artifact_plan(artifact: Artifact) -> HeadPlan:
     """Plan to use the head of an artifact."""
-    return HeadPlan(artifact.family, artifact.layout, artifact.num_modules, artifact.convention, artifact.head)
+    return HeadPlan(
+        artifact.family,
+        artifact.layout,
+        artifact.num_modules,
+        artifact.convention,
+        artifact.head,
+        artifact.draft_vocab,
+    )
 
 
 def trained_head(plan: HeadPlan, state: Mapping[str, Tensor]) -> NativeHead:

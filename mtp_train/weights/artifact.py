@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from mtp_train.errors import CheckpointError
 from mtp_train.families import FAMILIES, Family
 from mtp_train.weights.files import read_json, scan_safetensors
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead
-from mtp_train.weights.writing import PendingTensor, new_directory, write_json, write_safetensors
+from mtp_train.weights.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 
 WEIGHTS_FILE = "head.safetensors"
 HEAD_CONFIG_FILE = "head_config.json"
+VOCAB_FILE, VOCAB_KEY = "draft_vocab.safetensors", "token_ids"
 FORMAT_VERSION = 1
 
 
@@ -31,6 +34,8 @@ class Artifact:
     head: NativeHead
     notes: dict[str, Any]
     """Where it came from; written as it is, read back as it is."""
+    draft_vocab: Tensor | None = None
+    """int32, the tokens that may be drafted; None for all."""
 
 
 def save_artifact(artifact: Artifact, out: Path) -> None:
@@ -42,6 +47,8 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
     """
     with new_directory(out, what="the head") as directory:
         write_safetensors(directory / WEIGHTS_FILE, artifact.head.tensors)
+        if artifact.draft_vocab is not None:
+            write_safetensors(directory / VOCAB_FILE, [held_tensor(VOCAB_KEY, "I32", artifact.draft_vocab)])
         write_json(
             directory / HEAD_CONFIG_FILE,
             {
@@ -52,6 +59,7 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
                 "num_modules": artifact.num_modules,
                 "num_depths": artifact.num_depths,
                 "convention": artifact.convention,
+                "draft_vocab": None if artifact.draft_vocab is None else len(artifact.draft_vocab),
                 "shared_keys": list(artifact.head.shared_keys),
                 "config_fields": dict(artifact.head.config_fields),
                 "notes": artifact.notes,
@@ -84,12 +92,27 @@ def load_artifact(path: Path) -> Artifact:
             convention=config["convention"],
             head=NativeHead(tensors, tuple(config["shared_keys"]), config["config_fields"]),
             notes=config["notes"],
+            draft_vocab=_load_draft_vocab(path, config["draft_vocab"]),
         )
     except (KeyError, StopIteration) as error:
         raise CheckpointError(
             f"{path / HEAD_CONFIG_FILE}: incomplete or of an unknown family ({error}); expected a head that mtp-train "
             "wrote. Write it again."
         ) from None
+
+
+def _load_draft_vocab(path: Path, size: int | None) -> Tensor | None:
+    if size is None:
+        return None
+    file = path / VOCAB_FILE
+    infos = scan_safetensors(file)
+    found = list(infos[VOCAB_KEY].shape) if VOCAB_KEY in infos else "absent"
+    if found != [size]:
+        raise CheckpointError(
+            f"{file}: {VOCAB_KEY} is {found}; expected {size} tokens, as {HEAD_CONFIG_FILE} says. Write the head again."
+        )
+    token_ids: Tensor = _pending(file, VOCAB_KEY, "I32", (size,)).load()
+    return token_ids
 
 
 def _pending(file: Path, key: str, dtype: str, shape: tuple[int, ...]) -> PendingTensor:

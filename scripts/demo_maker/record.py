@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from demo_maker.texts import Texts
+from mtp_inference import HeadDrafting
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.evaluation import arm_result, evaluation_settings, measure
@@ -68,7 +69,7 @@ def _record(arm: str, recipe: Recipe, texts: Texts, progress: Progress) -> tuple
     train_stage(recipe, run_dir, inputs, trunk, documents, accelerator, progress)
     plan = artifact_plan(load_artifact(run_dir / "head"))
     head = build_head(plan, text_config_of(inputs.finetune), dtype=trunk.lm_head_VD.dtype).eval()
-    runs, dense = measure(recipe, inputs, trunk, {arm: head}, progress)
+    runs, dense = measure(recipe, inputs, trunk, {arm: HeadDrafting(head)}, progress)
     result = arm_result(runs[arm], recipe.model.trunk, f"recorded:{arm}", dense[arm], runs["none"])
     # Speed is of the machine and the moment: recorded, it would stand beside figures it does not compare with.
     recorded = replace(result, measured_here=False, tokens_per_second=None, speedup=None)

@@ -18,19 +18,21 @@ from safetensors.torch import load_file
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors
+from mtp_inference import SpeculativeDecoder
 from mtp_inference.reference import plain_greedy
-from mtp_train import pipeline
 from mtp_train.cli import main
 from mtp_train.families import FAMILIES
 from mtp_train.heads.trunk import load_trunk
 from mtp_train.recipe_io import load_recipe
+from mtp_train.weights.artifact import load_artifact
 from runs import GETS_NO_BETTER, LEARNS, tree, write_inputs, write_recipe
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("run", "check", "regenerate", "inspect", "graft", "export", "generate", "demo")
 # What the head of the run was trained for: its recipe's chats, through the template.
 PROMPTS = tuple(f"<|im_start|>user\nsay {number}<|im_end|>\n<|im_start|>assistant\n" for number in (1, 4))
-REQUEST_FIELDS = {"text", "token_ids", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_pos"}
+COUNTERS = {"num_draft_tokens", "num_accepted_tokens", "accepted_per_pos"}
+REQUEST_FIELDS = {"text", "token_ids", "finish_reason", "num_drafts", *COUNTERS}
 Capture = pytest.CaptureFixture[str]
 
 
@@ -109,7 +111,7 @@ def test_generate_says_the_same_at_every_depth_and_depth_zero_is_plain(run_dir: 
     plain = requests([run_dir / "export", "--depth", 0], capfd)
     assert texts(drafted) == texts(plain) == texts(requests([run_dir / "export", "--mtp", "off"], capfd))
     for one in plain:
-        counters = {key: one[key] for key in REQUEST_FIELDS - {"text", "token_ids", "num_drafts"}}
+        counters = {key: one[key] for key in COUNTERS}
         assert counters == {"num_draft_tokens": 0, "num_accepted_tokens": 0, "accepted_per_pos": []}
         assert one["num_drafts"] == len(one["token_ids"]) - 1
 
@@ -133,7 +135,15 @@ def test_generate_states_its_settings(inputs: Path, run_dir: Path, capfd: Captur
         "depth": 2,
         "max_new_tokens": 1,
         "chat": False,
+        "mtp": "on",
         "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": 0,
+        "stop": [],
+        "draft_sampling": "sampled",
         "dtype": "float32",
         "device": "cpu",
     }
@@ -154,6 +164,50 @@ def test_generate_stops_at_the_declared_end_of_text(run_dir: Path, tmp_path: Pat
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     for depth in (0, 3):
         assert document([*argv, "--depth", depth], capfd)["requests"][0]["token_ids"] == whole[: whole.index(end) + 1]
+
+
+def test_generate_samples_the_same_text_with_and_without_argmax_drafts(run_dir: Path, capfd: Capture) -> None:
+    sampled = [run_dir / "export", "--temperature", 1.5, "--top-k", 20, "--draft-sampling", "argmax", "--seed", 3]
+    drafted, plain = requests(sampled, capfd), requests([*sampled, "--mtp", "off"], capfd)
+    assert texts(drafted) == texts(plain)
+    assert texts(plain) != texts(requests([run_dir / "export"], capfd))
+    assert texts(plain) != texts(requests([*sampled[:-1], 4, "--mtp", "off"], capfd))
+    assert sum(one["num_draft_tokens"] for one in drafted) > 0
+
+
+def test_generate_leaves_the_depth_to_the_decoder_on_request(run_dir: Path, capfd: Capture) -> None:
+    found = requests([run_dir / "export", "--mtp", "auto", "--depth", 7], capfd)
+    assert texts(found) == texts(requests([run_dir / "export", "--mtp", "off"], capfd))
+    assert all(len(one["accepted_per_pos"]) == 7 for one in found)
+
+
+def test_generate_cuts_the_text_before_a_stop_string(run_dir: Path, capfd: Capture) -> None:
+    whole = requests([run_dir / "export"], capfd)[0]["text"]
+    stop = whole[4:6]
+    one = requests([run_dir / "export", "--stop", stop], capfd)[0]
+    assert one["text"] == whole[: whole.index(stop)]
+    assert one["finish_reason"] == "stop"
+    assert len(one["token_ids"]) < 24
+
+
+def test_generate_drafts_from_a_reduced_vocabulary(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **LEARNS, head__draft_vocab=40)
+    assert main(["run", str(recipe)]) in (0, 3)
+    capfd.readouterr()
+    artifact = load_artifact(tmp_path / "run" / "head")
+    assert artifact.draft_vocab is not None
+    assert len(artifact.draft_vocab) == 40
+    argv = [inputs / "finetune", "--head", tmp_path / "run" / "head"]
+    drafted, plain = requests(argv, capfd), requests([*argv, "--mtp", "off"], capfd)
+    assert texts(drafted) == texts(plain)
+    assert sum(one["num_accepted_tokens"] for one in drafted) > 0
+
+
+def test_a_reduced_vocabulary_that_is_the_whole_is_refused(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", head__draft_vocab=100000)
+    for command in ("run", "check"):
+        assert main([command, str(recipe)]) == 2
+        assert "head.draft_vocab: 100000; expected fewer than the trunk's" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -243,20 +297,21 @@ def test_a_run_goes_on_from_regenerated_responses(
     assert counts["responses"] == len(written.splitlines())
     assert not (tmp_path / "run" / "head").exists()
     batches: list[int] = []
-    generate = pipeline.generate_equal_length
+    generate = SpeculativeDecoder.generate
 
-    def counted(trunk: Any, prompts: Any, **settings: Any) -> Any:
-        batches.append(len(prompts))
-        return generate(trunk, prompts, **settings)
+    def counted(decoder: SpeculativeDecoder, requests: Any, *settings: Any) -> Any:
+        batches.append(len(requests))
+        return generate(decoder, requests, *settings)
 
-    monkeypatch.setattr(pipeline, "generate_equal_length", counted)
+    monkeypatch.setattr(SpeculativeDecoder, "generate", counted)
     assert document(["regenerate", recipe], capfd) == counts
     assert batches == []
     # A response that got lost is the only one that is generated again.
     lines = written.splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:-1]))
-    assert main(["run", str(recipe)]) in (0, 3)
+    assert document(["regenerate", recipe], capfd) == counts
     assert len(batches) == 1
+    assert main(["run", str(recipe)]) in (0, 3)
     assert sorted(file.read_bytes().splitlines()) == sorted(written.splitlines())
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["stage"] == "done"
 
@@ -353,7 +408,7 @@ def test_a_refused_run_prints_its_verdict_as_a_document(refused: Path, tmp_path:
 def test_a_recipe_in_the_place_of_a_command_is_run(recipe: Path, capfd: Capture) -> None:
     capfd.readouterr()
     assert main([str(recipe)]) == 0
-    assert "run: finished before (done); nothing left to do." in capfd.readouterr().out.replace("\n", "")
+    assert "run: finished before (done); nothing left to do." in " ".join(capfd.readouterr().out.split())
 
 
 def program(command: list[Any], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

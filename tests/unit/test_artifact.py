@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,21 @@ def test_weights_that_do_not_make_a_head_of_the_trunk_are_refused(damage: str, t
     save_file(tensors, tmp_path / "head" / WEIGHTS_FILE)
     with pytest.raises(CheckpointError, match=r"mtp\.fc\.weight"):
         build_head(artifact_plan(load_artifact(tmp_path / "head")), text_config_of(finetune), dtype=torch.float32)
+
+
+def test_a_reduced_vocabulary_is_kept_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    artifact, _ = make_artifact(tmp_path)
+    assert load_artifact(saved_as(tmp_path / "all", artifact)).draft_vocab is None
+    some = dataclasses.replace(artifact, draft_vocab=torch.tensor([2, 3, 5], dtype=torch.int32))
+    path = saved_as(tmp_path / "some", some)
+    loaded = artifact_plan(load_artifact(path)).draft_vocab
+    assert loaded is not None
+    assert loaded.tolist() == [2, 3, 5]
+    edit_config(path, draft_vocab=4)
+    with pytest.raises(CheckpointError, match=r"token_ids is \[3\]; expected 4 tokens, as head_config\.json says"):
+        load_artifact(path)
+
+
+def saved_as(path: Path, artifact: Artifact) -> Path:
+    save_artifact(artifact, path)
+    return path

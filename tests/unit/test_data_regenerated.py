@@ -9,7 +9,7 @@ from mtp_train.data.regenerated import (
     RegenerateCounts,
     RegeneratedRow,
     RegeneratedStore,
-    equal_length_batches,
+    batches_by_length,
     regenerate,
 )
 from mtp_train.errors import DataError
@@ -26,11 +26,11 @@ class Speaker:
         self.limits: list[int] = []
         self.num_batches = num_batches
 
-    def __call__(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    def __call__(self, prompts: list[list[int]], limits: list[int]) -> list[list[int]]:
         if len(self.batches) == self.num_batches:
             raise KeyboardInterrupt
         self.batches.append(prompts)
-        self.limits.append(max_new_tokens)
+        self.limits += limits
         return [[7, len(prompt), prompt[0], EOS, 99] for prompt in prompts]
 
 
@@ -103,12 +103,12 @@ def test_a_line_that_is_not_ours_is_named(tmp_path: Path, line: str) -> None:
         store.rows()
 
 
-def test_batches_hold_prompts_of_one_length_whatever_the_order() -> None:
-    batches = equal_length_batches(PROMPTS, 4)
-    assert [len({len(prompt.prompt_ids) for prompt in batch}) for batch in batches] == [1] * len(batches)
-    assert [len(batch[0].prompt_ids) for batch in batches] == [3, 3, 2, 2, 1, 1]
+def test_batches_hold_prompts_of_like_length_whatever_the_order() -> None:
+    batches = batches_by_length(PROMPTS, 4)
+    lengths = [[len(prompt.prompt_ids) for prompt in batch] for batch in batches]
+    assert lengths == [[3, 3, 3, 3], [3, 3, 2, 2], [2, 2, 2, 2], [2, 1, 1, 1], [1, 1, 1, 1]]
     assert sorted((prompt for batch in batches for prompt in batch), key=lambda prompt: prompt.id) == PROMPTS
-    assert equal_length_batches(PROMPTS[::-1], 4) == batches
+    assert batches_by_length(PROMPTS[::-1], 4) == batches
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
@@ -134,7 +134,7 @@ def test_a_response_without_an_end_is_unfinished(tmp_path: Path) -> None:
     regenerate(
         PROMPTS[:1],
         store,
-        lambda prompts, limit: [[5] * limit for _ in prompts],
+        lambda prompts, limits: [[5] * limit for _, limit in zip(prompts, limits, strict=True)],
         seq_len_tokens=64,
         batch_size=4,
         max_new_tokens=3,
@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     # The batch with the torn line is generated as a whole again, so that its rows come out as in an unbroken run.
     counts = answer(RegeneratedStore(tmp_path / "killed"), resumed)
     assert resumed.batches == unbroken.batches[1:]
-    assert (counts.reused, counts.generated) == (5, 15)
+    assert (counts.reused, counts.generated) == (7, 13)
     assert RegeneratedStore(tmp_path / "killed").rows() == RegeneratedStore(tmp_path / "unbroken").rows()
     assert len(path.read_text().splitlines()) == 20
 
@@ -171,8 +171,8 @@ def test_a_run_resumes_with_another_number_of_processes(tmp_path: Path) -> None:
         answer(RegeneratedStore(tmp_path, rank=1, world=2), Speaker(num_batches=1), rank=1, world=2)
     speaker = Speaker()
     counts = answer(RegeneratedStore(tmp_path), speaker)
-    assert (counts.reused, counts.generated) == (2, 18)
-    assert len(speaker.batches) == 5
+    assert (counts.reused, counts.generated) == (4, 16)
+    assert len(speaker.batches) == 4
     assert len(RegeneratedStore(tmp_path).rows()) == 20
 
 
@@ -188,7 +188,7 @@ def test_progress_is_told(tmp_path: Path) -> None:
         eos_ids={EOS},
         on_batch=lambda done, total: told.append((done, total)),
     )
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert told == [(1, 2), (2, 2)]
 
 
 def test_prompts_without_room_for_a_response_are_counted_or_refused(tmp_path: Path) -> None:
