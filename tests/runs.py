@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from rich.console import Console
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
+from mtp_train.cli import main
 from mtp_train.pipeline import run
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import recipe_from_mapping
@@ -92,6 +94,13 @@ LEARNS = {
 
 # Ends with the head it started from, as far as decoding can see: the gate must refuse it.
 GETS_NO_BETTER = {"train__lr": 1e-9, "train__max_steps": 1}
+
+
+def document(argv: list[Any], capfd: pytest.CaptureFixture[str], exit_code: int = 0) -> Any:
+    """Run a command with ``--json`` and return the one document that it printed."""
+    capfd.readouterr()
+    assert main([*(str(word) for word in argv), "--json"]) == exit_code
+    return json.loads(capfd.readouterr().out)
 
 
 def tree(directory: Path) -> dict[str, bytes | None]:

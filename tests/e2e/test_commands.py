@@ -12,47 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file
 
-from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors
 from mtp_inference import SpeculativeDecoder
-from mtp_inference.reference import plain_greedy
 from mtp_train.cli import main
-from mtp_train.families import FAMILIES
-from mtp_train.heads.trunk import load_trunk
 from mtp_train.recipe_io import load_recipe
-from mtp_train.weights.artifact import load_artifact
-from runs import GETS_NO_BETTER, LEARNS, tree, write_inputs, write_recipe
+from runs import GETS_NO_BETTER, document, tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("run", "check", "regenerate", "inspect", "graft", "export", "generate", "demo")
-# What the head of the run was trained for: its recipe's chats, through the template.
-PROMPTS = tuple(f"<|im_start|>user\nsay {number}<|im_end|>\n<|im_start|>assistant\n" for number in (1, 4))
-COUNTERS = {"num_draft_tokens", "num_accepted_tokens", "accepted_per_pos"}
-REQUEST_FIELDS = {"text", "token_ids", "finish_reason", "num_drafts", *COUNTERS}
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs") / "in")
-
-
-@pytest.fixture(scope="module")
-def recipe(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recipe of a run that has finished and exported, in ``run`` beside it."""
-    directory = tmp_path_factory.mktemp("finished")
-    path = write_recipe(directory / "recipe.yaml", inputs, directory / "run", **LEARNS)
-    assert main(["run", str(path)]) == 0
-    return path
-
-
-@pytest.fixture(scope="module")
-def run_dir(recipe: Path) -> Path:
-    return recipe.parent / "run"
 
 
 @pytest.fixture(scope="module")
@@ -62,171 +33,6 @@ def refused(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_recipe(directory / "recipe.yaml", inputs, directory / "run", **GETS_NO_BETTER)
     assert main(["run", str(path)]) == 3
     return path
-
-
-def document(argv: list[Any], capfd: Capture, exit_code: int = 0) -> Any:
-    """Run a command with ``--json`` and return the one document that it printed."""
-    capfd.readouterr()
-    assert main([*(str(word) for word in argv), "--json"]) == exit_code
-    return json.loads(capfd.readouterr().out)
-
-
-def requests(argv: list[Any], capfd: Capture) -> list[dict[str, Any]]:
-    """Generate 24 tokens for each prompt."""
-    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    found: list[dict[str, Any]] = document(["generate", *argv, *prompts, "--max-new-tokens", 24], capfd)["requests"]
-    return found
-
-
-def texts(found: list[dict[str, Any]]) -> list[Any]:
-    return [(one["text"], one["token_ids"]) for one in found]
-
-
-# generate
-
-
-def test_generate_prints_new_tokens_of_every_prompt_and_consistent_counters(run_dir: Path, capfd: Capture) -> None:
-    tokenizer = byte_tokenizer()
-    trunk = load_trunk(run_dir / "export", FAMILIES[0], dtype=torch.float32)
-    found = requests([run_dir / "export", "--depth", 3], capfd)
-    assert len(found) == len(PROMPTS)
-    for prompt, one in zip(PROMPTS, found, strict=True):
-        assert one.keys() == REQUEST_FIELDS
-        plain = plain_greedy(trunk, tokenizer(prompt)["input_ids"], 24, {tokenizer.eos_token_id})
-        assert one["token_ids"] == plain
-        assert one["text"] == tokenizer.decode(plain, skip_special_tokens=True)
-        assert one["num_draft_tokens"] == 3 * one["num_drafts"]
-        marginal = one["accepted_per_pos"]
-        assert len(marginal) == 3
-        assert [one["num_drafts"], *marginal] == sorted([one["num_drafts"], *marginal], reverse=True)
-        assert one["num_accepted_tokens"] == sum(marginal)
-        # The first token comes from prefill; each round commits its accepted drafts and one token more.
-        committed = 1 + one["num_drafts"] + one["num_accepted_tokens"]
-        assert len(plain) <= committed <= len(plain) + 3
-    assert sum(one["num_accepted_tokens"] for one in found) > 0
-
-
-def test_generate_says_the_same_at_every_depth_and_depth_zero_is_plain(run_dir: Path, capfd: Capture) -> None:
-    drafted = requests([run_dir / "export", "--depth", 3], capfd)
-    plain = requests([run_dir / "export", "--depth", 0], capfd)
-    assert texts(drafted) == texts(plain) == texts(requests([run_dir / "export", "--mtp", "off"], capfd))
-    for one in plain:
-        counters = {key: one[key] for key in COUNTERS}
-        assert counters == {"num_draft_tokens": 0, "num_accepted_tokens": 0, "accepted_per_pos": []}
-        assert one["num_drafts"] == len(one["token_ids"]) - 1
-
-
-def test_generate_takes_a_head_from_a_run_and_from_a_base(inputs: Path, run_dir: Path, capfd: Capture) -> None:
-    own = requests([run_dir / "export"], capfd)
-    assert requests([inputs / "finetune", "--head", run_dir / "head"], capfd) == own
-    stale = requests([inputs / "finetune", "--head", inputs / "base"], capfd)
-    assert texts(stale) == texts(own)
-    accepted = [sum(one["num_accepted_tokens"] for one in found) for found in (own, stale)]
-    assert accepted[0] > accepted[1]
-
-
-def test_generate_states_its_settings(inputs: Path, run_dir: Path, capfd: Capture) -> None:
-    head = str(run_dir / "head")
-    argv = ["generate", inputs / "finetune", "--head", head, "--prompt", "x", "--depth", 2, "--max-new-tokens", 1]
-    settings = document(argv, capfd)["settings"]
-    assert settings == {
-        "checkpoint": str(inputs / "finetune"),
-        "head": head,
-        "depth": 2,
-        "max_new_tokens": 1,
-        "chat": False,
-        "mtp": "on",
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "seed": 0,
-        "stop": [],
-        "draft_sampling": "sampled",
-        "dtype": "float32",
-        "device": "cpu",
-    }
-
-
-def test_generate_applies_the_chat_template_only_when_asked(run_dir: Path, capfd: Capture) -> None:
-    argv = ["generate", run_dir / "export", "--max-new-tokens", 8, "--prompt"]
-    chat = document([*argv, "say 1", "--chat"], capfd)["requests"]
-    assert chat == document([*argv, PROMPTS[0]], capfd)["requests"]
-    assert chat != document([*argv, "say 1"], capfd)["requests"]
-
-
-def test_generate_stops_at_the_declared_end_of_text(run_dir: Path, tmp_path: Path, capfd: Capture) -> None:
-    checkpoint = Path(shutil.copytree(run_dir / "export", tmp_path / "checkpoint"))
-    argv = ["generate", checkpoint, "--prompt", PROMPTS[0], "--max-new-tokens", 24]
-    whole = document(argv, capfd)["requests"][0]["token_ids"]
-    end = whole[9]
-    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
-    for depth in (0, 3):
-        assert document([*argv, "--depth", depth], capfd)["requests"][0]["token_ids"] == whole[: whole.index(end) + 1]
-
-
-def test_generate_samples_the_same_text_with_and_without_argmax_drafts(run_dir: Path, capfd: Capture) -> None:
-    sampled = [run_dir / "export", "--temperature", 1.5, "--top-k", 20, "--draft-sampling", "argmax", "--seed", 3]
-    drafted, plain = requests(sampled, capfd), requests([*sampled, "--mtp", "off"], capfd)
-    assert texts(drafted) == texts(plain)
-    assert texts(plain) != texts(requests([run_dir / "export"], capfd))
-    assert texts(plain) != texts(requests([*sampled[:-1], 4, "--mtp", "off"], capfd))
-    assert sum(one["num_draft_tokens"] for one in drafted) > 0
-
-
-def test_generate_leaves_the_depth_to_the_decoder_on_request(run_dir: Path, capfd: Capture) -> None:
-    found = requests([run_dir / "export", "--mtp", "auto", "--depth", 7], capfd)
-    assert texts(found) == texts(requests([run_dir / "export", "--mtp", "off"], capfd))
-    assert all(len(one["accepted_per_pos"]) == 7 for one in found)
-
-
-def test_generate_cuts_the_text_before_a_stop_string(run_dir: Path, capfd: Capture) -> None:
-    whole = requests([run_dir / "export"], capfd)[0]["text"]
-    stop = whole[4:6]
-    one = requests([run_dir / "export", "--stop", stop], capfd)[0]
-    assert one["text"] == whole[: whole.index(stop)]
-    assert one["finish_reason"] == "stop"
-    assert len(one["token_ids"]) < 24
-
-
-def test_generate_drafts_from_a_reduced_vocabulary(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **LEARNS, head__draft_vocab=40)
-    assert main(["run", str(recipe)]) in (0, 3)
-    capfd.readouterr()
-    artifact = load_artifact(tmp_path / "run" / "head")
-    assert artifact.draft_vocab is not None
-    assert len(artifact.draft_vocab) == 40
-    argv = [inputs / "finetune", "--head", tmp_path / "run" / "head"]
-    drafted, plain = requests(argv, capfd), requests([*argv, "--mtp", "off"], capfd)
-    assert texts(drafted) == texts(plain)
-    assert sum(one["num_accepted_tokens"] for one in drafted) > 0
-
-
-def test_a_reduced_vocabulary_that_is_the_whole_is_refused(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", head__draft_vocab=100000)
-    for command in ("run", "check"):
-        assert main([command, str(recipe)]) == 2
-        assert "head.draft_vocab: 100000; expected fewer than the trunk's" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--depth", "8"], "--depth: 8; expected 0 to 7. 0 is plain decoding."),
-        (["--depth", "-1"], "--depth: -1; expected 0 to 7. 0 is plain decoding."),
-        (["--max-new-tokens", "0"], "--max-new-tokens: 0; expected at least 1. Ask for more tokens."),
-        (["--prompt", ""], "--prompt 2: no token; expected some text. Write a prompt."),
-    ],
-)
-def test_generate_refuses_numbers_out_of_range(words: list[str], message: str, run_dir: Path, capfd: Capture) -> None:
-    assert main(["generate", str(run_dir / "export"), "--prompt", "x", *words]) == 2
-    assert capfd.readouterr() == ("", f"mtp-train: {message}\n")
-
-
-def test_generate_without_a_head_names_the_cure(inputs: Path, capfd: Capture) -> None:
-    assert main(["generate", str(inputs / "finetune"), "--prompt", "x"]) == 2
-    assert "holds no head tensors (config declares 1 module(s)); expected a complete head" in capfd.readouterr().err
 
 
 # check

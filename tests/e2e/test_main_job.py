@@ -11,12 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoints import all_tensors
-from mtp_inference.decoder import SpeculativeDecoder
+from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_inference.chooser import Chooser, Drafts
+from mtp_inference.draft import Drafter, Place, Size
 from mtp_train.cli import main
 from mtp_train.errors import GateRefusedError, MtpError
 from mtp_train.heads.attach import build_head, native_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
-from mtp_train.heads.trunk import load_trunk
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.recipe import Recipe
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import open_checkpoint
@@ -90,21 +93,29 @@ def our_drafts(export: Path, prompt: list[int], num_tokens: int) -> tuple[list[i
     checkpoint = open_checkpoint(export)
     trunk = load_trunk(export, checkpoint.family, dtype=torch.float32)
     head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
-    decoder = SpeculativeDecoder(trunk, head, depth=1, eos_ids=())
-    state = decoder.prefill(prompt)
-    assert state.drafter is not None
-    drafts: list[int] = []
-    draft = state.drafter.draft
+    spy = Spy(head)
+    (result,) = SpeculativeDecoder(trunk, spy, 1, ()).generate([prompt], num_tokens)
+    return spy.drafts, list(result.token_ids)
 
-    def recorded(depth: int) -> torch.Tensor:
-        drafted = draft(depth)
-        drafts.append(int(drafted[0, 0]))
-        return drafted
 
-    state.drafter.draft = recorded  # type: ignore[method-assign]
-    while len(state.new_tokens) < num_tokens:
-        decoder.run_round(state, depth=1)
-    return drafts, state.new_tokens[:num_tokens]
+class Spy(HeadDrafting):
+    """Draft with the head, one token a round, and remember the drafts."""
+
+    def __init__(self, head: MtpHead) -> None:
+        super().__init__(head)
+        self.drafts: list[int] = []
+
+    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
+        drafter = super().make(trunk, size, depth)
+        draft = drafter.draft
+
+        def recorded(depth: int, place: Place, chooser: Chooser) -> Drafts:
+            drafts = draft(depth, place, chooser)
+            self.drafts += drafts.tokens_BK.flatten().tolist()
+            return drafts
+
+        drafter.draft = recorded  # type: ignore[method-assign]
+        return drafter
 
 
 def their_drafts(
