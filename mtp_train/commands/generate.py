@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location
 from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 from mtp_train.weights.finite import require_finite_checkpoint
+
+IMAGE_FIELDS = ("image_token_id", "video_token_id", "vision_start_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,7 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
     require_finite_checkpoint(checkpoint, progress)
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
     prompts = [_tokens(tokenizer, request, number) for number in range(len(request.prompts))]
+    _refuse_images(checkpoint, prompts)
     trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype, device=device)
     drafting = None
     if plan is not None:
@@ -111,6 +115,18 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, request: GenerateRequest, number
     if not prompt_ids:
         raise DataError(f"{where}: no token; expected some text. Write a prompt.")
     return prompt_ids
+
+
+def _refuse_images(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise a DataError where a prompt has a place for an image: the tower that would fill it is not loaded."""
+    places = {int(checkpoint.config[name]) for name in IMAGE_FIELDS if name in checkpoint.config}
+    for number, prompt_ids in enumerate(prompts, start=1):
+        found = places.intersection(prompt_ids)
+        if found:
+            raise DataError(
+                f"--prompt {number}: holds image or video token {min(found)}; expected text, as only the language "
+                "model of a vision-language checkpoint is decoded here. Take the image out, or use an engine."
+            )
 
 
 def _document(result: GenerationResult) -> dict[str, Any]:
