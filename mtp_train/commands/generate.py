@@ -91,7 +91,12 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
             for number, prompt_ids in enumerate(prompts)
         ]
     )
-    settings = {
+    settings = _settings(request, depth) | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)}
+    return {"requests": [_document(result) for result in results], "settings": settings}
+
+
+def _settings(request: GenerateRequest, depth: int) -> dict[str, Any]:
+    return {
         "checkpoint": request.checkpoint,
         "head": request.head,
         "depth": depth,
@@ -101,10 +106,7 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
         **asdict(request.sampling),
         "stop": list(request.stop),
         "draft_sampling": request.draft_sampling,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": str(device),
     }
-    return {"requests": [_document(result) for result in results], "settings": settings}
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, request: GenerateRequest, number: int) -> list[int]:

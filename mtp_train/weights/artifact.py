@@ -92,7 +92,7 @@ def load_artifact(path: Path) -> Artifact:
             convention=config["convention"],
             head=NativeHead(tensors, tuple(config["shared_keys"]), config["config_fields"]),
             notes=config["notes"],
-            draft_vocab=_load_draft_vocab(path, config["draft_vocab"]),
+            draft_vocab=_load_draft_vocab(path, config.get("draft_vocab")),
         )
     except (KeyError, StopIteration) as error:
         raise CheckpointError(
