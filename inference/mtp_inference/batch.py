@@ -123,7 +123,7 @@ class Batch:
         """
         drafts = self._draft(plan)
         window_BT = torch.cat([self.last_B[:, None], drafts.tokens_BK], dim=1)
-        hidden_BTD, logits_BTV = self._verify(plan, window_BT)
+        hidden_BTD, logits_BTV = self.run_window(plan, window_BT)
         limit_B = self.depth_B.clamp(max=plan.depth)
         if drafts.num_drafted_B is not None:
             limit_B = limit_B.minimum(drafts.num_drafted_B)
@@ -134,6 +134,14 @@ class Batch:
             self.drafter.extend(hidden_BTD, tokens_BT, kept_B)
         self._commit(tokens_BT, accepted_B, kept_B)
         return torch.cat([tokens_BT, kept_B[:, None], accepted_B[:, None], limit_B[:, None]], dim=1)
+
+    def run_window(self, plan: RoundPlan, window_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the trunk over a window of every row; return hidden states (B, T, D) and logits (B, T, V)."""
+        positions_BT = self.length_B[:, None] + torch.arange(window_BT.shape[1], device=window_BT.device)
+        masks = self.cache.begin(Window(slice(0, len(window_BT)), positions_BT, plan.used, plan.start))
+        with attending_in_windows(self.trunk.config), undecided_states(self.trunk.family):
+            hidden_BTD = self.trunk.window_hidden(window_BT, positions_BT=positions_BT, masks=masks, cache=self.cache)
+        return hidden_BTD, self.trunk.logits(hidden_BTD)
 
     @torch.inference_mode()
     def settle(self, plan: RoundPlan) -> None:
@@ -159,14 +167,6 @@ class Batch:
 
     def _place(self, plan: RoundPlan) -> Place:
         return Place(plan.used, plan.pending, self.last_B, self.length_B)
-
-    def _verify(self, plan: RoundPlan, window_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the trunk over a window of every row; return hidden states (B, T, D) and logits (B, T, V)."""
-        positions_BT = self.length_B[:, None] + torch.arange(window_BT.shape[1], device=window_BT.device)
-        masks = self.cache.begin(Window(slice(0, len(window_BT)), positions_BT, plan.used, plan.start))
-        with attending_in_windows(self.trunk.config), undecided_states(self.trunk.family):
-            hidden_BTD = self.trunk.window_hidden(window_BT, positions_BT=positions_BT, masks=masks, cache=self.cache)
-        return hidden_BTD, self.trunk.logits(hidden_BTD)
 
     def _commit(self, tokens_BT: Tensor, accepted_B: Tensor, kept_B: Tensor) -> None:
         counts_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < kept_B[:, None]

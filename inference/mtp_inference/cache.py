@@ -2,24 +2,21 @@
 
 Every forward is a window (see ``window.py``): announce it with :meth:`WindowCache.begin`, run the model, then
 :meth:`WindowCache.commit` how many tokens of it each row keeps. Attention layers have nothing to do then: the next
-window writes over what was rejected. A recurrent layer adds the kept tokens to its state (see ``recurrent.py``), and
-its convolution moves on to the inputs before the next. Rows are independent: they may stand at different positions and
-keep different numbers of tokens.
+window writes over what was rejected. Recurrent layers go back in ``recurrent_cache.py``. Rows are independent: they may
+stand at different positions and keep different numbers of tokens.
 
-Shapes: B rows, T tokens of the window, S slots, C channels, W kernel width, H heads, Kd key width, Vd value width.
+Shapes: B rows, T tokens of the window, S slots, H heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from mtp_inference.recurrent import Undecided
+from mtp_inference.recurrent_cache import RecurrentLayers, RecurrentStore, States
 from mtp_inference.window import Window
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.step import KeysWritten
@@ -76,100 +73,6 @@ class AttentionStore(CacheLayerMixin):
         return self.size
 
 
-class RecurrentStore(LinearAttentionLayer):
-    """State of one recurrent layer with a convolution, able to go back inside the last window.
-
-    ``conv_BCW`` holds the convolution's last inputs, ``state_BHKV`` the recurrent state, of all rows.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        super().__init__()
-        # transformers then hands over the convolution's inputs also for a single token.
-        self.activate_past_recording()
-        self.num_rows = num_rows
-        self.conv_BCW: Tensor | None = None
-        self.state_BHKV: Tensor | None = None
-        self.window: Window | None = None
-        self._window_conv: Tensor | None = None
-        self._window_state: Tensor | Undecided | None = None
-
-    def begin(self, window: Window) -> None:
-        """Show the model the states of the window's rows."""
-        self.window = window
-        earlier = not window.is_fresh
-        self.has_previous_state[0] = earlier
-        for ours, shown, known in (
-            (self.conv_BCW, self.conv_states, self.is_conv_states_initialized),
-            (self.state_BHKV, self.recurrent_states, self.is_recurrent_states_initialized),
-        ):
-            known[0] = earlier
-            shown[0] = ours[window.rows] if earlier and ours is not None else None
-
-    def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_unused: object
-    ) -> Tensor:
-        """Return the inputs before the window and those of the window, (B, C, W + T)."""
-        if conv_kernel_size is None:
-            raise RuntimeError("convolution: no kernel size; expected one. Use transformers 5.17 or later.")
-        before = self.conv_states[state_idx]
-        if before is None:
-            before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size)
-        self._window_conv = torch.cat([before, conv_states], dim=-1)
-        return self._window_conv
-
-    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **_unused: object) -> Any:
-        """Take what the kernel returned: the state after the last token, (B, H, Kd, Vd), or the window, undecided."""
-        self._window_state = recurrent_states
-        return recurrent_states
-
-    def commit(self, num_kept_B: Tensor | None) -> None:
-        """Keep the first tokens of the window, all of them for None. A window of one token is always kept."""
-        window, conv, state = _announced(self.window), self._window_conv, self._window_state
-        if conv is None or state is None:
-            raise RuntimeError("recurrent cache: no window ran; expected one forward before every commit.")
-        # In place: a captured round knows these buffers by their address.
-        if isinstance(state, Tensor):
-            if num_kept_B is not None and window.num_tokens > 1:
-                raise RuntimeError(
-                    f"recurrent cache: a window of {window.num_tokens} tokens, already decided; expected it undecided. "
-                    "Run it under undecided_states()."
-                )
-            conv_BCW, state_BHKV = self._buffers(window, conv, state)
-            state_BHKV.copy_(state)
-            conv_BCW.copy_(conv[..., window.num_tokens :])
-        else:
-            conv_BCW, state_BHKV = self._buffers(window, conv, None)
-            all_B = torch.full((len(conv),), window.num_tokens, device=conv.device)
-            # A row out of use may claim anything.
-            num_kept_B = all_B if num_kept_B is None else num_kept_B.clamp(0, window.num_tokens)
-            state.commit(num_kept_B, state_BHKV)
-            taken_BW = num_kept_B[:, None] + torch.arange(conv_BCW.shape[-1], device=conv.device)
-            conv_BCW.copy_(conv.gather(2, taken_BW[:, None].expand(-1, conv.shape[1], -1)))
-        self._window_conv = self._window_state = None
-
-    def snapshot(self) -> tuple[Tensor, Tensor]:
-        """Return a copy of the states."""
-        if self.conv_BCW is None or self.state_BHKV is None:
-            raise RuntimeError("recurrent cache: no state yet; expected a window before the snapshot.")
-        return self.conv_BCW.clone(), self.state_BHKV.clone()
-
-    def restore(self, states: tuple[Tensor, Tensor]) -> None:
-        """Go back to a snapshot."""
-        for ours, saved in zip((self.conv_BCW, self.state_BHKV), states, strict=True):
-            if ours is not None:
-                ours.copy_(saved)
-
-    def _buffers(self, window: Window, conv: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the window's rows of both buffers, allocated when the first state comes."""
-        if self.conv_BCW is None or self.state_BHKV is None:
-            if state is None:
-                raise RuntimeError("recurrent cache: undecided without a state before it; expected prefill first.")
-            width = conv.shape[-1] - window.num_tokens
-            self.conv_BCW = conv.new_zeros(self.num_rows, conv.shape[1], width)
-            self.state_BHKV = state.new_zeros(self.num_rows, *state.shape[1:])
-        return self.conv_BCW[window.rows], self.state_BHKV[window.rows]
-
-
 class WindowCache(Cache):
     """Buffers for a batch of rows, run a window at a time.
 
@@ -189,11 +92,7 @@ class WindowCache(Cache):
         self.num_rows = num_rows
         self.capacity = capacity
         self.max_window = max_window
-
-    @property
-    def recurrent(self) -> list[RecurrentStore]:
-        """The recurrent layers."""
-        return [layer for layer in self.layers if isinstance(layer, RecurrentStore)]
+        self._recurrent = RecurrentLayers([one for one in self.layers if isinstance(one, RecurrentStore)], num_rows)
 
     def begin(self, window: Window) -> dict[str, Tensor | None]:
         """Announce the next window; return its masks by layer type (None where plain causal attention says the same).
@@ -206,12 +105,10 @@ class WindowCache(Cache):
                 f"cache: a window of {window.num_tokens} tokens up to position {window.used}; expected at most "
                 f"{self.max_window} tokens and {self.capacity} positions. Make the cache larger."
             )
-        masks: dict[str, Tensor | None] = {}
+        masks: dict[str, Tensor | None] = {"linear_attention": None} if self._recurrent.stores else {}
+        self._recurrent.begin(window)
         for layer in self.layers:
-            if isinstance(layer, RecurrentStore):
-                layer.begin(window)
-                masks["linear_attention"] = None
-            elif isinstance(layer, AttentionStore):
+            if isinstance(layer, AttentionStore):
                 layer.window = window
                 kind = "full_attention" if layer.sliding_window is None else "sliding_attention"
                 if kind not in masks:
@@ -220,17 +117,15 @@ class WindowCache(Cache):
 
     def commit(self, num_kept_B: Tensor | None) -> None:
         """Keep the first ``num_kept_B`` tokens of each row's window, all of them for None."""
-        for layer in self.recurrent:
-            layer.commit(num_kept_B)
+        self._recurrent.commit(num_kept_B)
 
-    def snapshot(self) -> list[tuple[Tensor, Tensor]]:
+    def snapshot(self) -> States | None:
         """Return a copy of what a later window would change for good: the recurrent layers' states."""
-        return [layer.snapshot() for layer in self.recurrent]
+        return self._recurrent.snapshot()
 
-    def restore(self, states: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def restore(self, states: States | None) -> None:
         """Go back to a snapshot."""
-        for layer, saved in zip(self.recurrent, states, strict=True):
-            layer.restore(saved)
+        self._recurrent.restore(states)
 
 
 def _announced(window: Window | None) -> Window:
@@ -246,7 +141,7 @@ def _store(layer: Any, index: int, num_rows: int, capacity: int, max_window: int
         # One window more than is seen: writing it must not take away what its first token still sees.
         return AttentionStore(num_rows, min(capacity, layer.sliding_window + max_window), layer.sliding_window)
     if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
-        return RecurrentStore(num_rows)
+        return RecurrentStore()
     raise UnsupportedModelError(
         f"trunk layer {index}: keeps its state in a {type(layer).__name__}, which cannot undo a rejected draft; "
         "expected full or sliding attention, or a recurrent layer with one state. Decode this model elsewhere."

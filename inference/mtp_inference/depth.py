@@ -7,8 +7,8 @@ every draft is a loss. Nothing here reads a clock or draws a random number.
 
 What finding out costs, besides rounds lost to an estimate that is still wrong:
 
-- Costs: 4 rounds without drafts and 4 at depth 3 for each batch size, shared by all requests of a decoder, and again
-  for what went unmeasured for 512 rounds of that size.
+- Costs: 4 rounds without drafts and 4 at depth 3 for each batch size, once for all requests of a decoder; and 4 rounds
+  without drafts again where every round of that size has drafted for 512 rounds.
 - Acceptance: where nothing is drafted, one draft in 8 to 64 rounds or more, for at most 1 % of the time.
 """
 
@@ -22,14 +22,17 @@ from itertools import accumulate
 from operator import mul
 
 HYSTERESIS = 0.02
-KEEP = 0.5
 """Gain in expected tokens per second that a change of depth must promise."""
 
+# Costs: rounds a figure rests on, at most and at least; when it is too old; the depth that gives the line its slope.
 _WINDOW_ROUNDS = 16
 _MEASURED_ROUNDS = 4
 _STALE_ROUNDS = 512
 _REFERENCE_DEPTH = 3
 
+# Acceptance: what a decoder assumes of its first request, and at least of every other; what that weighs against one
+# round; when rounds are forgotten. The weight decides what a wrong prior costs: at 0.75 an unpredictable request after
+# many predictable ones is known as such after some five rounds.
 _FIRST_GUESS = 0.7
 _LEAST_PRIOR = 0.4
 _PRIOR_WEIGHT = 0.75
@@ -37,6 +40,7 @@ _DECODER_MEMORY_ROUNDS = 200
 _REQUEST_MEMORY_ROUNDS = 50
 _SURPRISE = 0.001
 
+# Probes: rounds from one to the next, and their share of the time.
 _MIN_PROBE_GAP_ROUNDS = 8
 _MAX_PROBE_GAP_ROUNDS = 64
 _PROBE_SHARE = 0.01
@@ -81,10 +85,10 @@ class RoundCosts:
     def depth_to_measure(self, num_rows: int, max_depth: int) -> int | None:
         """Return a depth that must run before depths can be compared; None where enough is known."""
         figures = self._sizes[num_rows].figures
-        reference = min(_REFERENCE_DEPTH, max_depth)
         if 0 not in figures:
             return 0
-        return reference if max(figures) < reference else None
+        # Any other depth will do, once there is one: where nothing is drafted, probes keep depth 1 measured.
+        return min(_REFERENCE_DEPTH, max_depth) if len(figures) == 1 else None
 
 
 class _SizeCosts:
@@ -115,9 +119,9 @@ def _typical(seconds: Iterable[float]) -> float:
 class Acceptance:
     """Running conditional acceptance by position, which forgets exponentially.
 
-    Each position has a mean and the weight, in rounds, that stands behind it; a mean that nothing stands behind yet has
-    the weight of one round (a Beta prior). Positions are reached in order, so that those ever reached are a prefix; the
-    ones beyond are taken to be as good as the last of them.
+    Each position has a mean and the weight, in rounds, that stands behind it; a mean that nothing stands behind yet
+    weighs less than one round (a Beta prior). Positions are reached in order, so that those ever reached are a prefix;
+    the ones beyond are taken to be as good as the last of them.
 
     One instance, made without arguments, is shared by all requests of a decoder: it tells a new request what to expect.
 
@@ -282,4 +286,4 @@ def _choose(speeds: Sequence[float], settled: Sequence[int]) -> int:
     stay = min(max(settled, default=fastest), len(speeds) - 1)
     chosen = fastest if speeds[fastest] > (1.0 + HYSTERESIS) * speeds[stay] else stay
     # Plain decoding is the figure least often renewed while drafts go on: a tie with it is more likely a loss.
-    return chosen if speeds[chosen] > (1.0 + HYSTERESIS * KEEP) * speeds[0] else 0
+    return chosen if speeds[chosen] > (1.0 + HYSTERESIS / 2.0) * speeds[0] else 0

@@ -28,6 +28,8 @@ from mtp_train.heads.trunk import Trunk
 
 KEYS_CHUNK = 2048
 """Prefix rows of one call: bounds the memory of what is computed beside keys and values."""
+SPARE_SLOTS = 8
+"""More than the deepest draft; a multiple of 8, as fused attention wants its masks."""
 LogitsFn = Callable[[Tensor], Tensor]
 
 
@@ -54,8 +56,9 @@ class _HeadDrafter:
         self.cache = WindowCache(
             head.config,
             num_rows=size.num_rows,
-            # A draft's deepest rows lie past the trunk's; rows before a text's beginning fall on the last slots.
-            capacity=size.capacity + 2 * depth,
+            # A draft's deepest rows and stale rows lie past the trunk's; rows before a text's beginning fall on the
+            # last slots.
+            capacity=size.capacity + size.num_pending + 2 * SPARE_SLOTS,
             max_window=max(KEYS_CHUNK, size.num_pending + depth),
         )
         self.pending = Pending(size, weight.device, weight.shape[0], weight.dtype)
@@ -69,7 +72,7 @@ class _HeadDrafter:
         return self.pending.hidden_BPD[:, : place.pending], self.pending.tokens_BP[:, : place.pending]
 
     def _window(self, slots_BT: Tensor, place: Place) -> Window:
-        return Window(slice(0, len(slots_BT)), slots_BT, place.used + self.depth)
+        return Window(slice(0, len(slots_BT)), slots_BT, place.used + SPARE_SLOTS)
 
     def _run(self, depth: int, hidden_BTD: Tensor, tokens_BT: Tensor, window: Window) -> StepOutput:
         """Run consecutive head rows; each sees all rows before it."""
@@ -171,9 +174,8 @@ class ChainedDrafter(_HeadDrafter):
             tokens_RT, inputs_RTD = prompt_RT[:, depth:], inputs_RTD[:, :settled]
             if depth == self.depth:
                 self._write_keys(depth, inputs_RTD, tokens_RT, Window(rows, slots_RT, settled))
-            elif settled:
-                window = Window(rows, slots_RT, settled, start=0)
-                inputs_RTD = self._run(depth, inputs_RTD, tokens_RT, window).recycled_BTD
+            else:
+                inputs_RTD = self._recycled(depth, inputs_RTD, tokens_RT, Window(rows, slots_RT, settled))
         self.pending.begin(rows, first_R, prompt_RT.shape[1] - 1, hidden_RTD[:, -1])
 
     def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
@@ -185,6 +187,16 @@ class ChainedDrafter(_HeadDrafter):
     def settle(self, place: Place) -> None:
         """See :class:`Drafter`."""
         self._advance(place, 0, None)
+
+    def _recycled(self, depth: int, hidden_RTD: Tensor, tokens_RT: Tensor, window: Window) -> Tensor:
+        """Run prompts from their beginning; return what the next module reads of them."""
+        recycled = [hidden_RTD[:, :0]]
+        for start in range(0, window.num_tokens, KEYS_CHUNK):
+            part = slice(start, start + KEYS_CHUNK)
+            slots_RT = window.positions_BT[:, part]
+            chunk = Window(window.rows, slots_RT, start + slots_RT.shape[1], start)
+            recycled.append(self._run(depth, hidden_RTD[:, part], tokens_RT[:, part], chunk).recycled_BTD)
+        return torch.cat(recycled, dim=1)
 
     def _advance(self, place: Place, depth: int, choice: DraftChoice | None) -> None:
         """Run every module: one that is skipped now would lack its rows when it drafts again."""
@@ -214,7 +226,7 @@ class ChainedDrafter(_HeadDrafter):
 class ReducedLogits:
     """Logits of some tokens only: the others get none, so that q is 0 there and verification stays exact.
 
-    FR-Spec (arXiv:2502.14856) and FastMTP (arXiv:2509.18362, section 3.3): reading the whole output matrix is most of
+    FR-Spec (arXiv:2502.14856) and FastMTP (arXiv:2509.18362): reading the whole output matrix is most of
     what a draft costs where the vocabulary is large.
 
     Args:

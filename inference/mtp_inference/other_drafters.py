@@ -58,7 +58,8 @@ class ModelDrafter:
         self.cache = WindowCache(
             model.config,
             num_rows=size.num_rows,
-            capacity=size.capacity + depth,
+            # Drafts and stale tokens lie past the trunk's positions.
+            capacity=size.capacity + size.num_pending + depth,
             max_window=max(PREFILL_CHUNK, size.num_pending),
         )
         self.pending = Pending(size, model.lm_head_VD.device)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -46,6 +46,9 @@ MAX_WINDOW = 8
 
 class Undecided(Protocol):
     """What a rule keeps of a window until it is known how many of its tokens count."""
+
+    def joined(self, windows: Sequence[Any], state_BHKV: Tensor) -> Undecided:
+        """Return several layers' windows as one of so many more rows; ``state_BHKV`` is the state before it."""
 
     def commit(self, num_kept_B: Tensor, out: Tensor) -> None:
         """Write the state after each row's first ``num_kept_B`` tokens, 0 or more.
@@ -63,6 +66,15 @@ class DeltaWindow(NamedTuple):
     """Logarithm of c_t."""
     state_BHKV: Tensor
     """Before the window."""
+
+    def joined(self, windows: Sequence[DeltaWindow], state_BHKV: Tensor) -> DeltaWindow:
+        """See :class:`Undecided`."""
+        return DeltaWindow(
+            torch.cat([window.key_NTK for window in windows]),
+            torch.cat([window.correction_NTV for window in windows]),
+            torch.cat([window.log_decay_NT for window in windows]),
+            state_BHKV,
+        )
 
     def commit(self, num_kept_B: Tensor, out: Tensor) -> None:
         """See :class:`Undecided`: ``c S_0 + sum over kept t of (c / c_t) k_t u_t^T``."""

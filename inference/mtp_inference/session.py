@@ -216,13 +216,16 @@ class Session:
         # A round that waited for the one before it began when that one ended.
         self.costs.observe(self.batch.cache.num_rows, plan.depth, now - max(launched, self._last_look))
         self._last_look = now
+        # A round launched since may have taken in what was pending: the bound then counts its window alone.
+        is_taken_in = any(later.plan.depth for later in self.in_flight)
         for lane in lanes:
             *tokens, num_kept, num_accepted, num_drafted = rows[lane.row]
             if lane.is_done:
                 continue
             # The bounds counted on the whole window.
             lane.position -= plan.depth + 1 - num_kept
-            lane.pending -= plan.depth + 1 - num_kept
+            if not is_taken_in:
+                lane.pending -= plan.depth + 1 - num_kept
             lane.rounds.append(Round(num_drafted, num_accepted))
             if lane.controller is not None:
                 lane.controller.observe(num_drafted, num_accepted)

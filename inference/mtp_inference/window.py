@@ -116,12 +116,18 @@ AttentionMaskInterface.register(WINDOW_ATTENTION, sdpa_mask)
 
 @contextmanager
 def attending_in_windows(*configs: PretrainedConfig) -> Iterator[None]:
-    """Make the models of these configs use :func:`window_attention` meanwhile."""
-    stock = [config._attn_implementation for config in configs]
+    """Make the models of these configs use :func:`window_attention` meanwhile.
+
+    transformers' plain loop over experts, which heads have, waits for the device: grouped products take its place.
+    """
+    stock = [(config._attn_implementation, config._experts_implementation) for config in configs]
     for config in configs:
         config._attn_implementation = WINDOW_ATTENTION
+        if config._experts_implementation == "eager":
+            config._experts_implementation = "grouped_mm"
     try:
         yield
     finally:
-        for config, name in zip(configs, stock, strict=True):
-            config._attn_implementation = name
+        for config, (attention, experts) in zip(configs, stock, strict=True):
+            config._attn_implementation = attention
+            config._experts_implementation = experts

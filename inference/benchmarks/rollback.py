@@ -1,0 +1,219 @@
+#!/usr/bin/env python
+"""Measure ways to roll a Gated DeltaNet layer back after a verify window of which each row keeps a prefix.
+
+    python inference/benchmarks/rollback.py --rows 1,4,16 --window 2,4,8
+
+A way runs the window, keeps something, and at commit makes of it the state after each row's last kept token. All are
+exact. ``corrections`` is the decoder's own (``mtp_inference/recurrent.py`` has the mathematics). ``states`` loops over
+the tokens and keeps every state. ``replay`` keeps the inputs and runs the window again, in which tokens after the kept
+prefix write nothing and forget nothing. Times are for all layers together, the minimum over the repeats.
+
+Shapes: B rows, T tokens of the window, H value heads, K key width, V value width, N = B * H.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtp_inference.recurrent import MAX_WINDOW, DeltaWindow, gated_delta_window
+
+
+class DeltaInputs(NamedTuple):
+    """One layer's window, named and shaped as :func:`gated_delta_window` takes it."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor
+
+
+class Shape(NamedTuple):
+    """Sizes of one layer's window."""
+
+    rows: int
+    window: int
+    heads: int
+    key_heads: int
+    key_width: int
+    value_width: int
+
+
+class Way(NamedTuple):
+    """One way to roll back."""
+
+    run: Callable[[DeltaInputs], tuple[Tensor, Any]]
+    """Inputs -> outputs (B, T, H, V) and a tuple of the tensors that are kept until the commit."""
+    commit: Callable[[Any, Tensor, Tensor], None]
+    """What was kept, how many tokens each row keeps (int64, (B,)), and where to write the new state: fp32 (B, H, K, V),
+    contiguous, possibly the state before the window."""
+
+
+def gated_delta_per_token(inputs: DeltaInputs) -> tuple[Tensor, tuple[Tensor]]:
+    """Run the rule token by token; keep the state after each of them, (T, N, K, V)."""
+    query, key, value, g, beta, initial_state = inputs
+    num_rows, num_tokens, num_heads, value_width = value.shape
+    key_width, flat, out_dtype = key.shape[-1], num_rows * num_heads, query.dtype
+    if key.shape[2] != num_heads:
+        query, key = (heads.repeat_interleave(num_heads // key.shape[2], dim=2) for heads in (query, key))
+    query, key, value, beta, decay = (part.transpose(0, 1).float() for part in (query, key, value, beta, g.exp()))
+    query, key = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (query, key))
+    # Everything that does not depend on the state is ready before the loop: three operations per token remain.
+    erase_TN1K = (key * (beta * decay)[..., None]).reshape(num_tokens, flat, 1, key_width)
+    write_TN1V = (value * beta[..., None]).reshape(num_tokens, flat, 1, value_width)
+    key_TNK1, decay_TN11 = key.reshape(num_tokens, flat, key_width, 1), decay.reshape(num_tokens, flat, 1, 1)
+    states_TNKV = value.new_empty(num_tokens, flat, key_width, value_width)
+    state_NKV = initial_state.flatten(0, 1)
+    for token in range(num_tokens):
+        delta_N1V = torch.baddbmm(write_TN1V[token], erase_TN1K[token], state_NKV, alpha=-1)
+        state_NKV = torch.mul(state_NKV, decay_TN11[token], out=states_TNKV[token])
+        state_NKV.baddbmm_(key_TNK1[token], delta_N1V)
+    query_TN1K = query.reshape(num_tokens, flat, 1, key_width) * key_width**-0.5
+    output = (query_TN1K @ states_TNKV).reshape(num_tokens, num_rows, num_heads, value_width)
+    return output.transpose(0, 1).to(out_dtype), (states_TNKV,)
+
+
+def commit_states(kept: tuple[Tensor], num_kept_B: Tensor, out_BHKV: Tensor) -> None:
+    """Pick each row's state. Every row must keep a token: the state before the window is not among them."""
+    (states_TNKV,) = kept
+    flat_N = torch.arange(states_TNKV.shape[1], device=num_kept_B.device)
+    index_N = (num_kept_B - 1).repeat_interleave(out_BHKV.shape[1]) * flat_N.numel() + flat_N
+    torch.index_select(states_TNKV.flatten(0, 1), 0, index_N, out=out_BHKV.flatten(0, 1))
+
+
+def run_window(inputs: DeltaInputs) -> tuple[Tensor, DeltaWindow]:
+    """Run the decoder's kernel; keep what it keeps."""
+    return gated_delta_window(**inputs._asdict(), use_qk_l2norm_in_kernel=True)
+
+
+def run_for_replay(inputs: DeltaInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Run the decoder's kernel for its outputs alone; keep the inputs that make the state."""
+    return run_window(inputs)[0], inputs[1:]
+
+
+def commit_replay(kept: tuple[Tensor, ...], num_kept_B: Tensor, out_BHKV: Tensor) -> None:
+    """Run the window again without the rejected tokens, and commit all of it."""
+    key, value, g, beta, initial_state = kept
+    num_tokens = g.shape[1]
+    is_kept_BT1 = (torch.arange(num_tokens, device=g.device) < num_kept_B[:, None])[..., None]
+    # Nobody reads its outputs: keys serve as queries.
+    _, window = run_window(DeltaInputs(key, key, value, g * is_kept_BT1, beta * is_kept_BT1, initial_state))
+    window.commit(torch.full_like(num_kept_B, num_tokens), out_BHKV)
+
+
+WAYS = {
+    "states": Way(gated_delta_per_token, commit_states),
+    "replay": Way(run_for_replay, commit_replay),
+    "corrections": Way(run_window, DeltaWindow.commit),
+}
+
+
+def draw_inputs(shape: Shape, seed: int, device: str) -> DeltaInputs:
+    """Return a random fp32 window, alike on every device."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+    window = (shape.rows, shape.window)
+    query, key = draw(2, *window, shape.key_heads, shape.key_width)
+    value = draw(*window, shape.heads, shape.value_width)
+    g, beta = -draw(*window, shape.heads).abs(), draw(*window, shape.heads).sigmoid()
+    initial_state = draw(shape.rows, shape.heads, shape.key_width, shape.value_width)
+    return DeltaInputs(*(part.to(device) for part in (query, key, value, g, beta, initial_state)))
+
+
+def _now(on: Tensor) -> float:
+    if on.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _time_once(way: Way, layers: list[DeltaInputs], num_kept_B: Tensor, states: list[Tensor]) -> tuple[float, float]:
+    """Return the seconds of both phases. What the window allocated is freed after the clock has stopped."""
+    start = _now(num_kept_B)
+    ran = [way.run(inputs) for inputs in layers]
+    middle = _now(num_kept_B)
+    for (_, kept), state in zip(ran, states, strict=True):
+        way.commit(kept, num_kept_B, state)
+    return middle - start, _now(num_kept_B) - middle
+
+
+@torch.inference_mode()
+def measure(shape: Shape, num_layers: int, repeats: int, device: str) -> list[dict[str, object]]:
+    """Time every way on the same layers, each row keeping a random number of tokens, at least one.
+
+    Returns a record for each way; its ``kept_bytes`` leave out the states before the window.
+    """
+    layers = [draw_inputs(shape, seed, device) for seed in range(num_layers)]
+    states = [torch.empty_like(layer.initial_state) for layer in layers]
+    generator = torch.Generator().manual_seed(0)
+    num_kept_B = torch.randint(1, shape.window + 1, (shape.rows,), generator=generator).to(device)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    order = Random(0)
+    for _ in range(repeats + 1):
+        # In another order each time, lest one way always find the caches as the same other one left them.
+        for name in order.sample(list(WAYS), len(WAYS)):
+            seconds[name].append(_time_once(WAYS[name], layers, num_kept_B, states))
+    records = []
+    for name, (_warm_up, *taken) in seconds.items():
+        both = [(window, commit, window + commit) for window, commit in taken]
+        best = (round(1e6 * min(phase), 1) for phase in zip(*both, strict=True))
+        times = dict(zip(("window_us", "commit_us", "both_us"), best, strict=True))
+        kept = [part for part in WAYS[name].run(layers[0])[1] if part is not layers[0].initial_state]
+        kept_bytes = num_layers * sum(part.nbytes for part in kept)
+        records.append({"rows": shape.rows, "window": shape.window, "way": name, **times, "kept_bytes": kept_bytes})
+    return records
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [int(word) for word in text.split(",")]
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"found {text}; expected whole numbers from 1 on, with commas between them")
+    return sizes
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rows", type=_sizes, default=[1, 4, 16])
+    parser.add_argument("--window", type=_sizes, default=[2, 4, 8], help=f"tokens, at most {MAX_WINDOW}")
+    sizes = {"heads": 4, "key-heads": 2, "key-width": 32, "value-width": 32, "layers": 3, "repeats": 100}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args(arguments)
+    if max(options.window) > MAX_WINDOW:
+        parser.error(f"--window: found {max(options.window)}; expected at most {MAX_WINDOW}")
+    if options.heads % options.key_heads:
+        parser.error(f"--key-heads: found {options.key_heads}; expected a divisor of --heads, {options.heads}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table and, last, everything as one line of JSON."""
+    options = _parse(arguments)
+    settings = vars(options) | {
+        "device_name": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    results = []
+    for rows, window in itertools.product(options.rows, options.window):
+        shape = Shape(rows, window, options.heads, options.key_heads, options.key_width, options.value_width)
+        results += measure(shape, options.layers, options.repeats, options.device)
+    print("".join(f"{name:>12}" for name in results[0]))
+    for record in results:
+        print("".join(f"{value:>12}" for value in record.values()))
+    print(json.dumps({"benchmark": "rollback", "settings": settings, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

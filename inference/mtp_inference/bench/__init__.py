@@ -1,0 +1,1 @@
+"""What decoding costs and what drafts gain, measured: ``python -m mtp_inference.bench --help``."""

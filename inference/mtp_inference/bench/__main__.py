@@ -1,0 +1,229 @@
+"""``python -m mtp_inference.bench``: measure decoding with drafts and without, and where its time goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from transformers.utils import logging as transformers_logging
+
+from mtp_inference.bench import report
+from mtp_inference.bench.clock import copy_bandwidth
+from mtp_inference.bench.measure import Plan, Row, measure_decoding, measure_prefill, measure_rounds, num_runs
+from mtp_inference.bench.prompts import Prompts, read_prompts
+from mtp_inference.bench.subject import SHAPES, Subject, checkpoint_subject, shape_subject, trained_subject
+from mtp_inference.head_drafter import HeadDrafting
+from mtp_inference.requests import require_depth
+from mtp_train.errors import MtpError, OutputExistsError
+
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print settings, tables and, last, everything as one line of JSON.
+
+    Returns:
+        0 done, 2 wrong input. A bug leaves as a traceback.
+    """
+    options = _parser().parse_args(arguments)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    console = Console(stderr=True)
+    try:
+        plan = _plan(options)
+        with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+            document = benchmark(options, plan, progress)
+        if options.out is not None:
+            options.out.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except MtpError as error:
+        print(f"mtp_inference.bench: {error}", file=sys.stderr)
+        return error.exit_code
+    report.show(document)
+    return 0
+
+
+def benchmark(options: argparse.Namespace, plan: Plan, progress: Progress) -> dict[str, Any]:
+    """Measure what the command line asks for.
+
+    Returns:
+        ``settings``, and the rows ``decoding``, ``rounds`` and ``prefill``.
+
+    Raises:
+        MtpError: What is asked for does not fit together, or cannot be loaded.
+    """
+    device = torch.device(options.device)
+    subject = _subject(options, plan, device, progress)
+    if subject.head is not None:
+        HeadDrafting(subject.head).check(subject.trunk, max(plan.depths))
+    given = read_prompts(options.prompts, subject) if options.prompts is not None else None
+    prompts = Prompts(given, subject.text, plan.seed)
+    for batch, length in plan.cells:
+        prompts.groups(batch, length)
+    bandwidth = copy_bandwidth(device, plan.repeats)
+    task = progress.add_task("measuring", total=num_runs(plan, subject))
+
+    def on_run() -> None:
+        progress.advance(task)
+
+    decoding: list[Row] = []
+    rounds: list[Row] = []
+    prefill: list[Row] = []
+    for batch, length in plan.cells:
+        rows = measure_decoding(subject, plan, prompts, batch, length, on_run)
+        decoding += rows
+        rounds += measure_rounds(subject, plan, rows, bandwidth, on_run)
+        if plan.prefill:
+            prefill.append(measure_prefill(subject, plan, prompts, batch, length, on_run))
+    return {
+        "benchmark": "decoding",
+        "settings": report.settings(subject, device, _asked(options, plan), bandwidth),
+        "decoding": decoding,
+        "rounds": rounds,
+        "prefill": prefill,
+    }
+
+
+def _subject(options: argparse.Namespace, plan: Plan, device: torch.device, progress: Progress) -> Subject:
+    dtype = DTYPES[options.dtype]
+    if options.checkpoint is not None:
+        return checkpoint_subject(
+            options.checkpoint, options.head, dtype=dtype, device=device, drafts=max(plan.depths) > 0
+        )
+    if options.train_steps is None:
+        return shape_subject(options.shape, dtype=dtype, device=device, seed=plan.seed)
+    task = progress.add_task("training the tiny model", total=options.train_steps)
+    return trained_subject(
+        options.shape, options.train_steps, device=device, seed=plan.seed, on_step=lambda: progress.advance(task)
+    )
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    """Check what can be checked before anything is loaded.
+
+    Raises:
+        MtpError: The options do not fit together.
+    """
+    _require_subject(options)
+    for depth in options.depths:
+        require_depth(depth)
+    drafts = max(options.depths) > 0
+    if options.accept is not None and not (drafts and 0.0 <= options.accept <= 1.0):
+        raise MtpError(
+            f"--accept: {options.accept} at --depths {_joined(options.depths)}; expected a chance from 0 to 1, and a "
+            "depth to draft at. Use 0.8, or the acceptance of a head you know."
+        )
+    if options.prefill and not drafts:
+        raise MtpError("--prefill: no depth above 0; expected a head to compare with. Add a depth to --depths.")
+    if options.new_tokens < 2:
+        raise MtpError(f"--new-tokens: {options.new_tokens}; expected 2 or more: prefill makes the first. Use 128.")
+    if options.repeats < 1:
+        raise MtpError(f"--repeats: {options.repeats}; expected 1 or more. Use 5.")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise MtpError("--device: cuda, and torch sees no GPU; expected one. Use --device cpu.")
+    if options.out is not None and options.out.exists():
+        raise OutputExistsError(f"--out: {options.out} exists; expected a new file. Name another.")
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        raise MtpError(f"--out: {options.out} lies in no directory; expected one that exists. Make it first.")
+    return Plan(
+        depths=options.depths,
+        batches=options.batches,
+        prompt_lengths=options.prompt_lengths,
+        new_tokens=options.new_tokens,
+        repeats=options.repeats,
+        acceptance=options.accept,
+        against_transformers=options.against is not None,
+        prefill=options.prefill,
+        seed=options.seed,
+    )
+
+
+def _require_subject(options: argparse.Namespace) -> None:
+    if (options.checkpoint is None) == (options.shape is None):
+        found = "neither" if options.shape is None else "both"
+        raise MtpError(f"CKPT and --shape: {found} given; expected one of them. Name a checkpoint or a shape.")
+    if options.head is not None and options.checkpoint is None:
+        raise MtpError(f"--head: {options.head}, with a shape; expected a checkpoint that it belongs to. Leave it out.")
+    if options.train_steps is None:
+        return
+    if options.shape is None or not SHAPES[options.shape].is_tiny or options.train_steps < 1:
+        tiny = " or ".join(name for name, shape in SHAPES.items() if shape.is_tiny)
+        raise MtpError(
+            f"--train-steps: {options.train_steps} for {options.shape or options.checkpoint}; expected 1 or more, for "
+            f"a tiny shape. Use --shape {tiny}."
+        )
+    if options.dtype not in ("auto", "float32"):
+        raise MtpError(f"--dtype: {options.dtype} with --train-steps; expected float32. Leave --dtype out.")
+
+
+def _asked(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    return {
+        "depths": list(plan.depths),
+        "batches": list(plan.batches),
+        "prompt_lengths": list(plan.prompt_lengths),
+        "new_tokens": plan.new_tokens,
+        "prompts": str(options.prompts) if options.prompts is not None else "drawn",
+        "accept": plan.acceptance,
+        "against": options.against,
+        "repeats": plan.repeats,
+        "seed": plan.seed,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mtp_inference.bench", description=__doc__, allow_abbrev=False)
+    parser.add_argument("checkpoint", nargs="?", metavar="CKPT", help="a directory or a hub id")
+    parser.add_argument("--head", help="a head directory, a run, or a checkpoint to take the head from (default: CKPT)")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="random weights in a shape, instead of CKPT")
+    parser.add_argument(
+        "--train-steps", type=int, metavar="N", help="teach a tiny shape synthetic text first, so that drafts are right"
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="auto", help="auto: fp32 on a CPU, else as stored")
+    parser.add_argument("--depths", type=_numbers(0), default=(0, 1, 2, 3, 5, 7), metavar="K,...")
+    parser.add_argument("--batches", type=_numbers(1), default=(1, 4, 16), metavar="B,...")
+    parser.add_argument("--prompt-lengths", type=_numbers(1), default=(32, 2048), metavar="T,...", help="in tokens")
+    parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="of every text")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE.jsonl", help='lines of {"prompt_ids": [...]} or {"prompt": "..."}'
+    )
+    parser.add_argument(
+        "--accept", type=float, metavar="A", help="replace the drafts: each is right with this chance, at the same cost"
+    )
+    parser.add_argument("--against", choices=("transformers",), help="measure its generate on the same trunk too")
+    parser.add_argument("--prefill", action="store_true", help="time prefill with the head and without")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the JSON document here too")
+    return parser
+
+
+def _numbers(least: int) -> Callable[[str], tuple[int, ...]]:
+    def parse(text: str) -> tuple[int, ...]:
+        words = text.split(",")
+        if not all(word.strip().isdecimal() and int(word) >= least for word in words):
+            raise argparse.ArgumentTypeError(
+                f"found {text}; expected whole numbers from {least} on, with commas between them"
+            )
+        return tuple(dict.fromkeys(int(word) for word in words))
+
+    return parse
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

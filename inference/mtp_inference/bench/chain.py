@@ -1,0 +1,115 @@
+"""Synthetic text, and a brief training on it: a model whose drafts are right can be had without a download.
+
+Shapes: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.step import unroll
+from mtp_train.heads.trunk import Trunk
+
+ROWS, TOKENS = 16, 32
+TRAINED_DEPTHS = 3
+LEARNING_RATE = 4e-3
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Text in which a token's successor follows it, or now and then any token.
+
+    Args:
+        successor_V: int64, the token that follows each token.
+        noise: How often any token follows instead, 0 to 1; at 1 the text is random.
+    """
+
+    successor_V: Tensor
+    noise: float
+
+    @classmethod
+    def random_text(cls, vocab_size: int) -> Chain:
+        """Return a source of random tokens."""
+        return cls(torch.arange(vocab_size), noise=1.0)
+
+    @classmethod
+    def one_cycle(cls, vocab_size: int, noise: float, generator: torch.Generator) -> Chain:
+        """Return a chain whose successors lead through all tokens: greedy text repeats itself late."""
+        order_V = torch.randperm(vocab_size, generator=generator)
+        successor_V = torch.empty_like(order_V)
+        successor_V[order_V] = order_V.roll(-1)
+        return cls(successor_V, noise)
+
+    def draw(self, num_rows: int, num_tokens: int, generator: torch.Generator) -> Tensor:
+        """Return texts, int64 (B, T)."""
+        any_BT = torch.randint(len(self.successor_V), (num_rows, num_tokens), generator=generator)
+        is_any_BT = torch.rand(num_rows, num_tokens, generator=generator) < self.noise
+        columns = [any_BT[:, 0]]
+        for any_B, is_any_B in zip(any_BT.T[1:], is_any_BT.T[1:], strict=True):
+            columns.append(torch.where(is_any_B, any_B, self.successor_V[columns[-1]]))
+        return torch.stack(columns, dim=1)
+
+
+def train(
+    trunk: Trunk,
+    head: MtpHead,
+    chain: Chain,
+    num_steps: int,
+    generator: torch.Generator,
+    on_step: Callable[[], None],
+) -> float:
+    """Teach trunk and head a chain with cross-entropy on its tokens, both at once; leave them frozen.
+
+    Args:
+        trunk: Not quantised, in fp32.
+        head: Its head; reads hidden states that it does not train.
+        chain: What to learn.
+        num_steps: Steps of ``ROWS`` texts of ``TOKENS`` tokens.
+        generator: Draws the texts.
+        on_step: Called after every step.
+
+    Returns:
+        The last loss: mean over the trunk and the head's depths, in nats.
+    """
+    parameters = [*trunk.requires_grad_(True).parameters(), *head.requires_grad_(True).parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
+    # Down to nothing in a straight line: the last texts are averaged over, not chased.
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=num_steps)
+    loss = torch.zeros(())
+    for _ in range(num_steps):
+        tokens_BT = chain.draw(ROWS, TOKENS, generator).to(trunk.lm_head_VD.device)
+        loss = _loss(trunk, head, tokens_BT)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        on_step()
+    trunk.requires_grad_(False)
+    head.requires_grad_(False)
+    return float(loss.detach())
+
+
+def _loss(trunk: Trunk, head: MtpHead, tokens_BT: Tensor) -> Tensor:
+    hidden_BTD = trunk.hidden(tokens_BT)
+    num_tokens = tokens_BT.shape[1]
+    states = unroll(
+        head,
+        hidden_BTD.detach(),
+        tokens_BT,
+        trunk.embed,
+        num_depths=TRAINED_DEPTHS,
+        positions_BT=torch.arange(num_tokens, device=tokens_BT.device).expand_as(tokens_BT),
+        document_BT=torch.zeros_like(tokens_BT),
+    )
+    # The trunk's row t predicts token t + 1, the head's depth k token t + k + 1.
+    losses = [
+        cross_entropy(trunk.logits(state_BTD[:, : num_tokens - ahead]).flatten(0, 1), tokens_BT[:, ahead:].flatten())
+        for ahead, state_BTD in enumerate([hidden_BTD, *states], start=1)
+    ]
+    return torch.stack(losses).mean()

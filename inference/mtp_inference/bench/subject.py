@@ -1,0 +1,215 @@
+"""What is benchmarked: a checkpoint with a head, or a model of random weights in a given shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mtp_inference.bench.chain import Chain, train
+from mtp_train.errors import CheckpointError
+from mtp_train.families import FAMILIES, Family
+from mtp_train.heads.attach import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
+from mtp_train.weights.files import TORCH_DTYPES, Checkpoint, locate_checkpoint, open_checkpoint
+
+EMBEDDING_SCALE = 1600.0
+"""Takes transformers' initial 0.02 to 32, beyond what 32 random layers add to it."""
+CHAIN_NOISE = 0.05
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model; ``fields`` are those of its config."""
+
+    family: str
+    fields: Mapping[str, Any]
+    is_tiny: bool = True
+
+
+_TINY = {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "tie_word_embeddings": False,
+}
+SHAPES: Mapping[str, Shape] = MappingProxyType(
+    {
+        "9b": Shape(
+            "qwen3_5",
+            {
+                "vocab_size": 248_320,
+                "hidden_size": 4096,
+                "intermediate_size": 12_288,
+                # Every fourth layer is full attention, the others are recurrent: the config's own pattern.
+                "num_hidden_layers": 32,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "linear_num_key_heads": 16,
+                "linear_num_value_heads": 32,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
+                "tie_word_embeddings": False,
+            },
+            is_tiny=False,
+        ),
+        "tiny-qwen": Shape(
+            "qwen3_5",
+            _TINY
+            | {
+                "num_hidden_layers": 4,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 24,
+                "linear_value_head_dim": 24,
+            },
+        ),
+        "tiny-glm": Shape(
+            "glm4_moe",
+            _TINY
+            | {
+                "num_hidden_layers": 4,
+                "moe_intermediate_size": 64,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 2,
+                "first_k_dense_replace": 1,
+                "num_nextn_predict_layers": 1,
+            },
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trunk, its head, and text that suits them."""
+
+    trunk: Trunk
+    head: MtpHead | None
+    """None where nothing is to be drafted."""
+    text: Chain
+    """Prompts are drawn from it where none are given."""
+    checkpoint: Checkpoint | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """For the settings."""
+
+
+def checkpoint_subject(
+    name: str, head: str | None, *, dtype: torch.dtype | None, device: torch.device, drafts: bool
+) -> Subject:
+    """Load a checkpoint and a head.
+
+    Args:
+        name: A directory or a hub id.
+        head: A head directory, a run that holds one, or a checkpoint with a head; None for the checkpoint's own.
+        dtype: None for fp32 on a CPU and the stored dtype elsewhere.
+        device: Where both go.
+        drafts: Whether a head is needed.
+
+    Raises:
+        CheckpointError: Either is not complete, or they do not fit.
+    """
+    checkpoint = open_checkpoint(locate_checkpoint(name))
+    plan = _head_plan(checkpoint, head) if drafts else None
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else _stored_dtype(checkpoint)
+    trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype, device=device)
+    built = build_head(plan, text_config_of(checkpoint), dtype=dtype).to(device).eval() if plan else None
+    facts = {"model": name, "head": (head or "its own") if plan else None}
+    return Subject(trunk, built, Chain.random_text(trunk.lm_head_VD.shape[0]), checkpoint, facts)
+
+
+def _head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
+    if head is None:
+        return native_plan(checkpoint, "auto")
+    for directory in (Path(head), Path(head) / "head"):
+        if (directory / HEAD_CONFIG_FILE).is_file():
+            artifact = load_artifact(directory)
+            if artifact.family.name != checkpoint.family.name:
+                raise CheckpointError(
+                    f"{directory}: a head for {artifact.family.title}; expected one for {checkpoint.family.title}. Use "
+                    "a head of this model."
+                )
+            return artifact_plan(artifact)
+    return graft_plan(checkpoint, open_checkpoint(locate_checkpoint(head)), "auto")
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    stored = {info.dtype for key, info in checkpoint.tensors.items() if key.endswith("embed_tokens.weight")}
+    return TORCH_DTYPES[sorted(stored)[0]]
+
+
+def shape_subject(name: str, *, dtype: torch.dtype | None, device: torch.device, seed: int) -> Subject:
+    """Build a model of random weights on its device, in its dtype, whose greedy text counts.
+
+    Random logits lie so close together that bf16 rounds a verify window to another text than plain decoding. Here
+    token v is followed by v + 1 by a wide margin, at the same cost: the embedding outweighs what the layers add, and
+    the output matrix is the embedding, one row further.
+
+    Args:
+        name: One of ``SHAPES``.
+        dtype: None for fp32 on a CPU and bf16 elsewhere.
+        device: Where the weights are made.
+        seed: Of the weights.
+    """
+    shape = SHAPES[name]
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    torch.manual_seed(seed)
+    trunk = _random_trunk(shape, dtype, device)
+    head = _random_head(trunk)
+    with torch.no_grad():
+        embedding_VD = trunk.causal_lm.get_input_embeddings().weight
+        trunk.lm_head_VD.copy_(embedding_VD.roll(1, dims=0))
+        embedding_VD.mul_(EMBEDDING_SCALE)
+    trunk.requires_grad_(False)
+    head.requires_grad_(False)
+    facts = {"model": f"{name}, random weights", "head": "random weights"}
+    return Subject(trunk, head, Chain.random_text(trunk.lm_head_VD.shape[0]), None, facts)
+
+
+def trained_subject(
+    name: str, num_steps: int, *, device: torch.device, seed: int, on_step: Callable[[], None]
+) -> Subject:
+    """Build a tiny model in fp32 and teach it, with its head, a chain: most of what it drafts is right."""
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    trunk = _random_trunk(SHAPES[name], torch.float32, device)
+    head = _random_head(trunk)
+    chain = Chain.one_cycle(trunk.lm_head_VD.shape[0], CHAIN_NOISE, generator)
+    loss = train(trunk, head, chain, num_steps, generator, on_step)
+    facts = {"model": f"{name}, trained for {num_steps} steps", "head": "trained with it", "last_loss": round(loss, 3)}
+    return Subject(trunk, head, chain, None, facts)
+
+
+def _random_trunk(shape: Shape, dtype: torch.dtype, device: torch.device) -> Trunk:
+    family: Family = next(family for family in FAMILIES if family.name == shape.family)
+    config = AutoConfig.for_model(family.model_types[0], **shape.fields)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return Trunk(model, family).eval()
+
+
+def _random_head(trunk: Trunk) -> MtpHead:
+    """Return a head of one module, its matrices drawn as transformers draws the trunk's, its norms the identity."""
+    weight = trunk.lm_head_VD
+    with torch.device(weight.device):
+        head = MtpHead(trunk.family, trunk.config, num_modules=1, convention=trunk.family.default)
+    for parameter in head.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=trunk.config.initializer_range)
+        # Parameters alone: buffers (a router's correction bias) stay in fp32.
+        parameter.data = parameter.data.to(weight.dtype)
+    return head.eval()
