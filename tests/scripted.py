@@ -1,23 +1,27 @@
-"""Drafters and measures for decoder tests: drafts that go as scripted, and how far a cache is off."""
+"""Drafters and measures for decoder tests: drafts that go as scripted, rounds by hand, and how far a cache is off."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from mtp_inference.decoder import SpeculativeDecoder
-from mtp_inference.draft import Drafter, make_drafter
-from mtp_inference.reference import plain_greedy
-from mtp_train.heads.module import MtpHead
+from mtp_inference import Sampling, plain_greedy
+from mtp_inference.batch import NO_TOKEN, Batch, RoundPlan
+from mtp_inference.cache import AttentionStore, WindowCache
+from mtp_inference.chooser import Chooser, Drafts
+from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
+from mtp_inference.recurrent_cache import RecurrentStore
 from mtp_train.heads.trunk import Trunk
 from tiny import VOCAB_SIZE
 
 STATE_TOLERANCE = 5e-5
 """On the tiny trunks, transformers' own states after 40 single tokens and after one forward differ by up to 1e-5."""
+
+PlainTexts = Mapping[tuple[int, ...], Sequence[int]]
 
 
 def random_prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -25,69 +29,169 @@ def random_prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-class ScriptedDrafter:
-    """Draft the plain text, with one wrong token where the script says.
+def plain_texts(trunk: Trunk, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[tuple[int, ...], list[int]]:
+    """Return the plain continuation of every prompt."""
+    return {tuple(prompt): plain_greedy(trunk, prompt, num_tokens, ()) for prompt in prompts}
 
-    Beside it a real drafter sees the same rows; what it would have drafted is in ``real_drafts``.
+
+class ScriptedDrafting:
+    """Draft the plain texts, with one wrong token where the script says. Waits for the device.
 
     Args:
-        text: Prompt and plain continuation.
-        accepted: Drafts to get right in each round, repeated for ever.
-        real: The drafter that goes along.
+        texts: The plain continuation of every prompt that may come, some drafts longer than what will be committed.
+        num_right: Drafts to get right in each round, repeated for ever; the text that is listed as the n-th begins with
+            the n-th of them, so that the rows of a batch go apart.
+        beside: Makes a real drafter that sees the same rows; what it would have drafted is in ``real_drafts``.
     """
 
-    def __init__(self, text: Sequence[int], accepted: Sequence[int], real: Drafter) -> None:
-        self.text = list(text)
-        self.accepted = accepted
-        self.real = real
+    def __init__(self, texts: PlainTexts, num_right: Sequence[int], beside: DrafterMaker | None = None) -> None:
+        self.texts = texts
+        self.num_right = num_right
+        self.beside = beside
         self.real_drafts: list[Tensor] = []
-        self.num_rounds = 0
-        self.num_committed = 1
 
-    def extend(self, hidden_BTD: Tensor, next_tokens_BT: Tensor) -> None:
-        self.num_committed += next_tokens_BT.shape[1]
-        self.real.extend(hidden_BTD, next_tokens_BT)
+    def check(self, trunk: Trunk, depth: int) -> None:
+        if self.beside is not None:
+            self.beside.check(trunk, depth)
 
-    def draft(self, depth: int) -> Tensor:
-        self.real_drafts.append(self.real.draft(depth))
-        drafts = self.text[self.num_committed : self.num_committed + depth]
+    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
+        real = None if self.beside is None else self.beside.make(trunk, size, depth)
+        return ScriptedDrafter(self, size.num_rows, real)
+
+
+class ScriptedDrafter:
+    """Know every row's text and how much of it is committed."""
+
+    def __init__(self, script: ScriptedDrafting, num_rows: int, real: Drafter | None) -> None:
+        self.script = script
+        self.real = real
+        self.text: list[Sequence[int]] = [()] * num_rows
+        self.committed = [0] * num_rows
+        self.num_drafts = [0] * num_rows
+
+    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
+        known = list(self.script.texts)
+        for row, prompt in enumerate(prompt_RT.tolist(), start=rows.start):
+            self.text[row] = self.script.texts[tuple(prompt)]
+            self.committed[row] = 1
+            self.num_drafts[row] = known.index(tuple(prompt))
+        if self.real is not None:
+            self.real.start(rows, hidden_RTD, prompt_RT, first_R)
+
+    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
+        self.committed = [known + kept for known, kept in zip(self.committed, num_kept_B.tolist(), strict=True)]
+        if self.real is not None:
+            self.real.extend(hidden_BTD, tokens_BT, num_kept_B)
+
+    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+        if self.real is not None:
+            self.script.real_drafts.append(self.real.draft(depth, place, chooser).tokens_BK)
+        return Drafts(torch.tensor([self._draft_row(row, depth) for row in range(len(self.text))]))
+
+    def settle(self, place: Place) -> None:
+        if self.real is not None:
+            self.real.settle(place)
+
+    def _draft_row(self, row: int, depth: int) -> list[int]:
+        if not self.text[row]:
+            return [0] * depth
+        drafts = list(self.text[row][self.committed[row] : self.committed[row] + depth])
         assert len(drafts) == depth, "the scripted text is too short"
-        num_right = self.accepted[self.num_rounds % len(self.accepted)]
+        num_right = self.script.num_right[self.num_drafts[row] % len(self.script.num_right)]
         if num_right < depth:
             drafts[num_right] = (drafts[num_right] + 1) % VOCAB_SIZE
-        self.num_rounds += 1
-        return torch.tensor([drafts])
+        self.num_drafts[row] += 1
+        return drafts
 
 
-class ScriptedDecoder(SpeculativeDecoder):
-    """A decoder whose drafts are right or wrong as scripted, for one prompt."""
+class RandomDrafting:
+    """Draft any tokens, whatever the text."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def check(self, trunk: Trunk, depth: int) -> None:
+        pass
+
+    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
+        return self
+
+    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
+        pass
+
+    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
+        pass
+
+    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+        return Drafts(torch.randint(VOCAB_SIZE, (len(place.last_B), depth), generator=self.generator))
+
+    def settle(self, place: Place) -> None:
+        pass
+
+
+class BatchRun:
+    """A batch whose rounds the test plans itself, one row per prompt, none of which ends.
+
+    Args:
+        trunk: The trunk.
+        drafting: What drafts, None for nothing.
+        prompts: One for each row; of any lengths.
+        depth: Deepest draft that will be asked for.
+        prefill_chunk: Prompt tokens of one forward.
+    """
+
+    MOST_PENDING = 32
 
     def __init__(
         self,
         trunk: Trunk,
-        head: MtpHead,
+        drafting: DrafterMaker | None,
+        prompts: Sequence[Sequence[int]],
         depth: int,
-        *,
-        prompt: Sequence[int],
-        accepted: Sequence[int],
-        eos_ids: Sequence[int] = (),
-        num_text_tokens: int = 60,
+        prefill_chunk: int = 16,
     ) -> None:
-        self.plain = plain_greedy(trunk, prompt, num_text_tokens, ())
-        self.text = [*prompt, *self.plain]
-        self.accepted = accepted
-        super().__init__(trunk, head, depth, eos_ids)
+        num_rows, capacity = len(prompts), 128
+        self.cache = WindowCache(trunk.config, num_rows=num_rows, capacity=capacity, max_window=max(prefill_chunk, 8))
+        size = Size(num_rows, capacity, self.MOST_PENDING + depth + 1)
+        self.drafter = None if drafting is None else drafting.make(trunk, size, depth)
+        self.batch = Batch(trunk, self.drafter, greedy_chooser(num_rows), self.cache, prefill_chunk, num_stops=1)
+        self.batch.depth_B.fill_(depth)
+        self.tokens = [list(prompt) for prompt in prompts]
+        self.pending = [1] * num_rows
+        for row, prompt in enumerate(prompts):
+            endless, no_stop = torch.tensor([capacity]), torch.tensor([[NO_TOKEN]])
+            first_R = self.batch.prefill(slice(row, row + 1), torch.tensor([prompt]), endless, no_stop)
+            self.tokens[row] += first_R.tolist()
 
-    def new_drafter(self) -> Drafter | None:
-        assert self.head is not None
-        return ScriptedDrafter(self.text, self.accepted, make_drafter(self.trunk, self.head, self.depth))
+    def run_round(self, depth: int) -> None:
+        """Run a round; a round without drafts leaves what is committed pending."""
+        for row, (*tokens, num_kept, _, _) in enumerate(self.batch.run_round(self.plan(depth)).tolist()):
+            self.tokens[row] += tokens[:num_kept]
+            self.pending[row] = num_kept + (0 if depth else self.pending[row])
+
+    def settle(self) -> None:
+        """Let the drafter take in what is pending."""
+        self.batch.settle(self.plan(0))
+        self.pending = [0] * len(self.pending)
+
+    def plan(self, depth: int) -> RoundPlan:
+        """Return the plan of a round, its bounds as tight as they can be."""
+        lengths = [len(tokens) for tokens in self.tokens]
+        start = lengths[0] - 1 if len(set(lengths)) == 1 else None
+        return RoundPlan(depth, max(lengths) + depth, max(self.pending), self.MOST_PENDING, start)
 
 
-def state_errors(cache: Cache, trunk: Trunk, tokens: Sequence[int]) -> dict[str, float]:
-    """Compare a cache with transformers' own after one plain forward over ``tokens``.
+def greedy_chooser(num_rows: int) -> Chooser:
+    """Return the choices of a batch that decodes greedily."""
+    device = torch.device("cpu")
+    return Chooser([Sampling()] * num_rows, "argmax", vocab_size=VOCAB_SIZE, device=device, penalises=False)
+
+
+def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: int = 0) -> dict[str, float]:
+    """Compare one row of a cache with transformers' own after one plain forward over ``tokens``.
 
     Returns:
-        The largest difference of each kind of state, relative to the largest value; infinite where shapes differ.
+        The largest difference of each kind of state, relative to the largest value.
     """
     plain = DynamicCache(config=trunk.config)
     with torch.inference_mode():
@@ -95,18 +199,21 @@ def state_errors(cache: Cache, trunk: Trunk, tokens: Sequence[int]) -> dict[str,
     errors: dict[str, float] = {}
 
     def note(kind: str, ours: Tensor, expected: Tensor) -> None:
-        same_shape = ours.shape == expected.shape
-        error = float((ours - expected).abs().max() / expected.abs().max()) if same_shape else float("inf")
+        assert ours.shape == expected.shape, kind
+        error = float((ours - expected).abs().max() / expected.abs().max())
         errors[kind] = max(error, errors.get(kind, 0.0))
 
     for ours, expected in zip(cache.layers, plain.layers, strict=True):
-        if isinstance(expected, LinearAttentionLayer):
-            conv = ours.conv_states[0]
-            # transformers pads the inputs of short texts on the left, a recording layer does not.
-            padded = torch.nn.functional.pad(conv, (expected.conv_states[0].shape[-1] - conv.shape[-1], 0))
-            note("conv", padded, expected.conv_states[0])
-            note("recurrent", ours.recurrent_states[0], expected.recurrent_states[0])
+        if isinstance(ours, RecurrentStore):
+            assert isinstance(expected, LinearAttentionLayer)
+            assert ours.conv_BCW is not None
+            assert ours.state_BHKV is not None
+            note("conv", ours.conv_BCW[row], expected.conv_states[0][0])
+            note("recurrent", ours.state_BHKV[row], expected.recurrent_states[0][0])
         else:
-            note("keys", ours.keys, expected.keys)
-            note("values", ours.values, expected.values)
+            assert isinstance(ours, AttentionStore)
+            # A sliding layer of transformers' holds the last positions only.
+            slots = torch.arange(len(tokens) - expected.keys.shape[2], len(tokens)) % ours.size
+            note("keys", ours.keys[row, :, slots], expected.keys[0])
+            note("values", ours.values[row, :, slots], expected.values[0])
     return errors

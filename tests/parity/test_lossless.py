@@ -2,87 +2,197 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
+
 import pytest
 import torch
+from torch import Tensor
 
-import mtp_inference.decoder
-from mtp_inference import SpeculativeDecoder, compare, plain_greedy
-from mtp_inference.cache import RollbackCache
-from scripted import STATE_TOLERANCE, ScriptedDecoder, random_prompt, state_errors
-from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
+import mtp_inference.verify
+from mtp_inference import HeadDrafting, Request, SpeculativeDecoder, compare, plain_greedy
+from mtp_inference.draft import DrafterMaker
+from mtp_inference.recurrent import DeltaWindow, Undecided
+from mtp_inference.recurrent_cache import RecurrentLayers, RecurrentStore
+from mtp_train.heads.trunk import Trunk
+from scripted import (
+    STATE_TOLERANCE,
+    BatchRun,
+    PlainTexts,
+    RandomDrafting,
+    ScriptedDrafting,
+    plain_texts,
+    random_prompt,
+    state_errors,
+)
+from tiny import CACHE_KINDS, FAMILY_NAMES, chained_head, tiny_head, tiny_trunk
 
 NEW_TOKENS = 24
+# The last goes beyond the window of the sliding trunks.
+PROMPTS = [random_prompt(4, seed=1), random_prompt(1, seed=2), random_prompt(11, seed=3)]
+BATCHES = {"alone": PROMPTS[:1], "together": PROMPTS}
 # Drafts to get right per round; 9 means all, whatever the depth.
-SCRIPTS = {"always_right": [9], "always_wrong": [0], "alternating": [9, 0], "mixed": [1, 9, 0, 2, 0, 3, 9, 9, 1]}
+SCRIPTS = {"always_right": [9], "always_wrong": [0], "mixed": [1, 9, 0, 2, 0, 3, 9, 9, 1]}
+DRAFTERS = [*SCRIPTS, "random", "head", "chained_head"]
+HEADS = {"full": ("head", "chained_head"), "sliding": (), "mixed": ()}
+CASES = [
+    (kind, drafter)
+    for kind in CACHE_KINDS
+    for drafter in DRAFTERS
+    if "head" not in drafter or drafter in HEADS.get(kind, ("head",))
+]
+
+
+@cache
+def trunk_and_texts(kind: str) -> tuple[Trunk, dict[tuple[int, ...], list[int]]]:
+    """Return a trunk and the plain texts of the prompts, longer than what is asked for by the drafts of two rounds."""
+    trunk = tiny_trunk(CACHE_KINDS[kind])
+    texts = plain_texts(trunk, PROMPTS, NEW_TOKENS + 16)
+    assert all(len(set(text[:NEW_TOKENS])) >= 6 for text in texts.values()), "a text that loops proves little"
+    return trunk, texts
+
+
+def drafting(name: str, trunk: Trunk, texts: PlainTexts) -> DrafterMaker:
+    if name == "random":
+        return RandomDrafting()
+    if name in SCRIPTS:
+        return ScriptedDrafting(texts, SCRIPTS[name])
+    return HeadDrafting(tiny_head(trunk) if name == "head" else chained_head(trunk, 7))
+
+
+def assert_plain(token_ids: Sequence[int], prompt: Sequence[int], trunk: Trunk, texts: PlainTexts) -> None:
+    plain = texts[tuple(prompt)][: len(token_ids)]
+    assert compare(token_ids, plain, trunk, prompt).verdict == "identical"
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("kind", "drafter"), CASES)
+def test_no_drafter_changes_the_text_at_any_depth(kind: str, drafter: str, batch: str) -> None:
+    trunk, texts = trunk_and_texts(kind)
+    prompts = BATCHES[batch]
+    for depth in range(8):
+        results = SpeculativeDecoder(trunk, drafting(drafter, trunk, texts), depth, ()).generate(prompts, NEW_TOKENS)
+        for prompt, result in zip(prompts, results, strict=True):
+            assert len(result.token_ids) == NEW_TOKENS
+            assert_plain(result.token_ids, prompt, trunk, texts)
+            if drafter == "always_right":
+                assert result.num_accepted_tokens == result.num_draft_tokens == depth * result.rounds
+            elif drafter == "always_wrong":
+                assert result.num_accepted_tokens == 0
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_greedy_speculative_equals_plain(family_name: str, tied: bool) -> None:
+def test_the_head_of_any_trunk_changes_no_text(family_name: str, tied: bool) -> None:
     for seed, num_prompt_tokens in enumerate((1, 2, 3, 9)):
         trunk = tiny_trunk(family_name, seed, tied)
-        head = tiny_head(trunk, seed)
         prompt = random_prompt(num_prompt_tokens, seed)
         plain = plain_greedy(trunk, prompt, NEW_TOKENS, ())
         assert len(set(plain)) >= 6, "a text that loops proves little"
-        for depth in range(8) if num_prompt_tokens == 9 else (0, 3):
-            result = SpeculativeDecoder(trunk, head, depth, ()).generate(prompt, NEW_TOKENS)
-            assert compare(result.token_ids, plain, trunk, prompt).verdict == "identical", (seed, depth)
+        (result,) = SpeculativeDecoder(trunk, tiny_head(trunk, seed), 3, ()).generate([prompt], NEW_TOKENS)
+        assert compare(result.token_ids, plain, trunk, prompt).verdict == "identical", seed
 
 
-@pytest.mark.parametrize("depth", range(1, 8))
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_no_drafter_changes_the_text(family_name: str, script: str, depth: int) -> None:
-    trunk = tiny_trunk(family_name, seed=depth)
-    accepted = [min(depth, num_right) for num_right in SCRIPTS[script]]
-    prompt = random_prompt(4, seed=depth)
-    decoder = ScriptedDecoder(trunk, tiny_head(trunk), depth, prompt=prompt, accepted=accepted, num_text_tokens=40)
-    result = decoder.generate(prompt, NEW_TOKENS)
-    assert list(result.token_ids) == decoder.plain[:NEW_TOKENS]
-    rounds = [accepted[index % len(accepted)] for index in range(result.rounds)]
-    assert result.num_draft_tokens == depth * result.rounds
-    assert result.num_accepted_tokens == sum(rounds), "the script was not followed"
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+def test_rows_that_change_hands_keep_nothing_of_the_text_before(kind: str) -> None:
+    trunk, texts = trunk_and_texts(kind)
+    decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, SCRIPTS["mixed"]), 4, (), max_batch=2, prefill_chunk=3)
+    # More requests than rows, of many lengths and depths; the same rows serve the second call as well.
+    shapes = [(2, 13, 4), (0, 24, 2), (1, 5, 0), (1, 24, 4), (2, 1, 3), (0, 9, 1)]
+    requests = [Request(prompt_ids=PROMPTS[which], max_new_tokens=new, depth=k) for which, new, k in shapes]
+    for _ in range(2):
+        for request, result in zip(requests, decoder.generate(requests), strict=True):
+            assert len(result.token_ids) == request.max_new_tokens
+            assert_plain(result.token_ids, request.prompt_ids, trunk, texts)
+            assert result.num_draft_tokens == result.rounds * (request.depth or 0)
 
 
-def run_rounds(family_name: str, depths: list[int], script: str) -> tuple[bool, list[dict[str, float]]]:
-    """Decode nine rounds as scripted; say whether the text is plain, and the state's errors after each round."""
-    trunk = tiny_trunk(family_name, seed=2)
-    prompt = random_prompt(2, seed=2)
-    decoder = ScriptedDecoder(trunk, tiny_head(trunk), max(depths), prompt=prompt, accepted=SCRIPTS[script])
-    state = decoder.prefill(prompt)
+def run_rounds(
+    kind: str, depths: Sequence[int], after_round: Callable[[BatchRun, int], None] | None = None
+) -> tuple[bool, list[list[dict[str, float]]]]:
+    """Decode eight rounds of a ragged batch; say whether the texts are plain; return every row's errors by round."""
+    trunk, texts = trunk_and_texts(kind)
+    run = BatchRun(trunk, ScriptedDrafting(texts, SCRIPTS["mixed"]), PROMPTS, max(depths))
     errors = []
-    for index in range(9):
-        decoder.run_round(state, depths[index % len(depths)])
-        errors.append(state_errors(state.trunk_cache, trunk, state.tokens[:-1]))
-    return state.new_tokens == decoder.plain[: len(state.new_tokens)], errors
+    for index in range(8):
+        run.run_round(depths[index % len(depths)])
+        if after_round is not None:
+            after_round(run, depths[index % len(depths)])
+        errors.append([state_errors(run.cache, trunk, text[:-1], row) for row, text in enumerate(run.tokens)])
+    plain = [[*prompt, *texts[tuple(prompt)]] for prompt in PROMPTS]
+    return all(ours == text[: len(ours)] for ours, text in zip(run.tokens, plain, strict=True)), errors
 
 
-# The last changes depth from round to round: a round without drafts follows an accepting one.
-@pytest.mark.parametrize("depths", [[1], [3], [7], [3, 0, 0, 2, 0, 5]], ids=str)
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_every_round_leaves_the_state_of_a_plain_forward(family_name: str, depths: list[int]) -> None:
-    is_plain, rounds = run_rounds(family_name, depths, "mixed")
+# The last changes depth from round to round: rounds without drafts follow accepting ones.
+@pytest.mark.parametrize("depths", [[1], [3], [7, 0], [3, 0, 0, 2, 0, 5]], ids=str)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+def test_every_round_leaves_the_states_of_a_plain_forward(kind: str, depths: list[int]) -> None:
+    is_plain, rounds = run_rounds(kind, depths)
     assert is_plain
-    for index, errors in enumerate(rounds):
-        assert max(errors.values()) < STATE_TOLERANCE, (index, errors)
+    for index, rows in enumerate(rounds):
+        for row, errors in enumerate(rows):
+            assert max(errors.values()) < STATE_TOLERANCE, (index, row, errors)
 
 
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_without_rollback_the_text_and_every_state_are_wrong(family_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = RollbackCache.commit
-    monkeypatch.setattr(RollbackCache, "commit", lambda cache, num_rejected: commit(cache, num_rejected=0))
-    is_plain, rounds = run_rounds(family_name, [3], "alternating")
-    assert not is_plain
-    assert min(rounds[-1].values()) > 1000 * STATE_TOLERANCE, rounds[-1]
-
-
-def test_accepting_a_wrong_draft_changes_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def commit_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave what rejected drafts added in the recurrent state."""
+    commit = DeltaWindow.commit
     monkeypatch.setattr(
-        mtp_inference.decoder, "accept_greedy", lambda drafts, _: torch.full(drafts.shape[:-1], drafts.shape[-1])
+        DeltaWindow, "commit", lambda window, num_kept_B, out: commit(window, torch.full_like(num_kept_B, 4), out)
     )
-    trunk = tiny_trunk("qwen3_5")
-    prompt = random_prompt(4)
-    result = SpeculativeDecoder(trunk, tiny_head(trunk), 3, ()).generate(prompt, NEW_TOKENS)
-    plain = plain_greedy(trunk, prompt, NEW_TOKENS, ())
-    assert compare(result.token_ids, plain, trunk, prompt).verdict == "divergence"
+
+
+def keep_the_last_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the inputs of rejected drafts in the convolution."""
+    commit, take = RecurrentLayers.commit, RecurrentStore.take_window
+    seen: dict[int, Tensor] = {}
+
+    def remember(store: RecurrentStore) -> tuple[Tensor, Tensor | Undecided]:
+        conv, state = take(store)
+        seen[id(store)] = conv
+        return conv, state
+
+    def spoil(layers: RecurrentLayers, num_kept_B: Tensor | None) -> None:
+        commit(layers, num_kept_B)
+        for store in layers.stores if num_kept_B is not None else []:
+            assert store.conv_BCW is not None
+            store.conv_BCW.copy_(seen[id(store)][..., -store.conv_BCW.shape[-1] :])
+
+    monkeypatch.setattr(RecurrentStore, "take_window", remember)
+    monkeypatch.setattr(RecurrentLayers, "commit", spoil)
+
+
+@pytest.mark.parametrize(
+    ("broken", "spoil"), [("recurrent", commit_everything), ("conv", keep_the_last_inputs)], ids=["recurrent", "conv"]
+)
+def test_a_state_that_keeps_rejected_drafts_is_found(
+    broken: str, spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch)
+    is_plain, rounds = run_rounds("recurrent", [3])
+    assert not is_plain
+    assert max(errors[broken] for rows in rounds for errors in rows) > 1000 * STATE_TOLERANCE
+
+
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+def test_positions_that_count_rejected_drafts_are_found(kind: str) -> None:
+    lengths = [len(prompt) for prompt in PROMPTS]
+
+    def stay_behind_the_drafts(run: BatchRun, depth: int) -> None:
+        for row in range(len(lengths)):
+            lengths[row] += depth + 1
+        run.batch.length_B.copy_(torch.tensor(lengths))
+
+    is_plain, rounds = run_rounds(kind, [3], stay_behind_the_drafts)
+    assert not is_plain
+    assert max(errors["keys"] for rows in rounds for errors in rows) > 1000 * STATE_TOLERANCE
+
+
+def test_accepting_a_wrong_draft_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        mtp_inference.verify, "accept_greedy", lambda drafts, _: torch.full(drafts.shape[:-1], drafts.shape[-1])
+    )
+    trunk, texts = trunk_and_texts("recurrent")
+    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 3, ()).generate(PROMPTS[:1], NEW_TOKENS)
+    plain = texts[tuple(PROMPTS[0])][:NEW_TOKENS]
+    assert compare(result.token_ids, plain, trunk, PROMPTS[0]).verdict == "divergence"

@@ -2,102 +2,194 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import pytest
 import torch
 
-from mtp_inference import SpeculativeDecoder, compare, generate_equal_length, plain_greedy
-from mtp_inference.draft import make_drafter
+import mtp_inference.head_drafter
+import mtp_inference.session
+from mtp_inference import (
+    GenerationResult,
+    HeadDrafting,
+    Request,
+    Sampling,
+    SpeculativeDecoder,
+    compare,
+    generate_equal_length,
+    plain_greedy,
+)
+from mtp_inference.draft import Place, Size
+from mtp_inference.head_drafter import ChainedDrafter, RecursiveDrafter
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step, unroll
 from mtp_train.heads.trunk import Trunk
-from scripted import ScriptedDecoder, ScriptedDrafter, random_prompt
-from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
+from scripted import BatchRun, ScriptedDrafting, greedy_chooser, plain_texts, random_prompt
+from tiny import FAMILY_NAMES, chained_head, tiny_head, tiny_trunk
 
 PROMPT = random_prompt(5)
+OTHER_PROMPT = random_prompt(8, seed=1)
+Texts = dict[tuple[int, ...], list[int]]
+Decode = Callable[..., GenerationResult]
 
 
-def scripted(accepted: Sequence[int], depth: int = 3, eos_ids: Sequence[int] = ()) -> ScriptedDecoder:
-    trunk = tiny_trunk("glm4_moe")
-    return ScriptedDecoder(trunk, tiny_head(trunk), depth, prompt=PROMPT, accepted=accepted, eos_ids=eos_ids)
+@pytest.fixture(scope="module")
+def trunk() -> Trunk:
+    return tiny_trunk("glm4_moe")
 
 
-def test_counts_are_marginal_and_leave_the_first_token_out() -> None:
-    result = scripted([2, 0, 3]).generate(PROMPT, max_new_tokens=9)
+@pytest.fixture(scope="module")
+def texts(trunk: Trunk) -> Texts:
+    return plain_texts(trunk, [PROMPT, OTHER_PROMPT], 60)
+
+
+@pytest.fixture(scope="module")
+def plain(texts: Texts) -> list[int]:
+    return texts[tuple(PROMPT)]
+
+
+@pytest.fixture
+def scripted(trunk: Trunk, texts: Texts) -> Decode:
+    """Decode the prompt at depth 3, alone and beside another one that goes on for longer; nothing may differ."""
+
+    def decode(num_right: Sequence[int], max_new_tokens: int, eos_ids: Sequence[int] = ()) -> GenerationResult:
+        decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, num_right), 3, ())
+        request = Request(prompt_ids=PROMPT, max_new_tokens=max_new_tokens, stop_token_ids=frozenset(eos_ids))
+        longer = Request(prompt_ids=OTHER_PROMPT, max_new_tokens=20)
+        result, _ = decoder.generate([request, longer])
+        (alone,) = decoder.generate([request])
+        assert (result.token_ids, counts(result)) == (alone.token_ids, counts(alone))
+        return result
+
+    return decode
+
+
+def counts(result: GenerationResult) -> tuple[int, int, tuple[int, ...]]:
+    return result.rounds, result.num_draft_tokens, result.accepted_per_pos
+
+
+def test_counts_are_marginal_and_leave_the_first_token_out(scripted: Decode) -> None:
+    result = scripted([2, 0, 3], max_new_tokens=9)
     # 1 from prefill, then 3 + 1 + 4.
     assert len(result.token_ids) == 9
-    assert (result.rounds, result.num_draft_tokens, result.accepted_per_pos) == (3, 9, (2, 2, 1))
-    assert result.num_accepted_tokens == 5
+    assert counts(result) == (3, 9, (2, 2, 1))
+    assert (result.num_drafts, result.num_accepted_tokens, result.finish_reason) == (3, 5, "length")
 
 
-def test_a_limit_inside_a_draft_cuts_the_text_and_not_the_counts() -> None:
-    decoder = scripted([2, 0, 3])
-    result = decoder.generate(PROMPT, max_new_tokens=6)
-    assert list(result.token_ids) == decoder.plain[:6]
-    assert (result.rounds, result.num_draft_tokens, result.accepted_per_pos) == (3, 9, (2, 2, 1))
-
-
-def test_eos_inside_a_draft_ends_the_text_and_not_the_counts() -> None:
-    plain = scripted([3]).plain
-    # The first of three drafts that the second round accepts.
-    assert plain[5] not in plain[:5]
-    result = scripted([3], eos_ids=[plain[5]]).generate(PROMPT, max_new_tokens=40)
+def test_a_limit_inside_a_draft_cuts_the_text_and_not_the_counts(scripted: Decode, plain: list[int]) -> None:
+    result = scripted([2, 0, 3], max_new_tokens=6)
     assert list(result.token_ids) == plain[:6]
-    assert (result.rounds, result.num_draft_tokens, result.accepted_per_pos) == (2, 6, (2, 2, 2))
+    assert counts(result) == (3, 9, (2, 2, 1))
+
+
+def test_eos_inside_a_draft_ends_the_text_and_not_the_counts(scripted: Decode, plain: list[int]) -> None:
+    # The first of three drafts that the second round accepts.
+    assert {plain[5], plain[7]}.isdisjoint(plain[:5])
+    result = scripted([3], max_new_tokens=40, eos_ids=[plain[5], plain[7]])
+    assert list(result.token_ids) == plain[:6]
+    assert result.finish_reason == "stop"
+    assert counts(result) == (2, 6, (2, 2, 2))
 
 
 @pytest.mark.parametrize("case", ["eos", "limit"])
-def test_a_text_that_ends_at_prefill_has_no_round(case: str) -> None:
-    plain = scripted([3]).plain
-    decoder = scripted([3], eos_ids=plain[:1] if case == "eos" else [])
-    result = decoder.generate(PROMPT, max_new_tokens=1 if case == "limit" else 40)
+def test_a_text_that_ends_at_prefill_has_no_round(case: str, scripted: Decode, plain: list[int]) -> None:
+    limit, eos_ids = (1, []) if case == "limit" else (40, plain[:1])
+    result = scripted([3], limit, eos_ids)
     assert list(result.token_ids) == plain[:1]
-    assert (result.rounds, result.num_draft_tokens, result.accepted_per_pos) == (0, 0, (0, 0, 0))
+    assert result.finish_reason == ("stop" if case == "eos" else "length")
+    assert counts(result) == (0, 0, (0, 0, 0))
 
 
-@pytest.mark.parametrize(("with_head", "depth"), [(True, 0), (False, 3)])
-def test_plain_decoding_drafts_nothing(with_head: bool, depth: int) -> None:
+def test_the_decoders_eos_ends_texts_as_a_requests_does(trunk: Trunk, plain: list[int]) -> None:
+    request = Request(prompt_ids=PROMPT, max_new_tokens=20, stop_token_ids=frozenset([plain[9]]))
+    for eos, length in ((plain[5], 6), (plain[22], 10)):
+        (result,) = SpeculativeDecoder(trunk, None, 0, [eos]).generate([request])
+        assert list(result.token_ids) == plain[:length]
+
+
+@pytest.mark.parametrize(("with_head", "depth", "mtp"), [(True, 0, "on"), (False, 3, "on"), (True, 3, "off")])
+def test_plain_decoding_drafts_nothing(with_head: bool, depth: int, mtp: str) -> None:
     trunk = tiny_trunk("qwen3_5")
     decoder = SpeculativeDecoder(trunk, tiny_head(trunk) if with_head else None, depth, ())
-    result = decoder.generate(PROMPT, max_new_tokens=8)
+    (result,) = decoder.generate([Request(prompt_ids=PROMPT, max_new_tokens=8, mtp=mtp)])
     assert list(result.token_ids) == plain_greedy(trunk, PROMPT, 8, ())
-    assert (result.rounds, result.num_draft_tokens, result.accepted_per_pos) == (7, 0, ())
+    assert counts(result) == (7, 0, ())
 
 
-def test_results_pool_as_prompt_counts() -> None:
-    counts = scripted([2, 0, 3]).generate(PROMPT, max_new_tokens=6).counts("a")
-    assert (counts.prompt_id, counts.rounds, counts.num_draft_tokens, counts.new_tokens) == ("a", 3, 9, 6)
-    assert counts.accepted_per_pos == (2, 2, 1)
-    assert counts.seconds is not None
-    assert counts.seconds > 0
+def test_each_row_drafts_as_deep_as_its_request_says(trunk: Trunk, texts: Texts) -> None:
+    decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, [9]), 2, ())
+    requests = [Request(prompt_ids=PROMPT, max_new_tokens=13, depth=depth) for depth in (None, 0, 1, 5)]
+    assert [counts(result) for result in decoder.generate(requests)] == [
+        (4, 8, (4, 4)),
+        (12, 0, ()),
+        (6, 6, (6,)),
+        (2, 10, (2, 2, 2, 2, 2)),
+    ]
 
 
-def test_bad_requests_are_refused() -> None:
-    trunk = tiny_trunk("glm4_moe")
+def test_results_pool_as_prompt_counts(scripted: Decode) -> None:
+    pooled = scripted([2, 0, 3], max_new_tokens=6).counts("a")
+    assert (pooled.prompt_id, pooled.rounds, pooled.num_draft_tokens, pooled.new_tokens) == ("a", 3, 9, 6)
+    assert pooled.accepted_per_pos == (2, 2, 1)
+    assert pooled.seconds is not None
+    assert pooled.seconds > 0
+
+
+def test_chunks_of_a_request_make_up_its_result(trunk: Trunk, texts: Texts) -> None:
+    decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, [2, 0, 3]), 3, (), max_batch=1)
+    requests = [Request(prompt_ids=prompt, max_new_tokens=9) for prompt in (PROMPT, OTHER_PROMPT)]
+    chunks = list(decoder.stream(requests))
+    for index, prompt in enumerate((PROMPT, OTHER_PROMPT)):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        assert [token for chunk in own for token in chunk.token_ids] == texts[tuple(prompt)][:9]
+        assert [chunk.result is None for chunk in own] == [True] * (len(own) - 1) + [False]
+    # A script that starts one further on for the second text: 1 from prefill, then 3 + 1 + 4, or 1 + 4 + 3.
+    assert [len(chunk.token_ids) for chunk in chunks if chunk.index == 0] == [1, 3, 1, 4]
+    assert [len(chunk.token_ids) for chunk in chunks if chunk.index == 1] == [1, 1, 4, 3]
+
+
+def test_a_row_whose_text_has_ended_commits_nothing(trunk: Trunk, texts: Texts, plain: list[int]) -> None:
+    run = BatchRun(trunk, ScriptedDrafting(texts, [3]), [PROMPT, OTHER_PROMPT, PROMPT], 3)
+    other = texts[tuple(OTHER_PROMPT)]
+    assert plain[2] not in plain[:2]
+    # The first ends by a stop token and the second by its limit, both inside the first draft.
+    run.batch.stop_BN[0, 0] = plain[2]
+    run.batch.room_B[1] = 2
+    for _ in range(2):
+        run.run_round(3)
+    assert run.tokens == [PROMPT + plain[:5], OTHER_PROMPT + other[:5], PROMPT + plain[:9]]
+    assert run.batch.active_B.tolist() == [False, False, True]
+    assert run.batch.length_B.tolist() == [0, 0, len(PROMPT) + 8]
+
+
+def test_bad_requests_are_refused(trunk: Trunk) -> None:
     with pytest.raises(MtpError, match="depth: 8; expected 0 to 7"):
         SpeculativeDecoder(trunk, tiny_head(trunk), 8, ())
     decoder = SpeculativeDecoder(trunk, None, 0, ())
     with pytest.raises(MtpError, match="prompt: no token"):
-        decoder.generate([], 4)
+        decoder.generate([[]], 4)
     with pytest.raises(MtpError, match="max_new_tokens: 0"):
-        decoder.generate(PROMPT, 0)
+        decoder.generate([PROMPT], 0)
+    with pytest.raises(MtpError, match="max_new_tokens: none"):
+        decoder.generate([PROMPT])
+    request = Request(prompt_ids=PROMPT, max_new_tokens=4)
+    with pytest.raises(MtpError, match="requests and settings beside them"):
+        decoder.generate([request], sampling=Sampling())
+    with pytest.raises(MtpError, match="no tokenizer"):
+        decoder.generate([Request(prompt_ids=PROMPT, max_new_tokens=4, stop=("x",))])
     with pytest.raises(ValueError, match=r"prompts: lengths \[2, 3\]"):
         generate_equal_length(trunk, [[1, 2], [1, 2, 3]], 4, ())
 
 
-def chained(trunk: Trunk, num_modules: int) -> MtpHead:
-    """Return a head with a module for each depth, for a trunk whose family says so."""
-    trunk.family = dataclasses.replace(trunk.family, unroll="chained")
-    return tiny_head(trunk, num_modules=num_modules)
-
-
-def test_a_chained_head_is_not_drafted_past_its_modules() -> None:
-    trunk = tiny_trunk("glm4_moe")
+def test_a_chained_head_is_not_drafted_past_its_modules(trunk: Trunk) -> None:
+    head = chained_head(trunk, 2)
     with pytest.raises(UnsupportedModelError, match="depth: 3; expected at most 2"):
-        SpeculativeDecoder(trunk, chained(trunk, 2), 3, ())
+        SpeculativeDecoder(trunk, head, 3, ())
+    decoder = SpeculativeDecoder(trunk, head, 2, ())
+    with pytest.raises(UnsupportedModelError, match="depth: 4; expected at most 2"):
+        decoder.generate([Request(prompt_ids=PROMPT, max_new_tokens=4, depth=4)])
 
 
 def drafts_from_scratch(trunk: Trunk, head: MtpHead, tokens: Sequence[int], depth: int) -> list[int]:
@@ -138,68 +230,121 @@ def drafts_of_training(trunk: Trunk, head: MtpHead, tokens: Sequence[int], draft
     return [int(trunk.logits(output[0, len(tokens) - 2]).argmax()) for output in outputs]
 
 
-def checked_drafts(trunk: Trunk, head: MtpHead, prompt: Sequence[int], depths: Sequence[int]) -> list[list[int]]:
-    """Decode ten rounds, compare every draft with both recomputations, and return the drafts."""
-    decoder = ScriptedDecoder(trunk, head, 4, prompt=prompt, accepted=[4, 0, 1, 2, 3])
-    checked: list[list[int]] = []
-    with torch.inference_mode():
-        state = decoder.prefill(prompt)
-        assert isinstance(state.drafter, ScriptedDrafter)
-        for index in range(10):
-            depth, before = depths[index % len(depths)], list(state.tokens)
-            decoder.run_round(state, depth)
-            if depth:
-                drafts = state.drafter.real_drafts[-1][0].tolist()
-                assert drafts == drafts_from_scratch(trunk, head, before, depth), index
-                assert drafts == drafts_of_training(trunk, head, before, drafts), index
-                checked.append(drafts)
-    return checked
+def spied_drafts(trunk: Trunk, head: MtpHead, depths: Sequence[int]) -> list[list[tuple[list[int], list[int]]]]:
+    """Run rounds at given depths over a ragged batch, with as many drafts accepted as a script says.
+
+    Returns:
+        For each round with drafts and each row, the text before it and what the head drafted.
+    """
+    prompts = [random_prompt(num_tokens, seed=3) for num_tokens in (1, 6)]
+    script = ScriptedDrafting(plain_texts(trunk, prompts, 40), [4, 0, 1, 2, 3], HeadDrafting(head))
+    run = BatchRun(trunk, script, prompts, 4)
+    spied = []
+    for depth in depths:
+        before = [list(tokens) for tokens in run.tokens]
+        run.run_round(depth)
+        if depth:
+            spied.append(list(zip(before, script.real_drafts[-1].tolist(), strict=True)))
+    return spied
 
 
-@pytest.mark.parametrize("depths", [[4], [4, 0, 0, 2, 1, 0, 4, 3]], ids=["fixed", "changing"])
-@pytest.mark.parametrize("num_prompt_tokens", [1, 6])
+SCHEDULES = {"fixed": [4] * 4, "changing": [4, 0, 0, 2, 1, 0, 4, 3]}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
-    family_name: str, unroll_kind: str, num_prompt_tokens: int, depths: list[int]
+    family_name: str, unroll_kind: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if schedule == "changing":
+        # And prompts that the head reads in several calls.
+        monkeypatch.setattr(mtp_inference.head_drafter, "KEYS_CHUNK", 2)
     trunk = tiny_trunk(family_name)
-    head = tiny_head(trunk) if unroll_kind == "recursive" else chained(trunk, 4)
-    assert checked_drafts(trunk, head, random_prompt(num_prompt_tokens, seed=3), depths)
+    head = tiny_head(trunk) if unroll_kind == "recursive" else chained_head(trunk, 4)
+    with torch.inference_mode():
+        for index, rows in enumerate(spied_drafts(trunk, head, SCHEDULES[schedule])):
+            for tokens, drafts in rows:
+                assert drafts == drafts_from_scratch(trunk, head, tokens, len(drafts)), index
+                assert drafts == drafts_of_training(trunk, head, tokens, drafts), index
 
 
-def test_drafts_follow_the_heads_convention() -> None:
-    trunk = tiny_trunk("glm4_moe")
-    head = tiny_head(trunk)
-    default = checked_drafts(trunk, head, PROMPT[:1], [4])
+@pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
+def test_drafts_after_a_long_rest_are_those_of_a_full_recomputation(unroll_kind: str, trunk: Trunk) -> None:
+    head = tiny_head(trunk) if unroll_kind == "recursive" else chained_head(trunk, 4)
+    prompts = [random_prompt(num_tokens, seed=3) for num_tokens in (1, 6)]
+    script = ScriptedDrafting(plain_texts(trunk, prompts, 60), [9], HeadDrafting(head))
+    run = BatchRun(trunk, script, prompts, 4)
+    # More plain rounds than places for what they commit.
+    for _ in range(2):
+        for _ in range(20):
+            run.run_round(0)
+        run.settle()
+    run.run_round(0)
+    before = [list(tokens) for tokens in run.tokens]
+    run.run_round(4)
+    with torch.inference_mode():
+        expected = [drafts_from_scratch(trunk, head, tokens, 4) for tokens in before]
+    assert script.real_drafts[-1].tolist() == expected
+
+
+@pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
+def test_a_controller_that_rests_and_drafts_again_changes_nothing(
+    unroll_kind: str, trunk: Trunk, plain: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = cycle([3, 1, *[0] * 35])
+    monkeypatch.setattr(mtp_inference.session, "batch_depth", lambda *_: next(schedule))
+    head = tiny_head(trunk) if unroll_kind == "recursive" else chained_head(trunk, 3)
+    (result,) = SpeculativeDecoder(trunk, head, 3, ()).generate(
+        [Request(prompt_ids=PROMPT, max_new_tokens=50, mtp="auto")]
+    )
+    assert list(result.token_ids) == plain[:50]
+    assert result.num_draft_tokens == 8
+
+
+@pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
+def test_drafts_follow_the_heads_convention(unroll_kind: str, trunk: Trunk) -> None:
+    head = tiny_head(trunk) if unroll_kind == "recursive" else chained_head(trunk, 4)
+    default = spied_drafts(trunk, head, [4])
     # Recycles the state before the final norm and reads no embedding at position 0.
     head.convention = trunk.family.conventions["vllm"]
-    assert checked_drafts(trunk, head, PROMPT[:1], [4]) != default
+    (ours,) = spied_drafts(trunk, head, [4])
+    assert [ours] != default
+    with torch.inference_mode():
+        for tokens, drafts in ours:
+            assert drafts == drafts_from_scratch(trunk, head, tokens, 4)
 
 
-def test_a_stale_row_in_the_heads_cache_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    trunk = tiny_trunk("qwen3_5")
-    head = tiny_head(trunk)
-    text = random_prompt(24)
+def drafts_along(
+    drafter: RecursiveDrafter | ChainedDrafter, trunk: Trunk, text: Sequence[int], spoil: int
+) -> list[list[int]]:
+    """Draft after every fourth token of a text; ``spoil`` rows of each draft are taken for committed ones."""
     hidden_BTD = trunk.hidden(torch.tensor([text]))
-    drafted: dict[str, list[list[int]]] = {}
-    for name in ("right", "stale"):
-        drafter = make_drafter(trunk, head, 4)
-        if name == "stale":
-            monkeypatch.setattr(drafter.cache, "crop", lambda tokens_to_remove: None)
-        drafted[name] = []
-        for end in range(4, 24, 4):
-            drafter.extend(hidden_BTD[:, end - 4 : end], torch.tensor([text[end - 3 : end + 1]]))
-            drafted[name].append(drafter.draft(4)[0].tolist())
+    drafter.start(slice(0, 1), hidden_BTD[:, :4], torch.tensor([text[:4]]), torch.tensor([text[4]]))
+    drafted = []
+    for end in range(4, 24, 4):
+        place = Place(64, 4 if end > 4 else 1, torch.tensor([text[end]]), torch.tensor([end]))
+        drafted.append(drafter.draft(4, place, greedy_chooser(1)).tokens_BK[0].tolist())
+        drafter.pending.first_B += spoil
+        drafter.extend(hidden_BTD[:, end : end + 4], torch.tensor([text[end + 1 : end + 5]]), torch.tensor([4]))
+    return drafted
+
+
+@pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
+def test_a_stale_row_in_the_heads_cache_shows(unroll_kind: str) -> None:
+    trunk = tiny_trunk("qwen3_5")
+    head = tiny_head(trunk) if unroll_kind == "recursive" else chained_head(trunk, 4)
+    text = random_prompt(25)
     expected = [drafts_from_scratch(trunk, head, text[: end + 1], 4) for end in range(4, 24, 4)]
-    assert drafted["right"] == expected
-    assert drafted["stale"] != expected
+    for spoil, is_right in ((0, True), (1, False)):
+        drafter = HeadDrafting(head).make(trunk, Size(1, 64, 8), 4)
+        assert (drafts_along(drafter, trunk, text, spoil) == expected) is is_right, spoil
 
 
 def test_a_fp32_head_drafts_for_a_bf16_trunk() -> None:
     trunk = tiny_trunk("qwen3_5")
     head = tiny_head(trunk)
-    result = SpeculativeDecoder(trunk.bfloat16(), head, 3, ()).generate(PROMPT, max_new_tokens=8)
+    (result,) = SpeculativeDecoder(trunk.bfloat16(), head, 3, ()).generate([PROMPT], max_new_tokens=8)
     assert len(result.token_ids) == 8
     assert next(head.parameters()).dtype == torch.float32
 

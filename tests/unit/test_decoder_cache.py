@@ -1,141 +1,378 @@
-"""Rollback of every kind of state, window by window."""
+"""Every kind of state, window by window: what is kept, what is taken back, who sees what."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import MistralConfig
+from transformers import FalconH1Config
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from mtp_inference.cache import RecurrentLayer, RollbackCache
-from mtp_inference.recurrent import gated_delta_per_token, per_token_states
+from mtp_inference.cache import AttentionStore, WindowCache
+from mtp_inference.recurrent import (
+    MAX_WINDOW,
+    gated_delta_token,
+    gated_delta_window,
+    undecided_states,
+    window_conv,
+)
+from mtp_inference.recurrent_cache import RecurrentStore
+from mtp_inference.window import Window, attending_in_windows
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import FAMILIES
 from mtp_train.heads.trunk import Trunk
-from scripted import STATE_TOLERANCE, random_prompt, state_errors
-from tiny import FAMILY_NAMES, tiny_trunk
+from scripted import STATE_TOLERANCE, BatchRun, random_prompt, state_errors
+from tiny import CACHE_KINDS, SLIDING_WINDOW, tiny_trunk
 
-STATE_KINDS = {"qwen3_5": ["conv", "keys", "recurrent", "values"], "glm4_moe": ["keys", "values"]}
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+VALUE_HEADS = 4
+
+Inputs = dict[str, Tensor]
 
 
-def gated_delta_inputs(key_heads: int) -> dict[str, Tensor]:
-    """Two rows of five tokens, four value heads."""
-    generator = torch.Generator().manual_seed(0)
+def drawn(num_tokens: int, key_heads: int = 2) -> Inputs:
+    """Return the inputs of a Gated DeltaNet layer, two rows."""
+    generator = torch.Generator().manual_seed(num_tokens)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(2, *shape, generator=generator)
 
     return {
-        "query": draw(2, 5, key_heads, 8),
-        "key": draw(2, 5, key_heads, 8),
-        "value": draw(2, 5, 4, 6),
-        "g": -draw(2, 5, 4).abs(),
-        "beta": draw(2, 5, 4).sigmoid(),
-        "initial_state": draw(2, 4, 8, 6),
+        "query": draw(num_tokens, key_heads, 8),
+        "key": draw(num_tokens, key_heads, 8),
+        "value": draw(num_tokens, VALUE_HEADS, 6),
+        "g": -draw(num_tokens, VALUE_HEADS).abs(),
+        "beta": draw(num_tokens, VALUE_HEADS).sigmoid(),
+        "initial_state": draw(VALUE_HEADS, 8, 6),
     }
 
 
-def first_tokens(inputs: dict[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
-    return {name: part if name == "initial_state" else part[:, :num_tokens] for name, part in inputs.items()}
+def alike(num_tokens: int) -> Inputs:
+    """Return the worst case for the solve: every token writes along the same key, fully, and nothing decays."""
+    inputs = drawn(num_tokens)
+    same_key = inputs["key"][:, :1].expand_as(inputs["key"])
+    return inputs | {"key": same_key, "g": torch.zeros_like(inputs["g"]), "beta": torch.ones_like(inputs["beta"])}
+
+
+def forgetful(num_tokens: int) -> Inputs:
+    """Return decays so strong that their inverse overflows fp32."""
+    inputs = drawn(num_tokens)
+    return inputs | {"g": inputs["g"] * 100}
+
+
+def stock(inputs: Inputs, num_tokens: int, normalise: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the output and the last state of transformers' kernel over the first tokens."""
+    first = {name: part if name == "initial_state" else part[:, :num_tokens] for name, part in inputs.items()}
+    # transformers 5.17 takes heads that are repeated already.
+    for name in ("query", "key"):
+        first[name] = first[name].repeat_interleave(VALUE_HEADS // first[name].shape[2], dim=2)
+    kernel = modeling_qwen3_5.torch_recurrent_gated_delta_rule
+    output, state = kernel(**first, output_final_state=True, use_qk_l2norm_in_kernel=normalise)
+    return output, state
+
+
+def check_window(inputs: Inputs, normalise: bool = True, one_off: int = 0) -> None:
+    """Compare the outputs, and the states of every pair of kept counts, with transformers' kernel."""
+    num_tokens = inputs["value"].shape[1]
+    outputs = [stock(inputs, kept, normalise) for kept in range(1, num_tokens + 1)]
+    states = [inputs["initial_state"], *(state for _, state in outputs)]
+    output, window = gated_delta_window(**inputs, use_qk_l2norm_in_kernel=normalise)
+    torch.testing.assert_close(output, outputs[-1][0], **CLOSE)
+    for kept in range(num_tokens + 1):
+        num_kept = [kept, num_tokens - kept]
+        found = torch.full_like(states[0], torch.nan)
+        window.commit(torch.tensor(num_kept) - one_off, found)
+        expected = torch.stack([states[count][row] for row, count in enumerate(num_kept)])
+        torch.testing.assert_close(found, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-@pytest.mark.parametrize("key_heads", [4, 2])
-@pytest.mark.parametrize("stock_name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
-def test_per_token_kernel_equals_the_stock_kernel_after_every_token(
-    stock_name: str, key_heads: int, normalise: bool
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, MAX_WINDOW])
+def test_a_window_gives_the_stock_kernels_outputs_and_every_state(
+    num_tokens: int, key_heads: int, normalise: bool
 ) -> None:
-    inputs = gated_delta_inputs(key_heads)
+    inputs = drawn(num_tokens, key_heads)
     if not normalise:
         inputs["key"] = inputs["key"] / 3
-    output, states = gated_delta_per_token(**inputs, use_qk_l2norm_in_kernel=normalise)
-    stock = getattr(modeling_qwen3_5, stock_name)
-    for num_tokens in range(1, 6):
-        given = first_tokens(inputs, num_tokens)
-        # transformers 5.17 takes heads that are repeated already.
-        for name in ("query", "key"):
-            given[name] = given[name].repeat_interleave(4 // key_heads, dim=2)
-        expected, state = stock(**given, output_final_state=True, use_qk_l2norm_in_kernel=normalise)
-        torch.testing.assert_close(output[:, :num_tokens], expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(states[num_tokens - 1], state, rtol=1e-5, atol=1e-5)
+    check_window(inputs, normalise)
 
 
-def test_per_token_kernel_keeps_fp32_states_for_bf16_inputs() -> None:
-    inputs = {name: part.bfloat16() for name, part in gated_delta_inputs(4).items()}
-    output, states = gated_delta_per_token(**inputs, use_qk_l2norm_in_kernel=True)
-    assert (output.dtype, states.dtype) == (torch.bfloat16, torch.float32)
+@pytest.mark.parametrize("hard", [alike, forgetful])
+def test_hard_inputs_lose_no_accuracy(hard: Callable[[int], Inputs]) -> None:
+    check_window(hard(MAX_WINDOW))
 
 
-def test_the_stock_kernel_is_back_after_an_error() -> None:
-    stock = modeling_qwen3_5.torch_chunk_gated_delta_rule
-    family = next(family for family in FAMILIES if family.name == "qwen3_5")
+def test_a_count_that_is_one_off_is_found() -> None:
+    with pytest.raises(AssertionError, match="not close"):
+        check_window(drawn(4), one_off=1)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_single_token_gives_the_stock_kernels_output_and_state(normalise: bool, key_heads: int) -> None:
+    inputs = drawn(1, key_heads)
+    before = inputs["initial_state"].clone()
+    output, state = gated_delta_token(**inputs, use_qk_l2norm_in_kernel=normalise)
+    expected, expected_state = stock(inputs, 1, normalise)
+    torch.testing.assert_close(output, expected, **CLOSE)
+    torch.testing.assert_close(state, expected_state, **CLOSE)
+    assert torch.equal(inputs["initial_state"], before)
+
+
+def test_the_new_state_may_replace_the_one_before() -> None:
+    inputs, num_kept_B = drawn(4), torch.tensor([1, 3])
+    _, window = gated_delta_window(**inputs, use_qk_l2norm_in_kernel=True)
+    beside = torch.empty_like(inputs["initial_state"])
+    window.commit(num_kept_B, beside)
+    window.commit(num_kept_B, inputs["initial_state"])
+    assert torch.equal(inputs["initial_state"], beside)
+
+
+def test_a_row_that_keeps_nothing_stays_where_it_was_to_the_bit() -> None:
+    inputs = drawn(4)
+    _, window = gated_delta_window(**inputs, use_qk_l2norm_in_kernel=True)
+    found = torch.full_like(inputs["initial_state"], torch.nan)
+    window.commit(torch.tensor([0, 4]), found)
+    assert (found == inputs["initial_state"]).flatten(1).all(1).tolist() == [True, False]
+
+
+def test_states_stay_fp32_under_bf16_inputs() -> None:
+    inputs = {name: part if name == "initial_state" else part.bfloat16() for name, part in drawn(4).items()}
+    output, window = gated_delta_window(**inputs, use_qk_l2norm_in_kernel=True)
+    expected, state = stock(inputs, 4)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output, expected)
+    found = torch.empty_like(state)
+    window.commit(torch.tensor([4, 4]), found)
+    torch.testing.assert_close(found, state, **CLOSE)
+    one = {name: part if name == "initial_state" else part[:, :1] for name, part in inputs.items()}
+    output, state = gated_delta_token(**one, use_qk_l2norm_in_kernel=True)
+    assert (output.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(state, stock(one, 1)[1], **CLOSE)
+
+
+def test_a_window_too_long_for_the_solve_is_refused() -> None:
+    with pytest.raises(ValueError, match="9 tokens; expected at most 8"):
+        gated_delta_window(**drawn(MAX_WINDOW + 1), use_qk_l2norm_in_kernel=True)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 3, 8])
+def test_the_windows_convolution_gives_what_the_stock_one_gives(
+    num_tokens: int, with_bias: bool, activation: str | None
+) -> None:
+    inputs_BCN, weight_CW = torch.randn(2, 6, 4 + num_tokens), torch.randn(6, 4)
+    bias_C = torch.randn(6) if with_bias else None
+    ours = window_conv(inputs_BCN, weight_CW, bias_C, activation)
+    expected = modeling_qwen3_5.causal_conv1d_fn(inputs_BCN, weight_CW, bias_C, activation)
+    assert ours.shape[-1] >= num_tokens
+    torch.testing.assert_close(ours[..., -num_tokens:], expected[..., -num_tokens:], **CLOSE)
+
+
+def test_the_stock_kernels_are_back_after_an_error() -> None:
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn")
+    before = [getattr(modeling_qwen3_5, name) for name in names]
 
     def fail_inside() -> None:
-        with per_token_states(family):
-            assert modeling_qwen3_5.torch_chunk_gated_delta_rule is gated_delta_per_token
+        with undecided_states(tiny_trunk("qwen3_5").family):
+            inside = [getattr(modeling_qwen3_5, name) for name in names]
+            assert inside == [gated_delta_window, gated_delta_token, window_conv]
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail_inside()
-    assert modeling_qwen3_5.torch_chunk_gated_delta_rule is stock
+    assert [getattr(modeling_qwen3_5, name) for name in names] == before
 
 
-def run_window(trunk: Trunk, prompt: list[int], window: list[int]) -> RollbackCache:
-    """Prefill a prompt and run a window after it, not yet committed."""
-    cache = RollbackCache(trunk.config)
-    with torch.inference_mode():
-        trunk.hidden(torch.tensor([prompt]), cache=cache)
-        cache.commit(num_rejected=0)
-        with per_token_states(trunk.family):
-            trunk.hidden(torch.tensor([window]), cache=cache)
+def mask_errors(size: int, sliding_window: int | None, max_window: int, *, ragged: bool) -> int:
+    """Run random windows over slots that say which position they hold; count slots and positions wrongly seen."""
+    generator = torch.Generator().manual_seed(0)
+    num_rows, errors = 3, 0
+    held_BS = torch.full((num_rows, size), -1)
+    first_B = torch.tensor([0, 3, 1]) if ragged else torch.zeros(num_rows, dtype=torch.long)
+    for row, first in enumerate(first_B.tolist()):
+        held_BS[row, :first] = torch.arange(first)
+    for _ in range(25):
+        num_tokens = int(torch.randint(1, max_window + 1, (1,), generator=generator))
+        positions_BT = first_B[:, None] + torch.arange(num_tokens)
+        held_BS.scatter_(1, positions_BT % size, positions_BT)
+        used, start = int(positions_BT.max()) + 1, None if ragged else int(first_B[0])
+        window = Window(slice(0, num_rows), positions_BT, used, start)
+        mask = window.mask(size, sliding_window)
+        num_seen = min(used, size)
+        if mask is None:
+            mask = torch.ones(num_tokens, num_seen, dtype=torch.bool).tril(num_seen - num_tokens)[None, None]
+        mask_BTS = mask[:, 0].expand(num_rows, -1, -1)
+        reach = used if sliding_window is None else sliding_window
+        for row, token in torch.cartesian_prod(torch.arange(num_rows), torch.arange(num_tokens)).tolist():
+            position = int(positions_BT[row, token])
+            seen = sorted(held_BS[row, :num_seen][mask_BTS[row, token]].tolist())
+            errors += seen != list(range(max(0, position - reach + 1), position + 1))
+        # Rows keep different numbers of tokens; what they reject stays in its slots.
+        kept_B = torch.randint(1, num_tokens + 1, (num_rows if ragged else 1,), generator=generator)
+        first_B = first_B + kept_B
+    return errors
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("sliding_window", [None, 1, 6, 80])
+def test_a_token_sees_the_positions_before_it_and_nothing_else(sliding_window: int | None, ragged: bool) -> None:
+    capacity, max_window = 240, 8
+    size = capacity if sliding_window is None else min(capacity, sliding_window + max_window)
+    assert mask_errors(size, sliding_window, max_window, ragged=ragged) == 0
+
+
+def test_a_ring_without_room_for_a_window_is_found() -> None:
+    assert mask_errors(6 + 8 - 2, 6, 8, ragged=True) > 0
+
+
+def test_slots_past_those_in_use_are_left_out() -> None:
+    window = Window(slice(0, 2), torch.tensor([[4, 5], [1, 2]]), used=6)
+    for mask in (window.mask(50, None), window.mask(50, 20)):
+        assert mask is not None
+        assert mask.shape == (2, 1, 2, 6)
+        assert mask.sum(-1).flatten().tolist() == [5, 6, 2, 3]
+
+
+def run_window(trunk: Trunk, prompts: list[list[int]], window_BT: Tensor) -> WindowCache:
+    """Prefill prompts, a row for each, and run a window after them, not yet committed."""
+    cache = WindowCache(trunk.config, num_rows=len(prompts), capacity=96, max_window=80)
+    with torch.inference_mode(), attending_in_windows(trunk.config):
+        for row, prompt in enumerate(prompts):
+            positions_BT = torch.arange(len(prompt))[None]
+            masks = cache.begin(Window(slice(row, row + 1), positions_BT, len(prompt), 0))
+            trunk.window_hidden(torch.tensor([prompt]), positions_BT=positions_BT, masks=masks, cache=cache)
+            cache.commit(None)
+        continue_rows(trunk, cache, [len(prompt) for prompt in prompts], window_BT)
     return cache
 
 
-@pytest.mark.parametrize("num_prompt_tokens", [1, 2, 3, 4, 70])
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_commit_leaves_the_state_of_a_plain_forward(family_name: str, num_prompt_tokens: int) -> None:
-    trunk = tiny_trunk(family_name)
-    prompt, window = random_prompt(num_prompt_tokens), random_prompt(4, seed=1)
-    for num_rejected in range(4):
-        cache = run_window(trunk, prompt, window)
-        cache.commit(num_rejected)
-        errors = state_errors(cache, trunk, [*prompt, *window[: 4 - num_rejected]])
-        assert sorted(errors) == STATE_KINDS[family_name]
-        assert max(errors.values()) < STATE_TOLERANCE, (num_rejected, errors)
+def continue_rows(trunk: Trunk, cache: WindowCache, lengths: list[int], window_BT: Tensor) -> Tensor:
+    """Run a window over all rows; return its hidden states."""
+    positions_BT = torch.tensor(lengths)[:, None] + torch.arange(window_BT.shape[1])
+    masks = cache.begin(Window(slice(0, len(lengths)), positions_BT, int(positions_BT.max()) + 1))
+    with torch.inference_mode(), attending_in_windows(trunk.config), undecided_states(trunk.family):
+        return trunk.window_hidden(window_BT, positions_BT=positions_BT, masks=masks, cache=cache)
+
+
+PROMPTS = [random_prompt(num_tokens, seed=num_tokens) for num_tokens in (2, 1, 70, 3, 9)]
+WINDOW_BT = torch.tensor([random_prompt(4, seed=row) for row in range(len(PROMPTS))])
+
+
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+def test_commit_leaves_each_row_the_state_of_a_plain_forward(kind: str) -> None:
+    trunk = tiny_trunk(CACHE_KINDS[kind])
+    state_kinds = ["keys", "values"] if trunk.family.recurrent is None else ["conv", "keys", "recurrent", "values"]
+    for shift in range(3):
+        num_kept = [(shift + 2 * row) % 5 for row in range(len(PROMPTS))]
+        cache = run_window(trunk, PROMPTS, WINDOW_BT)
+        with torch.inference_mode():
+            cache.commit(torch.tensor(num_kept))
+        for row, kept in enumerate(num_kept):
+            errors = state_errors(cache, trunk, PROMPTS[row] + WINDOW_BT[row, :kept].tolist(), row)
+            assert sorted(errors) == state_kinds
+            assert max(errors.values()) < STATE_TOLERANCE, (row, kept, errors)
 
 
 @pytest.mark.parametrize("broken", ["conv", "recurrent", "keys"])
 def test_a_state_that_is_not_rolled_back_shows(broken: str) -> None:
     trunk = tiny_trunk("qwen3_5")
-    prompt, window = random_prompt(6), random_prompt(4, seed=1)
-    cache, untouched = (run_window(trunk, prompt, window) for _ in range(2))
-    cache.commit(num_rejected=2)
-    for layer, stale in zip(cache.layers, untouched.layers, strict=True):
-        if isinstance(layer, RecurrentLayer):
-            if broken == "conv":
-                layer.conv_states[0] = stale.conv_states[0][..., -4:]
-            elif broken == "recurrent":
-                layer.recurrent_states[0] = stale.recurrent_states[0]
-        elif broken == "keys":
-            layer.keys, layer.values = stale.keys, stale.values
-    errors = state_errors(cache, trunk, [*prompt, *window[:2]])
-    assert errors[broken] > 1000 * STATE_TOLERANCE, errors
-
-
-def test_rejecting_without_per_token_states_is_refused() -> None:
-    trunk = tiny_trunk("qwen3_5")
-    cache = RollbackCache(trunk.config)
+    kept, all_tokens = (run_window(trunk, PROMPTS[:1], WINDOW_BT[:1]) for _ in range(2))
     with torch.inference_mode():
-        for tokens in (random_prompt(5), random_prompt(3, seed=1)):
-            trunk.hidden(torch.tensor([tokens]), cache=cache)
-            if len(tokens) == 5:
-                cache.commit(num_rejected=0)
-    with pytest.raises(RuntimeError, match=r"1 tokens to drop, 1 states kept; .* per_token_states"):
-        cache.commit(num_rejected=1)
+        kept.commit(torch.tensor([2]))
+        all_tokens.commit(torch.tensor([4]))
+        for layer, stale in zip(kept.layers, all_tokens.layers, strict=True):
+            if isinstance(layer, RecurrentStore) and broken == "conv":
+                layer.conv_BCW = stale.conv_BCW
+            elif isinstance(layer, RecurrentStore) and broken == "recurrent":
+                layer.state_BHKV = stale.state_BHKV
+            elif isinstance(layer, AttentionStore) and broken == "keys":
+                layer.keys = stale.keys.roll(1, dims=2)
+    errors = state_errors(kept, trunk, PROMPTS[0] + WINDOW_BT[0, :2].tolist())
+    assert errors.pop(broken) > 1000 * STATE_TOLERANCE
+    assert max(errors.values()) < STATE_TOLERANCE
 
 
-def test_a_trunk_with_sliding_windows_is_refused() -> None:
-    config = MistralConfig(num_hidden_layers=2, sliding_window=8)
-    with pytest.raises(UnsupportedModelError, match=r"trunk layer 0: .*DynamicSlidingWindowLayer"):
-        RollbackCache(config)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+def test_a_snapshot_takes_back_what_came_after_it(kind: str) -> None:
+    trunk = tiny_trunk(CACHE_KINDS[kind])
+    cache = run_window(trunk, PROMPTS, WINDOW_BT)
+    num_kept = [4, 1, 2, 3, 2]
+    with torch.inference_mode():
+        cache.commit(torch.tensor(num_kept))
+        texts = [
+            prompt + window[:kept] for prompt, window, kept in zip(PROMPTS, WINDOW_BT.tolist(), num_kept, strict=True)
+        ]
+        saved = cache.snapshot()
+        drafts_BT = torch.tensor([[7]] * len(PROMPTS))
+        for ahead in range(3):
+            continue_rows(trunk, cache, [len(text) + ahead for text in texts], drafts_BT)
+            cache.commit(torch.ones(len(PROMPTS), dtype=torch.long))
+        cache.restore(saved)
+    for row, text in enumerate(texts):
+        assert max(state_errors(cache, trunk, text, row).values()) < STATE_TOLERANCE
+
+
+@pytest.mark.parametrize("prefill_chunk", [1, 3, 8])
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+def test_a_prompt_prefilled_in_chunks_leaves_what_one_forward_leaves(kind: str, prefill_chunk: int) -> None:
+    trunk = tiny_trunk(CACHE_KINDS[kind])
+    # The last chunks have one token, one token fewer than a chunk, and a whole chunk.
+    prompts = [random_prompt(num_tokens, seed=num_tokens) for num_tokens in (25, 23, 24)]
+    run = BatchRun(trunk, None, prompts, depth=0, prefill_chunk=prefill_chunk)
+    for row, prompt in enumerate(prompts):
+        assert max(state_errors(run.cache, trunk, prompt, row).values()) < STATE_TOLERANCE
+        with torch.inference_mode():
+            first = trunk.logits(trunk.hidden(torch.tensor([prompt]))[:, -1]).argmax()
+        assert run.tokens[row] == [*prompt, int(first)]
+
+
+def test_attention_in_windows_ends_with_its_block() -> None:
+    trunk = tiny_trunk("glm4_moe")
+    tokens_BT = torch.tensor([PROMPTS[0]])
+    before = trunk.hidden(tokens_BT)
+    with pytest.raises(ZeroDivisionError), attending_in_windows(trunk.config):
+        raise ZeroDivisionError
+    assert torch.equal(trunk.hidden(tokens_BT), before)
+
+
+def test_a_window_beyond_the_buffers_is_refused() -> None:
+    cache = WindowCache(tiny_trunk("mistral").config, num_rows=1, capacity=12, max_window=4)
+    with pytest.raises(RuntimeError, match=r"5 tokens up to position 9; .* 4 tokens and 12 positions"):
+        cache.begin(Window(slice(0, 1), torch.arange(4, 9)[None], 9))
+    with pytest.raises(RuntimeError, match="up to position 13"):
+        cache.begin(Window(slice(0, 1), torch.arange(10, 13)[None], 13))
+    sizes = [layer.size for layer in cache.layers if isinstance(layer, AttentionStore)]
+    assert sizes == [min(12, SLIDING_WINDOW + 4)] * 3
+
+
+def test_a_forward_without_a_window_is_refused() -> None:
+    trunk = tiny_trunk("qwen3_5")
+    cache = WindowCache(trunk.config, num_rows=1, capacity=16, max_window=8)
+    with pytest.raises(RuntimeError, match="no window announced"), torch.inference_mode():
+        trunk.hidden(torch.tensor([PROMPTS[0]]), cache=cache)
+    with pytest.raises(RuntimeError, match="no window"):
+        cache.commit(None)
+    assert cache.snapshot() is None
+
+
+def test_rejecting_tokens_of_a_window_that_was_decided_is_refused() -> None:
+    trunk = tiny_trunk("qwen3_5")
+    cache = run_window(trunk, PROMPTS[:1], WINDOW_BT[:1])
+    with torch.inference_mode():
+        cache.commit(None)
+        positions_BT = torch.arange(6, 9)[None]
+        masks = cache.begin(Window(slice(0, 1), positions_BT, 9))
+        with attending_in_windows(trunk.config):
+            trunk.window_hidden(WINDOW_BT[:1, :3], positions_BT=positions_BT, masks=masks, cache=cache)
+        with pytest.raises(RuntimeError, match=r"3 tokens, already decided; .* undecided_states"):
+            cache.commit(torch.tensor([2]))
+
+
+def test_a_trunk_whose_state_cannot_be_taken_back_is_refused() -> None:
+    config = FalconH1Config(num_hidden_layers=2)
+    with pytest.raises(UnsupportedModelError, match=r"trunk layer 0: .* cannot undo a rejected draft"):
+        WindowCache(config, num_rows=1, capacity=16, max_window=8)

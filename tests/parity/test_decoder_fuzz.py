@@ -1,0 +1,248 @@
+"""Whatever is decoded together, however it is drafted: every text is plain greedy decoding's, cut where it must end.
+
+Cases are drawn by hypothesis, always the same ones: kind of trunk, drafter, rows, prefill in parts, rounds in step or
+one ahead, and up to six requests that differ in length, limit, depth, mode and stop token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import mtp_inference.chooser
+import mtp_inference.decoder
+from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, compare, plain_greedy
+from mtp_inference.cache import WindowCache
+from mtp_inference.capture import Rounds
+from mtp_inference.chooser import Chooser, Drafts
+from mtp_inference.depth import RoundCosts
+from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
+from mtp_inference.other_drafters import ModelDrafting, NgramDrafting
+from mtp_inference.session import Lane, Session
+from mtp_train.heads.trunk import Trunk
+from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
+
+LONGEST_PROMPT, MOST_TOKENS = 40, 30
+
+
+@functools.cache
+def trunk_of(name: str) -> Trunk:
+    return tiny_trunk(name, seed=1)
+
+
+@functools.cache
+def prompt(length: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(length)
+    return tuple(torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist())
+
+
+@functools.cache
+def plain_text(name: str, length: int) -> list[int]:
+    return plain_greedy(trunk_of(name), prompt(length), MOST_TOKENS, ())
+
+
+class RandomDrafting:
+    """Draft any tokens."""
+
+    def check(self, trunk: Trunk, depth: int) -> None: ...
+
+    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
+        return RandomDrafter()
+
+
+class RandomDrafter:
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None: ...
+
+    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None: ...
+
+    def settle(self, place: Place) -> None: ...
+
+    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+        return Drafts(torch.randint(VOCAB_SIZE, (len(place.last_B), depth), generator=self.generator))
+
+
+def nearly(name: str) -> DrafterMaker:
+    model = tiny_trunk(name, seed=1)
+    noise_VD = torch.randn(model.lm_head_VD.shape, generator=torch.Generator().manual_seed(99))
+    with torch.no_grad():
+        model.lm_head_VD.add_(0.1 * noise_VD)
+    return ModelDrafting(model)
+
+
+MAKERS: dict[str, Callable[[str], DrafterMaker]] = {
+    "random": lambda name: RandomDrafting(),
+    "right": lambda name: ModelDrafting(trunk_of(name)),
+    "nearly right": nearly,
+    "ngram": lambda name: NgramDrafting(),
+    "head": lambda name: HeadDrafting(tiny_head(trunk_of(name))),
+    "chained": lambda name: HeadDrafting(chained_head(trunk_of(name), 7)),
+}
+
+
+@functools.cache
+def maker_of(name: str, drafting: str) -> DrafterMaker:
+    return MAKERS[drafting](name)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a decoder."""
+
+    name: str
+    drafting: str
+    rows: int
+    prefill_chunk: int
+    is_ahead: bool
+    requests: tuple[Request, ...]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    name = draw(st.sampled_from(sorted(CACHE_KINDS.values())))
+    known = [drafting for drafting in MAKERS if name in FAMILY_NAMES or drafting not in ("head", "chained")]
+
+    def request() -> Request:
+        length = draw(st.integers(1, LONGEST_PROMPT))
+        stop_place = draw(st.none() | st.integers(0, MOST_TOKENS - 1))
+        return Request(
+            prompt_ids=prompt(length),
+            max_new_tokens=draw(st.integers(1, MOST_TOKENS)),
+            mtp=draw(st.sampled_from(["on", "on", "off", "auto"])),
+            depth=draw(st.none() | st.integers(0, 7)),
+            stop_token_ids=frozenset() if stop_place is None else frozenset([plain_text(name, length)[stop_place]]),
+        )
+
+    return Case(
+        name=name,
+        drafting=draw(st.sampled_from(known)),
+        rows=draw(st.integers(1, 4)),
+        prefill_chunk=draw(st.integers(3, 64)),
+        is_ahead=draw(st.booleans()),
+        requests=tuple(request() for _ in range(draw(st.integers(1, 6)))),
+    )
+
+
+DEPTH = 3
+
+
+def decode(case: Case) -> list[GenerationResult]:
+    decoder = SpeculativeDecoder(
+        trunk_of(case.name),
+        maker_of(case.name, case.drafting),
+        DEPTH,
+        (),
+        max_batch=case.rows,
+        prefill_chunk=case.prefill_chunk,
+    )
+
+    def session(rounds: Rounds, lanes: list[Lane], costs: RoundCosts, max_depth: int, max_in_flight: int) -> Session:
+        return Session(rounds, lanes, costs, max_depth, max_in_flight=int(case.is_ahead))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mtp_inference.decoder, "Session", session)
+        return decoder.generate(case.requests)
+
+
+def cut(plain: list[int], request: Request) -> tuple[int, ...]:
+    ends = [place for place, token in enumerate(plain) if token in request.stop_token_ids]
+    return tuple(plain[: min([request.max_new_tokens, *(place + 1 for place in ends)])])
+
+
+def check_text(case: Case, request: Request, result: GenerationResult) -> None:
+    expected = cut(plain_text(case.name, len(request.prompt_ids)), request)
+    if result.token_ids != expected:
+        # Where rounding may decide, texts may part.
+        verdict = compare(result.token_ids, expected, trunk_of(case.name), request.prompt_ids).verdict
+        assert verdict == "near_tie", (result.token_ids, expected)
+        return
+    is_stopped = expected[-1] in request.stop_token_ids
+    assert result.finish_reason == ("stop" if is_stopped else "length")
+
+
+def check_counts(case: Case, request: Request, result: GenerationResult) -> None:
+    depth = 0 if request.mtp == "off" else DEPTH if request.depth is None else request.depth
+    per_pos, committed = result.accepted_per_pos, 1 + result.rounds + result.num_accepted_tokens
+    assert len(per_pos) == depth
+    assert list(per_pos) == sorted(per_pos, reverse=True)
+    assert max(per_pos, default=0) <= result.rounds
+    # Each round was needed, and only the last one may have gone past the end.
+    assert len(result.token_ids) <= committed <= len(result.token_ids) + depth
+    assert result.num_accepted_tokens <= result.num_draft_tokens <= depth * result.rounds
+    if request.mtp == "on" and case.drafting != "ngram":
+        assert result.num_draft_tokens == depth * result.rounds
+    if case.drafting == "right":
+        assert result.num_accepted_tokens == result.num_draft_tokens
+
+
+def check(case: Case) -> None:
+    for request, result in zip(case.requests, decode(case), strict=True):
+        check_text(case, request, result)
+        check_counts(case, request, result)
+
+
+ALWAYS_THE_SAME = settings(derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@settings(ALWAYS_THE_SAME, max_examples=50)
+@given(case=cases())
+def test_every_text_is_plain_decodings(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@settings(ALWAYS_THE_SAME, max_examples=250)
+@given(case=cases())
+def test_every_text_of_many_more_is_plain_decodings(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("name", CACHE_KINDS.values())
+def test_plain_texts_are_worth_comparing(name: str) -> None:
+    varied = [len(set(plain_text(name, length))) for length in (1, 5, 17, 40)]
+    assert min(varied) >= 6
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
+def test_a_round_that_keeps_too_much_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = tuple(Request(prompt_ids=prompt(length), max_new_tokens=30) for length in (5, 9))
+    case = Case(name, "nearly right", 2, 64, False, requests)
+    check(case)
+    if name == "qwen3_5":
+        commit = WindowCache.commit
+        monkeypatch.setattr(WindowCache, "commit", lambda cache, num_kept_B: commit(cache, None))
+    else:
+        accept_all = torch.full((2,), DEPTH)
+        monkeypatch.setattr(
+            mtp_inference.chooser, "verify_matching", lambda drafts_BK, choices_BT, limit_B: (accept_all, choices_BT)
+        )
+    with pytest.raises(AssertionError):
+        check(case)
+
+
+def test_a_case_of_every_kind_is_drawn() -> None:
+    drawn: list[Case] = []
+
+    @settings(ALWAYS_THE_SAME, max_examples=50)
+    @given(case=cases())
+    def take(case: Case) -> None:
+        drawn.append(case)
+
+    take()
+    assert {case.name for case in drawn} == set(CACHE_KINDS.values())
+    assert {case.drafting for case in drawn} == set(MAKERS)
+    assert {case.is_ahead for case in drawn} == {False, True}
+    requests = [request for case in drawn for request in case.requests]
+    assert {request.mtp for request in requests} == {"on", "off", "auto"}
+    assert {request.depth for request in requests} == {None, *range(8)}
+    assert sum(len(case.requests) > case.rows for case in drawn) > 10
+    assert sum(len(request.prompt_ids) > case.prefill_chunk for case in drawn for request in case.requests) > 10

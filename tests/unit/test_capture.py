@@ -1,0 +1,451 @@
+"""Captured rounds, without a GPU: a graph that records every operation of a round and runs them again.
+
+The stand-in for ``torch.cuda.CUDAGraph`` keeps operations and addresses, as the real one does. Python is not run again:
+a round that keeps Python state, or that builds a tensor from values it has seen, says at every replay what it said when
+it was recorded. What would wait for the device is refused while recording, as CUDA refuses it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mtp_inference.capture
+import mtp_inference.decoder
+import mtp_inference.session
+from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
+from mtp_inference.batch import Batch, RoundPlan
+from mtp_inference.capture import Outcome, Rounds, round_up
+from mtp_inference.chooser import Chooser, Drafts
+from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
+from mtp_inference.other_drafters import ModelDrafter, ModelDrafting, NgramDrafting
+from mtp_train.heads.trunk import Trunk
+from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
+
+WAITS = {
+    "item",
+    "_local_scalar_dense",
+    "is_nonzero",
+    "equal",
+    "allclose",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "bincount",
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Record operations; tensors that one of them returned are known by number, all others by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Callable[..., Any], list[Any], dict[str, Any], list[int]]] = []
+        self.returned: list[Tensor] = []
+        self.numbers: dict[int, int] = {}
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        refuse_waiting(func, args)
+        known_args = [each(self._known, value) for value in args]
+        known_kwargs = {name: each(self._known, value) for name, value in kwargs.items()}
+        outputs = func(*args, **kwargs)
+        self.operations.append((func, known_args, known_kwargs, [self._number(one) for one in several(outputs)]))
+        return outputs
+
+    def replay(self) -> None:
+        """Run the operations again; what the last one returned is written over."""
+        values: list[Tensor | None] = [None] * len(self.returned)
+
+        def value(leaf: Any) -> Any:
+            return values[leaf.index] if isinstance(leaf, Number) else leaf
+
+        for func, args, kwargs, numbers in self.operations:
+            named = {name: each(value, leaf) for name, leaf in kwargs.items()}
+            outputs = func(*[each(value, leaf) for leaf in args], **named)
+            for number, output in zip(numbers, several(outputs), strict=True):
+                if number >= 0:
+                    values[number] = output
+        last = values[-1]
+        assert last is not None
+        self.returned[-1].copy_(last)
+
+    def undo(self) -> None:
+        """Put back what the operations wrote: recording a CUDA graph does not run it."""
+        for storage, saved in self.before.values():
+            storage.copy_(saved)
+
+    def _known(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in self.numbers:
+            return Number(self.numbers[id(leaf)])
+        storage = leaf.untyped_storage()
+        if storage.data_ptr() not in self.before:
+            self.before[storage.data_ptr()] = storage, storage.clone()
+        return leaf
+
+    def _number(self, output: Any) -> int:
+        """Return the number of a tensor not seen before, -1 for one that was written in place."""
+        if not isinstance(output, Tensor) or id(output) in self.numbers:
+            return -1
+        self.numbers[id(output)] = len(self.returned)
+        # Kept, so that no later tensor has its identity.
+        self.returned.append(output)
+        return self.numbers[id(output)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """Stands for a tensor that an earlier operation returned."""
+
+    index: int
+
+
+def each(change: Callable[[Any], Any], argument: Any) -> Any:
+    """Change an argument of an operation, or each entry of one that is a list."""
+    return [change(entry) for entry in argument] if isinstance(argument, list | tuple) else change(argument)
+
+
+def several(outputs: Any) -> list[Any]:
+    return list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+
+
+def refuse_waiting(func: Any, args: tuple[Any, ...]) -> None:
+    name = func.overloadpacket.__name__
+    by_mask = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
+    # A tensor made of Python values: on a GPU a copy from the host. A single value is passed along.
+    by_copy = name == "lift_fresh" and args[0].ndim > 0
+    if name in WAITS or by_mask or by_copy:
+        raise RuntimeError(f"{name}: not permitted while a stream is capturing")
+
+
+class RecordedGraph:
+    """In place of ``torch.cuda.CUDAGraph``."""
+
+    made: list[RecordedGraph]
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.num_replays = 0
+        self.made.append(self)
+
+    def pool(self) -> str:
+        return "pool"
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        with torch.inference_mode():
+            self.recorder.replay()
+
+
+@contextmanager
+def recording(graph: RecordedGraph, pool: str | None, stream: object) -> Iterator[None]:
+    """In place of ``torch.cuda.graph``."""
+    assert pool == (None if len(graph.made) == 1 else "pool")
+    with pytest.MonkeyPatch.context() as patch, graph.recorder:
+        # Reads the memory without an operation.
+        patch.setattr(Tensor, "tolist", refuse_tolist)
+        yield
+    graph.recorder.undo()
+
+
+def refuse_tolist(tensor: Tensor) -> list[Any]:
+    raise RuntimeError("tolist: not permitted while a stream is capturing")
+
+
+class CopiedOutcome(Outcome):
+    """An outcome that is copied at once, as a GPU's is: the next replay writes over the original."""
+
+    def __init__(self, outcome: Tensor) -> None:
+        super().__init__(outcome.clone())
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    """Put the stand-ins in place; return the graphs that are made."""
+    RecordedGraph.made = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(mtp_inference.capture, "Outcome", CopiedOutcome)
+    return RecordedGraph.made
+
+
+@pytest.fixture
+def as_on_a_gpu(graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    """Make decoders go the way they go on a GPU, with smaller steps; return the graphs they make."""
+    monkeypatch.setattr(SpeculativeDecoder, "_on_gpu", True)
+    for module, step in (("capture", "FINE_STEP"), ("capture", "COARSE_STEP"), ("decoder", "GPU_CAPACITY_STEP")):
+        monkeypatch.setattr(getattr(mtp_inference, module), step, 32)
+    return graphs
+
+
+@functools.cache
+def trunk_of(name: str, seed: int = 0) -> Trunk:
+    return tiny_trunk(name, seed)
+
+
+def nearly(name: str) -> Trunk:
+    """Return a model that mostly says what the tiny trunk of that name says."""
+    model = tiny_trunk(name)
+    noise_VD = torch.randn(model.lm_head_VD.shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        model.lm_head_VD.add_(0.1 * noise_VD)
+    return model
+
+
+def prompt(num_tokens: int) -> list[int]:
+    return torch.randint(VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens)).tolist()
+
+
+SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.1)
+
+
+def requests_of(depth: int, sampling: Sampling, lengths: tuple[int, ...] = (11, 4, 7)) -> list[Request]:
+    return [
+        Request(
+            prompt_ids=prompt(length),
+            max_new_tokens=13 + 2 * index,
+            depth=max(depth - index, 0),
+            sampling=dataclasses.replace(sampling, seed=index),
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def counts(results: list[GenerationResult]) -> list[tuple[tuple[int, ...], int, int, tuple[int, ...]]]:
+    return [
+        (result.token_ids, result.num_drafts, result.num_draft_tokens, result.accepted_per_pos) for result in results
+    ]
+
+
+def decoded(
+    trunk: Trunk, drafting: DrafterMaker | None, requests: list[Request], *, captures: bool, depth: int = 3
+) -> list[GenerationResult]:
+    """Decode on two rows, so that rows are filled again."""
+    return SpeculativeDecoder(
+        trunk, drafting, depth, (), draft_sampling="sampled", max_batch=2, captures=captures
+    ).generate(requests)
+
+
+def assert_replays_as_it_runs(
+    trunk: Trunk, drafting: DrafterMaker | None, requests: list[Request], graphs: list[RecordedGraph]
+) -> None:
+    """Compare a decoder that captures with one that does not."""
+    eager = decoded(trunk, drafting, requests, captures=False)
+    assert graphs == []
+    replayed = decoded(trunk, drafting, requests, captures=True)
+    assert counts(replayed) == counts(eager)
+    assert sum(graph.num_replays for graph in graphs) >= 8
+    for request, result in zip(requests, replayed, strict=True):
+        if request.sampling.temperature == 0.0:
+            assert list(result.token_ids) == plain_greedy(trunk, request.prompt_ids, request.max_new_tokens, ())
+
+
+DRAFTING: dict[str, Callable[[str], DrafterMaker | None]] = {
+    "plain": lambda name: None,
+    "recursive": lambda name: HeadDrafting(tiny_head(trunk_of(name))),
+    "chained": lambda name: HeadDrafting(chained_head(trunk_of(name), 3)),
+    "reduced": lambda name: HeadDrafting(tiny_head(trunk_of(name)), torch.arange(0, VOCAB_SIZE, 2)),
+    "ngram": lambda name: NgramDrafting(),
+    "model": lambda name: ModelDrafting(nearly(name)),
+}
+
+
+@pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_replayed_round_does_what_python_did(name: str, drafting: str, as_on_a_gpu: list[RecordedGraph]) -> None:
+    assert_replays_as_it_runs(trunk_of(name), DRAFTING[drafting](name), requests_of(3, Sampling()), as_on_a_gpu)
+
+
+@pytest.mark.parametrize(
+    ("name", "drafting"),
+    [
+        ("qwen3_5", "recursive"),
+        ("qwen3_5", "model"),
+        ("glm4_moe", "chained"),
+        ("glm4_moe", "ngram"),
+        ("glm4_moe", "plain"),
+    ],
+)
+def test_a_replayed_round_draws_what_python_drew(name: str, drafting: str, as_on_a_gpu: list[RecordedGraph]) -> None:
+    assert_replays_as_it_runs(trunk_of(name), DRAFTING[drafting](name), requests_of(3, SAMPLED), as_on_a_gpu)
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2"])
+def test_sliding_windows_replay(name: str, as_on_a_gpu: list[RecordedGraph]) -> None:
+    assert name in CACHE_KINDS.values()
+    assert_replays_as_it_runs(trunk_of(name), ModelDrafting(nearly(name)), requests_of(3, Sampling()), as_on_a_gpu)
+
+
+def test_rounds_of_changing_depth_replay(as_on_a_gpu: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> None:
+    depths = [3, 3, 0, 0, 3, 1, 1, 0, *[0] * 20, 3, 3, 1]
+    monkeypatch.setattr(mtp_inference.session, "PENDING_PLACES", 8)
+    monkeypatch.setattr(mtp_inference.decoder, "PENDING_PLACES", 8)
+    requests = [dataclasses.replace(one, mtp="auto", max_new_tokens=50) for one in requests_of(3, Sampling(), (9, 5))]
+    results = []
+    for captures in (False, True):
+        schedule = iter(depths * 10)
+        monkeypatch.setattr(mtp_inference.session, "batch_depth", lambda *_unused: next(schedule))  # noqa: B023
+        results.append(decoded(trunk_of("qwen3_5"), ModelDrafting(nearly("qwen3_5")), requests, captures=captures))
+    assert counts(results[0]) == counts(results[1])
+    assert sum(graph.num_replays for graph in as_on_a_gpu) > 15
+
+
+class FaultyDrafting(ModelDrafting):
+    """Draft with a model, and do something that a captured round must not do."""
+
+    def __init__(self, model: Trunk, fault: str) -> None:
+        super().__init__(model)
+        self.fault = fault
+
+    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
+        return FaultyDrafter(self.model, size, depth, self.fault)
+
+
+class FaultyDrafter(ModelDrafter):
+    def __init__(self, model: Trunk, size: Size, depth: int, fault: str) -> None:
+        super().__init__(model, size, depth)
+        self.fault = fault
+        self.num_rounds = 0
+        self.shift_B = torch.zeros(size.num_rows, dtype=torch.long)
+
+    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+        tokens_BK = super().draft(depth, place, chooser).tokens_BK
+        self.num_rounds += 1
+        if self.fault == "tolist":
+            tokens_BK = torch.tensor(tokens_BK.tolist())
+        elif self.fault == "item":
+            tokens_BK = tokens_BK + 0 * int(tokens_BK[0, 0].item())
+        elif self.fault == "mask":
+            tokens_BK[tokens_BK[:, 0] == 3] *= 1
+            tokens_BK = tokens_BK + tokens_BK[tokens_BK == 3].sum() * 0
+        elif self.fault == "values":
+            tokens_BK = tokens_BK + torch.tensor([0])
+        elif self.fault == "counter" and self.num_rounds % 2:
+            tokens_BK = (tokens_BK + 1) % VOCAB_SIZE
+        elif self.fault == "new tensor":
+            # Every other draft is wrong, by a tensor that is replaced and not written.
+            self.shift_B = 1 - self.shift_B
+            tokens_BK = (tokens_BK + self.shift_B[:, None]) % VOCAB_SIZE
+        return Drafts(tokens_BK)
+
+
+@pytest.mark.parametrize("fault", ["tolist", "item", "mask", "values"])
+def test_a_round_that_waits_for_the_device_is_found_out(fault: str, as_on_a_gpu: list[RecordedGraph]) -> None:
+    drafting = FaultyDrafting(trunk_of("qwen3_5"), fault)
+    with pytest.raises(RuntimeError, match="not permitted while a stream is capturing"):
+        assert_replays_as_it_runs(trunk_of("qwen3_5"), drafting, requests_of(3, Sampling()), as_on_a_gpu)
+
+
+@pytest.mark.parametrize("fault", ["counter", "new tensor"])
+def test_a_drafter_that_keeps_python_state_is_found_out(fault: str, as_on_a_gpu: list[RecordedGraph]) -> None:
+    trunk, requests = trunk_of("qwen3_5"), requests_of(3, Sampling())
+    eager, replayed = (
+        decoded(trunk, FaultyDrafting(trunk, fault), requests, captures=captures) for captures in (False, True)
+    )
+    assert counts(replayed) != counts(eager)
+    # Whatever is drafted, the text is the trunk's.
+    assert [result.token_ids for result in replayed] == [result.token_ids for result in eager]
+
+
+PLAN = RoundPlan(depth=3, used=100, pending=4, most_pending=32, start=96)
+
+
+@pytest.mark.parametrize(
+    ("plan", "used", "pending"),
+    [
+        (PLAN, 1024, 4),
+        # Less is pending where the round before drafted less deeply; more after rounds without drafts.
+        (dataclasses.replace(PLAN, pending=1), 1024, 4),
+        (dataclasses.replace(PLAN, pending=5), 1024, 32),
+        (dataclasses.replace(PLAN, depth=0, pending=1), 1024, 1),
+        (dataclasses.replace(PLAN, depth=0, pending=2), 1024, 32),
+        (dataclasses.replace(PLAN, used=1024), 1024, 4),
+        (dataclasses.replace(PLAN, used=1025), 2048, 4),
+        (dataclasses.replace(PLAN, used=8192), 8192, 4),
+        (dataclasses.replace(PLAN, used=8193), 12288, 4),
+        (dataclasses.replace(PLAN, used=19000), 19500, 4),
+    ],
+)
+def test_plans_are_rounded_up_to_few(plan: RoundPlan, used: int, pending: int) -> None:
+    assert round_up(plan, capacity=19500) == RoundPlan(plan.depth, used, pending, 32, start=None)
+
+
+class CountingBatch(Batch):
+    """A batch that counts its rounds in Python and on the device."""
+
+    def __init__(self) -> None:
+        self.runs: list[RoundPlan] = []
+        self.counter = torch.zeros(1, 1, dtype=torch.long)
+        self.cache = type("Capacity", (), {"capacity": 5000})()
+        settings = [Sampling()]
+        device = torch.device("cpu")
+        self.chooser = Chooser(settings, "argmax", vocab_size=9, device=device, penalises=False)
+
+    def run_round(self, plan: RoundPlan) -> Tensor:
+        self.runs.append(plan)
+        return self.counter.add_(1) + 0
+
+
+def test_a_round_runs_then_is_captured_then_replayed(graphs: list[RecordedGraph]) -> None:
+    batch = CountingBatch()
+    rounds = Rounds(batch, captures=True)
+    rounded = round_up(PLAN, 5000)
+    history = []
+    for _ in range(4):
+        outcome = rounds.run(PLAN).rows()
+        history.append((outcome, len(batch.runs), len(graphs), sum(graph.num_replays for graph in graphs)))
+    # The counter on the device counts every round once, also the one that was captured.
+    assert history == [([[1]], 1, 0, 0), ([[2]], 2, 1, 1), ([[3]], 2, 1, 2), ([[4]], 2, 1, 3)]
+    assert batch.runs == [rounded, rounded]
+
+
+def test_plans_that_round_up_alike_share_a_graph_and_others_do_not(graphs: list[RecordedGraph]) -> None:
+    batch = CountingBatch()
+    rounds = Rounds(batch, captures=True)
+    same = [PLAN, dataclasses.replace(PLAN, used=900), dataclasses.replace(PLAN, pending=2, start=None)]
+    others = [
+        dataclasses.replace(PLAN, depth=2),
+        dataclasses.replace(PLAN, used=1025),
+        dataclasses.replace(PLAN, pending=9),
+        dataclasses.replace(PLAN, depth=0),
+    ]
+    for plan in same:
+        rounds.run(plan)
+    assert (len(batch.runs), len(graphs)) == (2, 1)
+    for number, plan in enumerate(others, start=2):
+        for _ in range(3):
+            rounds.run(plan)
+        assert (len(batch.runs), len(graphs)) == (2 * number, number)
+    # The settings of the rows belong to the key as far as they choose what runs, not by their values.
+    for sampling, number in (
+        (SAMPLED, 6),
+        (dataclasses.replace(SAMPLED, temperature=0.5, top_k=3, seed=8), 6),
+        (Sampling(temperature=0.5), 7),
+        (Sampling(), 7),
+    ):
+        batch.chooser.set_rows(slice(0, 1), [sampling])
+        for _ in range(2):
+            rounds.run(PLAN)
+        assert len(graphs) == number
+    assert batch.counter.item() == len(same) + 3 * len(others) + 8
+
+
+def test_without_capturing_every_round_runs_as_planned() -> None:
+    batch = CountingBatch()
+    rounds = Rounds(batch, captures=False)
+    assert [rounds.run(PLAN).rows() for _ in range(3)] == [[[1]], [[2]], [[3]]]
+    assert batch.runs == [PLAN] * 3

@@ -1,0 +1,311 @@
+"""Sampled text from the whole decoder: the same text where drafts are first choices, the same distribution where drawn.
+
+The distribution is checked end to end on a trunk of eleven tokens: thousands of requests that differ in their seeds, on
+rows that are filled again and again, against the exact joint distribution of their first three tokens, computed in
+double from the trunk's forward over every prefix. A right decoder lies within six standard deviations of chance (about
+1e-9); the seeds are fixed, so that each figure is the same in every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder
+from mtp_inference.chooser import Chooser, Drafts
+from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
+from mtp_inference.other_drafters import ModelDrafting, NgramDrafting
+from mtp_train.heads.trunk import Trunk
+from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
+
+SETTINGS = [
+    Sampling(temperature=0.8),
+    Sampling(temperature=0.8, top_k=12),
+    Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.3),
+    Sampling(temperature=0.8, min_p=0.05, repetition_penalty=0.8),
+    Sampling(),
+    Sampling(temperature=0.8, top_k=20, top_p=0.8, min_p=0.02, repetition_penalty=1.2),
+    Sampling(repetition_penalty=1.5),
+]
+
+
+@functools.cache
+def trunk_of(name: str, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Trunk:
+    return tiny_trunk(name, seed, vocab_size=vocab_size)
+
+
+def nearly(name: str, vocab_size: int = VOCAB_SIZE, noise: float = 0.1) -> Trunk:
+    """Return a model that mostly says what the tiny trunk of that name says."""
+    model = tiny_trunk(name, vocab_size=vocab_size)
+    noise_VD = torch.randn(model.lm_head_VD.shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        model.lm_head_VD.add_(noise * noise_VD)
+    return model
+
+
+class RandomDrafting:
+    """Draft any tokens."""
+
+    def check(self, trunk: Trunk, depth: int) -> None: ...
+
+    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
+        return RandomDrafter()
+
+
+class RandomDrafter:
+    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None: ...
+
+    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None: ...
+
+    def settle(self, place: Place) -> None: ...
+
+    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+        return Drafts(torch.randint(VOCAB_SIZE, (len(place.last_B), depth)))
+
+
+DRAFTING: dict[str, Callable[[str], DrafterMaker]] = {
+    "head": lambda name: HeadDrafting(tiny_head(trunk_of(name))),
+    "chained": lambda name: HeadDrafting(chained_head(trunk_of(name), 4)),
+    "random": lambda name: RandomDrafting(),
+    "ngram": lambda name: NgramDrafting(),
+    "model": lambda name: ModelDrafting(nearly(name)),
+}
+HEADS = [(name, drafting) for name in FAMILY_NAMES for drafting in ("head", "chained", "random")]
+OTHERS = [(name, drafting) for name in CACHE_KINDS.values() for drafting in ("ngram", "model")]
+
+
+@functools.cache
+def mixed_requests() -> list[Request]:
+    """Return seven requests of seven settings, lengths and depths."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Request(
+            prompt_ids=torch.randint(VOCAB_SIZE, (3 + 4 * (row % 3) + row % 2,), generator=generator).tolist(),
+            max_new_tokens=17 - row,
+            sampling=dataclasses.replace(sampling, seed=10 * row),
+            depth=(4, 2, 3, 0, 1, 4, 2)[row],
+        )
+        for row, sampling in enumerate(SETTINGS)
+    ]
+
+
+@functools.cache
+def undrafted(name: str) -> list[tuple[int, ...]]:
+    decoder = SpeculativeDecoder(trunk_of(name), None, 0, ())
+    return [decoder.generate([request])[0].token_ids for request in mixed_requests()]
+
+
+def texts(results: Sequence[GenerationResult]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize(("name", "drafting"), HEADS + OTHERS)
+def test_first_choice_drafts_leave_every_sampled_text_as_it_is(name: str, drafting: str) -> None:
+    decoder = SpeculativeDecoder(trunk_of(name), DRAFTING[drafting](name), 4, (), max_batch=3)
+    results = decoder.generate(mixed_requests())
+    assert texts(results) == undrafted(name)
+    if drafting == "model":
+        assert sum(result.num_accepted_tokens for result in results) > 15
+
+
+def test_the_texts_without_drafts_are_worth_comparing() -> None:
+    for name in CACHE_KINDS.values():
+        greedy = [dataclasses.replace(request, sampling=Sampling()) for request in mixed_requests()]
+        of_greedy = texts(SpeculativeDecoder(trunk_of(name), None, 0, ()).generate(greedy))
+        differs = [ours != other for ours, other in zip(undrafted(name), of_greedy, strict=True)]
+        assert differs[:4] == [True] * 4
+        assert not differs[4]
+        reseeded = [
+            dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=1))
+            for request in mixed_requests()
+        ]
+        of_reseeded = texts(SpeculativeDecoder(trunk_of(name), None, 0, ()).generate(reseeded))
+        differs = [ours != other for ours, other in zip(undrafted(name), of_reseeded, strict=True)]
+        assert differs == [request.sampling.temperature > 0.0 for request in mixed_requests()]
+
+
+@pytest.mark.parametrize(
+    ("name", "drafting"),
+    [("qwen3_5", "head"), ("glm4_moe", "chained"), ("qwen3_5", "model"), ("qwen2", "model"), ("mistral", "ngram")],
+)
+def test_with_drawn_drafts_a_row_says_what_it_says_alone(name: str, drafting: str) -> None:
+    decoder = SpeculativeDecoder(trunk_of(name), DRAFTING[drafting](name), 4, (), max_batch=3, draft_sampling="sampled")
+    alone = [decoder.generate([request])[0] for request in mixed_requests()]
+    together = decoder.generate(mixed_requests())
+    for one, other in zip(alone, together, strict=True):
+        assert (one.token_ids, one.rounds, one.accepted_per_pos) == (
+            other.token_ids,
+            other.rounds,
+            other.accepted_per_pos,
+        )
+    # A row that drafts nothing, a greedy one, and what no drafter has drawn.
+    is_undrafted = [ours == plain for ours, plain in zip(texts(together), undrafted(name), strict=True)]
+    assert is_undrafted == ([True] * 7 if drafting == "ngram" else [False, False, False, True, True, False, True])
+
+
+VOCAB, LENGTH, SEEDS, FAR_OUT = 11, 3, 4096, 6.0
+PROMPTS = ([1, 5, 3, 9], [2, 2, 7, 0, 10, 4, 8])
+PLAIN = Sampling(temperature=1.0)
+TOP_K = Sampling(temperature=1.0, top_k=4)
+
+
+def small(name: str, drafting: str) -> tuple[Trunk, DrafterMaker]:
+    trunk = trunk_of(name, vocab_size=VOCAB)
+    if drafting == "model":
+        return trunk, ModelDrafting(nearly(name, VOCAB, noise=0.3))
+    return trunk, HeadDrafting(tiny_head(trunk) if drafting == "head" else chained_head(trunk, 3))
+
+
+def exact_steps(trunk: Trunk, prompt: Sequence[int], top_k: int) -> list[Tensor]:
+    """Return the probabilities of the next token after every prefix of 0, 1, 2 tokens, in double, (VOCAB**n, VOCAB)."""
+    steps, prefix_NT = [], torch.tensor([prompt])
+    with torch.inference_mode():
+        for _ in range(LENGTH):
+            logits_NV = trunk.logits(trunk.hidden(prefix_NT)[:, -1]).double()
+            least_N1 = logits_NV.topk(top_k or VOCAB).values[:, -1:]
+            steps.append(logits_NV.masked_fill(logits_NV < least_N1, -math.inf).softmax(-1))
+            next_N1 = torch.arange(VOCAB).repeat(len(prefix_NT))[:, None]
+            prefix_NT = torch.cat([prefix_NT.repeat_interleave(VOCAB, dim=0), next_N1], dim=1)
+    return steps
+
+
+def joint(steps: Sequence[Tensor]) -> Tensor:
+    p_N = torch.ones(1, dtype=torch.float64)
+    for step_NV in steps:
+        p_N = (p_N[:, None] * step_NV).flatten()
+    return p_N
+
+
+def sampled_texts(
+    trunk: Trunk, drafting: DrafterMaker | None, sampling: Sampling, num_prompts: int = 2
+) -> list[list[GenerationResult]]:
+    """Decode every prompt with every seed, all in one batch."""
+    requests = [
+        Request(prompt_ids=prompt, max_new_tokens=LENGTH, sampling=dataclasses.replace(sampling, seed=seed))
+        for prompt in PROMPTS[:num_prompts]
+        for seed in range(SEEDS)
+    ]
+    decoder = SpeculativeDecoder(trunk, drafting, 2, (), max_batch=len(requests), draft_sampling="sampled")
+    results = decoder.generate(requests)
+    return [results[start : start + SEEDS] for start in range(0, len(results), SEEDS)]
+
+
+def deviation(results: Sequence[GenerationResult], p_N: Tensor) -> float:
+    """Return the chi-square of the first tokens in standard deviations (Wilson and Hilferty, 1931).
+
+    Cells that expect fewer than 5 are counted together; infinite where the impossible came.
+    """
+    tokens_BL = torch.tensor([result.token_ids for result in results])
+    cells_B = (tokens_BL * VOCAB ** torch.arange(LENGTH - 1, -1, -1)).sum(-1)
+    counts_N = torch.bincount(cells_B, minlength=len(p_N))
+    if bool((counts_N[p_N == 0.0] > 0).any()):
+        return math.inf
+    expected_N, order = (p_N * len(results)).sort()
+    counts_N = counts_N[order]
+    # What is pooled comes first, and expects 5 or more itself.
+    num_pooled = max(int((expected_N < 5.0).sum()), int((expected_N.cumsum(0) < 5.0).sum()) + 1)
+    expected = torch.cat([expected_N[:num_pooled].sum()[None], expected_N[num_pooled:]])
+    counts = torch.cat([counts_N[:num_pooled].sum()[None], counts_N[num_pooled:]])
+    assert float(expected.min()) >= 5.0
+    freedom = len(expected) - 1
+    chi_square = float(((counts - expected).square() / expected).sum())
+    return ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+def worst_deviation(trunk: Trunk, drafting: DrafterMaker | None, sampling: Sampling, num_prompts: int = 2) -> float:
+    by_prompt = zip(sampled_texts(trunk, drafting, sampling, num_prompts), PROMPTS, strict=False)
+    return max(deviation(results, joint(exact_steps(trunk, prompt, sampling.top_k))) for results, prompt in by_prompt)
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, TOP_K], ids=["plain", "top_k"])
+@pytest.mark.parametrize(("name", "drafting"), [("glm4_moe", "chained"), ("mistral", "model")])
+def test_drawn_drafts_leave_the_distribution_as_it_is(name: str, drafting: str, sampling: Sampling) -> None:
+    trunk, maker = small(name, drafting)
+    assert worst_deviation(trunk, maker, sampling) < FAR_OUT
+
+
+def test_drawn_drafts_leave_the_distribution_of_a_recurrent_trunk_as_it_is() -> None:
+    trunk, maker = small("qwen3_5", "head")
+    assert worst_deviation(trunk, maker, PLAIN, num_prompts=1) < FAR_OUT
+
+
+class MistoldDrafting:
+    """Draft as another maker does, and report another q."""
+
+    def __init__(self, maker: DrafterMaker, fault: str) -> None:
+        self.maker = maker
+        self.fault = fault
+
+    def check(self, trunk: Trunk, depth: int) -> None:
+        self.maker.check(trunk, depth)
+
+    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
+        return MistoldDrafter(self.maker.make(trunk, size, depth), self.fault)
+
+
+class MistoldDrafter:
+    def __init__(self, drafter: Drafter, fault: str) -> None:
+        self.inner = drafter
+        self.fault = fault
+        self.start, self.extend, self.settle = drafter.start, drafter.extend, drafter.settle
+
+    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+        drafts = self.inner.draft(depth, place, chooser)
+        assert drafts.q_BKV is not None
+        if self.fault == "flatter":
+            flat_BKV = drafts.q_BKV.sqrt()
+            return drafts._replace(q_BKV=flat_BKV / flat_BKV.sum(-1, keepdim=True))
+        if self.fault == "first choices":
+            return drafts._replace(tokens_BK=drafts.q_BKV.argmax(-1))
+        if self.fault == "none":
+            return drafts._replace(q_BKV=torch.zeros_like(drafts.q_BKV))
+        return drafts._replace(q_BKV=drafts.q_BKV.roll(1, dims=1))
+
+
+@pytest.mark.parametrize("fault", ["flatter", "first choices", "neighbour", "none"])
+def test_a_drafter_that_reports_another_q_is_found_out(fault: str) -> None:
+    trunk, maker = small("mistral", "model")
+    assert worst_deviation(trunk, MistoldDrafting(maker, fault), PLAIN, num_prompts=1) > FAR_OUT
+
+
+def test_another_prompt_and_another_trunk_are_told_apart() -> None:
+    trunk, maker = small("mistral", "model")
+    (drafted,) = sampled_texts(trunk, maker, PLAIN, num_prompts=1)
+    assert deviation(drafted, joint(exact_steps(trunk, PROMPTS[0], 0))) < FAR_OUT
+    assert deviation(drafted, joint(exact_steps(trunk, PROMPTS[1], 0))) > FAR_OUT
+    assert deviation(drafted, joint(exact_steps(nearly("mistral", VOCAB), PROMPTS[0], 0))) > FAR_OUT
+
+
+def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap() -> None:
+    trunk, maker = small("glm4_moe", "head")
+    overlaps: list[Tensor] = []
+
+    class Watching(MistoldDrafter):
+        def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+            drafts = self.inner.draft(depth, place, chooser)
+            assert drafts.q_BKV is not None
+            p_BV = exact_steps(trunk, PROMPTS[0], 0)[1][place.last_B]
+            overlaps.append(torch.minimum(p_BV, drafts.q_BKV[:, 0].double()).sum(-1))
+            return drafts
+
+    class Watched(MistoldDrafting):
+        def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
+            return Watching(self.maker.make(trunk, size, depth), self.fault)
+
+    requests = [
+        Request(prompt_ids=PROMPTS[0], max_new_tokens=2, sampling=dataclasses.replace(PLAIN, seed=seed))
+        for seed in range(SEEDS)
+    ]
+    decoder = SpeculativeDecoder(trunk, Watched(maker, ""), 1, (), max_batch=SEEDS, draft_sampling="sampled")
+    accepted = sum(result.num_accepted_tokens for result in decoder.generate(requests))
+    overlap_B = torch.cat(overlaps)
+    assert len(overlap_B) == SEEDS
+    sigma = math.sqrt(float((overlap_B * (1.0 - overlap_B)).sum()))
+    assert abs(accepted - float(overlap_B.sum())) < FAR_OUT * sigma
+    assert 0.2 < accepted / SEEDS < 0.9

@@ -1,0 +1,395 @@
+"""Drafters: what each of them proposes, alone and inside the decoder."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import mtp_inference.decoder
+import mtp_inference.head_drafter
+import mtp_inference.session
+from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
+from mtp_inference.batch import Batch
+from mtp_inference.chooser import Chooser, Drafts, DraftSampling
+from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
+from mtp_inference.head_drafter import ReducedLogits
+from mtp_inference.other_drafters import ModelDrafting, NgramDrafter, NgramDrafting
+from mtp_train.errors import MtpError, UnsupportedModelError
+from mtp_train.heads.trunk import Trunk
+from tiny import CACHE_KINDS, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
+
+SOME_IDS = torch.tensor([3, 60, 14, 15, 9, 2, 6, 53, 58, 40, 7, 33])
+
+
+@functools.cache
+def trunk_of(name: str, seed: int = 0) -> Trunk:
+    return tiny_trunk(name, seed)
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * num_tokens + seed)
+    return torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+
+
+@functools.cache
+def plain_text(name: str, prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    return tuple(plain_greedy(trunk_of(name), prompt_ids, num_tokens, ()))
+
+
+def assert_plain(name: str, decoder: SpeculativeDecoder, requests: Sequence[Request]) -> list[tuple[int, int]]:
+    """Decode, compare every text with plain decoding, and return how many tokens were drafted and accepted."""
+    results = decoder.generate(requests)
+    for request, result in zip(requests, results, strict=True):
+        assert result.token_ids == plain_text(name, tuple(request.prompt_ids), request.max_new_tokens)
+    return [(result.num_draft_tokens, result.num_accepted_tokens) for result in results]
+
+
+def ragged(depths: Sequence[int], max_new_tokens: int = 24) -> list[Request]:
+    return [
+        Request(prompt_ids=prompt(2 + 5 * index), max_new_tokens=max_new_tokens, depth=depth)
+        for index, depth in enumerate(depths)
+    ]
+
+
+class Recorded:
+    """Make drafters as another maker does, and keep every draft."""
+
+    def __init__(self, maker: DrafterMaker) -> None:
+        self.maker = maker
+        self.drafts: list[Drafts] = []
+        self.num_settled = 0
+
+    def check(self, trunk: Trunk, depth: int) -> None:
+        self.maker.check(trunk, depth)
+
+    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
+        return RecordedDrafter(self, self.maker.make(trunk, size, depth))
+
+
+class RecordedDrafter:
+    """Pass everything on."""
+
+    def __init__(self, record: Recorded, drafter: Drafter) -> None:
+        self.record = record
+        self.start = drafter.start
+        self.extend = drafter.extend
+        self.inner = drafter
+
+    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+        drafts = self.inner.draft(depth, place, chooser)
+        self.record.drafts.append(drafts)
+        return drafts
+
+    def settle(self, place: Place) -> None:
+        self.record.num_settled += 1
+        self.inner.settle(place)
+
+
+MAKERS: dict[str, Callable[[], DrafterMaker]] = {
+    "recursive": lambda: HeadDrafting(tiny_head(trunk_of("qwen3_5"))),
+    "chained": lambda: HeadDrafting(chained_head(trunk_of("qwen3_5"), 3)),
+    "recurrent_model": lambda: ModelDrafting(trunk_of("qwen3_5")),
+    "attention_model": lambda: ModelDrafting(trunk_of("glm4_moe", 1)),
+    "ngram": NgramDrafting,
+}
+
+
+@pytest.mark.parametrize("name", CACHE_KINDS.values())
+def test_every_draft_of_the_trunk_itself_is_accepted(name: str) -> None:
+    decoder = SpeculativeDecoder(trunk_of(name), ModelDrafting(trunk_of(name)), 3, (), max_batch=3)
+    for drafted, accepted in assert_plain(name, decoder, ragged([7, 3, 1, 5, 2])):
+        assert accepted == drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "draft_name"),
+    [
+        ("qwen3_5", "qwen3_5"),
+        ("qwen3_5", "mistral"),
+        ("glm4_moe", "qwen3_5"),
+        ("glm4_moe", "qwen2"),
+        ("mistral", "glm4_moe"),
+    ],
+)
+def test_another_model_drafts_and_changes_nothing(name: str, draft_name: str) -> None:
+    decoder = SpeculativeDecoder(trunk_of(name), ModelDrafting(trunk_of(draft_name, 1)), 3, (), max_batch=3)
+    counts = assert_plain(name, decoder, ragged([2, 3, 7, 1]))
+    assert sum(accepted for _, accepted in counts) < 0.5 * sum(drafted for drafted, _ in counts)
+
+
+def scheduled(depths: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make requests whose depth is the decoder's choice follow a schedule, repeated for ever."""
+    left: list[int] = []
+
+    def batch_depth(*_unused: object) -> int:
+        left.extend(() if left else depths)
+        return left.pop(0)
+
+    monkeypatch.setattr(mtp_inference.session, "batch_depth", batch_depth)
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Set how many committed tokens may wait for a drafter."""
+
+    def set_places(number: int) -> None:
+        monkeypatch.setattr(mtp_inference.session, "PENDING_PLACES", number)
+        monkeypatch.setattr(mtp_inference.decoder, "PENDING_PLACES", number)
+
+    return set_places
+
+
+def adaptive(lengths: Sequence[int], limits: Sequence[int], depth: int) -> list[Request]:
+    return [
+        Request(prompt_ids=prompt(length), max_new_tokens=limit, mtp="auto", depth=depth)
+        for length, limit in zip(lengths, limits, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", CACHE_KINDS.values())
+def test_after_a_long_plain_stretch_the_trunk_itself_is_still_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two rows, the second of them filled again in the stretch: it has 24 tokens less to take in than its neighbour.
+    scheduled([3, *[0] * 40, 3, 0, 1, 0, 0, 3, 3], monkeypatch)
+    record = Recorded(ModelDrafting(trunk_of(name)))
+    decoder = SpeculativeDecoder(trunk_of(name), record, 3, (), max_batch=2)
+    requests = adaptive([9, 6, 4], [70, 12, 50], depth=3)
+    for drafted, accepted in assert_plain(name, decoder, requests):
+        assert accepted == drafted > 0
+    assert record.num_settled > 0
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_drafts_do_not_hang_on_when_pending_tokens_are_taken_in(
+    maker: str, monkeypatch: pytest.MonkeyPatch, places: Callable[[int], None]
+) -> None:
+    requests = adaptive([9, 6, 4], [40, 12, 30], depth=3)
+    drafted: dict[int, list[list[int]]] = {}
+    for number in (32, 5, 2):
+        places(number)
+        scheduled([0, 0, 0, 0, 0, 0, 0, 3, 0, 2, 0, 0, 3, 1], monkeypatch)
+        record = Recorded(MAKERS[maker]())
+        decoder = SpeculativeDecoder(trunk_of("qwen3_5"), record, 3, (), max_batch=2)
+        assert_plain("qwen3_5", decoder, requests)
+        # The second row is idle at the end, when its drafts are anything.
+        drafted[number] = [draft.tokens_BK[0].tolist() for draft in record.drafts]
+        assert (record.num_settled == 0) == (number == 32)
+    assert drafted[32] == drafted[5] == drafted[2]
+
+
+@pytest.mark.parametrize("maker", ["recursive", "recurrent_model"])
+def test_a_drafter_that_misses_a_stretch_drafts_otherwise(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted = []
+    for settles in (True, False):
+        monkeypatch.setattr(mtp_inference.session, "PENDING_PLACES", 2)
+        scheduled([0, 0, 0, 0, 3], monkeypatch)
+        record = Recorded(MAKERS[maker]())
+        if not settles:
+            monkeypatch.setattr(RecordedDrafter, "settle", lambda drafter, place: drafter.inner.pending.take())
+        decoder = SpeculativeDecoder(trunk_of("qwen3_5"), record, 3, ())
+        assert_plain("qwen3_5", decoder, adaptive([9], [40], depth=3))
+        drafted.append([draft.tokens_BK.tolist() for draft in record.drafts])
+    assert drafted[0] != drafted[1]
+
+
+@pytest.mark.parametrize("maker", ["recursive", "chained", "recurrent_model", "attention_model"])
+def test_a_wide_plan_at_the_end_of_the_buffers_drafts_the_same(maker: str) -> None:
+    trunk, prompt_1T, first_1 = trunk_of("qwen3_5"), torch.tensor([prompt(12)]), torch.tensor([5])
+    chooser = Chooser([Sampling()], "argmax", vocab_size=VOCAB_SIZE, device=torch.device("cpu"), penalises=False)
+    drafted = []
+    with torch.inference_mode():
+        hidden_1TD = trunk.hidden(prompt_1T)
+        for pending in (1, 33):
+            drafter = MAKERS[maker]().make(trunk, Size(1, 16, 36), 3)
+            drafter.start(slice(0, 1), hidden_1TD, prompt_1T, first_1)
+            place = Place(used=16, pending=pending, last_B=first_1, length_B=torch.tensor([12]))
+            drafted.append(drafter.draft(3, place, chooser).tokens_BK.tolist())
+    assert drafted[0] == drafted[1]
+
+
+@pytest.mark.parametrize("maker", ["recursive", "chained"])
+def test_a_long_prompt_is_read_in_parts(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted = []
+    for chunk in (2048, 7):
+        monkeypatch.setattr(mtp_inference.head_drafter, "KEYS_CHUNK", chunk)
+        record = Recorded(MAKERS[maker]())
+        requests = [Request(prompt_ids=prompt(60), max_new_tokens=8)]
+        assert_plain("qwen3_5", SpeculativeDecoder(trunk_of("qwen3_5"), record, 3, ()), requests)
+        drafted.append([draft.tokens_BK.tolist() for draft in record.drafts])
+    assert drafted[0] == drafted[1]
+
+
+def ngrams(text: Sequence[int], longest: int = 3, shortest: int = 1, depth: int = 3) -> list[int]:
+    """Return what is drafted after a text, the last token of which is the trunk's."""
+    drafter = NgramDrafting(longest, shortest).make(trunk_of("glm4_moe"), Size(1, 32, 1), depth)
+    start_ngrams(drafter, text)
+    return drafted_ngrams(drafter, depth)[0]
+
+
+def start_ngrams(drafter: Drafter, text: Sequence[int], row: int = 0) -> None:
+    no_hidden = torch.empty(1, len(text) - 1, 0)
+    drafter.start(slice(row, row + 1), no_hidden, torch.tensor([text[:-1]]), torch.tensor(text[-1:]))
+
+
+def drafted_ngrams(drafter: Drafter, depth: int = 3) -> list[list[int]]:
+    assert isinstance(drafter, NgramDrafter)
+    nowhere = Place(0, 0, drafter.length_B, drafter.length_B)
+    device = torch.device("cpu")
+    chooser = Chooser([Sampling()] * len(drafter.length_B), "argmax", vocab_size=9, device=device, penalises=False)
+    drafts = drafter.draft(depth, nowhere, chooser)
+    assert drafts.num_drafted_B is not None
+    assert drafts.tokens_BK.shape == (len(drafter.length_B), depth)
+    pairs = zip(drafts.tokens_BK.tolist(), drafts.num_drafted_B.tolist(), strict=True)
+    return [tokens[:number] for tokens, number in pairs]
+
+
+@pytest.mark.parametrize(
+    ("text", "drafted"),
+    [
+        ([5, 6, 7, 8, 9, 1, 5, 6, 7], [8, 9, 1]),
+        # No token comes twice.
+        ([5, 6, 7, 8], []),
+        ([5, 6], []),
+        # The three last tokens decide, not the last one, which stood before a 9 more recently.
+        ([1, 2, 3, 4, 9, 9, 3, 9, 9, 1, 2, 3], [4, 9, 9]),
+        # Two tokens, where three are not found.
+        ([2, 3, 4, 3, 5, 1, 2, 3], [4, 3, 5]),
+        # Of equal matches the most recent one.
+        ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2]),
+        # What follows the match may end before the draft does.
+        ([1, 2, 1, 2], [1, 2]),
+        ([4, 4, 4], [4]),
+        ([4, 4], [4]),
+    ],
+)
+def test_what_followed_the_last_tokens_is_drafted(text: list[int], drafted: list[int]) -> None:
+    assert ngrams(text) == drafted
+
+
+def test_the_lengths_looked_for_are_kept_to() -> None:
+    text = [1, 2, 3, 4, 9, 9, 3, 8, 1, 2, 3]
+    assert ngrams(text) == ngrams(text, longest=5, shortest=2) == [4, 9, 9]
+    assert ngrams(text, longest=1) == [8, 1, 2]
+    assert ngrams([2, 3, 9, 3], shortest=2) == []
+    assert ngrams([0, 5, 0], longest=7, depth=5) == [5, 0]
+
+
+def test_rows_search_their_own_committed_texts() -> None:
+    drafter = NgramDrafting().make(trunk_of("glm4_moe"), Size(3, 32, 1), 3)
+    for row, text in enumerate(([1, 2, 3, 1], [0, 0, 3, 3, 3], [7, 8, 5, 9])):
+        start_ngrams(drafter, text, row)
+    assert drafted_ngrams(drafter) == [[2, 3, 1], [3], []]
+    # Two tokens of the first row count, none of the second, four of the third.
+    window_BT = torch.tensor([[2, 8, 8, 8], [0, 0, 0, 0], [6, 6, 7, 8]])
+    drafter.extend(torch.empty(3, 4, 0), window_BT, torch.tensor([2, 0, 4]))
+    assert drafted_ngrams(drafter) == [[], [3], [5, 9, 6]]
+    drafter.extend(torch.empty(3, 4, 0), window_BT, torch.tensor([1, 1, 1]))
+    assert drafted_ngrams(drafter) == [[8, 2], [3, 3, 3], [7, 8, 6]]
+    start_ngrams(drafter, [4, 4, 5, 6], row=0)
+    assert drafted_ngrams(drafter) == [[], [3, 3, 3], [7, 8, 6]]
+
+
+def test_only_what_was_found_counts_as_drafted() -> None:
+    record = Recorded(NgramDrafting())
+    requests = ragged([3, 2, 5, 0], max_new_tokens=40)
+    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), record, 3, (), max_batch=4)
+    results = decoder.generate(requests)
+    assert_plain("glm4_moe", decoder, requests)
+    drafted, rounds, accepted = (
+        [getattr(result, name) for result in results] for name in ("num_draft_tokens", "rounds", "num_accepted_tokens")
+    )
+    # The texts of this trunk run into loops.
+    assert all(0 < number < depth * count for number, count, depth in zip(drafted, rounds, (3, 2, 5), strict=False))
+    assert drafted[3] == accepted[3] == 0
+    assert sum(accepted) > 20
+    assert sum(rounds[:3]) < 3 * 39 - sum(accepted) + 3
+
+
+def outside(ids_R: Tensor) -> Tensor:
+    return torch.ones(VOCAB_SIZE, dtype=torch.bool).index_fill(0, ids_R, False)
+
+
+def test_reduced_logits_are_the_trunks_own_inside_and_none_outside() -> None:
+    trunk = trunk_of("qwen3_5")
+    hidden_B1D = torch.randn(5, 1, trunk.config.hidden_size)
+    reduced_B1V = ReducedLogits(trunk, SOME_IDS)(hidden_B1D)
+    torch.testing.assert_close(reduced_B1V[..., SOME_IDS], trunk.logits(hidden_B1D)[..., SOME_IDS])
+    assert bool((reduced_B1V[..., outside(SOME_IDS)] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("draft_sampling", ["argmax", "sampled"])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "at_temperature"])
+@pytest.mark.parametrize("kind", ["recursive", "chained"])
+def test_a_reduced_vocabulary_bounds_the_drafts_and_not_the_text(
+    kind: str, sampled: bool, draft_sampling: DraftSampling
+) -> None:
+    trunk = trunk_of("qwen3_5")
+    head = tiny_head(trunk) if kind == "recursive" else chained_head(trunk, 3)
+    settings = [Sampling(temperature=0.9, top_k=30, repetition_penalty=1.2, seed=seed) for seed in range(3)]
+    requests = [
+        Request(prompt_ids=prompt(4 + row), max_new_tokens=20, sampling=settings[row] if sampled else Sampling())
+        for row in range(3)
+    ]
+    plain = [result.token_ids for result in SpeculativeDecoder(trunk, None, 0, ()).generate(requests)]
+    drafted: dict[str, set[int]] = {}
+    for name, ids_R in (("all", None), ("some", SOME_IDS)):
+        record = Recorded(HeadDrafting(head, ids_R))
+        decoder = SpeculativeDecoder(trunk, record, 3, (), draft_sampling=draft_sampling)
+        texts = [result.token_ids for result in decoder.generate(requests)]
+        # Drafts that are drawn change which text is drawn, not how probable it is.
+        assert (texts == plain) == (not sampled or draft_sampling == "argmax")
+        drafted[name] = {token for draft in record.drafts for token in draft.tokens_BK.flatten().tolist()}
+        for draft in record.drafts:
+            assert (draft.q_BKV is None) == (not sampled or draft_sampling == "argmax")
+            if draft.q_BKV is not None and ids_R is not None:
+                assert bool((draft.q_BKV[..., outside(ids_R)] == 0.0).all())
+                torch.testing.assert_close(draft.q_BKV.sum(-1), torch.ones(draft.q_BKV.shape[:2]))
+    assert drafted["some"] <= set(SOME_IDS.tolist())
+    assert not drafted["all"] <= set(SOME_IDS.tolist())
+
+
+def test_a_reduced_vocabulary_without_the_trunks_tokens_gets_nothing_accepted() -> None:
+    text = plain_text("qwen3_5", tuple(prompt(4)), 20)
+    unsaid_R = torch.tensor([token for token in range(VOCAB_SIZE) if token not in text])
+    trunk = trunk_of("qwen3_5")
+    decoder = SpeculativeDecoder(trunk, HeadDrafting(tiny_head(trunk), unsaid_R), 3, ())
+    requests = [Request(prompt_ids=prompt(4), max_new_tokens=20)]
+    assert assert_plain("qwen3_5", decoder, requests) == [(19 * 3, 0)]
+
+
+def refusals() -> Iterator[tuple[type[MtpError], str, Callable[[], object]]]:
+    trunk = trunk_of("glm4_moe")
+    other = tiny_trunk("glm4_moe", vocab_size=50)
+    chained = chained_head(trunk, 2)
+    deeper = [Request(prompt_ids=[1], max_new_tokens=4, depth=3)]
+    yield (
+        MtpError,
+        "draft model: a vocabulary of 50 tokens; expected the trunk's 67",
+        lambda: SpeculativeDecoder(trunk, ModelDrafting(other), 2, ()),
+    )
+    yield MtpError, "n-gram drafter: lengths 0 to 3", lambda: NgramDrafting(shortest=0)
+    yield MtpError, "n-gram drafter: lengths 4 to 3", lambda: NgramDrafting(shortest=4)
+    yield (
+        UnsupportedModelError,
+        "depth: 3; expected at most 2, as this .* head has one module",
+        (lambda: SpeculativeDecoder(trunk, chained, 3, ())),
+    )
+    decoder = SpeculativeDecoder(trunk, chained, 2, ())
+    yield UnsupportedModelError, "depth: 3; expected at most 2", lambda: decoder.stream(deeper)
+
+
+def test_what_cannot_draft_is_refused() -> None:
+    for error, complaint, act in refusals():
+        with pytest.raises(error, match=complaint):
+            act()
+
+
+def test_a_batch_without_a_drafter_settles_nothing() -> None:
+    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
+    assert decoder.generate([prompt(4)], 40)[0].token_ids == plain_text("glm4_moe", tuple(prompt(4)), 40)
+    assert decoder._rounds is not None
+    batch: Batch = decoder._rounds.batch
+    assert batch.drafter is None

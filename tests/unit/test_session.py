@@ -1,0 +1,404 @@
+"""A session: more requests than rows, each with its own end and its own drafts, and none that notices the others.
+
+Tokens of the tiny trunks are single characters of the byte tokenizer, so that texts can be cut by hand. Most drafts
+come from a model that says nearly what the trunk says: rounds keep different numbers of tokens, and rows go apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mtp_inference.decoder
+import mtp_inference.session
+from byte_tokenizer import byte_tokenizer
+from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
+from mtp_inference.depth import RoundCosts
+from mtp_inference.draft import DrafterMaker
+from mtp_inference.other_drafters import ModelDrafting, NgramDrafting
+from mtp_inference.requests import Chunk
+from mtp_inference.session import Lane, Session
+from mtp_train.errors import MtpError
+from mtp_train.heads.trunk import Trunk
+from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
+
+TOKENIZER = byte_tokenizer()
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(100 * num_tokens + seed)
+    return torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+
+
+@functools.cache
+def trunk_of(name: str) -> Trunk:
+    return tiny_trunk(name)
+
+
+@functools.cache
+def nearly(name: str) -> Trunk:
+    """Return a model that mostly says what the tiny trunk of that name says."""
+    model = tiny_trunk(name)
+    noise_VD = torch.randn(model.lm_head_VD.shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        model.lm_head_VD.add_(0.1 * noise_VD)
+    return model
+
+
+def decoder_of(
+    name: str, drafting: DrafterMaker | None, *, depth: int = 3, rows: int = 3, eos_ids: Iterable[int] = ()
+) -> SpeculativeDecoder:
+    return SpeculativeDecoder(
+        trunk_of(name), drafting, depth, frozenset(eos_ids), max_batch=rows, tokenizer=TOKENIZER, prefill_chunk=8
+    )
+
+
+def right(name: str, rows: int = 3, depth: int = 3) -> SpeculativeDecoder:
+    """Return a decoder whose every draft is accepted."""
+    return decoder_of(name, ModelDrafting(trunk_of(name)), rows=rows, depth=depth)
+
+
+def letters(tokens: Sequence[int]) -> str:
+    text: str = TOKENIZER.decode(list(tokens))
+    return text
+
+
+@functools.cache
+def long_text(name: str, prompt_ids: tuple[int, ...], num_tokens: int) -> list[int]:
+    return plain_greedy(trunk_of(name), prompt_ids, num_tokens, ())
+
+
+def plain_text(name: str, prompt_ids: Sequence[int], num_tokens: int = 28) -> list[int]:
+    return long_text(name, tuple(prompt_ids), num_tokens)
+
+
+def cut(plain: Sequence[int], request: Request) -> tuple[tuple[int, ...], str, str]:
+    """Return what a request should say, given plain decoding: tokens, text and why it ended."""
+    for end in range(1, request.max_new_tokens + 1):
+        tokens, text = tuple(plain[:end]), letters(plain[:end])
+        starts = [text.index(stop) for stop in request.stop if stop in text]
+        if starts:
+            return tokens, text[: min(starts)], "stop"
+        if tokens[-1] in request.stop_token_ids:
+            return tokens, text, "stop"
+    return tokens, text, "length"
+
+
+def said(result: GenerationResult) -> tuple[tuple[int, ...], str, str]:
+    return result.token_ids, result.text, result.finish_reason
+
+
+def counts(result: GenerationResult) -> tuple[int, int, int, tuple[int, ...]]:
+    return result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens, result.accepted_per_pos
+
+
+@functools.cache
+def mixed_requests(name: str) -> list[Request]:
+    """Return nine requests, most of which differ in length, limit, depth, mode and end."""
+    requests = [
+        Request(prompt_ids=prompt(5), max_new_tokens=28),
+        Request(prompt_ids=prompt(5, seed=1), max_new_tokens=7, depth=1),
+        Request(prompt_ids=prompt(5, seed=2), max_new_tokens=12, mtp="off"),
+        Request(prompt_ids=prompt(19), max_new_tokens=1),
+        Request(prompt_ids=prompt(2), max_new_tokens=18, depth=5),
+        Request(prompt_ids=prompt(1), max_new_tokens=16, mtp="auto", depth=4),
+        Request(prompt_ids=prompt(9), max_new_tokens=11, depth=0),
+        Request(prompt_ids=prompt(8), max_new_tokens=28, depth=2),
+        Request(prompt_ids=prompt(12), max_new_tokens=28, depth=7),
+    ]
+    for index, place in ((0, 20), (8, 11)):
+        plain = plain_text(name, requests[index].prompt_ids)
+        stop_token = next(token for token in plain[place:] if token not in plain[:place])
+        requests[index] = dataclasses.replace(requests[index], stop_token_ids=frozenset([stop_token]))
+    plain = plain_text(name, requests[7].prompt_ids)
+    requests[7] = dataclasses.replace(requests[7], stop=("no such text", letters(plain[14:17])))
+    return requests
+
+
+@functools.cache
+def alone(name: str) -> list[GenerationResult]:
+    """Return what the mixed requests say one by one, and check that it is plain decoding's."""
+    decoder = decoder_of(name, ModelDrafting(nearly(name)))
+    results = [decoder.generate([request])[0] for request in mixed_requests(name)]
+    for request, result in zip(mixed_requests(name), results, strict=True):
+        assert said(result) == cut(plain_text(name, request.prompt_ids), request), request
+    return results
+
+
+def assert_same(results: Sequence[GenerationResult], expected: Sequence[GenerationResult]) -> None:
+    """Compare the results of mixed requests, counts included where they do not rest on the clock."""
+    assert [said(result) for result in results] == [said(result) for result in expected]
+    fixed = [index for index, request in enumerate(mixed_requests("qwen3_5")[: len(results)]) if request.mtp != "auto"]
+    assert [counts(results[index]) for index in fixed] == [counts(expected[index]) for index in fixed]
+
+
+def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at every round one round late, as on a GPU."""
+
+    def session(
+        rounds: mtp_inference.decoder.Rounds, lanes: list[Lane], costs: RoundCosts, max_depth: int, max_in_flight: int
+    ) -> Session:
+        assert max_in_flight == 0
+        return Session(rounds, lanes, costs, max_depth, max_in_flight=1)
+
+    monkeypatch.setattr(mtp_inference.decoder, "Session", session)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
+@pytest.mark.parametrize("name", CACHE_KINDS.values())
+def test_every_row_says_what_it_says_alone(name: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_ahead:
+        run_ahead(monkeypatch)
+    together = decoder_of(name, ModelDrafting(nearly(name))).generate(mixed_requests(name))
+    assert_same(together, alone(name))
+    accepted = [result.num_accepted_tokens for result in together]
+    assert sum(accepted) > 20
+    assert (accepted[2], accepted[6]) == (0, 0)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_rows_of_a_head_do_not_notice_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(name, HeadDrafting(tiny_head(trunk_of(name), seed=1)), depth=2)
+    requests = [dataclasses.replace(request, depth=None, mtp="on") for request in mixed_requests(name)]
+    one_by_one = [decoder.generate([request])[0] for request in requests]
+    run_ahead(monkeypatch)
+    assert_same(decoder.generate(requests), one_by_one)
+    assert [said(result) for result in one_by_one] == [said(result) for result in alone(name)]
+    assert sum(result.num_accepted_tokens for result in one_by_one) > 0
+
+
+def test_a_bound_on_pending_tokens_that_is_too_low_costs_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of("glm4_moe", ModelDrafting(nearly("glm4_moe")))
+    requests = [dataclasses.replace(request, mtp="on") for request in mixed_requests("glm4_moe")]
+    good = decoder.generate(requests)
+    plan = Session._plan
+    monkeypatch.setattr(Session, "_plan", lambda self, depth: dataclasses.replace(plan(self, depth), pending=1))
+    low = decoder.generate(requests)
+    assert [said(result) for result in low] == [said(result) for result in good]
+    assert sum(result.num_drafts for result in low) > sum(result.num_drafts for result in good) + 5
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
+def test_counts_of_right_drafts_follow_from_depth_and_limit(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_ahead:
+        run_ahead(monkeypatch)
+    depths, limits = [3, 1, 0, 7, 2, 5], [13, 10, 8, 25, 12, 2]
+    requests = [
+        Request(prompt_ids=prompt(3 + index), max_new_tokens=limit, depth=depth)
+        for index, (depth, limit) in enumerate(zip(depths, limits, strict=True))
+    ]
+    for result, depth, limit in zip(right("glm4_moe", rows=2).generate(requests), depths, limits, strict=True):
+        rounds = -(-(limit - 1) // (depth + 1))
+        assert counts(result) == (rounds, rounds * depth, rounds * depth, (rounds,) * depth)
+        assert len(result.token_ids) == limit
+        assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
+def test_a_stop_string_may_end_inside_an_accepted_draft(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_ahead:
+        run_ahead(monkeypatch)
+    plain = plain_text("qwen3_5", prompt(6))
+    neighbour = plain_text("qwen3_5", prompt(7))
+    # Tokens 5 to 8 come out of one round, with all drafts right; the stop string ends with token 6.
+    stop = letters(plain[4:7])
+    requests = [
+        Request(prompt_ids=prompt(6), max_new_tokens=28, stop=(stop,)),
+        Request(prompt_ids=prompt(7), max_new_tokens=28),
+        Request(prompt_ids=prompt(4), max_new_tokens=9),
+    ]
+    first, second, third = right("qwen3_5", rows=2).generate(requests)
+    assert said(first) == (tuple(plain[:7]), letters(plain[:4]), "stop")
+    assert counts(first) == (2, 6, 6, (2, 2, 2))
+    assert said(second) == (tuple(neighbour), letters(neighbour), "length")
+    assert said(third) == (tuple(plain_text("qwen3_5", prompt(4), 9)), letters(third.token_ids), "length")
+
+
+def test_a_stop_token_may_end_inside_an_accepted_draft() -> None:
+    plain = plain_text("qwen3_5", prompt(6))
+    assert plain[6] not in plain[:6]
+    trunk = trunk_of("qwen3_5")
+    of_request = Request(prompt_ids=prompt(6), max_new_tokens=28, stop_token_ids=frozenset([plain[6]]))
+    of_decoder = dataclasses.replace(of_request, stop_token_ids=frozenset())
+    for eos_ids, request in (([], of_request), ([plain[6]], of_decoder), ([plain[9]], of_request)):
+        (result,) = SpeculativeDecoder(trunk, ModelDrafting(trunk), 3, eos_ids).generate([request])
+        assert (result.token_ids, result.finish_reason, result.text) == (tuple(plain[:7]), "stop", "")
+        assert counts(result) == (2, 6, 6, (2, 2, 2))
+
+
+def test_a_text_may_end_at_prefill_and_leaves_its_row_to_the_next() -> None:
+    plain = plain_text("glm4_moe", prompt(5), 3)
+    requests = [
+        Request(prompt_ids=prompt(5), max_new_tokens=9, stop_token_ids=frozenset(plain[:1])),
+        Request(prompt_ids=prompt(5), max_new_tokens=9, stop=(letters(plain[:1]),)),
+        Request(prompt_ids=prompt(5), max_new_tokens=1),
+        Request(prompt_ids=prompt(5), max_new_tokens=3),
+    ]
+    results = right("glm4_moe", rows=1).generate(requests)
+    assert [result.token_ids for result in results] == [tuple(plain[:1])] * 3 + [tuple(plain)]
+    assert [result.finish_reason for result in results] == ["stop", "stop", "length", "length"]
+    assert [result.num_drafts for result in results] == [0, 0, 0, 1]
+    assert results[1].text == ""
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
+def test_streamed_pieces_add_up(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_ahead:
+        run_ahead(monkeypatch)
+    requests = mixed_requests("glm4_moe")
+    chunks = list(decoder_of("glm4_moe", ModelDrafting(nearly("glm4_moe"))).stream(requests))
+    for index, expected in enumerate(alone("glm4_moe")):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        assert [chunk.result is None for chunk in own] == [True] * (len(own) - 1) + [False]
+        result = own[-1].result
+        assert result is not None
+        assert tuple(itertools.chain.from_iterable(chunk.token_ids for chunk in own)) == result.token_ids
+        assert "".join(chunk.text for chunk in own) == result.text
+        assert said(result) == said(expected)
+        # One for prefill and one for each round.
+        assert len(own) == 1 + result.num_drafts
+        assert all(chunk.token_ids for chunk in own)
+
+
+def test_requests_are_streamed_in_turn_and_refilled_rows_start_later() -> None:
+    requests = [Request(prompt_ids=prompt(4, seed), max_new_tokens=20 + seed) for seed in range(3)]
+    chunks = list(right("glm4_moe", rows=2).stream(requests))
+    order = [chunk.index for chunk in chunks]
+    assert order[:6] == [0, 1, 0, 1, 0, 1]
+    assert order.index(2) > order.index(0) + 2
+    ended = [chunk.index for chunk in chunks if chunk.result is not None]
+    assert order.index(2) > max(place for place, index in enumerate(order) if index == ended[0])
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    trunk = trunk_of("glm4_moe")
+    chunks = list(SpeculativeDecoder(trunk, None, 0, ()).stream([Request(prompt_ids=[1, 2], max_new_tokens=4)]))
+    assert {chunk.text for chunk in chunks} == {""}
+    assert chunks[-1].result is not None
+    assert chunks[-1].result.text == ""
+
+
+def test_characters_of_several_tokens_come_out_whole() -> None:
+    trunk = tiny_trunk("qwen3_5", vocab_size=len(TOKENIZER))
+    decoder = SpeculativeDecoder(trunk, ModelDrafting(trunk), 3, (), tokenizer=TOKENIZER)
+    prompt_ids = TOKENIZER.encode("na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve")
+    chunks = list(decoder.stream([Request(prompt_ids=prompt_ids, max_new_tokens=40)]))
+    result = chunks[-1].result
+    assert result is not None
+    whole = TOKENIZER.decode([*prompt_ids, *result.token_ids], skip_special_tokens=True)
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    assert TOKENIZER.decode(prompt_ids) + result.text == whole
+    assert "\N{REPLACEMENT CHARACTER}" in whole, "random bytes that are all characters prove little"
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4, 11])
+def test_a_stream_may_be_left_and_the_decoder_used_again(num_chunks: int) -> None:
+    decoder = decoder_of("qwen3_5", ModelDrafting(nearly("qwen3_5")))
+    left = decoder.stream(mixed_requests("qwen3_5")[:5])
+    assert len(list(itertools.islice(left, num_chunks))) == num_chunks
+    assert_same(decoder.generate(mixed_requests("qwen3_5")[:5]), alone("qwen3_5")[:5])
+    assert_same(decoder.generate(mixed_requests("qwen3_5")[:2]), alone("qwen3_5")[:2])
+
+
+def test_results_come_in_the_order_of_the_requests_and_buffers_are_kept() -> None:
+    decoder = right("glm4_moe", rows=2)
+    requests = [Request(prompt_ids=prompt(length), max_new_tokens=9) for length in (2, 11, 5, 7)]
+    expected = [tuple(plain_text("glm4_moe", request.prompt_ids, 9)) for request in requests]
+    assert [result.token_ids for result in decoder.generate(requests)] == expected
+    rounds = decoder._rounds
+    assert [result.token_ids for result in decoder.generate(requests[::-1])] == expected[::-1]
+    assert decoder._rounds is rounds
+    assert decoder.generate([]) == []
+
+
+class Clock:
+    """Time that passes by hand: a round takes what its depth costs."""
+
+    def __init__(self, seconds_per_draft: float) -> None:
+        self.now = 0.0
+        self.seconds_per_draft = seconds_per_draft
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def of_round(self, depth: int) -> None:
+        self.now += 1.0 + self.seconds_per_draft * depth
+
+
+def timed(decoder: SpeculativeDecoder, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Let rounds take their time by the clock; yield the depth of every round while decoding one text."""
+    monkeypatch.setattr(mtp_inference.session, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    depths: list[int] = []
+    launch = Session._launch
+
+    def launch_and_wait(session: Session) -> None:
+        launch(session)
+        depths.append(session.in_flight[-1].plan.depth)
+        clock.of_round(depths[-1])
+
+    monkeypatch.setattr(Session, "_launch", launch_and_wait)
+    request = Request(prompt_ids=prompt(4), max_new_tokens=60, mtp="auto", depth=4)
+    (result,) = decoder.generate([request])
+    assert said(result) == cut(plain_text("qwen3_5", prompt(4), 60), request)
+    assert result.num_draft_tokens == sum(depths)
+    assert len(result.accepted_per_pos) == 4
+    yield from depths
+
+
+def test_auto_drafts_deeply_where_drafts_are_right_and_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    depths = list(timed(right("qwen3_5"), Clock(seconds_per_draft=0.01), monkeypatch))
+    assert depths[-1] == 4
+    assert len(depths) < 30
+
+
+def test_auto_stops_drafting_where_drafts_are_wrong_or_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = decoder_of("qwen3_5", HeadDrafting(tiny_head(trunk_of("qwen3_5"))))
+    assert list(timed(wrong, Clock(seconds_per_draft=0.3), monkeypatch)).count(0) > 30
+    assert list(timed(right("qwen3_5"), Clock(seconds_per_draft=2.0), monkeypatch)).count(0) > 30
+
+
+def test_a_request_of_other_depth_than_the_decoders_is_served() -> None:
+    decoder = right("qwen3_5", depth=1)
+    requests = [Request(prompt_ids=prompt(4), max_new_tokens=15, depth=depth) for depth in (None, 6)]
+    assert [result.accepted_per_pos for result in decoder.generate(requests)] == [(7,), (2,) * 6]
+
+
+def test_what_cannot_be_served_is_refused_before_anything_is_decoded() -> None:
+    trunk = trunk_of("glm4_moe")
+    decoder = SpeculativeDecoder(trunk, None, 0, ())
+    good = Request(prompt_ids=[1], max_new_tokens=2)
+    with pytest.raises(MtpError, match=r"stop: \['a'\], and no tokenizer; expected one"):
+        decoder.stream([good, dataclasses.replace(good, stop=("a",))])
+    with pytest.raises(MtpError, match="generate: requests and settings beside them"):
+        decoder.generate([good], 5)
+    with pytest.raises(MtpError, match="generate: requests and settings beside them"):
+        decoder.generate([good], sampling=Sampling(temperature=1.0))
+    with pytest.raises(MtpError, match="max_new_tokens: none; expected a limit"):
+        decoder.generate([[1, 2]])
+    with pytest.raises(MtpError, match="stop: an empty string at place 1"):
+        decoder_of("glm4_moe", None).stream([dataclasses.replace(good, stop=("a", ""))])
+    for wrong, complaint in (
+        ({"prompt_ids": []}, "prompt: no token"),
+        ({"max_new_tokens": 0}, "max_new_tokens: 0; expected 1 or more"),
+        ({"mtp": "sometimes"}, "mtp: 'sometimes'; expected on, off or auto"),
+        ({"depth": 8}, "depth: 8; expected 0 to 7"),
+    ):
+        with pytest.raises(MtpError, match=complaint):
+            dataclasses.replace(good, **wrong)
+    assert decoder.generate([good])[0].token_ids == tuple(plain_greedy(trunk, [1], 2, ()))
+
+
+def test_a_refused_call_leaves_a_running_stream_alone() -> None:
+    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), NgramDrafting(), 2, ())
+    running = decoder.stream([Request(prompt_ids=prompt(4), max_new_tokens=12)])
+    first: Chunk = next(running)
+    with pytest.raises(MtpError, match="and no tokenizer"):
+        decoder.generate([Request(prompt_ids=[1], max_new_tokens=2, stop=("a",))])
+    tokens = first.token_ids + tuple(token for chunk in running for token in chunk.token_ids)
+    assert tokens == tuple(plain_text("glm4_moe", prompt(4), 12))
