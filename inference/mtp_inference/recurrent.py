@@ -218,9 +218,11 @@ def window_conv(
         Shape (B, C, N - W + 1).
     """
     taps_BCTW = inputs_BCN.unfold(2, weight_CW.shape[-1], 1)
-    output_BCT = (taps_BCTW * weight_CW[:, None]).sum(-1)
+    # Rounded once, as the convolution it stands for: rounded products let half of all bf16 texts part from plain ones.
+    output_BCT = (taps_BCTW * weight_CW[:, None].float()).sum(-1)
     if bias_C is not None:
         output_BCT = output_BCT + bias_C[:, None]
+    output_BCT = output_BCT.to(inputs_BCN.dtype)
     return output_BCT if activation is None else ACT2FN[activation](output_BCT)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import cycle
 
 import pytest
 import torch
@@ -289,17 +288,24 @@ def test_drafts_after_a_long_rest_are_those_of_a_full_recomputation(unroll_kind:
 
 
 @pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
-def test_a_controller_that_rests_and_drafts_again_changes_nothing(
-    unroll_kind: str, trunk: Trunk, plain: list[int], monkeypatch: pytest.MonkeyPatch
+def test_a_controller_may_let_the_head_rest_and_ask_again(
+    unroll_kind: str, trunk: Trunk, texts: Texts, plain: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    schedule = cycle([3, 1, *[0] * 35])
+    schedule = iter([3, 1, *[0] * 40, 3])
     monkeypatch.setattr(mtp_inference.session, "batch_depth", lambda *_: next(schedule))
     head = tiny_head(trunk) if unroll_kind == "recursive" else chained_head(trunk, 3)
-    (result,) = SpeculativeDecoder(trunk, head, 3, ()).generate(
-        [Request(prompt_ids=PROMPT, max_new_tokens=50, mtp="auto")]
-    )
-    assert list(result.token_ids) == plain[:50]
-    assert result.num_draft_tokens == 8
+    script = ScriptedDrafting(texts, [0], HeadDrafting(head))
+    request = Request(prompt_ids=PROMPT, max_new_tokens=44, mtp="auto")
+    (result,) = SpeculativeDecoder(trunk, script, 3, ()).generate([request])
+    assert list(result.token_ids) == plain[:44]
+    assert counts(result) == (43, 7, (0, 0, 0))
+    with torch.inference_mode():
+        assert script.real_drafts[-1].tolist() == [drafts_from_scratch(trunk, head, PROMPT + plain[:43], 3)]
+
+
+def test_a_text_may_be_longer_than_what_may_wait_for_the_head(trunk: Trunk, plain: list[int]) -> None:
+    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 2, ()).generate([PROMPT], max_new_tokens=56)
+    assert list(result.token_ids) == plain[:56]
 
 
 @pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])

@@ -237,6 +237,18 @@ def test_slots_past_those_in_use_are_left_out() -> None:
         assert mask.sum(-1).flatten().tolist() == [5, 6, 2, 3]
 
 
+def test_a_mask_is_left_out_only_where_the_bounds_are_tight() -> None:
+    for positions, start in (([4], 4), ([0, 1, 2], 0)):
+        used = positions[-1] + 1
+        tight = Window(slice(0, 1), torch.tensor([positions]), used, start)
+        loose = Window(slice(0, 1), torch.tensor([positions]), used + 3, start)
+        assert tight.mask(50, None) is tight.mask(50, used) is None
+        assert tight.mask(50, used - 1) is not None
+        mask = loose.mask(50, None)
+        assert mask is not None
+        assert mask.sum(-1).flatten().tolist() == [position + 1 for position in positions]
+
+
 def run_window(trunk: Trunk, prompts: list[list[int]], window_BT: Tensor) -> WindowCache:
     """Prefill prompts, a row for each, and run a window after them, not yet committed."""
     cache = WindowCache(trunk.config, num_rows=len(prompts), capacity=96, max_window=80)
