@@ -105,13 +105,13 @@ class RecurrentLayers:
         if not self.stores:
             return
         taken = [store.take_window() for store in self.stores]
-        conv_LBCN = torch.stack([conv for conv, _ in taken])
+        conv = [inputs for inputs, _ in taken]
         decided = [state for _, state in taken if isinstance(state, Tensor)]
         undecided = [state for _, state in taken if not isinstance(state, Tensor)]
         if undecided:
-            self._commit_undecided(conv_LBCN, undecided, num_kept_B)
+            self._commit_undecided(torch.stack(conv), undecided, num_kept_B)
         else:
-            self._commit_decided(conv_LBCN, torch.stack(decided), num_kept_B)
+            self._commit_decided(conv, decided, num_kept_B)
 
     def snapshot(self) -> States | None:
         """Return a copy of the states."""
@@ -123,17 +123,22 @@ class RecurrentLayers:
             for buffer, saved in zip(self._states, states, strict=True):
                 buffer.copy_(saved)
 
-    def _commit_decided(self, conv_LBCN: Tensor, state_LBHKV: Tensor, num_kept_B: Tensor | None) -> None:
+    def _commit_decided(self, conv: list[Tensor], state: list[Tensor], num_kept_B: Tensor | None) -> None:
         window = self._announced()
         if num_kept_B is not None and window.num_tokens > 1:
             raise RuntimeError(
                 f"recurrent cache: a window of {window.num_tokens} tokens, already decided; expected it undecided. Run "
                 "it under undecided_states()."
             )
-        states = self._states or self._allocate(conv_LBCN[..., window.num_tokens :], state_LBHKV)
+        # Sliced before it is stacked: the inputs of a long prompt are large.
+        conv_LBCW = torch.stack([inputs[..., window.num_tokens :] for inputs in conv])
+        states = self._states or self._allocate(conv_LBCW, state[0])
         # In place, here and below: a captured round knows these buffers by their address.
-        states.conv_LBCW[:, window.rows] = conv_LBCN[..., window.num_tokens :]
-        states.state_LBHKV[:, window.rows] = state_LBHKV
+        states.conv_LBCW[:, window.rows] = conv_LBCW
+        for ours_BHKV, new_BHKV in zip(states.state_LBHKV[:, window.rows], state, strict=True):
+            # A single token's rule has updated it in place.
+            if new_BHKV.data_ptr() != ours_BHKV.data_ptr():
+                ours_BHKV.copy_(new_BHKV)
 
     def _commit_undecided(self, conv_LBCN: Tensor, windows: Sequence[Undecided], num_kept_B: Tensor | None) -> None:
         window, states = self._announced(), self._states
@@ -155,11 +160,11 @@ class RecurrentLayers:
             raise RuntimeError("recurrent cache: no window announced; expected begin() before every forward.")
         return self._window
 
-    def _allocate(self, conv_LBCW: Tensor, state_LBHKV: Tensor) -> States:
-        def zeros(like: Tensor) -> Tensor:
-            return like.new_zeros(len(like), self.num_rows, *like.shape[2:])
+    def _allocate(self, conv_LBCW: Tensor, state_BHKV: Tensor) -> States:
+        def zeros(like: Tensor, shape: torch.Size) -> Tensor:
+            return like.new_zeros(len(self.stores), self.num_rows, *shape)
 
-        self._states = States(zeros(conv_LBCW), zeros(state_LBHKV))
+        self._states = States(zeros(conv_LBCW, conv_LBCW.shape[2:]), zeros(state_BHKV, state_BHKV.shape[1:]))
         for store, conv_BCW, state_BHKV in zip(self.stores, *self._states, strict=True):
             store.conv_BCW, store.state_BHKV = conv_BCW, state_BHKV
         return self._states

@@ -22,6 +22,9 @@ RESPONSE_ROOM_TOKENS = 16
 """A prompt that leaves less room than this in a sequence is not answered."""
 FILE_PATTERN = "regenerated-*-of-*.jsonl"
 
+PROMPTS_PER_ROW = 4
+"""Prompts of one batch for each of its rows: rows that end early take the next prompt, so that few stand idle."""
+
 GenerateFn = Callable[[list[list[int]], list[int]], list[list[int]]]
 """From prompts and their limits of new tokens to responses, each up to and with its end-of-text token."""
 
@@ -167,14 +170,14 @@ def regenerate(
     """Answer prompts with the trunk and store the responses; those already stored are left alone.
 
     The batches are the same whatever the number of processes and whatever is done already, because in bf16 a response
-    may depend on the batch it was generated in. Process ``rank`` takes every ``world``-th batch.
+    may depend on what it was generated with. Process ``rank`` takes every ``world``-th batch.
 
     Args:
         prompts: Those of all processes; their order does not matter.
         store: This process's.
         generate_fn: The trunk's greedy decoding.
         seq_len_tokens: No response goes past this many tokens, prompt included.
-        batch_size: Prompts per batch.
+        batch_size: Prompts that are decoded together; a batch has ``PROMPTS_PER_ROW`` times as many.
         max_new_tokens: Limit of every response.
         eos_ids: The tokens that end a response.
         rank: This process.
@@ -192,7 +195,7 @@ def regenerate(
         )
     stored = {row.id: row.prompt_ids for row in store.rows()}
     _check_same_prompts(fitting, stored, store)
-    own_batches = batches_by_length(fitting, batch_size)[rank::world]
+    own_batches = batches_by_length(fitting, PROMPTS_PER_ROW * batch_size)[rank::world]
     generated = 0
     for number, batch in enumerate(own_batches, start=1):
         missing = [prompt for prompt in batch if prompt.id not in stored]

@@ -132,7 +132,7 @@ def test_the_texts_without_drafts_are_worth_comparing() -> None:
 
 @pytest.mark.parametrize(
     ("name", "drafting"),
-    [("qwen3_5", "head"), ("glm4_moe", "chained"), ("qwen3_5", "model"), ("qwen2", "model"), ("mistral", "ngram")],
+    [("qwen3_5", "head"), ("glm4_moe", "chained"), ("qwen2", "model"), ("mistral", "ngram")],
 )
 def test_with_drawn_drafts_a_row_says_what_it_says_alone(name: str, drafting: str) -> None:
     decoder = SpeculativeDecoder(trunk_of(name), DRAFTING[drafting](name), 4, (), max_batch=3, draft_sampling="sampled")
@@ -183,7 +183,7 @@ def joint(steps: Sequence[Tensor]) -> Tensor:
 
 
 def sampled_texts(
-    trunk: Trunk, drafting: DrafterMaker | None, sampling: Sampling, num_prompts: int = 2
+    trunk: Trunk, drafting: DrafterMaker | None, sampling: Sampling, num_prompts: int
 ) -> list[list[GenerationResult]]:
     """Decode every prompt with every seed, all in one batch."""
     requests = [
@@ -223,11 +223,13 @@ def worst_deviation(trunk: Trunk, drafting: DrafterMaker | None, sampling: Sampl
     return max(deviation(results, joint(exact_steps(trunk, prompt, sampling.top_k))) for results, prompt in by_prompt)
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, TOP_K], ids=["plain", "top_k"])
+@pytest.mark.parametrize(("sampling", "num_prompts"), [(PLAIN, 2), (TOP_K, 1)], ids=["plain", "top_k"])
 @pytest.mark.parametrize(("name", "drafting"), [("glm4_moe", "chained"), ("mistral", "model")])
-def test_drawn_drafts_leave_the_distribution_as_it_is(name: str, drafting: str, sampling: Sampling) -> None:
+def test_drawn_drafts_leave_the_distribution_as_it_is(
+    name: str, drafting: str, sampling: Sampling, num_prompts: int
+) -> None:
     trunk, maker = small(name, drafting)
-    assert worst_deviation(trunk, maker, sampling) < FAR_OUT
+    assert worst_deviation(trunk, maker, sampling, num_prompts) < FAR_OUT
 
 
 def test_drawn_drafts_leave_the_distribution_of_a_recurrent_trunk_as_it_is() -> None:
