@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,3 +61,30 @@ def fresh_state() -> Iterator[None]:
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+# Imports inside: most tests need no run.
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, its stripped fine-tune and chats."""
+    from runs import write_inputs
+
+    return write_inputs(tmp_path_factory.mktemp("inputs") / "in")
+
+
+@pytest.fixture(scope="session")
+def recipe(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of a run that has finished and exported, in ``run`` beside it."""
+    from mtp_train.cli import main
+    from runs import LEARNS, write_recipe
+
+    directory = tmp_path_factory.mktemp("finished")
+    path = write_recipe(directory / "recipe.yaml", inputs, directory / "run", **LEARNS)
+    assert main(["run", str(path)]) == 0
+    return path
+
+
+@pytest.fixture(scope="session")
+def run_dir(recipe: Path) -> Path:
+    """The run directory of that recipe."""
+    return recipe.parent / "run"

@@ -85,6 +85,8 @@ class Batch:
         """Drafts of a row that may be accepted."""
         self.stop_BN = zeros(rows, num_stops) + NO_TOKEN
         self.rows_B1 = torch.arange(rows, device=device)[:, None]
+        self.owner: object = None
+        """Whoever decodes with these rows now."""
 
     @torch.inference_mode()
     def prefill(self, rows: slice, prompt_RT: Tensor, room_R: Tensor, stop_RN: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from mtp_inference.depth import DepthController, RoundCosts, batch_depth
 from mtp_inference.requests import Chunk, Request
 from mtp_inference.stats import GenerationResult, Round, accepted_per_pos
 from mtp_inference.text import TextStream
+from mtp_train.errors import MtpError
 
 MAX_PREFILL_TOKENS = 16384
 """Prompt tokens that are prefilled together, beyond a first prompt of any length."""
@@ -112,6 +113,7 @@ class Session:
     ) -> None:
         self.rounds = rounds
         self.batch = rounds.batch
+        self.batch.owner = self
         self.waiting = deque(waiting)
         self.costs = costs
         self.max_depth = max_depth
@@ -122,7 +124,11 @@ class Session:
         self._last_look = 0.0
 
     def run(self) -> Iterator[Chunk]:
-        """Decode everything; yield what each prefill and each round adds."""
+        """Decode everything; yield what each prefill and each round adds.
+
+        Raises:
+            MtpError: Another call took the buffers over in between.
+        """
         while self.waiting or self.lanes or self.in_flight:
             while self.waiting and len(self.lanes) < self.batch.cache.num_rows:
                 yield from self._admit()
@@ -133,6 +139,7 @@ class Session:
 
     def _admit(self) -> Iterator[Chunk]:
         """Prefill the next requests of one length on neighbouring free rows."""
+        self._require_rows()
         started = time.perf_counter()
         lanes, rows = self._next_group()
         device = self.batch.last_B.device
@@ -172,6 +179,7 @@ class Session:
 
     def _launch(self) -> None:
         """Start a round over all rows."""
+        self._require_rows()
         depth = self._depth()
         plan = self._plan(depth)
         if depth == 0 and plan.pending + 1 > PENDING_PLACES and self.batch.drafter is not None:
@@ -184,6 +192,13 @@ class Session:
             lane.pending = (0 if depth else lane.pending) + depth + 1
             lane.position += depth + 1
         self.in_flight.append(InFlight(outcome, tuple(self.lanes.values()), plan, launched))
+
+    def _require_rows(self) -> None:
+        if self.batch.owner is not self:
+            raise MtpError(
+                "stream: another call of this decoder began before this one had ended; expected one at a time, as they "
+                "share buffers. Pass all requests together, or use a second decoder."
+            )
 
     def _plan(self, depth: int) -> RoundPlan:
         lanes = self.lanes.values()

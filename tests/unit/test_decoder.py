@@ -383,3 +383,13 @@ def test_compare_tells_a_tie_from_a_divergence() -> None:
     assert worse.gap is not None
     assert worse.gap > 1e-3
     assert compare(plain[:4], plain, trunk, PROMPT).verdict == "divergence"
+
+
+def test_a_call_that_another_one_overtook_says_so(trunk: Trunk, plain: list[int]) -> None:
+    decoder = SpeculativeDecoder(trunk, None, 0, ())
+    overtaken = decoder.stream([Request(prompt_ids=PROMPT, max_new_tokens=8)])
+    next(overtaken)
+    (result,) = decoder.generate([PROMPT], max_new_tokens=8)
+    assert list(result.token_ids) == plain[:8]
+    with pytest.raises(MtpError, match="another call of this decoder began"):
+        next(overtaken)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -21,8 +21,7 @@ from byte_tokenizer import byte_tokenizer
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.depth import RoundCosts
 from mtp_inference.draft import DrafterMaker
-from mtp_inference.other_drafters import ModelDrafting, NgramDrafting
-from mtp_inference.requests import Chunk
+from mtp_inference.other_drafters import ModelDrafting
 from mtp_inference.session import Lane, Session
 from mtp_train.errors import MtpError
 from mtp_train.heads.trunk import Trunk
@@ -51,12 +50,8 @@ def nearly(name: str) -> Trunk:
     return model
 
 
-def decoder_of(
-    name: str, drafting: DrafterMaker | None, *, depth: int = 3, rows: int = 3, eos_ids: Iterable[int] = ()
-) -> SpeculativeDecoder:
-    return SpeculativeDecoder(
-        trunk_of(name), drafting, depth, frozenset(eos_ids), max_batch=rows, tokenizer=TOKENIZER, prefill_chunk=8
-    )
+def decoder_of(name: str, drafting: DrafterMaker | None, *, depth: int = 3, rows: int = 3) -> SpeculativeDecoder:
+    return SpeculativeDecoder(trunk_of(name), drafting, depth, (), max_batch=rows, tokenizer=TOKENIZER, prefill_chunk=8)
 
 
 def right(name: str, rows: int = 3, depth: int = 3) -> SpeculativeDecoder:
@@ -209,7 +204,7 @@ def test_a_stop_string_may_end_inside_an_accepted_draft(is_ahead: bool, monkeypa
     # Tokens 5 to 8 come out of one round, with all drafts right; the stop string ends with token 6.
     stop = letters(plain[4:7])
     requests = [
-        Request(prompt_ids=prompt(6), max_new_tokens=28, stop=(stop,)),
+        Request(prompt_ids=prompt(6), max_new_tokens=99, stop=(stop,)),
         Request(prompt_ids=prompt(7), max_new_tokens=28),
         Request(prompt_ids=prompt(4), max_new_tokens=9),
     ]
@@ -218,6 +213,18 @@ def test_a_stop_string_may_end_inside_an_accepted_draft(is_ahead: bool, monkeypa
     assert counts(first) == (2, 6, 6, (2, 2, 2))
     assert said(second) == (tuple(neighbour), letters(neighbour), "length")
     assert said(third) == (tuple(plain_text("qwen3_5", prompt(4), 9)), letters(third.token_ids), "length")
+
+
+def test_a_row_ended_by_a_stop_string_is_out_of_use_on_the_device() -> None:
+    plain = plain_text("qwen3_5", prompt(6))
+    decoder = right("qwen3_5", rows=2)
+    requests = [
+        Request(prompt_ids=prompt(6), max_new_tokens=99, stop=(letters(plain[4:7]),)),
+        Request(prompt_ids=prompt(7), max_new_tokens=28),
+    ]
+    decoder.generate(requests)
+    assert decoder._rounds is not None
+    assert decoder._rounds.batch.active_B.tolist() == [False, False]
 
 
 def test_a_stop_token_may_end_inside_an_accepted_draft() -> None:
@@ -277,11 +284,10 @@ def test_requests_are_streamed_in_turn_and_refilled_rows_start_later() -> None:
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
-    trunk = trunk_of("glm4_moe")
-    chunks = list(SpeculativeDecoder(trunk, None, 0, ()).stream([Request(prompt_ids=[1, 2], max_new_tokens=4)]))
+    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
+    chunks = list(decoder.stream([Request(prompt_ids=[1, 2], max_new_tokens=4)]))
     assert {chunk.text for chunk in chunks} == {""}
-    assert chunks[-1].result is not None
-    assert chunks[-1].result.text == ""
+    assert [chunk.result.text for chunk in chunks if chunk.result is not None] == [""]
 
 
 def test_characters_of_several_tokens_come_out_whole() -> None:
@@ -392,13 +398,3 @@ def test_what_cannot_be_served_is_refused_before_anything_is_decoded() -> None:
         with pytest.raises(MtpError, match=complaint):
             dataclasses.replace(good, **wrong)
     assert decoder.generate([good])[0].token_ids == tuple(plain_greedy(trunk, [1], 2, ()))
-
-
-def test_a_refused_call_leaves_a_running_stream_alone() -> None:
-    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), NgramDrafting(), 2, ())
-    running = decoder.stream([Request(prompt_ids=prompt(4), max_new_tokens=12)])
-    first: Chunk = next(running)
-    with pytest.raises(MtpError, match="and no tokenizer"):
-        decoder.generate([Request(prompt_ids=[1], max_new_tokens=2, stop=("a",))])
-    tokens = first.token_ids + tuple(token for chunk in running for token in chunk.token_ids)
-    assert tokens == tuple(plain_text("glm4_moe", prompt(4), 12))
