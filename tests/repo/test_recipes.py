@@ -154,4 +154,5 @@ def test_cpu_ddp_synchronises_two_processes_given_its_variable(
         check=True,
         env={**inherited, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment},
     )
-    assert run.stdout.split("\n") == [line, line, ""]
+    # Counted: two processes may write into each other's line ends.
+    assert run.stdout.count(line) == 2
