@@ -5,12 +5,14 @@ round (drafts, verification, acceptance, commit) is one graph. Plain decoding is
 speedup over it is the drafts' own.
 
 Each plan of a round has a graph. Plans are therefore rounded up first: positions in use to steps, pending tokens to
-what follows a round with drafts or to all places. Other devices run the same rounds as they are.
+what follows a round with drafts or to all places. Other devices run the same rounds as they are, and so does a GPU
+where a round cannot be captured.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from mtp_inference.batch import Batch, RoundPlan
 FINE_STEP, COARSE_STEP = 1024, 4096
 """Positions in use are rounded up to these: reading masked keys costs less than another graph."""
 FINE_LIMIT = 8192
+SLOWER = "Rounds run one operation at a time from now on, which is slower for small batches; the text is the same."
 RoundKey = tuple[RoundPlan, tuple[bool, ...]]
 """A plan, and the sampling steps of the batch."""
 
@@ -50,7 +53,13 @@ class Rounds:
             self._seen.add(key)
             return Outcome(self.batch.run_round(plan))
         if key not in self._graphs:
-            self._graphs[key] = self._capture(plan)
+            try:
+                self._graphs[key] = self._capture(plan)
+            except RuntimeError as error:
+                # Some kernels of transformers wait for the host: grouped experts do on older GPUs. Nothing has run yet.
+                self.captures = False
+                warnings.warn(f"decoder: a round cannot be captured ({error}). {SLOWER}", stacklevel=2)
+                return Outcome(self.batch.run_round(plan))
         graph, outcome = self._graphs[key]
         graph.replay()
         return Outcome(outcome)
