@@ -27,7 +27,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, MtpError, OutputExistsError, RecipeError, TrainingError
 from mtp_train.evaluation import evaluate_run
 from mtp_train.heads.attach import build_head, trained_head
-from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.diagnose import layout_of, stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.inputs import Inputs, evaluation_dtype, gather_inputs
@@ -171,12 +171,10 @@ def run_stages(
 
 def load_run_trunk(recipe: Recipe, inputs: Inputs, accelerator: Accelerator) -> Trunk:
     """Load the trunk once for all stages."""
-    layout = layout_of(inputs.finetune)
-    stored = inputs.finetune.tensors[f"{layout.trunk_prefix}embed_tokens.weight"].dtype
     return load_trunk(
         inputs.finetune.path,
         inputs.finetune.family,
-        dtype=evaluation_dtype(recipe, accelerator.device, stored),
+        dtype=evaluation_dtype(recipe, accelerator.device, stored_dtype(inputs.finetune)),
         device=accelerator.device,
         adapter=inputs.adapter,
         trust_remote_code=recipe.model.trust_remote_code,

@@ -65,21 +65,27 @@ def fresh_state() -> Iterator[None]:
 
 # Imports inside: most tests need no run.
 @pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, its stripped fine-tune and chats."""
     from runs import write_inputs
 
-    return write_inputs(tmp_path_factory.mktemp("inputs") / "in")
+    return write_inputs(tmp_path_factory.mktemp("pristine") / "in")
 
 
 @pytest.fixture(scope="session")
-def recipe(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(pristine: Path) -> Path:
+    """The same; a file whose tests damage their inputs makes copies of it under this name."""
+    return pristine
+
+
+@pytest.fixture(scope="session")
+def recipe(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe of a run that has finished and exported, in ``run`` beside it."""
     from mtp_train.cli import main
     from runs import LEARNS, write_recipe
 
     directory = tmp_path_factory.mktemp("finished")
-    path = write_recipe(directory / "recipe.yaml", inputs, directory / "run", **LEARNS)
+    path = write_recipe(directory / "recipe.yaml", pristine, directory / "run", **LEARNS)
     assert main(["run", str(path)]) == 0
     return path
 

@@ -7,6 +7,7 @@ a wrong state shows.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,21 +84,28 @@ def _randomize(module: nn.Module, seed: int) -> None:
                 parameter.add_(0.1 * noise)
 
 
+def _sizes(tied: bool, vocab_size: int) -> dict[str, Any]:
+    """Return what all tiny trunks have in common."""
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": tied,
+    }
+
+
 def _qwen3_5_config(tied: bool, vocab_size: int) -> PretrainedConfig:
     """Three Gated DeltaNet layers with grouped heads, then full attention."""
     return Qwen3_5TextConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
+        **_sizes(tied, vocab_size),
         num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=16,
         linear_num_key_heads=1,
         linear_num_value_heads=2,
         linear_key_head_dim=16,
         linear_value_head_dim=8,
-        tie_word_embeddings=tied,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     )
 
@@ -105,13 +113,9 @@ def _qwen3_5_config(tied: bool, vocab_size: int) -> PretrainedConfig:
 def _glm4_moe_config(tied: bool, vocab_size: int) -> PretrainedConfig:
     """One dense layer, then two mixtures of four experts."""
     return Glm4MoeConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
+        **_sizes(tied, vocab_size),
         moe_intermediate_size=16,
         num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=16,
         n_routed_experts=4,
         num_experts_per_tok=2,
@@ -119,36 +123,25 @@ def _glm4_moe_config(tied: bool, vocab_size: int) -> PretrainedConfig:
         topk_group=1,
         first_k_dense_replace=1,
         num_nextn_predict_layers=1,
-        tie_word_embeddings=tied,
     )
 
 
 def _mistral_config(tied: bool, vocab_size: int) -> PretrainedConfig:
     """Three layers with a sliding window."""
     return MistralConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
+        **_sizes(tied, vocab_size),
         num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=16,
         sliding_window=SLIDING_WINDOW,
-        tie_word_embeddings=tied,
     )
 
 
 def _qwen2_config(tied: bool, vocab_size: int) -> PretrainedConfig:
     """One layer of full attention, then two with a sliding window."""
     return Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
+        **_sizes(tied, vocab_size),
         num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         use_sliding_window=True,
         max_window_layers=1,
         sliding_window=SLIDING_WINDOW,
-        tie_word_embeddings=tied,
     )

@@ -9,6 +9,7 @@ N stop tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,9 @@ from torch import Tensor
 from mtp_inference.cache import WindowCache
 from mtp_inference.chooser import Chooser, Drafts
 from mtp_inference.draft import Drafter, Place
-from mtp_inference.recurrent import undecided_states
+from mtp_inference.forward import prefill_chunks, window_states
 from mtp_inference.sampling import Sampling
-from mtp_inference.window import Window, attending_in_windows
+from mtp_inference.window import Window
 from mtp_train.heads.trunk import Trunk
 
 NO_TOKEN = -1
@@ -92,17 +93,10 @@ class Batch:
     def prefill(self, rows: slice, prompt_RT: Tensor, room_R: Tensor, stop_RN: Tensor) -> Tensor:
         """Run prompts of one length and commit their first tokens, (R,)."""
         num_tokens = prompt_RT.shape[1]
-        hidden: list[Tensor] = []
-        with attending_in_windows(self.trunk.config):
-            for start in range(0, num_tokens, self.prefill_chunk):
-                chunk_RT = prompt_RT[:, start : start + self.prefill_chunk]
-                end = start + chunk_RT.shape[1]
-                positions_RT = torch.arange(start, end, device=prompt_RT.device).expand(len(prompt_RT), -1)
-                masks = self.cache.begin(Window(rows, positions_RT, end, start))
-                chunk_RTD = self.trunk.window_hidden(chunk_RT, positions_BT=positions_RT, masks=masks, cache=self.cache)
-                self.cache.commit(None)
-                hidden = [*hidden, chunk_RTD] if self.drafter is not None else [chunk_RTD]
-        hidden_RTD = torch.cat(hidden, dim=1)
+        # Without a drafter the last chunk is all that is read.
+        hidden = deque[Tensor](maxlen=1 if self.drafter is None else None)
+        hidden.extend(prefill_chunks(self.trunk, self.cache, rows, prompt_RT, self.prefill_chunk))
+        hidden_RTD = torch.cat(list(hidden), dim=1)
         self.chooser.read_prompts(rows, prompt_RT)
         first_R = self.chooser.first(rows, self.trunk.logits(hidden_RTD[:, -1:]), num_tokens)
         if self.drafter is not None:
@@ -140,9 +134,8 @@ class Batch:
     def run_window(self, plan: RoundPlan, window_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Run the trunk over a window of every row; return hidden states (B, T, D) and logits (B, T, V)."""
         positions_BT = self.length_B[:, None] + torch.arange(window_BT.shape[1], device=window_BT.device)
-        masks = self.cache.begin(Window(slice(0, len(window_BT)), positions_BT, plan.used, plan.start))
-        with attending_in_windows(self.trunk.config), undecided_states(self.trunk.family):
-            hidden_BTD = self.trunk.window_hidden(window_BT, positions_BT=positions_BT, masks=masks, cache=self.cache)
+        window = Window(slice(0, len(window_BT)), positions_BT, plan.used, plan.start)
+        hidden_BTD = window_states(self.trunk, self.cache, window_BT, window)
         return hidden_BTD, self.trunk.logits(hidden_BTD)
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from mtp_inference.recurrent_cache import RecurrentLayers, RecurrentStore, States
-from mtp_inference.window import Window
+from mtp_inference.window import Window, announced
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.step import KeysWritten
 
@@ -51,8 +51,8 @@ class AttentionStore(CacheLayerMixin):
         """Write the window's keys and values; return those in use, (B, H, used, width)."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        window = _announced(self.window)
-        slots_BT = window.positions_BT % self.size
+        window = announced(self.window)
+        slots_BT = window.slots_BT(self.size)
         for buffer, new in ((self.keys, key_states), (self.values, value_states)):
             buffer[window.row_index_B1, :, slots_BT] = new.transpose(1, 2)
         if window.keys_only:
@@ -62,11 +62,11 @@ class AttentionStore(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the keys in use and the first one's position, for transformers' own masks."""
-        return _announced(self.window).used, 0
+        return announced(self.window).used, 0
 
     def get_seq_length(self) -> int:
         """Return where the window starts, 0 where every row starts elsewhere."""
-        return _announced(self.window).start or 0
+        return announced(self.window).start or 0
 
     def get_max_length(self) -> int:
         """Return the number of slots."""
@@ -126,12 +126,6 @@ class WindowCache(Cache):
     def restore(self, states: States | None) -> None:
         """Go back to a snapshot."""
         self._recurrent.restore(states)
-
-
-def _announced(window: Window | None) -> Window:
-    if window is None:
-        raise RuntimeError("cache: no window announced; expected begin() before every forward.")
-    return window
 
 
 def _store(layer: Any, index: int, num_rows: int, capacity: int, max_window: int) -> AttentionStore | RecurrentStore:

@@ -19,6 +19,7 @@ from mtp_inference.capture import Rounds
 from mtp_inference.chooser import Chooser, DraftSampling
 from mtp_inference.depth import Acceptance, DepthController, RoundCosts
 from mtp_inference.draft import DrafterMaker, Size
+from mtp_inference.forward import PREFILL_CHUNK
 from mtp_inference.head_drafter import HeadDrafting
 from mtp_inference.requests import Chunk, Request, require_depth
 from mtp_inference.sampling import Sampling
@@ -29,8 +30,6 @@ from mtp_train.errors import MtpError
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 
-PREFILL_CHUNK = 2048
-"""Prompt tokens of one forward."""
 GPU_CAPACITY_STEP = 1024
 """Positions are rounded up to it on a GPU, so that calls share buffers and captured rounds."""
 
@@ -44,6 +43,32 @@ class Needs(NamedTuple):
     depth: int
     num_stops: int
     penalises: bool
+
+
+def rounded_capacity(num_positions: int, on_gpu: bool) -> int:
+    """Return how many positions to make room for."""
+    step = GPU_CAPACITY_STEP if on_gpu else 1
+    return -(-num_positions // step) * step
+
+
+def make_batch(
+    trunk: Trunk, drafting: DrafterMaker | None, needs: Needs, draft_sampling: DraftSampling, prefill_chunk: int
+) -> Batch:
+    """Make a batch and its buffers; nothing drafts at depth 0."""
+    weight = trunk.lm_head_VD
+    chooser = Chooser(
+        [Sampling()] * needs.num_rows,
+        draft_sampling,
+        vocab_size=weight.shape[0],
+        device=weight.device,
+        penalises=needs.penalises,
+    )
+    cache = WindowCache(trunk.config, num_rows=needs.num_rows, capacity=needs.capacity, max_window=needs.max_window)
+    drafter = None
+    if drafting is not None and needs.depth:
+        size = Size(needs.num_rows, needs.capacity, PENDING_PLACES + needs.depth + 1)
+        drafter = drafting.make(trunk, size, needs.depth)
+    return Batch(trunk, drafter, chooser, cache, prefill_chunk, needs.num_stops)
 
 
 class SpeculativeDecoder:
@@ -136,7 +161,8 @@ class SpeculativeDecoder:
         needs = self._needs(lanes)
         if self._rounds is None or self._needs_met != needs:
             self._rounds = None  # Its buffers go before new ones come.
-            self._rounds = Rounds(self._batch(needs), captures=self._on_gpu and self.captures)
+            batch = make_batch(self.trunk, self.drafting, needs, self.draft_sampling, self.prefill_chunk)
+            self._rounds = Rounds(batch, captures=self._on_gpu and self.captures)
             self._needs_met = needs
         self._rounds.batch.reset()
         return Session(self._rounds, lanes, self.costs, needs.depth, max_in_flight=1 if self._on_gpu else 0)
@@ -145,34 +171,15 @@ class SpeculativeDecoder:
         depth = max(lane.depth for lane in lanes)
         # A round in flight beyond the limit, and its window.
         capacity = max(len(lane.request.prompt_ids) + lane.request.max_new_tokens for lane in lanes) + 2 * (depth + 1)
-        step = GPU_CAPACITY_STEP if self._on_gpu else 1
         longest_prompt = max(len(lane.request.prompt_ids) for lane in lanes)
         return Needs(
             num_rows=min(self.max_batch, len(lanes)),
-            capacity=-(-capacity // step) * step,
+            capacity=rounded_capacity(capacity, self._on_gpu),
             max_window=self.prefill_chunk if self._on_gpu else max(min(longest_prompt, self.prefill_chunk), depth + 1),
             depth=depth,
             num_stops=max(len(lane.stops) for lane in lanes),
             penalises=any(lane.request.sampling.repetition_penalty != 1.0 for lane in lanes),
         )
-
-    def _batch(self, needs: Needs) -> Batch:
-        weight = self.trunk.lm_head_VD
-        chooser = Chooser(
-            [Sampling()] * needs.num_rows,
-            self.draft_sampling,
-            vocab_size=weight.shape[0],
-            device=weight.device,
-            penalises=needs.penalises,
-        )
-        cache = WindowCache(
-            self.trunk.config, num_rows=needs.num_rows, capacity=needs.capacity, max_window=needs.max_window
-        )
-        drafter = None
-        if self.drafting is not None and needs.depth:
-            size = Size(needs.num_rows, needs.capacity, PENDING_PLACES + needs.depth + 1)
-            drafter = self.drafting.make(self.trunk, size, needs.depth)
-        return Batch(self.trunk, drafter, chooser, cache, self.prefill_chunk, needs.num_stops)
 
     @property
     def _on_gpu(self) -> bool:

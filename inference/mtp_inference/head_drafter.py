@@ -4,9 +4,8 @@ A head row t pairs the trunk's hidden state after token t with token t+1 (``mtp_
 rows of a batch row run in one call, and the last of them gives depth 1. Batch rows have different numbers of pending
 rows: the ones past a row's own number are stale, go to slots that the next window writes over, and are seen by nobody.
 
-Shapes: B rows of the batch, R rows that start together (or tokens of a reduced vocabulary),
-T head rows of a call, P pending places, W token places,
-S slots, D hidden, K depths, V vocabulary.
+Shapes: B rows of the batch, R rows that start together (or tokens of a reduced vocabulary), T head rows of a call,
+P pending places, W token places, S slots, D hidden, K depths, V vocabulary.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ class _HeadDrafter:
         size: Rows, positions and places.
         depth: Deepest draft that will be asked for.
     """
-
-    needs_hidden = True
 
     def __init__(self, trunk: Trunk, head: MtpHead, logits: LogitsFn, size: Size, depth: int) -> None:
         self.trunk = trunk

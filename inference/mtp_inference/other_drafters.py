@@ -12,13 +12,12 @@ from torch import Tensor
 from mtp_inference.cache import WindowCache
 from mtp_inference.chooser import Chooser, Drafts
 from mtp_inference.draft import Drafter, Place, Size
+from mtp_inference.forward import PREFILL_CHUNK, prefill_chunks, window_states
 from mtp_inference.pending import Pending
-from mtp_inference.recurrent import MAX_WINDOW, undecided_states
-from mtp_inference.window import Window, attending_in_windows
+from mtp_inference.recurrent import MAX_WINDOW
+from mtp_inference.window import Window
 from mtp_train.errors import MtpError
 from mtp_train.heads.trunk import Trunk
-
-PREFILL_CHUNK = 2048
 
 
 class ModelDrafting:
@@ -66,16 +65,9 @@ class ModelDrafter:
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
         """See :class:`Drafter`."""
-        num_tokens = prompt_RT.shape[1]
-        for start in range(0, num_tokens, PREFILL_CHUNK):
-            chunk_RT = prompt_RT[:, start : start + PREFILL_CHUNK]
-            end = start + chunk_RT.shape[1]
-            positions_RT = torch.arange(start, end, device=prompt_RT.device).expand(len(prompt_RT), -1)
-            masks = self.cache.begin(Window(rows, positions_RT, end, start))
-            with attending_in_windows(self.model.config):
-                self.model.window_hidden(chunk_RT, positions_BT=positions_RT, masks=masks, cache=self.cache)
-            self.cache.commit(None)
-        self.pending.begin(rows, first_R, num_tokens)
+        for _ in prefill_chunks(self.model, self.cache, rows, prompt_RT, PREFILL_CHUNK):
+            pass
+        self.pending.begin(rows, first_R, prompt_RT.shape[1])
 
     def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
         """See :class:`Drafter`."""
@@ -115,9 +107,8 @@ class ModelDrafter:
         return torch.cat(hidden, dim=1)
 
     def _run(self, tokens_BT: Tensor, positions_BT: Tensor, place: Place) -> Tensor:
-        masks = self.cache.begin(Window(slice(0, len(tokens_BT)), positions_BT, place.used + self.depth))
-        with attending_in_windows(self.model.config), undecided_states(self.model.family):
-            return self.model.window_hidden(tokens_BT, positions_BT=positions_BT, masks=masks, cache=self.cache)
+        window = Window(slice(0, len(tokens_BT)), positions_BT, place.used + self.depth)
+        return window_states(self.model, self.cache, tokens_BT, window)
 
 
 class NgramDrafting:

@@ -122,11 +122,7 @@ def gated_delta_window(
     num_rows, num_tokens, num_heads, value_width = value.shape
     if num_tokens > MAX_WINDOW:
         raise ValueError(f"window: {num_tokens} tokens; expected at most {MAX_WINDOW}. Split it into shorter windows.")
-    # Queries and keys together: so the state, which is what costs, is read once.
-    readers = torch.cat((query, key), dim=1).float()
-    if use_qk_l2norm_in_kernel:
-        readers = readers * torch.rsqrt(readers.square().sum(-1, keepdim=True) + 1e-6)
-    readers_NRK = _heads_first(readers, num_heads)
+    readers_NRK = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
     log_decay_NT = _heads_first(g.float()[..., None], num_heads)[..., 0].cumsum(-1)
     decay_NTT = (log_decay_NT[:, :, None] - log_decay_NT[:, None]).exp().tril()
     key_NTK = readers_NRK[:, num_tokens:]
@@ -161,10 +157,7 @@ def gated_delta_token(
         The output (B, 1, H, Vd), and ``initial_state``, now the state after the token.
     """
     num_rows, _, num_heads, value_width = value.shape
-    readers = torch.cat((query, key), dim=1).float()
-    if use_qk_l2norm_in_kernel:
-        readers = readers * torch.rsqrt(readers.square().sum(-1, keepdim=True) + 1e-6)
-    readers_N2K = _heads_first(readers, num_heads)
+    readers_N2K = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
     query_N1K, key_N1K = readers_N2K[:, :1], readers_N2K[:, 1:]
     beta_N11 = beta.float().reshape(-1, 1, 1)
     # A view, or this fails: rows of a buffer lie next to each other.
@@ -174,6 +167,14 @@ def gated_delta_token(
     state_NKV.baddbmm_(key_N1K.mT, correction_N1V)
     output = (query_N1K @ state_NKV) * key.shape[-1] ** -0.5
     return output.view(num_rows, 1, num_heads, value_width).to(query.dtype), initial_state
+
+
+def _readers(query: Tensor, key: Tensor, num_heads: int, normalise: bool) -> Tensor:
+    """Return queries and keys below each other, (N, 2T, Kd): so the state, which is what costs, is read once."""
+    readers = torch.cat((query, key), dim=1).float()
+    if normalise:
+        readers = readers * torch.rsqrt(readers.square().sum(-1, keepdim=True) + 1e-6)
+    return _heads_first(readers, num_heads)
 
 
 def _heads_first(part_BThX: Tensor, num_heads: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from mtp_inference.recurrent import Undecided
-from mtp_inference.window import Window
+from mtp_inference.window import Window, announced
 
 
 class RecurrentStore(LinearAttentionLayer):
@@ -124,7 +124,7 @@ class RecurrentLayers:
                 buffer.copy_(saved)
 
     def _commit_decided(self, conv: list[Tensor], state: list[Tensor], num_kept_B: Tensor | None) -> None:
-        window = self._announced()
+        window = announced(self._window)
         if num_kept_B is not None and window.num_tokens > 1:
             raise RuntimeError(
                 f"recurrent cache: a window of {window.num_tokens} tokens, already decided; expected it undecided. Run "
@@ -141,7 +141,7 @@ class RecurrentLayers:
                 ours_BHKV.copy_(new_BHKV)
 
     def _commit_undecided(self, conv_LBCN: Tensor, windows: Sequence[Undecided], num_kept_B: Tensor | None) -> None:
-        window, states = self._announced(), self._states
+        window, states = announced(self._window), self._states
         num_layers, num_rows, channels, _ = conv_LBCN.shape
         if states is None or num_rows != self.num_rows:
             raise RuntimeError("recurrent cache: undecided; expected a prefill of all rows first, and all rows now.")
@@ -154,11 +154,6 @@ class RecurrentLayers:
         taken_RW = num_kept_R[:, None] + torch.arange(states.conv_LBCW.shape[-1], device=conv_LBCN.device)
         kept_RCW = conv_LBCN.flatten(0, 1).gather(2, taken_RW[:, None].expand(-1, channels, -1))
         states.conv_LBCW.copy_(kept_RCW.view_as(states.conv_LBCW))
-
-    def _announced(self) -> Window:
-        if self._window is None:
-            raise RuntimeError("recurrent cache: no window announced; expected begin() before every forward.")
-        return self._window
 
     def _allocate(self, conv_LBCW: Tensor, state_BHKV: Tensor) -> States:
         def zeros(like: Tensor, shape: torch.Size) -> Tensor:

@@ -51,6 +51,11 @@ class Lane:
     seconds_prefill: float = 0.0
     is_done: bool = False
 
+    @property
+    def met_stop_string(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self.text_stream is not None and self.text_stream.stopped
+
     def take(self, tokens: Sequence[int]) -> tuple[list[int], str]:
         """Add committed tokens up to where the text ends; return those added and the text that became certain."""
         added: list[int] = []
@@ -61,7 +66,7 @@ class Lane:
             if self.text_stream is not None:
                 text += self.text_stream.push(token)
             self.is_done = token in self.stops or len(self.tokens) >= self.request.max_new_tokens
-            self.is_done |= self.text_stream is not None and self.text_stream.stopped
+            self.is_done |= self.met_stop_string
             if self.is_done:
                 break
         return added, text
@@ -75,7 +80,7 @@ class Lane:
         return Chunk(index=self.index, token_ids=tuple(added), text=text, result=self._result())
 
     def _result(self) -> GenerationResult:
-        by_stop = self.tokens[-1] in self.stops or (self.text_stream is not None and self.text_stream.stopped)
+        by_stop = self.tokens[-1] in self.stops or self.met_stop_string
         return GenerationResult(
             token_ids=tuple(self.tokens),
             text=self.text_stream.text if self.text_stream is not None else "",
@@ -254,5 +259,5 @@ class Session:
             return
         del self.lanes[lane.row]
         # The device knows of stop tokens and limits, not of stop strings.
-        if lane.text_stream is not None and lane.text_stream.stopped:
+        if lane.met_stop_string:
             self.batch.release(lane.row)

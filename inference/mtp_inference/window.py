@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -43,12 +43,19 @@ class Window:
     used: int
     start: int | None = None
     keys_only: bool = False
+    _slots: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def row_index_B1(self) -> Tensor:
         """The buffers' row of every window row."""
         device = self.positions_BT.device
         return torch.arange(self.rows.start, self.rows.stop, device=device)[:, None]
+
+    def slots_BT(self, size: int) -> Tensor:
+        """Return where a buffer of so many slots keeps each token; layers of one size share the answer."""
+        if size not in self._slots:
+            self._slots[size] = self.positions_BT % size
+        return self._slots[size]
 
     @property
     def num_tokens(self) -> int:
@@ -61,12 +68,16 @@ class Window:
         return self.start == 0
 
     def mask(self, size: int, sliding_window: int | None) -> Tensor | None:
-        """Return which slots each token sees: bool (B or 1, 1, T, S), None where plain causal attention says the same.
+        """Return which slots each token sees: bool (B or 1, 1, T, S).
+
+        None where plain causal attention says the same, and where nothing attends.
 
         Args:
             size: Slots of the layer's buffer; S is the part of it in use.
             sliding_window: How many positions a token sees, itself included; None for all.
         """
+        if self.keys_only:
+            return None
         fits = sliding_window is None or self.used <= sliding_window
         exact = self.start is not None and self.used == self.start + self.num_tokens
         if fits and exact and (self.is_fresh or self.num_tokens == 1):
@@ -108,6 +119,17 @@ def window_attention(
     output = torch.nn.functional.scaled_dot_product_attention(packed, key, value, mask, scale=options["scaling"])
     output = output.reshape(num_rows, num_heads, num_tokens, value.shape[-1])
     return output.transpose(1, 2).contiguous(), None
+
+
+def announced(window: Window | None) -> Window:
+    """Return the window of a cache that was told of one.
+
+    Raises:
+        RuntimeError: It was not.
+    """
+    if window is None:
+        raise RuntimeError("cache: no window announced; expected begin() before every forward.")
+    return window
 
 
 AttentionInterface.register(WINDOW_ATTENTION, window_attention)

@@ -15,12 +15,12 @@ from mtp_inference import MAX_DEPTH, GenerationResult, HeadDrafting, Request, Sa
 from mtp_inference.chooser import DraftSampling
 from mtp_inference.requests import MtpMode
 from mtp_train.data.chat import chat_prompt_tokens, raw_tokens
-from mtp_train.errors import CheckpointError, DataError
-from mtp_train.heads.attach import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
-from mtp_train.heads.diagnose import text_config_of
+from mtp_train.errors import DataError
+from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
+from mtp_train.heads.diagnose import stored_dtype, text_config_of
 from mtp_train.heads.trunk import load_trunk
 from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location
-from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
+from mtp_train.weights.artifact import HEAD_CONFIG_FILE
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 from mtp_train.weights.finite import require_finite_checkpoint
 
@@ -59,7 +59,7 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
         raise DataError(f"--max-new-tokens: {request.max_new_tokens}; expected at least 1. Ask for more tokens.")
     checkpoint = open_location(request.checkpoint)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.float32 if device.type == "cpu" else _stored_dtype(checkpoint)
+    dtype = torch.float32 if device.type == "cpu" else TORCH_DTYPES[stored_dtype(checkpoint)]
     depth = 0 if request.mtp == "off" else request.depth
     plan = _head_plan(checkpoint, request.head) if depth else None
     require_finite_checkpoint(checkpoint, progress)
@@ -147,16 +147,5 @@ def _head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
     if head is None:
         return native_plan(checkpoint, "auto")
     if (Path(head) / HEAD_CONFIG_FILE).is_file():
-        artifact = load_artifact(Path(head))
-        if artifact.family.name != checkpoint.family.name:
-            raise CheckpointError(
-                f"{head}: a head for {artifact.family.title}; expected one for {checkpoint.family.title}. Use a head "
-                "of this model."
-            )
-        return artifact_plan(artifact)
+        return stored_head_plan(Path(head), checkpoint.family)
     return graft_plan(checkpoint, open_location(head), "auto")
-
-
-def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    stored = {info.dtype for key, info in checkpoint.tensors.items() if key.endswith("embed_tokens.weight")}
-    return TORCH_DTYPES[sorted(stored)[0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,9 +12,9 @@ from transformers import PretrainedConfig
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
-from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype
 from mtp_train.heads.module import MtpHead
-from mtp_train.weights.artifact import Artifact
+from mtp_train.weights.artifact import Artifact, load_artifact
 from mtp_train.weights.files import SAFETENSORS_DTYPES, Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead, head_config_fields, native_head_of, require_same_trunk_shape
@@ -70,7 +71,7 @@ def fresh_plan(checkpoint: Checkpoint, text_config: PretrainedConfig, convention
     """
     family, layout = checkpoint.family, layout_of(checkpoint)
     family.convention(convention)
-    trunk_dtype = checkpoint.tensors[f"{layout.trunk_prefix}embed_tokens.weight"].dtype
+    trunk_dtype = stored_dtype(checkpoint)
     head = MtpHead(family, text_config, num_modules=1, convention=family.default)
     _init_fresh(head, text_config.initializer_range, seed)
     trained = dict(head.named_parameters())
@@ -119,6 +120,21 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
     for parameter in head.parameters():
         parameter.data = parameter.data.to(dtype)
     return head
+
+
+def stored_head_plan(directory: Path, family: Family) -> HeadPlan:
+    """Plan to use the head of a head directory on a trunk of ``family``.
+
+    Raises:
+        CheckpointError: It is damaged, or a head for another family.
+    """
+    artifact = load_artifact(directory)
+    if artifact.family.name != family.name:
+        raise CheckpointError(
+            f"{directory}: a head for {artifact.family.title}; expected one for {family.title}. Use a head of this "
+            "model."
+        )
+    return artifact_plan(artifact)
 
 
 def artifact_plan(artifact: Artifact) -> HeadPlan:

@@ -44,6 +44,15 @@ class HeadDiagnosis:
         return f"head keys missing: {', '.join(self.missing_keys[:3])} ({len(self.missing_keys)} in all)"
 
 
+def stored_dtype(checkpoint: Checkpoint) -> str:
+    """Return the trunk's dtype as stored, in safetensors' spelling: its embedding's.
+
+    Raises:
+        CheckpointError: See :func:`layout_of`.
+    """
+    return checkpoint.tensors[f"{layout_of(checkpoint).trunk_prefix}embed_tokens.weight"].dtype
+
+
 def layout_of(checkpoint: Checkpoint) -> HeadLayout:
     """Return the head's key layout in this checkpoint.
 

@@ -18,16 +18,11 @@ from damages import DAMAGES, Damage, poison
 from mtp_train.cli import main
 from mtp_train.weights import artifact as artifact_module
 from mtp_train.weights import export as export_module
-from runs import LEARNS, tree, write_inputs, write_recipe
+from runs import tree, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 # Where, what was found, what was expected, what to do about it.
 FOUR_ANSWERS = re.compile(r"[^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+[.?]")
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("pristine") / "in")
 
 
 @pytest.fixture
@@ -35,13 +30,10 @@ def inputs(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "in"))
 
 
-@pytest.fixture(scope="module")
-def finished(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run a recipe that passes the gate; return the directory with ``recipe.yaml`` and ``run``."""
-    directory = tmp_path_factory.mktemp("finished")
-    recipe = write_recipe(directory / "recipe.yaml", pristine, directory / "run", **LEARNS)
-    assert main(["run", str(recipe)]) == 0
-    return directory
+@pytest.fixture
+def finished(recipe: Path) -> Path:
+    """The directory with ``recipe.yaml`` and ``run`` of a recipe that passes the gate."""
+    return recipe.parent
 
 
 def refusal(argv: list[Any], capfd: Capture) -> str:

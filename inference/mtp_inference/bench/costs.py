@@ -21,11 +21,11 @@ from mtp_inference.bench.subject import Subject
 from mtp_inference.cache import AttentionStore, WindowCache
 from mtp_inference.capture import round_up
 from mtp_inference.chooser import Chooser, Drafts
-from mtp_inference.decoder import GPU_CAPACITY_STEP, PREFILL_CHUNK
-from mtp_inference.draft import Drafter, Place, Size
+from mtp_inference.decoder import Needs, make_batch, rounded_capacity
+from mtp_inference.draft import Drafter, Place
+from mtp_inference.forward import PREFILL_CHUNK
 from mtp_inference.head_drafter import ChainedDrafter, HeadDrafting, RecursiveDrafter
 from mtp_inference.recurrent_cache import RecurrentStore
-from mtp_inference.sampling import Sampling
 from mtp_inference.session import PENDING_PLACES
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
@@ -179,16 +179,19 @@ def _as_run(plan: RoundPlan, batch: Batch) -> RoundPlan:
 def _batch(subject: Subject, num_rows: int, used: int, depth: int) -> tuple[Batch, HeadDrafter | None]:
     """Return a batch whose buffers are allocated and whose rows are out of use, and its drafter."""
     trunk = subject.trunk
-    device, vocab_size = trunk.lm_head_VD.device, trunk.lm_head_VD.shape[0]
-    chooser = Chooser([Sampling()] * num_rows, "argmax", vocab_size=vocab_size, device=device, penalises=False)
-    step = GPU_CAPACITY_STEP if device.type == "cuda" else 1
-    capacity = -(-(used + depth + 1) // step) * step
-    cache = WindowCache(trunk.config, num_rows=num_rows, capacity=capacity, max_window=PREFILL_CHUNK)
-    drafter: Any = None
-    if depth and subject.head is not None:
-        size = Size(num_rows, capacity, PENDING_PLACES + depth + 1)
-        drafter = HeadDrafting(subject.head).make(trunk, size, depth)
-    batch = Batch(trunk, drafter, chooser, cache, PREFILL_CHUNK, num_stops=0)
+    device = trunk.lm_head_VD.device
+    needs = Needs(
+        num_rows=num_rows,
+        capacity=rounded_capacity(used + depth + 1, device.type == "cuda"),
+        max_window=PREFILL_CHUNK,
+        depth=depth,
+        num_stops=0,
+        penalises=False,
+    )
+    drafting = None if subject.head is None else HeadDrafting(subject.head)
+    batch = make_batch(trunk, drafting, needs, "argmax", PREFILL_CHUNK)
+    # What a head's maker made.
+    drafter: Any = batch.drafter
     prompt_RT = torch.zeros(num_rows, 2, dtype=torch.long, device=device)
     room_R = torch.full((num_rows,), 2, device=device)
     batch.prefill(slice(0, num_rows), prompt_RT, room_R, prompt_RT[:, :0])

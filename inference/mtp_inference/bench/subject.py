@@ -12,13 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_inference.bench.chain import Chain, train
-from mtp_train.errors import CheckpointError
 from mtp_train.families import FAMILIES, Family
-from mtp_train.heads.attach import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
-from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
+from mtp_train.heads.diagnose import stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk, load_trunk
-from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
+from mtp_train.weights.artifact import HEAD_CONFIG_FILE
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint, locate_checkpoint, open_checkpoint
 
 EMBEDDING_SCALE = 1600.0
@@ -124,7 +123,7 @@ def checkpoint_subject(
     checkpoint = open_checkpoint(locate_checkpoint(name))
     plan = _head_plan(checkpoint, head) if drafts else None
     if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else _stored_dtype(checkpoint)
+        dtype = torch.float32 if device.type == "cpu" else TORCH_DTYPES[stored_dtype(checkpoint)]
     trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype, device=device)
     built = build_head(plan, text_config_of(checkpoint), dtype=dtype).to(device).eval() if plan else None
     facts = {"model": name, "head": (head or "its own") if plan else None}
@@ -136,19 +135,8 @@ def _head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
         return native_plan(checkpoint, "auto")
     for directory in (Path(head), Path(head) / "head"):
         if (directory / HEAD_CONFIG_FILE).is_file():
-            artifact = load_artifact(directory)
-            if artifact.family.name != checkpoint.family.name:
-                raise CheckpointError(
-                    f"{directory}: a head for {artifact.family.title}; expected one for {checkpoint.family.title}. Use "
-                    "a head of this model."
-                )
-            return artifact_plan(artifact)
+            return stored_head_plan(directory, checkpoint.family)
     return graft_plan(checkpoint, open_checkpoint(locate_checkpoint(head)), "auto")
-
-
-def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    stored = {info.dtype for key, info in checkpoint.tensors.items() if key.endswith("embed_tokens.weight")}
-    return TORCH_DTYPES[sorted(stored)[0]]
 
 
 def shape_subject(name: str, *, dtype: torch.dtype | None, device: torch.device, seed: int) -> Subject:
