@@ -80,6 +80,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         student_KND: Tensor,
         teacher_ND: Tensor,
         lm_head_VD: Tensor,
+        own_heads: Sequence[Tensor] | None,
         targets_N: Tensor,
         row_weight_KN: Tensor,
         kind: LossKind,
@@ -94,12 +95,13 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 teacher_CV = teacher_ND[rows_C].to(lm_head_VD.dtype) @ lm_head_VD.T if kind != "ce" else None
                 for depth in range(len(student_KND)):
                     weight_C = row_weight_KN[depth, rows_C]
-                    logits_CV = student_KND[depth, rows_C].to(lm_head_VD.dtype) @ lm_head_VD.T
+                    output_VD = lm_head_VD if own_heads is None else own_heads[depth]
+                    logits_CV = student_KND[depth, rows_C].to(output_VD.dtype) @ output_VD.T
                     loss_C, gradient_CV = chunk_loss_and_gradient(logits_CV, teacher_CV, targets_N[rows_C], temperature)
                     total += (weight_C * loss_C).sum()
                     sum_K[depth] += loss_C[weight_C != 0].sum()
                     gradient_CV *= weight_C[:, None]
-                    gradient_KND[depth, rows_C] = (gradient_CV.to(lm_head_VD.dtype) @ lm_head_VD).to(student_KND.dtype)
+                    gradient_KND[depth, rows_C] = (gradient_CV.to(output_VD.dtype) @ output_VD).to(student_KND.dtype)
                     del logits_CV, gradient_CV
         ctx.save_for_backward(gradient_KND)
         ctx.mark_non_differentiable(sum_K)
@@ -108,7 +110,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, _grad_sum_K: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_KND,) = ctx.saved_tensors
-        return gradient_KND * grad_total, None, None, None, None, None, None
+        return gradient_KND * grad_total, None, None, None, None, None, None, None
 
 
 def frozen_head_loss(
@@ -120,6 +122,7 @@ def frozen_head_loss(
     *,
     kind: LossKind,
     temperature: float = 1.0,
+    own_heads: Sequence[Tensor] | None = None,
 ) -> LossTerms:
     """Return the weighted loss of all depths, rows chunked by target position.
 
@@ -131,8 +134,9 @@ def frozen_head_loss(
         row_weight_KN: fp32, 0 where depth k has no valid target at the row.
         kind: ``ce`` (hard targets) or ``kl`` (the trunk's own distribution).
         temperature: Softens both p and q in ``kl``.
+        own_heads: Each depth's own output matrix, frozen, where the head does not share the trunk's.
     """
     total, sum_K = _FrozenHeadLoss.apply(
-        student_KND, teacher_ND.detach(), lm_head_VD.detach(), targets_N, row_weight_KN, kind, temperature
+        student_KND, teacher_ND.detach(), lm_head_VD.detach(), own_heads, targets_N, row_weight_KN, kind, temperature
     )
     return LossTerms(total, sum_K)

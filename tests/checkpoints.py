@@ -33,7 +33,7 @@ WRAPPER_CONFIG: dict[str, Any] = {
 def save_stripped(trunk: Trunk, path: Path) -> Path:
     """Save a trunk as users do: ``save_pretrained``, the config still declaring one head module."""
     trunk.causal_lm.save_pretrained(path)
-    set_count(path, trunk.family.count_field, 1)
+    set_count(path, trunk.family.count.name, 1)
     return path
 
 

@@ -4,7 +4,7 @@
     python inference/benchmarks/rollback.py --rows 1,4,16 --window 2,4,8
 
 A way runs the window, keeps something, and at commit makes of it the state after each row's last kept token. All are
-exact. ``corrections`` is the decoder's own (``mtp_inference/recurrent.py`` has the mathematics). ``states`` loops over
+exact. ``corrections`` is the decoder's own (``mtp_inference/delta.py`` has the mathematics). ``states`` loops over
 the tokens and keeps every state. ``replay`` keeps the inputs and runs the window again, in which tokens after the kept
 prefix write nothing and forget nothing. Times are for all layers together, the minimum over the repeats.
 
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_inference.recurrent import MAX_WINDOW, DeltaWindow, gated_delta_window
+from mtp_inference.delta import MAX_WINDOW, DeltaWindow, gated_delta_window
 
 
 class DeltaInputs(NamedTuple):

@@ -14,7 +14,14 @@ from typing import Any
 
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from mtp_inference.recurrent_cache import RecurrentLayers, RecurrentStore, States
 from mtp_inference.window import Window, announced
@@ -31,11 +38,15 @@ class AttentionStore(CacheLayerMixin):
         sliding_window: How many positions a token sees; None for all.
     """
 
+    last_to_write = True
+    """Whether nothing of a layer is written after its keys and values."""
+
     def __init__(self, num_rows: int, size: int, sliding_window: int | None) -> None:
         super().__init__()
         self.num_rows = num_rows
         self.size = size
         self.sliding_window = sliding_window
+        self.kind = "full_attention" if sliding_window is None else "sliding_attention"
         self.window: Window | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -55,7 +66,7 @@ class AttentionStore(CacheLayerMixin):
         slots_BT = window.slots_BT(self.size)
         for buffer, new in ((self.keys, key_states), (self.values, value_states)):
             buffer[window.row_index_B1, :, slots_BT] = new.transpose(1, 2)
-        if window.keys_only:
+        if window.keys_only and self.last_to_write:
             raise KeysWritten
         used = min(window.used, self.size)
         return self.keys[window.rows, :, :used], self.values[window.rows, :, :used]
@@ -71,6 +82,33 @@ class AttentionStore(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return the number of slots."""
         return self.size
+
+
+class IndexedStore(AttentionStore):
+    """An attention layer whose indexer chooses the keys to see (sparse attention); it has keys of its own.
+
+    Args:
+        num_rows: B.
+        size: S.
+    """
+
+    last_to_write = False
+
+    def __init__(self, num_rows: int, size: int) -> None:
+        super().__init__(num_rows, size, None)
+        self.kind = "indexed_attention"
+        self.indexer_keys_BSX: Tensor | None = None
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write the window's indexer keys (B, T, width); return those in use, (B, used, width)."""
+        if self.indexer_keys_BSX is None:
+            width = indexer_key_states.shape[-1]
+            self.indexer_keys_BSX = indexer_key_states.new_zeros(self.num_rows, self.size, width)
+        window = announced(self.window)
+        self.indexer_keys_BSX[window.row_index_B1, window.slots_BT(self.size)] = indexer_key_states
+        if window.keys_only:
+            raise KeysWritten
+        return self.indexer_keys_BSX[window.rows, : min(window.used, self.size)]
 
 
 class WindowCache(Cache):
@@ -110,9 +148,9 @@ class WindowCache(Cache):
         for layer in self.layers:
             if isinstance(layer, AttentionStore):
                 layer.window = window
-                kind = "full_attention" if layer.sliding_window is None else "sliding_attention"
-                if kind not in masks:
-                    masks[kind] = window.mask(layer.size, layer.sliding_window)
+                if layer.kind not in masks:
+                    always = isinstance(layer, IndexedStore)
+                    masks[layer.kind] = window.mask(layer.size, layer.sliding_window, always)
         return masks
 
     def commit(self, num_kept_B: Tensor | None) -> None:
@@ -128,9 +166,13 @@ class WindowCache(Cache):
         self._recurrent.restore(states)
 
 
-def _store(layer: Any, index: int, num_rows: int, capacity: int, max_window: int) -> AttentionStore | RecurrentStore:
+def _store(layer: Any, index: int, num_rows: int, capacity: int, max_window: int) -> Any:
     if type(layer) is DynamicLayer:
         return AttentionStore(num_rows, capacity, None)
+    if type(layer) is DynamicIndexedLayer:
+        return IndexedStore(num_rows, capacity)
+    if type(layer) is DummyLayer:
+        return layer
     if type(layer) is DynamicSlidingWindowLayer:
         # One window more than is seen: writing it must not take away what its first token still sees.
         return AttentionStore(num_rows, min(capacity, layer.sliding_window + max_window), layer.sliding_window)

@@ -62,7 +62,10 @@ class _HeadDrafter:
 
     def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
         """See :class:`Drafter`."""
-        self.pending.add(tokens_BT, num_kept_B, hidden_BTD)
+        self.pending.add(tokens_BT, num_kept_B, self._head_input(hidden_BTD))
+
+    def _head_input(self, hidden: Tensor) -> Tensor:
+        return self.trunk.head_input(hidden, self.head.convention)
 
     def _inputs(self, place: Place) -> tuple[Tensor, Tensor]:
         """Return the hidden states and tokens of the pending rows."""
@@ -90,22 +93,24 @@ class _HeadDrafter:
         for start in range(0, window.num_tokens, KEYS_CHUNK):
             part = slice(start, start + KEYS_CHUNK)
             chunk = Window(window.rows, window.positions_BT[:, part], window.used, keys_only=True)
-            self.cache.begin(chunk)
+            (mask_B1TS,) = self.cache.begin(chunk).values()
             mtp_keys(
                 self.head,
                 hidden_RTD[:, part].to(self.dtype),
                 self.trunk.embed(tokens_RT[:, part]).to(self.dtype),
                 depth=depth,
                 positions_BT=self._positions(chunk, depth),
+                mask_BTS=None if mask_B1TS is None else mask_B1TS[:, 0],
                 cache=self.cache,
             )
 
     def _positions(self, window: Window, depth: int) -> Tensor:
         """Return the positions for the rotary embedding: a row of a chained module stands k-1 after its slot."""
-        return window.positions_BT if self.head.family.unroll == "recursive" else window.positions_BT + (depth - 1)
+        return window.positions_BT if self.head.unroll == "recursive" else window.positions_BT + (depth - 1)
 
-    def _logits(self, hidden_B1D: Tensor) -> Tensor:
-        return self.logits(hidden_B1D.to(self.trunk.lm_head_VD.dtype))
+    def _logits(self, depth: int, hidden_B1D: Tensor) -> Tensor:
+        module = self.head.module_for(depth)
+        return module.project(hidden_B1D.to(self.trunk.lm_head_VD.dtype), self.logits)
 
 
 class RecursiveDrafter(_HeadDrafter):
@@ -118,6 +123,7 @@ class RecursiveDrafter(_HeadDrafter):
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
         """See :class:`Drafter`. The prompt's rows but the last need no more than their keys and values."""
         settled = prompt_RT.shape[1] - 1
+        hidden_RTD = self._head_input(hidden_RTD)
         slots_RT = torch.arange(settled, device=prompt_RT.device).expand(len(prompt_RT), -1)
         self._write_keys(1, hidden_RTD[:, :-1], prompt_RT[:, 1:], Window(rows, slots_RT, settled))
         self.pending.begin(rows, first_R, prompt_RT.shape[1] - 1, hidden_RTD[:, -1])
@@ -128,12 +134,12 @@ class RecursiveDrafter(_HeadDrafter):
         last_B = self.pending.last(place)
         self.pending.take()
         choice = chooser.begin_draft(place.last_B, place.length_B)
-        choice.add(self._logits(self.pending.row(step.logit_hidden_BTD, last_B)))
+        choice.add(self._logits(1, self.pending.row(step.logit_hidden_BTD, last_B)))
         hidden_B1D = self.pending.row(step.recycled_BTD, last_B)
         for depth_now in range(2, depth + 1):
             window = self._window((self.pending.first_B + (depth_now - 2))[:, None], place)
             step = self._run(depth_now, hidden_B1D, choice.last_B1, window)
-            choice.add(self._logits(step.logit_hidden_BTD))
+            choice.add(self._logits(depth_now, step.logit_hidden_BTD))
             hidden_B1D = step.recycled_BTD
         return choice.result()
 
@@ -160,6 +166,7 @@ class ChainedDrafter(_HeadDrafter):
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
         """See :class:`Drafter`. All modules but the last run in full: the next one reads what they make."""
         num_tokens = prompt_RT.shape[1]
+        hidden_RTD = self._head_input(hidden_RTD)
         inputs_RTD = hidden_RTD.to(self.dtype)
         self.carried_KB1D[:, rows] = 0
         for depth in range(1, min(self.depth, num_tokens) + 1):
@@ -210,7 +217,7 @@ class ChainedDrafter(_HeadDrafter):
             tokens_BT = tokens_BW[:, : inputs_BTD.shape[1]]
             step = self._run(module, inputs_BTD, tokens_BT, self._window(slots_BT, place))
             if choice is not None and module <= depth:
-                choice.add(self._logits(self.pending.row(step.logit_hidden_BTD, last_B + (module - 1))))
+                choice.add(self._logits(module, self.pending.row(step.logit_hidden_BTD, last_B + (module - 1))))
                 if module < self.depth:
                     tokens_BW[self.pending.rows_B1, (last_B + module)[:, None]] = choice.last_B1
             inputs_BTD = step.recycled_BTD
@@ -264,7 +271,7 @@ class HeadDrafting:
             UnsupportedModelError: A chained head has fewer modules than ``depth``.
         """
         head = self.head
-        if head.family.unroll == "chained" and depth > len(head.blocks):
+        if head.unroll == "chained" and depth > len(head.blocks):
             raise UnsupportedModelError(
                 f"depth: {depth}; expected at most {len(head.blocks)}, as this {head.family.title} head has one module "
                 f"per depth. Use depth {len(head.blocks)}."
@@ -272,6 +279,6 @@ class HeadDrafting:
 
     def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
         """See :class:`DrafterMaker`."""
-        kind = RecursiveDrafter if self.head.family.unroll == "recursive" else ChainedDrafter
-        logits = trunk.logits if self.draft_vocab_R is None else ReducedLogits(trunk, self.draft_vocab_R)
+        kind = RecursiveDrafter if self.head.unroll == "recursive" else ChainedDrafter
+        logits = trunk.project if self.draft_vocab_R is None else ReducedLogits(trunk, self.draft_vocab_R)
         return kind(trunk, self.head, logits, size, depth)

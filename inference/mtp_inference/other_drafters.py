@@ -11,10 +11,10 @@ from torch import Tensor
 
 from mtp_inference.cache import WindowCache
 from mtp_inference.chooser import Chooser, Drafts
+from mtp_inference.delta import MAX_WINDOW
 from mtp_inference.draft import Drafter, Place, Size
 from mtp_inference.forward import PREFILL_CHUNK, prefill_chunks, window_states
 from mtp_inference.pending import Pending
-from mtp_inference.recurrent import MAX_WINDOW
 from mtp_inference.window import Window
 from mtp_train.errors import MtpError
 from mtp_train.heads.trunk import Trunk

@@ -35,10 +35,12 @@ class RecurrentStore(LinearAttentionLayer):
         self.state_BHKV: Tensor | None = None
         self._window_conv: Tensor | None = None
         self._window_state: Tensor | Undecided | None = None
+        self._in_place = False
 
     def begin(self, window: Window) -> None:
         """Show the model the states of the window's rows."""
         earlier = not window.is_fresh
+        self._in_place = earlier and window.num_tokens == 1
         self.has_previous_state[0] = earlier
         for ours, shown, known in (
             (self.conv_BCW, self.conv_states, self.is_conv_states_initialized),
@@ -67,10 +69,20 @@ class RecurrentStore(LinearAttentionLayer):
     def take_window(self) -> tuple[Tensor, Tensor | Undecided]:
         """Hand over the convolution's inputs, (B, C, W + T), and what the kernel returned."""
         conv, state = self._window_conv, self._window_state
+        self._window_conv = self._window_state = None
+        # Some models hand over nothing of a single token: they have changed what :meth:`begin` showed them.
+        if conv is None and self._in_place:
+            conv = torch.nn.functional.pad(self._shown(self.conv_states), (1, 0))
+        if state is None and self._in_place:
+            state = self._shown(self.recurrent_states)
         if conv is None or state is None:
             raise RuntimeError("recurrent cache: no window ran; expected one forward before every commit.")
-        self._window_conv = self._window_state = None
         return conv, state
+
+    @staticmethod
+    def _shown(states: Any) -> Tensor:
+        shown: Tensor = states[0]
+        return shown
 
 
 class States(NamedTuple):

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from mtp_train.heads.attention import masked_attention
 
 WINDOW_ATTENTION = "mtp_window"
 MAX_PACKED_QUERIES = 64
@@ -67,7 +68,7 @@ class Window:
         """Whether nothing comes before the window."""
         return self.start == 0
 
-    def mask(self, size: int, sliding_window: int | None) -> Tensor | None:
+    def mask(self, size: int, sliding_window: int | None, always: bool = False) -> Tensor | None:
         """Return which slots each token sees: bool (B or 1, 1, T, S).
 
         None where plain causal attention says the same, and where nothing attends.
@@ -75,12 +76,13 @@ class Window:
         Args:
             size: Slots of the layer's buffer; S is the part of it in use.
             sliding_window: How many positions a token sees, itself included; None for all.
+            always: Whether the layer wants a mask in any case.
         """
-        if self.keys_only:
+        if self.keys_only and not always:
             return None
         fits = sliding_window is None or self.used <= sliding_window
         exact = self.start is not None and self.used == self.start + self.num_tokens
-        if fits and exact and (self.is_fresh or self.num_tokens == 1):
+        if fits and exact and (self.is_fresh or self.num_tokens == 1) and not always:
             return None
         slots_S = torch.arange(min(self.used, size), device=self.positions_BT.device)
         # Rows that stand at the same place share a mask.
@@ -106,14 +108,14 @@ def window_attention(
     """Attend from a few tokens to many keys, without repeating the keys for grouped queries.
 
     The queries that share a key head are laid one after the other, as if they were more tokens. Takes the place of
-    transformers' ``sdpa`` (hence the arguments) and falls back to it for prefill.
+    transformers' ``sdpa`` (hence the arguments); prefill and more than plain attention go to ``masked_attention``.
     """
     num_rows, num_heads, num_tokens, width = query.shape
     key_heads = key.shape[1]
     group = num_heads // key_heads
-    if attention_mask is None or group * num_tokens > MAX_PACKED_QUERIES or group == 1:
-        attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        return attended
+    plain = options.get("s_aux") is None and options.get("indices") is None and options.get("position_bias") is None
+    if attention_mask is None or group * num_tokens > MAX_PACKED_QUERIES or group == 1 or not plain:
+        return masked_attention(module, query, key, value, attention_mask, **options)
     packed = query.reshape(num_rows, key_heads, group * num_tokens, width)
     mask = attention_mask.expand(-1, group, -1, -1).reshape(attention_mask.shape[0], 1, group * num_tokens, -1)
     output = torch.nn.functional.scaled_dot_product_attention(packed, key, value, mask, scale=options["scaling"])

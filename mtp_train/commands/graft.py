@@ -88,5 +88,5 @@ def _own_head(checkpoint: Checkpoint) -> NativeHead:
             "head. Use mtp-train graft to put the base's head back."
         )
     template = native_plan(checkpoint, "auto").template
-    fields = {**template.config_fields, checkpoint.family.count_field: diagnosis.present_modules}
+    fields = {**template.config_fields, **checkpoint.family.count_as_field(diagnosis.present_modules)}
     return NativeHead(template.tensors, template.shared_keys, fields)

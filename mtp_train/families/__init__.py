@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.glm4_moe import GLM4_MOE
-from mtp_train.families.qwen3_5 import QWEN3_5
+from mtp_train.families.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
+from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
+from mtp_train.families.mimo import MIMO, MIMO_V2
+from mtp_train.families.others import BAILING_HYBRID, ERNIE4_5_MOE, EXAONE_MOE, HY_V3
+from mtp_train.families.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mtp_train.families.spec import Convention as Convention
 from mtp_train.families.spec import Family as Family
 from mtp_train.families.spec import KeyRule as KeyRule
@@ -12,7 +15,23 @@ from mtp_train.families.spec import RawConfig as RawConfig
 from mtp_train.families.spec import RecurrentKernels as RecurrentKernels
 from mtp_train.families.spec import SharedKey as SharedKey
 
-FAMILIES: tuple[Family, ...] = (QWEN3_5, GLM4_MOE)
+FAMILIES: tuple[Family, ...] = (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    GLM_MOE_DSA,
+    MIMO,
+    MIMO_V2,
+    HY_V3,
+    BAILING_HYBRID,
+    EXAONE_MOE,
+    ERNIE4_5_MOE,
+)
+"""In the order in which tables show them."""
 
 
 def raw_text_config(config: RawConfig) -> RawConfig:

@@ -1,6 +1,6 @@
 """What serving engines need to use a head: exact commands where known, the reason where not.
 
-``{path}`` is the checkpoint, ``{depth}`` the drafts per round. One table per kind of layout, shared by families.
+``{path}`` is the checkpoint, ``{depth}`` the drafts per round.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ LLAMA_CPP = EngineSupport(
     "python convert_hf_to_gguf.py {path} --outfile model.gguf && "
     "llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
 )
+USE_MTP = EngineSupport(True, "model.generate(..., use_mtp=True): batch 1, one draft a round for each module")
 _GGUF_FRONT_END = EngineSupport(
     None, "not verified: loads the GGUF that llama.cpp's converter writes; drafting depends on the llama.cpp inside"
 )
@@ -37,15 +38,27 @@ _UNVERIFIED = EngineSupport(None, "not verified by this project")
 NO_RECURRENT_ROLLBACK = EngineSupport(
     False, "generate(use_mtp=True) refuses models with recurrent state; the trunk itself loads"
 )
+HEAD_IGNORED = EngineSupport(False, "loads the trunk and ignores the head")
 
 
-def engine_table(*, transformers: EngineSupport) -> Mapping[str, EngineSupport]:
-    """Return the table of a family that all three big engines load."""
+def no(reason: str) -> EngineSupport:
+    """Return that an engine does not use the head, and why."""
+    return EngineSupport(False, reason)
+
+
+def engine_table(
+    *,
+    transformers: EngineSupport,
+    vllm: EngineSupport = VLLM,
+    sglang: EngineSupport = SGLANG,
+    llama_cpp: EngineSupport = LLAMA_CPP,
+) -> Mapping[str, EngineSupport]:
+    """Return the table of a family, every engine named; the ones left out load the head."""
     return {
-        "vllm": VLLM,
-        "sglang": SGLANG,
-        "llama.cpp": LLAMA_CPP,
-        "ollama / lm studio": _GGUF_FRONT_END,
+        "vllm": vllm,
+        "sglang": sglang,
+        "llama.cpp": llama_cpp,
+        "ollama / lm studio": _GGUF_FRONT_END if llama_cpp.supported else no("needs llama.cpp's support"),
         "mlx": _UNVERIFIED,
         "exllamav3": _UNVERIFIED,
         "transformers": transformers,

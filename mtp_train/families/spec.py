@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import EngineSupport
@@ -27,16 +27,18 @@ class KeyRule:
 
     Placeholders in ``native``: ``{trunk}`` the decoder's prefix (``model.`` or ``model.language_model.``), ``{module}``
     the head module's number, ``{layer}`` the same counted after the trunk's layers, ``{expert}`` an expert's number,
-    ``{rest}`` any tail. ``ours`` is relative to one head module and may use ``{rest}``.
+    ``{sub}`` the number of a sublayer, ``{last}`` that of the last one, ``{rest}`` any tail. ``ours`` is relative to
+    one head module and may use ``{sub}`` and ``{rest}``. The first rule that fits counts, in both directions.
     """
 
     native: str
     ours: str
-    stack: Literal["none", "experts", "experts_concat"] = "none"
-    """``experts``: one tensor per expert, stacked along a new first axis. ``experts_concat``: the same, where several
-    rules share ``ours`` and follow each other along the next axis (gate, then up)."""
+    stack: Literal["none", "experts", "experts_concat", "concat"] = "none"
+    """``experts``: one tensor per expert, stacked along a new first axis; a checkpoint that keeps its experts fused
+    skips the rule. ``experts_concat``: the same, where several rules share ``ours`` and follow each other along the
+    next axis (gate, then up). ``concat``: such rules for experts that the checkpoint itself stacks."""
     order: int = 0
-    """Place among the rules that share ``ours`` under ``experts_concat``."""
+    """Place among the rules that share ``ours`` under ``experts_concat`` and ``concat``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +59,20 @@ class SharedKey:
 class Convention:
     """How one engine wires the head where engines disagree."""
 
-    recycle: Literal["after_final_norm", "before_final_norm"]
-    """Which state of depth k is the hidden input of depth k + 1."""
-    zero_first_embedding: bool
+    hidden: Literal["after_final_norm", "before_final_norm"] = "after_final_norm"
+    """Which of the trunk's states the head reads."""
+    recycle: Literal["after_final_norm", "before_final_norm", "trunk"] = "after_final_norm"
+    """The hidden input of depth k + 1: a state of depth k, or the trunk's once more."""
+    zero_first_embedding: bool = False
     """Whether the row at position 0 gets a zero embedding (before its norm)."""
+    modules: Literal["each", "first"] = "each"
+    """Of a head with several modules: depth k uses module k (``each``), or every depth the first one."""
+    position_offset: int = 0
+    """Added to every position that the head's rotary embedding sees; attention sees only differences."""
+
+
+LLAMA_CPP_POSITIONS = Convention(position_offset=1)
+"""llama.cpp puts a row at the place of the token that it reads, the Python engines at that of its hidden state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,25 +82,52 @@ class Borrowed:
     python_module: str
     layer: str
     norm: str
-    rotary: str
+    rotary: str | None
+    """None for layers that know no positions."""
+    norm_eps: str = "rms_norm_eps"
+    """Field of the config with the norms' epsilon."""
+    more_outputs: bool = False
+    """Whether the layer returns a tuple whose first element is the state."""
+    build_layer: Callable[[Borrowed, PretrainedConfig, int], nn.Module] | None = None
+    """Makes the head's layer of this record, config and module number where it is not one ``layer`` as it is."""
 
-    def _class(self, name: str) -> Any:
+    def cls(self, name: str) -> Any:
+        """Return a class of the module by name."""
         return getattr(importlib.import_module(self.python_module), name)
 
     def make_layer(self, config: PretrainedConfig, layer_idx: int) -> nn.Module:
         """Build a decoder layer, randomly initialised."""
-        layer: nn.Module = self._class(self.layer)(config, layer_idx)
+        if self.build_layer is not None:
+            return self.build_layer(self, config, layer_idx)
+        layer: nn.Module = self.cls(self.layer)(config, layer_idx)
         return layer
 
     def make_norm(self, config: PretrainedConfig) -> nn.Module:
         """Build a norm over the hidden size, at its identity."""
-        norm: nn.Module = self._class(self.norm)(config.hidden_size, eps=config.rms_norm_eps)
+        eps = config.to_dict()[self.norm_eps]
+        norm: nn.Module = self.cls(self.norm)(config.hidden_size, eps=eps)
         return norm
 
-    def make_rotary(self, config: PretrainedConfig) -> nn.Module:
-        """Build the rotary embedding."""
-        rotary: nn.Module = self._class(self.rotary)(config=config)
-        return rotary
+    def make_rotary(self, config: PretrainedConfig) -> nn.Module | None:
+        """Build the rotary embedding, if there is one."""
+        return None if self.rotary is None else self.cls(self.rotary)(config=config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrunkClass:
+    """The transformers classes that fit a trunk whose own model type transformers does not know."""
+
+    model_type: str
+    """The other model's type; its config class reads the checkpoint's config."""
+
+    def config_class(self) -> type[PretrainedConfig]:
+        """Return the config class."""
+        found: type[PretrainedConfig] = CONFIG_MAPPING[self.model_type]
+        return found
+
+    def model_class(self) -> Any:
+        """Return the causal language model's class."""
+        return MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +140,17 @@ class RecurrentKernels:
     """The rule, called for one token that continues a state."""
     conv: str
     """The causal convolution with its activation, called for several tokens at once."""
-    rule: Literal["gated_delta"]
+    rule: Literal["gated_delta", "kimi_delta", "mamba2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountField:
+    """Where a config keeps the number of head modules."""
+
+    name: str | None
+    """Field of the text config; None where engines know the number and the config does not say it."""
+    implied: int = 0
+    """What engines take where the config does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,31 +162,47 @@ class Family:
     """How people call it, for tables and messages."""
     model_types: tuple[str, ...]
     """Values of ``model_type`` in the text config."""
-    count_field: str
-    """Field of the text config that holds the number of head modules."""
+    count: CountField
     head_config_fields: tuple[str, ...]
     """Every field of the text config that describes the head, the count included; a graft brings them along."""
     trunk_prefixes: tuple[str, ...]
     """Decoder prefixes this family's checkpoints use, longest first."""
+    embed_key: str = "{trunk}embed_tokens.weight"
+    """The trunk's input embedding, by which its prefix is told."""
     head_prefixes: tuple[str, ...]
     """Every key under one of these belongs to the head (placeholders as in KeyRule)."""
     key_rules: tuple[KeyRule, ...]
     shared_keys: tuple[SharedKey, ...] = ()
+    num_sublayers: Callable[[RawConfig], int] = lambda config: 1
+    """Numbered sublayers of one head module, from the raw text config."""
     concat: Literal["embed_first", "hidden_first"] = "embed_first"
     """Order of the two normed halves that ``proj`` reads."""
+    final_norm: bool = True
+    """Whether a norm stands between the head's layer and the lm_head."""
+    own_lm_head: bool = False
+    """Whether each head module has an lm_head of its own, frozen here like the trunk's."""
     default: Convention
     conventions: Mapping[Engine, Convention]
-    unroll: Literal["recursive", "chained"] = "recursive"
-    """``recursive``: one module drafts every depth. ``chained``: depth k uses module k."""
     head_layer_config: Callable[[PretrainedConfig, int], PretrainedConfig]
     """Text config and module count to the config that the borrowed decoder layers are built from."""
     borrowed: Borrowed
     rotary_axes: int = 1
     """Rows of positions the rotary embedding takes: 3 where it counts time, height and width (all equal for text)."""
+    rotary_by_layer_type: bool = False
+    """Whether the rotary embedding is told the type of the layer it is for."""
     masks_by_layer_type: bool = False
     """Whether the trunk takes ready masks as a mapping from layer type, as transformers' mixed trunks do."""
+    trunk_class: TrunkClass | None = None
+    """The classes that load the trunk, where transformers does not know the model type."""
+    trunk_final_norm: str = "norm"
+    """The decoder's final norm, by attribute."""
     engines: Mapping[str, EngineSupport]
     recurrent: RecurrentKernels | None = None
+
+    @property
+    def reads_before_norm(self) -> bool:
+        """Whether any wiring of the head reads the trunk before its final norm."""
+        return any(one.hidden == "before_final_norm" for one in (self.default, *self.conventions.values()))
 
     def convention(self, name: str) -> Convention:
         """Return the wiring for ``auto`` (this family's default) or for an engine.
@@ -155,6 +220,11 @@ class Family:
             f"head.convention: '{name}'; expected one of {known} for {self.title}. Use auto unless you serve elsewhere."
         )
 
+    def count_as_field(self, num_modules: int) -> dict[str, int]:
+        """Return the text-config field that declares so many modules; none where the config has no such field."""
+        return {} if self.count.name is None else {self.count.name: num_modules}
+
     def declared_modules(self, text_config: RawConfig) -> int:
-        """Return the number of head modules a raw text config declares, 0 where it says nothing."""
-        return int(text_config.get(self.count_field) or 0)
+        """Return the number of head modules a raw text config declares, what engines take where it says nothing."""
+        field = self.count.name
+        return int(text_config.get(field, self.count.implied) or 0) if field is not None else self.count.implied

@@ -65,7 +65,7 @@ def prefix_mask(document_BT: Tensor) -> Tensor:
     return (document_BT[:, :, None] == document_BT[:, None, :]) & causal_TT
 
 
-def unroll_mask(prefix_BTT: Tensor, depth: int) -> Tensor:
+def unroll_mask(prefix_BTT: Tensor, depth: int, sliding_window: int | None = None) -> Tensor:
     """Return who sees whom at depth ``depth`` of a recursive unroll, exactly as in decoding.
 
     The keys are the depth-1 rows, then the depth-2 rows, and so on to ``depth``. A draft that starts at row t sees the
@@ -73,11 +73,16 @@ def unroll_mask(prefix_BTT: Tensor, depth: int) -> Tensor:
 
     Args:
         prefix_BTT: ``prefix_mask`` of the batch.
-        depth: 1-based depth of the queries.
+        depth: 1-based depth of the queries; row t stands at position t + depth - 1.
+        sliding_window: How many positions a row sees, itself included; None for all.
 
     Returns:
         bool, shape (B, T, depth * T).
     """
     own_TT = torch.eye(prefix_BTT.shape[1], dtype=torch.bool, device=prefix_BTT.device)
     own_BTT = own_TT.expand_as(prefix_BTT)
-    return torch.cat([prefix_BTT] + [own_BTT] * (depth - 1), dim=-1)
+    if sliding_window is None:
+        return torch.cat([prefix_BTT] + [own_BTT] * (depth - 1), dim=-1)
+    near_TT = torch.ones_like(own_TT).triu(depth - sliding_window)
+    own = [own_BTT & (depth - earlier < sliding_window) for earlier in range(2, depth + 1)]
+    return torch.cat([prefix_BTT & near_TT, *own], dim=-1)

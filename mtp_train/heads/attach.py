@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -60,6 +60,8 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
             f"{base.path}: {diagnosis.describe()}; expected a complete head. Point at the base with its original "
             "weights."
         )
+    # The head keeps the expert layout that it has: engines read both.
+    layout = replace(layout, fused_experts=base_layout.fused_experts)
     template = native_head_of(base, base_layout, layout)
     return HeadPlan(finetune.family, layout, diagnosis.present_modules, convention, template)
 
@@ -81,7 +83,7 @@ def fresh_plan(checkpoint: Checkpoint, text_config: PretrainedConfig, convention
         for name, value in head.state_dict().items()
         for key, _ in layout.split(name, value)
     }
-    fields = {**head_config_fields(checkpoint), family.count_field: 1}
+    fields = {**head_config_fields(checkpoint), **family.count_as_field(1)}
     template = NativeHead(native_tensors(head.state_dict(), layout, dtypes), (), fields)
     return HeadPlan(family, layout, 1, convention, template)
 

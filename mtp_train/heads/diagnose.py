@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
@@ -50,7 +51,8 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
     Raises:
         CheckpointError: See :func:`layout_of`.
     """
-    return checkpoint.tensors[f"{layout_of(checkpoint).trunk_prefix}embed_tokens.weight"].dtype
+    embed_key = checkpoint.family.embed_key.format(trunk=layout_of(checkpoint).trunk_prefix)
+    return checkpoint.tensors[embed_key].dtype
 
 
 def layout_of(checkpoint: Checkpoint) -> HeadLayout:
@@ -60,19 +62,28 @@ def layout_of(checkpoint: Checkpoint) -> HeadLayout:
         CheckpointError: No embedding under any of the family's prefixes, or no layer count in the config.
     """
     family = checkpoint.family
-    for prefix in family.trunk_prefixes:
-        if f"{prefix}embed_tokens.weight" in checkpoint.tensors:
+    embed_keys = {prefix: family.embed_key.format(trunk=prefix) for prefix in family.trunk_prefixes}
+    for prefix, embed_key in embed_keys.items():
+        if embed_key in checkpoint.tensors:
             num_layers = checkpoint.text_config.get("num_hidden_layers")
             if not isinstance(num_layers, int):
                 raise CheckpointError(
                     f"{checkpoint.path}: config.json says num_hidden_layers = {num_layers!r}; expected a count. "
                     "Restore it."
                 )
-            return HeadLayout(family, prefix, num_layers)
-    expected = " or ".join(f"{prefix}embed_tokens.weight" for prefix in family.trunk_prefixes)
+            layout = HeadLayout(family, prefix, num_layers, family.num_sublayers(checkpoint.text_config))
+            return replace(layout, fused_experts=_has_fused_experts(checkpoint, layout))
+    expected = " or ".join(embed_keys.values())
     raise CheckpointError(
         f"{checkpoint.path}: the trunk's embedding is missing; expected {expected}. Point at the complete checkpoint."
     )
+
+
+def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
+    """Whether the head's experts, or those of the trunk where no head is, are stored stacked."""
+    experts = [key for key in checkpoint.tensors if ".experts." in key]
+    of_head = [key for key in experts if layout.is_head_key(key)]
+    return bool(experts) and not any(re.search(r"\.experts\.\d+\.", key) for key in of_head or experts)
 
 
 def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -81,8 +92,12 @@ def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -
     Raises:
         CheckpointError: transformers refuses the config.
     """
+    stand_in = checkpoint.family.trunk_class
     try:
-        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
+        if stand_in is not None:
+            config = stand_in.config_class().from_pretrained(checkpoint.path)
+        else:
+            config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(
             f"{checkpoint.path}/config.json: transformers refuses it ({error}). Restore the original config."

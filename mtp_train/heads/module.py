@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mtp_train.families import Convention, Family
+from mtp_train.heads.attention import HEAD_ATTENTION
 
 
 class HeadModule(nn.Module):
     """One module of a head, as DeepSeek-V3 (arXiv:2412.19437, equations 21 to 23) describes it.
 
-    ``u = proj([embed_norm(e), hidden_norm(h)])`` (or the other order), ``z = layer(u)``, ``o = final_norm(z)``. The
-    embedding and the lm_head are the trunk's and are not held here.
+    ``u = proj([embed_norm(e), hidden_norm(h)])`` (or the other order), ``z = layer(u)``, ``o = final_norm(z)`` (``z``
+    where the family has no such norm). The embedding is the trunk's and is not held here, nor is the lm_head but where
+    the family gives each module its own.
     """
 
     def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
@@ -25,13 +29,20 @@ class HeadModule(nn.Module):
         self.hidden_norm = family.borrowed.make_norm(layer_config)
         self.proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.layer = family.borrowed.make_layer(layer_config, module_idx)
-        self.final_norm = family.borrowed.make_norm(layer_config)
+        self.final_norm = family.borrowed.make_norm(layer_config) if family.final_norm else nn.Identity()
+        self.lm_head: nn.Linear | None = None
+        if family.own_lm_head:
+            self.lm_head = nn.Linear(hidden_size, layer_config.vocab_size, bias=False).requires_grad_(False)
         self.embed_first = family.concat == "embed_first"
 
     def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
         """Return ``u``, the input of the decoder layer."""
         halves = [self.embed_norm(embed_BTD), self.hidden_norm(hidden_BTD)]
         return self.proj(torch.cat(halves if self.embed_first else halves[::-1], dim=-1))
+
+    def project(self, state: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the logits of ``final_norm``'s results: by its own lm_head if it has one, else by ``shared``."""
+        return shared(state) if self.lm_head is None else self.lm_head(state)
 
 
 class MtpHead(nn.Module):
@@ -51,13 +62,33 @@ class MtpHead(nn.Module):
         self.family = family
         self.convention = convention
         self.config = family.head_layer_config(text_config, num_modules)
-        # Left unset, transformers falls back to an attention that ADDS the mask: ours are boolean. A config that never
-        # went through a model has neither set.
-        self.config._attn_implementation = "sdpa"
+        # A config that never went through a model has neither set.
+        self.config._attn_implementation = HEAD_ATTENTION
         self.config._experts_implementation = "eager"
         self.blocks = nn.ModuleList(HeadModule(family, self.config, index) for index in range(num_modules))
         self.rotary = family.borrowed.make_rotary(self.config)
+        self._stock_layers = DynamicCache(config=self.config).layers
+
+    @property
+    def unroll(self) -> Literal["recursive", "chained"]:
+        """``recursive``: one module drafts every depth. ``chained``: depth k uses module k."""
+        return "recursive" if len(self.blocks) == 1 or self.convention.modules == "first" else "chained"
 
     def module_for(self, depth: int) -> HeadModule:
         """Return the module that drafts at ``depth`` (1-based)."""
-        return cast(HeadModule, self.blocks[0 if self.family.unroll == "recursive" else depth - 1])
+        return cast(HeadModule, self.blocks[0 if self.unroll == "recursive" else depth - 1])
+
+    def own_lm_heads(self, num_depths: int) -> list[Tensor] | None:
+        """Return the output matrix (V, D) of each depth, None where all depths use the trunk's."""
+        if not self.family.own_lm_head:
+            return None
+        return [cast(nn.Linear, self.module_for(depth).lm_head).weight for depth in range(1, num_depths + 1)]
+
+    def sliding_window(self, depth: int) -> int | None:
+        """Return how many positions a row of ``depth`` sees, None for all."""
+        layer = self._stock_layers[0 if self.unroll == "recursive" else depth - 1]
+        return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
+
+    def layer_type(self, depth: int) -> str:
+        """Return the config's name for the kind of layer that drafts at ``depth``."""
+        return str(self.config.layer_types[0 if self.unroll == "recursive" else depth - 1])

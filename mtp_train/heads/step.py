@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_mask
 from mtp_train.heads.module import MtpHead
@@ -58,18 +59,27 @@ def mtp_step(
     fused_BTD = module.fuse(hidden_BTD, embed_BTD)
     block_BTD = module.layer(
         fused_BTD,
-        position_embeddings=head.rotary(fused_BTD, _rotary_positions(head, positions_BT)),
+        position_embeddings=_position_embeddings(head, depth, fused_BTD, positions_BT),
         attention_mask=None if mask_BTS is None else mask_BTS[:, None],
         position_ids=positions_BT,
         past_key_values=cache,
     )
+    if head.family.borrowed.more_outputs:
+        block_BTD = block_BTD[0]
     normed_BTD = module.final_norm(block_BTD)
-    recycled_BTD = normed_BTD if head.convention.recycle == "after_final_norm" else block_BTD
-    return StepOutput(normed_BTD, recycled_BTD)
+    recycled = {"after_final_norm": normed_BTD, "before_final_norm": block_BTD, "trunk": hidden_BTD}
+    return StepOutput(normed_BTD, recycled[head.convention.recycle])
 
 
 def mtp_keys(
-    head: MtpHead, hidden_BTD: Tensor, embed_BTD: Tensor, *, depth: int, positions_BT: Tensor, cache: Cache
+    head: MtpHead,
+    hidden_BTD: Tensor,
+    embed_BTD: Tensor,
+    *,
+    depth: int,
+    positions_BT: Tensor,
+    mask_BTS: Tensor | None,
+    cache: Cache,
 ) -> None:
     """Run one depth only as far as its keys and values: all that rows of a prefix are good for.
 
@@ -77,7 +87,7 @@ def mtp_keys(
     and the MLP without knowing anything of the layer.
     """
     try:
-        mtp_step(head, hidden_BTD, embed_BTD, depth=depth, positions_BT=positions_BT, mask_BTS=None, cache=cache)
+        mtp_step(head, hidden_BTD, embed_BTD, depth=depth, positions_BT=positions_BT, mask_BTS=mask_BTS, cache=cache)
     except KeysWritten:
         return
     raise RuntimeError(
@@ -85,9 +95,17 @@ def mtp_keys(
     )
 
 
-def _rotary_positions(head: MtpHead, positions_BT: Tensor) -> Tensor:
-    axes = head.family.rotary_axes
-    return positions_BT if axes == 1 else positions_BT.expand(axes, -1, -1)
+def _position_embeddings(
+    head: MtpHead, depth: int, fused_BTD: Tensor, positions_BT: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    if head.rotary is None:
+        return None
+    positions_BT = positions_BT + head.convention.position_offset
+    if head.family.rotary_axes > 1:
+        positions_BT = positions_BT.expand(head.family.rotary_axes, -1, -1)
+    layer_type = (head.layer_type(depth),) if head.family.rotary_by_layer_type else ()
+    embeddings: tuple[Tensor, Tensor] = head.rotary(fused_BTD, positions_BT, *layer_type)
+    return embeddings
 
 
 def unroll(
@@ -118,19 +136,25 @@ def unroll(
         K tensors (B, T, D): the state for the logits of depth k at each start row.
     """
     prefix_BTT = prefix_mask(document_BT)
-    cache = DynamicCache()
+    cache = _unsliding_cache(head.config)
     outputs: list[Tensor] = []
     for depth in range(1, num_depths + 1):
-        recursive = head.family.unroll == "recursive"
+        seen_depths = depth if head.unroll == "recursive" else 1
         step = mtp_step(
             head,
             hidden_BTD,
             embed(input_tokens(tokens_BT, depth)),
             depth=depth,
             positions_BT=positions_BT + (depth - 1),
-            mask_BTS=unroll_mask(prefix_BTT, depth) if recursive else prefix_BTT,
+            mask_BTS=unroll_mask(prefix_BTT, seen_depths, head.sliding_window(depth)),
             cache=cache,
         )
         hidden_BTD = step.recycled_BTD
         outputs.append(step.logit_hidden_BTD)
     return outputs
+
+
+def _unsliding_cache(config: PretrainedConfig) -> Cache:
+    """Return a cache that forgets nothing: a later depth still sees what is outside of the last row's window."""
+    stock = DynamicCache(config=config).layers
+    return Cache(layers=[DynamicLayer() if type(one) is DynamicSlidingWindowLayer else one for one in stock])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
 
 from mtp_train.errors import CheckpointError
-from mtp_train.families import Family
+from mtp_train.families import Convention, Family
 
 
 class Trunk(nn.Module):
@@ -30,10 +30,21 @@ class Trunk(nn.Module):
         self.model: Any = model
         self.family = family
 
+        # Where the head may read the state before the final norm, the norm waits for who needs its result.
+        self.final_norm: nn.Module | None = None
+        if family.reads_before_norm:
+            self.final_norm = self.decoder.get_submodule(family.trunk_final_norm)
+            self.decoder.set_submodule(family.trunk_final_norm, nn.Identity())
+
     @property
     def causal_lm(self) -> Any:
         """The transformers model itself, also where peft wraps it."""
         return self.model.base_model.model if hasattr(self.model, "peft_config") else self.model
+
+    @property
+    def decoder(self) -> Any:
+        """The language model without its lm_head."""
+        return self.causal_lm.get_decoder()
 
     @property
     def config(self) -> PretrainedConfig:
@@ -53,14 +64,14 @@ class Trunk(nn.Module):
         return embedded
 
     def hidden(self, tokens_BT: Tensor, *, mask_BT: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """Return the hidden state after the final norm, which both the lm_head and the head read. Shape (B, T, D).
+        """Return the last hidden state, which :meth:`logits` and :meth:`head_input` read. Shape (B, T, D).
 
         Args:
             tokens_BT: int tokens.
             mask_BT: 1 on tokens, 0 on right padding; None where there is none.
             cache: Earlier tokens' state; updated in place.
         """
-        output = self.causal_lm.model(
+        output = self.decoder(
             input_ids=tokens_BT, attention_mask=mask_BT, past_key_values=cache, use_cache=cache is not None
         )
         hidden: Tensor = output.last_hidden_state
@@ -78,7 +89,7 @@ class Trunk(nn.Module):
             cache: Earlier tokens' state; it knows where the window goes.
         """
         by_type = self.family.masks_by_layer_type
-        output = self.causal_lm.model(
+        output = self.decoder(
             input_ids=tokens_BT,
             position_ids=positions_BT,
             attention_mask=masks if by_type else next(iter(masks.values())),
@@ -88,9 +99,21 @@ class Trunk(nn.Module):
         hidden: Tensor = output.last_hidden_state
         return hidden
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return what the lm_head reads of hidden states of any leading shape."""
+        return hidden if self.final_norm is None else self.final_norm(hidden)
+
+    def head_input(self, hidden: Tensor, convention: Convention) -> Tensor:
+        """Return what a head wired by ``convention`` reads of hidden states."""
+        return hidden if convention.hidden == "before_final_norm" else self.normed(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states of any leading shape."""
-        logits: Tensor = self.causal_lm.lm_head(hidden)
+        return self.project(self.normed(hidden))
+
+    def project(self, state: Tensor) -> Tensor:
+        """Return the logits of states that are normed already: a head's, or :meth:`normed`."""
+        logits: Tensor = self.causal_lm.lm_head(state)
         return logits
 
 
@@ -116,8 +139,17 @@ def load_trunk(
     Raises:
         CheckpointError: Weights of the trunk are missing or do not fit.
     """
-    model, info = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, low_cpu_mem_usage=True
+    stand_in = family.trunk_class
+    model_class, config = AutoModelForCausalLM, None
+    if stand_in is not None:
+        model_class, config = stand_in.model_class(), stand_in.config_class().from_pretrained(path)
+    model, info = model_class.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+        low_cpu_mem_usage=True,
     )
     missing = sorted(info["missing_keys"])
     if missing:

@@ -43,11 +43,12 @@ def dense_metrics(trunk: Trunk, head: MtpHead, batches: Iterable[Batch], num_dep
     for batch in batches:
         rows = aligned_rows(trunk, head, batch, num_depths)
         for chunk in rows.valid_KN.any(dim=0).nonzero().squeeze(1).split(CHUNK_ROWS):
-            p_CV = torch.softmax(trunk.logits(rows.teacher_ND[chunk]).float(), dim=-1)
+            p_CV = torch.softmax(trunk.project(rows.teacher_ND[chunk]).float(), dim=-1)
             entropy_sum += float(entropy(p_CV)[rows.valid_KN[0, chunk]].sum())
             for depth in range(num_depths):
                 valid_C = rows.valid_KN[depth, chunk]
-                q_CV = torch.softmax(trunk.logits(rows.student_KND[depth, chunk].to(p_CV.dtype)).float(), dim=-1)
+                state_CD = rows.student_KND[depth, chunk].to(p_CV.dtype)
+                q_CV = torch.softmax(head.module_for(depth + 1).project(state_CD, trunk.project).float(), dim=-1)
                 agreed[depth] += float((q_CV.argmax(-1) == p_CV.argmax(-1))[valid_C].sum())
                 overlapped[depth] += float(overlap(p_CV, q_CV)[valid_C].sum())
                 counted[depth] += float(valid_C.sum())

@@ -40,7 +40,7 @@ def aligned_rows(trunk: Trunk, head: MtpHead, batch: Batch, num_depths: int) -> 
     hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
     starts = unroll(
         head,
-        hidden_BTD,
+        trunk.head_input(hidden_BTD, head.convention),
         batch.tokens_BT,
         trunk.embed,
         num_depths=num_depths,
@@ -50,7 +50,7 @@ def aligned_rows(trunk: Trunk, head: MtpHead, batch: Batch, num_depths: int) -> 
     valid = [valid_targets(batch.document_BT, batch.loss_mask_BT, depth + 1) for depth in range(num_depths)]
     return AlignedRows(
         align_to_targets(starts).flatten(1, 2),
-        hidden_BTD.flatten(0, 1),
+        trunk.normed(hidden_BTD).flatten(0, 1),
         shift_left(batch.tokens_BT, 1, 0).flatten(),
         align_to_targets(valid).flatten(1, 2),
     )
@@ -107,4 +107,5 @@ class HeadTraining(nn.Module):
             rows.valid_KN.float() * scale_K[:, None],
             kind=self.kind,
             temperature=self.temperature,
+            own_heads=self.head.own_lm_heads(self.num_depths),
         )

@@ -56,6 +56,8 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
                 "family": artifact.family.name,
                 "trunk_prefix": artifact.layout.trunk_prefix,
                 "num_hidden_layers": artifact.layout.num_hidden_layers,
+                "num_sublayers": artifact.layout.num_sublayers,
+                "fused_experts": artifact.layout.fused_experts,
                 "num_modules": artifact.num_modules,
                 "num_depths": artifact.num_depths,
                 "convention": artifact.convention,
@@ -81,7 +83,13 @@ def load_artifact(path: Path) -> Artifact:
         )
     try:
         family = next(family for family in FAMILIES if family.name == config["family"])
-        layout = HeadLayout(family, config["trunk_prefix"], config["num_hidden_layers"])
+        layout = HeadLayout(
+            family,
+            config["trunk_prefix"],
+            config["num_hidden_layers"],
+            config["num_sublayers"],
+            config["fused_experts"],
+        )
         infos = scan_safetensors(path / WEIGHTS_FILE)
         tensors = tuple(_pending(path / WEIGHTS_FILE, key, info.dtype, info.shape) for key, info in infos.items())
         return Artifact(

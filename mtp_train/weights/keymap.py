@@ -10,14 +10,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mtp_train.families import Family, KeyRule, SharedKey
 
-_NUMBERS = ("module", "layer", "expert")
+_NUMBERS = ("module", "layer", "expert", "sub", "last")
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,15 @@ class HeadLayout:
     family: Family
     trunk_prefix: str
     num_hidden_layers: int
+    num_sublayers: int = 1
+    fused_experts: bool = False
+    """Whether the head's experts are stored stacked, as we hold them, and not one by one."""
 
     @cached_property
-    def _rules(self) -> list[tuple[KeyRule, re.Pattern[str]]]:
-        return [(rule, self._pattern(rule.native)) for rule in self.family.key_rules]
+    def _rules(self) -> list[tuple[KeyRule, re.Pattern[str], re.Pattern[str]]]:
+        stacked = ("experts", "experts_concat") if self.fused_experts else ()
+        rules = [rule for rule in self.family.key_rules if rule.stack not in stacked]
+        return [(rule, self._pattern(rule.native), self._pattern(rule.ours)) for rule in rules]
 
     @cached_property
     def _prefixes(self) -> list[re.Pattern[str]]:
@@ -78,12 +82,12 @@ class HeadLayout:
 
     def map_key(self, key: str) -> Mapped | None:
         """Return what a native key means, or None where no rule claims it."""
-        for rule, pattern in self._rules:
+        for rule, pattern, _ in self._rules:
             match = pattern.match(key)
             if match is None:
                 continue
             groups = match.groupdict()
-            ours = f"blocks.{self._module(match)}.{rule.ours.format(rest=groups.get('rest'))}"
+            ours = f"blocks.{self._module(match)}.{rule.ours.format(**groups)}"
             return Mapped(ours, rule, int(groups["expert"]) if groups.get("expert") is not None else None)
         return None
 
@@ -104,28 +108,27 @@ class HeadLayout:
     def split(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the native keys of one of our parameters with their values (views where possible)."""
         _, module, tail = name.split(".", 2)
-        rules = [rule for rule in self.family.key_rules if rule.ours == tail]
-        numbers = {
+        found = [(rule, match) for rule, _, ours in self._rules if (match := ours.match(tail)) is not None]
+        rules = sorted((rule for rule, _ in found if rule.ours == found[0][0].ours), key=lambda rule: rule.order)
+        placeholders = {
+            **found[0][1].groupdict(),
             "trunk": self.trunk_prefix,
             "module": int(module),
             "layer": self.num_hidden_layers + int(module),
+            "last": self.num_sublayers - 1,
         }
-        if not rules:
-            rule = next(rule for rule in self.family.key_rules if rule.ours.endswith("{rest}"))
-            rest = tail[len(rule.ours) - len("{rest}") :]
-            yield rule.native.format(**numbers, rest=rest), value
-        elif rules[0].stack == "none":
-            yield rules[0].native.format(**numbers), value
-        else:
-            rules = sorted(rules, key=lambda rule: rule.order)
-            for rule, part in zip(rules, value.chunk(len(rules), dim=1) if len(rules) > 1 else [value], strict=True):
-                for expert, piece in enumerate(part):
-                    yield rule.native.format(**numbers, expert=expert), piece
+        parts = value.chunk(len(rules), dim=1) if len(rules) > 1 else [value]
+        for rule, part in zip(rules, parts, strict=True):
+            if rule.stack in ("none", "concat"):
+                yield rule.native.format(**placeholders), part
+                continue
+            for expert, piece in enumerate(part):
+                yield rule.native.format(**placeholders, expert=expert), piece
 
     def join(self, native: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Turn native tensors into ours; shared keys are left out. The inverse of ``split``."""
         parts: dict[str, dict[tuple[int, int], Tensor]] = {}
-        stacks: dict[str, Literal["none", "experts", "experts_concat"]] = {}
+        stacks: dict[str, str] = {}
         for key, value in native.items():
             mapped = None if self.shared_key(key) else self.map_key(key)
             if mapped is not None:
@@ -137,6 +140,8 @@ class HeadLayout:
 def _assemble(pieces: Mapping[tuple[int, int], Tensor], stack: str) -> Tensor:
     if stack == "none":
         return next(iter(pieces.values()))
+    if stack == "concat":
+        return torch.cat([pieces[key] for key in sorted(pieces)], dim=1)
     orders = sorted({order for order, _ in pieces})
     stacked = [torch.stack([pieces[key] for key in sorted(pieces) if key[0] == order]) for order in orders]
     return torch.cat(stacked, dim=1)

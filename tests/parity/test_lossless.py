@@ -11,8 +11,9 @@ from torch import Tensor
 
 import mtp_inference.verify
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder, compare, plain_greedy
+from mtp_inference.delta import DeltaWindow
 from mtp_inference.draft import DrafterMaker
-from mtp_inference.recurrent import DeltaWindow, Undecided
+from mtp_inference.recurrent import Undecided
 from mtp_inference.recurrent_cache import RecurrentLayers, RecurrentStore
 from mtp_train.heads.trunk import Trunk
 from scripted import (

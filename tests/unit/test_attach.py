@@ -71,7 +71,7 @@ def test_a_graft_is_the_bases_head_under_the_fine_tunes_keys(family_name: str, t
     base, finetune = (open_checkpoint(path) for path in base_and_finetune(tmp_path, family_name))
     plan = graft_plan(finetune, base, "auto")
     assert_same_weights(build(plan, finetune), tiny_head(tiny_trunk(family_name)))
-    assert plan.template.config_fields[plan.family.count_field] == 1
+    assert plan.template.config_fields[plan.family.count.name] == 1
     shared = {key for key in plan.template.shared_keys if key in base.tensors}
     assert len(shared) == len(plan.family.shared_keys)
     assert not shared & stored(plan).keys()

@@ -11,13 +11,8 @@ from transformers import FalconH1Config
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from mtp_inference.cache import AttentionStore, WindowCache
-from mtp_inference.recurrent import (
-    MAX_WINDOW,
-    gated_delta_token,
-    gated_delta_window,
-    undecided_states,
-    window_conv,
-)
+from mtp_inference.delta import MAX_WINDOW, gated_delta_token, gated_delta_window
+from mtp_inference.recurrent import undecided_states, window_conv
 from mtp_inference.recurrent_cache import RecurrentStore
 from mtp_inference.window import Window, attending_in_windows
 from mtp_train.errors import UnsupportedModelError

@@ -22,7 +22,7 @@ def inspect(path: Path, base: Path | None = None) -> Inspection:
 
 
 def count_field(family_name: str) -> str:
-    return tiny_trunk(family_name).family.count_field
+    return tiny_trunk(family_name).family.count.name or ""
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)

@@ -100,7 +100,7 @@ def _loss(trunk: Trunk, head: MtpHead, tokens_BT: Tensor) -> Tensor:
     num_tokens = tokens_BT.shape[1]
     states = unroll(
         head,
-        hidden_BTD.detach(),
+        trunk.head_input(hidden_BTD.detach(), head.convention),
         tokens_BT,
         trunk.embed,
         num_depths=TRAINED_DEPTHS,
@@ -109,7 +109,7 @@ def _loss(trunk: Trunk, head: MtpHead, tokens_BT: Tensor) -> Tensor:
     )
     # The trunk's row t predicts token t + 1, the head's depth k token t + k + 1.
     losses = [
-        cross_entropy(trunk.logits(state_BTD[:, : num_tokens - ahead]).flatten(0, 1), tokens_BT[:, ahead:].flatten())
-        for ahead, state_BTD in enumerate([hidden_BTD, *states], start=1)
+        cross_entropy(trunk.project(state_BTD[:, : num_tokens - ahead]).flatten(0, 1), tokens_BT[:, ahead:].flatten())
+        for ahead, state_BTD in enumerate([trunk.normed(hidden_BTD), *states], start=1)
     ]
     return torch.stack(losses).mean()

@@ -1,0 +1,77 @@
+"""DeepSeek V3, R1 and V3.2: the head kept as one more layer after the trunk's, embedding and lm_head repeated."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table, no
+from mtp_train.families.layouts import (
+    AFTER_THE_TRUNK,
+    REPEATED_AFTER_THE_TRUNK,
+    after_the_trunk,
+    expert_rules,
+    with_layers,
+)
+from mtp_train.families.spec import LLAMA_CPP_POSITIONS, Borrowed, Convention, CountField, Family
+
+_KEY_RULES = after_the_trunk(*expert_rules(AFTER_THE_TRUNK))
+_VLLM = Convention(zero_first_embedding=True)
+
+
+def _sparse_from_the_first(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(text_config, num_modules, first_k_dense_replace=0)
+
+
+def _sparse_indexed(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(
+        text_config,
+        num_modules,
+        mlp_layer_types=["sparse"] * num_modules,
+        layer_types=["indexed_attention"] * num_modules,
+    )
+
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    title="DeepSeek V3 / R1",
+    model_types=("deepseek_v3",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers",),
+    trunk_prefixes=("model.",),
+    head_prefixes=(AFTER_THE_TRUNK,),
+    key_rules=_KEY_RULES,
+    shared_keys=REPEATED_AFTER_THE_TRUNK,
+    default=Convention(),
+    conventions={"vllm": _VLLM, "sglang": Convention()},
+    head_layer_config=_sparse_from_the_first,
+    borrowed=Borrowed(
+        python_module="transformers.models.deepseek_v3.modeling_deepseek_v3",
+        layer="DeepseekV3DecoderLayer",
+        norm="DeepseekV3RMSNorm",
+        rotary="DeepseekV3RotaryEmbedding",
+    ),
+    engines=engine_table(transformers=USE_MTP, llama_cpp=no("its converter drops the head of DeepSeek V3")),
+)
+
+DEEPSEEK_V32 = Family(
+    name="deepseek_v32",
+    title="DeepSeek V3.2",
+    model_types=("deepseek_v32",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers",),
+    trunk_prefixes=("model.",),
+    head_prefixes=(AFTER_THE_TRUNK,),
+    key_rules=_KEY_RULES,
+    shared_keys=REPEATED_AFTER_THE_TRUNK,
+    default=Convention(),
+    conventions={"vllm": _VLLM, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
+    head_layer_config=_sparse_indexed,
+    borrowed=Borrowed(
+        python_module="transformers.models.deepseek_v32.modeling_deepseek_v32",
+        layer="DeepseekV32DecoderLayer",
+        norm="DeepseekV32RMSNorm",
+        rotary="DeepseekV32RotaryEmbedding",
+    ),
+    masks_by_layer_type=True,
+    engines=engine_table(transformers=HEAD_IGNORED),
+)

@@ -1,0 +1,107 @@
+"""GLM-4.5 to GLM-5: mixture-of-experts trunks, the head kept as one more layer after the trunk's."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table
+from mtp_train.families.layouts import (
+    AFTER_THE_TRUNK,
+    REPEATED_AFTER_THE_TRUNK,
+    after_the_trunk,
+    expert_rules,
+    with_layers,
+)
+from mtp_train.families.spec import LLAMA_CPP_POSITIONS, Borrowed, Convention, CountField, Family
+
+_KEY_RULES = after_the_trunk(*expert_rules(AFTER_THE_TRUNK))
+# vLLM recycles the state before shared_head.norm, SGLang and llama.cpp the one after it.
+_VLLM_BEFORE_NORM = Convention(recycle="before_final_norm", zero_first_embedding=True)
+
+
+def _sparse_from_the_first(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    # The head's layer is a mixture of experts also where the trunk's first layers are dense.
+    return with_layers(text_config, num_modules, first_k_dense_replace=0)
+
+
+def _sparse(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(text_config, num_modules, mlp_layer_types=["sparse"] * num_modules)
+
+
+def _sparse_indexed(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(
+        text_config,
+        num_modules,
+        mlp_layer_types=["sparse"] * num_modules,
+        layer_types=["indexed_attention"] * num_modules,
+        indexer_types=["full"] * num_modules,
+    )
+
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    title="GLM-4.5 / 4.6 / 4.7",
+    model_types=("glm4_moe",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers",),
+    trunk_prefixes=("model.",),
+    head_prefixes=(AFTER_THE_TRUNK,),
+    key_rules=_KEY_RULES,
+    shared_keys=REPEATED_AFTER_THE_TRUNK,
+    default=Convention(),
+    conventions={"vllm": _VLLM_BEFORE_NORM, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
+    head_layer_config=_sparse_from_the_first,
+    borrowed=Borrowed(
+        python_module="transformers.models.glm4_moe.modeling_glm4_moe",
+        layer="Glm4MoeDecoderLayer",
+        norm="Glm4MoeRMSNorm",
+        rotary="Glm4MoeRotaryEmbedding",
+    ),
+    engines=engine_table(transformers=USE_MTP),
+)
+
+GLM4_MOE_LITE = Family(
+    name="glm4_moe_lite",
+    title="GLM-4.7-Flash",
+    model_types=("glm4_moe_lite",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers",),
+    trunk_prefixes=("model.",),
+    head_prefixes=(AFTER_THE_TRUNK,),
+    key_rules=_KEY_RULES,
+    shared_keys=REPEATED_AFTER_THE_TRUNK,
+    default=Convention(),
+    conventions={"vllm": _VLLM_BEFORE_NORM, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
+    head_layer_config=_sparse,
+    borrowed=Borrowed(
+        python_module="transformers.models.glm4_moe_lite.modeling_glm4_moe_lite",
+        layer="Glm4MoeLiteDecoderLayer",
+        norm="Glm4MoeLiteRMSNorm",
+        rotary="Glm4MoeLiteRotaryEmbedding",
+    ),
+    engines=engine_table(transformers=HEAD_IGNORED),
+)
+
+GLM_MOE_DSA = Family(
+    name="glm_moe_dsa",
+    title="GLM-5",
+    model_types=("glm_moe_dsa",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers",),
+    trunk_prefixes=("model.",),
+    head_prefixes=(AFTER_THE_TRUNK,),
+    key_rules=_KEY_RULES,
+    shared_keys=REPEATED_AFTER_THE_TRUNK,
+    default=Convention(),
+    conventions={"vllm": Convention(), "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
+    head_layer_config=_sparse_indexed,
+    borrowed=Borrowed(
+        python_module="transformers.models.glm_moe_dsa.modeling_glm_moe_dsa",
+        layer="GlmMoeDsaDecoderLayer",
+        norm="GlmMoeDsaRMSNorm",
+        rotary="GlmMoeDsaRotaryEmbedding",
+        more_outputs=True,
+    ),
+    masks_by_layer_type=True,
+    engines=engine_table(transformers=HEAD_IGNORED),
+)

@@ -1,0 +1,79 @@
+"""The two places where most checkpoints keep a head, as key rules that family records share.
+
+Beside the trunk: everything under a prefix of its own (``mtp.``), as Qwen does. After the trunk: one more decoder layer
+with the number that follows the trunk's last, as DeepSeek does.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from transformers import PretrainedConfig
+
+from mtp_train.families.spec import KeyRule, SharedKey
+
+AFTER_THE_TRUNK = "{trunk}layers.{layer}."
+
+
+def expert_rules(layer: str, experts: str = "mlp.experts") -> tuple[KeyRule, ...]:
+    """Return rules for gated experts of a mixture that are stored one by one.
+
+    Args:
+        layer: Native prefix of the decoder layer.
+        experts: What transformers calls them inside of the layer; the native names are the same.
+    """
+    native, ours = f"{layer}{experts}.{{expert}}", f"layer.{experts}"
+    return (
+        KeyRule(native=f"{native}.gate_proj.weight", ours=f"{ours}.gate_up_proj", stack="experts_concat", order=0),
+        KeyRule(native=f"{native}.up_proj.weight", ours=f"{ours}.gate_up_proj", stack="experts_concat", order=1),
+        KeyRule(native=f"{native}.down_proj.weight", ours=f"{ours}.down_proj", stack="experts"),
+    )
+
+
+def beside_the_trunk(*layer_rules: KeyRule) -> tuple[KeyRule, ...]:
+    """Return the rules of a head under ``mtp.`` as Qwen names it, ``layer_rules`` before the catch-all."""
+    return (
+        KeyRule(native="mtp.fc.weight", ours="proj.weight"),
+        KeyRule(native="mtp.pre_fc_norm_embedding.weight", ours="embed_norm.weight"),
+        KeyRule(native="mtp.pre_fc_norm_hidden.weight", ours="hidden_norm.weight"),
+        KeyRule(native="mtp.norm.weight", ours="final_norm.weight"),
+        *layer_rules,
+        KeyRule(native="mtp.layers.{module}.{rest}", ours="layer.{rest}"),
+    )
+
+
+def after_the_trunk(*layer_rules: KeyRule, final_norm: str = "shared_head.norm") -> tuple[KeyRule, ...]:
+    """Return the rules of a head that is one more layer, ``layer_rules`` before the catch-all."""
+    return (
+        KeyRule(native=f"{AFTER_THE_TRUNK}eh_proj.weight", ours="proj.weight"),
+        KeyRule(native=f"{AFTER_THE_TRUNK}enorm.weight", ours="embed_norm.weight"),
+        KeyRule(native=f"{AFTER_THE_TRUNK}hnorm.weight", ours="hidden_norm.weight"),
+        KeyRule(native=f"{AFTER_THE_TRUNK}{final_norm}.weight", ours="final_norm.weight"),
+        *layer_rules,
+        KeyRule(native=f"{AFTER_THE_TRUNK}{{rest}}", ours="layer.{rest}"),
+    )
+
+
+def repeated_embedding(native: str) -> SharedKey:
+    """Return the rule for a head's copy of the trunk's embedding."""
+    embedding = "{trunk}embed_tokens.weight"
+    return SharedKey(native=native, trunk=embedding, tied_trunk=embedding)
+
+
+REPEATED_AFTER_THE_TRUNK = (
+    repeated_embedding(f"{AFTER_THE_TRUNK}embed_tokens.weight"),
+    SharedKey(
+        native=f"{AFTER_THE_TRUNK}shared_head.head.weight",
+        trunk="lm_head.weight",
+        tied_trunk="{trunk}embed_tokens.weight",
+    ),
+)
+"""DeepSeek's releases repeat the embedding and the lm_head in the head's layer."""
+
+
+def with_layers(config: PretrainedConfig, num_layers: int, **fields: object) -> PretrainedConfig:
+    """Return a copy of a text config with so many layers and other values of ``fields``."""
+    changed = copy.deepcopy(config)
+    for name, value in {**fields, "num_hidden_layers": num_layers}.items():
+        setattr(changed, name, value)
+    return changed

@@ -1,0 +1,173 @@
+"""Families of one model line each: ERNIE-4.5, K-EXAONE, Hunyuan 3 and Ling 3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from transformers import PretrainedConfig
+
+from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table, no
+from mtp_train.families.layouts import (
+    AFTER_THE_TRUNK,
+    after_the_trunk,
+    beside_the_trunk,
+    expert_rules,
+    with_layers,
+)
+from mtp_train.families.spec import (
+    LLAMA_CPP_POSITIONS,
+    Borrowed,
+    Convention,
+    CountField,
+    Engine,
+    Family,
+    KeyRule,
+    RecurrentKernels,
+)
+
+_POST_NORM: Mapping[Engine, Convention] = {"vllm": Convention(), "sglang": Convention()}
+
+
+def _never_sparse(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(text_config, num_modules, moe_layer_start_index=num_modules)
+
+
+def _dense_with_rotary(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    # Only sliding layers know positions in this trunk, so a window over all of them is the head's full attention.
+    return with_layers(
+        text_config,
+        num_modules,
+        layer_types=["sliding_attention"] * num_modules,
+        mlp_layer_types=["dense"] * num_modules,
+        sliding_window=text_config.max_position_embeddings,
+    )
+
+
+def _sparse(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(text_config, num_modules, mlp_layer_types=["sparse"] * num_modules)
+
+
+def _sparse_full(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(
+        text_config,
+        num_modules,
+        layer_types=["full_attention"] * num_modules,
+        mlp_layer_types=["sparse"] * num_modules,
+    )
+
+
+ERNIE4_5_MOE = Family(
+    name="ernie4_5_moe",
+    title="ERNIE-4.5 MoE",
+    model_types=("ernie4_5_moe",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers",),
+    trunk_prefixes=("model.",),
+    head_prefixes=("model.mtp_",),
+    key_rules=(
+        KeyRule(native="model.mtp_linear_proj.{module}.weight", ours="proj.weight"),
+        KeyRule(native="model.mtp_emb_norm.{module}.weight", ours="embed_norm.weight"),
+        KeyRule(native="model.mtp_hidden_norm.{module}.weight", ours="hidden_norm.weight"),
+        KeyRule(native="model.mtp_block.{module}.{rest}", ours="layer.{rest}"),
+    ),
+    final_norm=False,
+    default=Convention(zero_first_embedding=True),
+    conventions={"vllm": Convention(zero_first_embedding=True), "sglang": Convention(zero_first_embedding=True)},
+    head_layer_config=_never_sparse,
+    borrowed=Borrowed(
+        python_module="transformers.models.ernie4_5_moe.modeling_ernie4_5_moe",
+        layer="Ernie4_5_MoeDecoderLayer",
+        norm="Ernie4_5_MoeRMSNorm",
+        rotary="Ernie4_5_MoeRotaryEmbedding",
+    ),
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("its converter drops this head")),
+)
+
+EXAONE_MOE = Family(
+    name="exaone_moe",
+    title="K-EXAONE",
+    model_types=("exaone_moe",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers", "mtp_layer_types", "mtp_sliding_windows"),
+    trunk_prefixes=("model.",),
+    head_prefixes=("mtp.",),
+    key_rules=beside_the_trunk(),
+    default=Convention(),
+    conventions=_POST_NORM,
+    head_layer_config=_dense_with_rotary,
+    borrowed=Borrowed(
+        python_module="transformers.models.exaone_moe.modeling_exaone_moe",
+        layer="ExaoneMoeDecoderLayer",
+        norm="ExaoneMoeRMSNorm",
+        rotary="ExaoneMoeRotaryEmbedding",
+    ),
+    masks_by_layer_type=True,
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("keeps the head's tensors and has no graph for them")),
+)
+
+HY_V3 = Family(
+    name="hy_v3",
+    title="Hunyuan 3",
+    model_types=("hy_v3",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers",),
+    trunk_prefixes=("model.",),
+    head_prefixes=(AFTER_THE_TRUNK,),
+    key_rules=after_the_trunk(
+        *expert_rules(AFTER_THE_TRUNK),
+        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.router.gate.weight", ours="layer.mlp.gate.weight"),
+        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.expert_bias", ours="layer.mlp.e_score_correction_bias"),
+        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.shared_mlp.{{rest}}", ours="layer.mlp.shared_experts.{rest}"),
+        final_norm="final_layernorm",
+    ),
+    default=Convention(),
+    conventions={
+        "vllm": Convention(zero_first_embedding=True),
+        "sglang": Convention(),
+        "llama.cpp": LLAMA_CPP_POSITIONS,
+    },
+    head_layer_config=_sparse,
+    borrowed=Borrowed(
+        python_module="transformers.models.hy_v3.modeling_hy_v3",
+        layer="HYV3DecoderLayer",
+        norm="HYV3RMSNorm",
+        rotary="HYV3RotaryEmbedding",
+    ),
+    engines=engine_table(transformers=HEAD_IGNORED),
+)
+
+_ATTENTION = f"{AFTER_THE_TRUNK}attention."
+BAILING_HYBRID = Family(
+    name="bailing_hybrid",
+    title="Ling 3 (Bailing hybrid)",
+    model_types=("bailing_hybrid",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers",),
+    trunk_prefixes=("model.",),
+    embed_key="{trunk}word_embeddings.weight",
+    head_prefixes=(AFTER_THE_TRUNK,),
+    key_rules=after_the_trunk(
+        *expert_rules(AFTER_THE_TRUNK),
+        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.gate.expert_bias", ours="layer.mlp.gate.e_score_correction_bias"),
+        KeyRule(native=f"{_ATTENTION}dense.{{rest}}", ours="layer.self_attn.o_proj.{rest}"),
+        KeyRule(native=f"{_ATTENTION}{{rest}}", ours="layer.self_attn.{rest}"),
+        final_norm="final_layernorm",
+    ),
+    default=Convention(),
+    conventions={**_POST_NORM, "llama.cpp": LLAMA_CPP_POSITIONS},
+    head_layer_config=_sparse_full,
+    borrowed=Borrowed(
+        python_module="transformers.models.bailing_hybrid.modeling_bailing_hybrid",
+        layer="BailingHybridDecoderLayer",
+        norm="BailingHybridRMSNorm",
+        rotary="BailingHybridRotaryEmbedding",
+    ),
+    masks_by_layer_type=True,
+    recurrent=RecurrentKernels(
+        chunked="chunk_kimi_delta_attention",
+        single="recurrent_kimi_delta_attention",
+        conv="causal_conv1d_fn",
+        rule="kimi_delta",
+    ),
+    engines=engine_table(transformers=USE_MTP),
+)

@@ -1,0 +1,68 @@
+"""The attention function that heads and the decoder put in the place of transformers' own.
+
+It takes boolean masks whatever the model, and what some models add to plain attention: a learned logit that draws
+attention to nothing ("sink"), and keys chosen beforehand by an indexer (sparse attention).
+
+Shapes: B rows, T queries, S keys, H heads, K chosen keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+HEAD_ATTENTION = "mtp_masked"
+
+
+def masked_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' ``sdpa`` does (hence the arguments), with sinks and chosen keys.
+
+    Args:
+        module: The attention layer.
+        query: Shape (B, H, T, width).
+        key: Shape (B, key heads, S, width).
+        value: As ``key``, of its own width.
+        attention_mask: bool, broadcast to (B, 1, T, S), True where a query sees a key; None is plain causal attention.
+        s_aux: Shape (H,), each head's sink.
+        indices: int, shape (B, T, K), the keys that each query may see; None for all.
+        **options: What ``sdpa`` takes.
+
+    Returns:
+        Shape (B, T, H, width), and None for the weights.
+    """
+    if attention_mask is None and (s_aux is not None or indices is not None):
+        attention_mask = _causal(query.shape[2], key.shape[2], key.device)
+    if attention_mask is not None and indices is not None:
+        chosen_BTS = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
+        attention_mask = attention_mask & chosen_BTS.scatter(-1, indices.long(), True)[:, None]
+    if attention_mask is not None and s_aux is not None:
+        # One more key: it scores the sink whatever the query, and has nothing to say.
+        bias = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
+        sink_B1T1 = s_aux.to(query.dtype)[None, :, None, None].expand(query.shape[0], -1, query.shape[2], 1)
+        attention_mask = torch.cat([bias.expand(*sink_B1T1.shape[:3], -1), sink_B1T1], dim=-1)
+        key, value = (torch.nn.functional.pad(one, (0, 0, 0, 1)) for one in (key, value))
+    attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return attended
+
+
+def _causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)[None, None]
+
+
+AttentionInterface.register(HEAD_ATTENTION, masked_attention)
+AttentionMaskInterface.register(HEAD_ATTENTION, sdpa_mask)

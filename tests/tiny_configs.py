@@ -1,0 +1,128 @@
+"""Tiny configs of every trunk that the tests build: a few thousand parameters each, every kind of layer there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+VOCAB_SIZE = 67
+SLIDING_WINDOW = 8
+
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+# Three Gated DeltaNet layers with grouped heads, then full attention.
+_GATED_DELTA = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+}
+_QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+# One dense layer, then mixtures of four experts.
+_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 1,
+}
+_LATENT = {
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 14,
+    "num_key_value_heads": 2,
+}
+# Fewer keys than the texts of the tests are long. With few heads many scores are 0, and ties are anybody's choice.
+_INDEXER = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16}
+
+_FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"model_type": "qwen3_5_text", **_GATED_DELTA},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **_GATED_DELTA, **_QWEN_EXPERTS},
+    "qwen3_next": {"model_type": "qwen3_next", **_GATED_DELTA, **_QWEN_EXPERTS},
+    "deepseek_v3": {**_EXPERTS, **_LATENT, "first_k_dense_replace": 1, "rope_parameters": _ROPE},
+    "deepseek_v32": {**_EXPERTS, **_LATENT, **_INDEXER, "rope_parameters": _ROPE},
+    "glm4_moe": {**_EXPERTS, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {**_EXPERTS, **_LATENT, "rope_parameters": _ROPE},
+    "glm_moe_dsa": {**_EXPERTS, **_LATENT, **_INDEXER, "rope_parameters": _ROPE},
+    # A stand-in: transformers has no class of that name.
+    "mimo": {"model_type": "qwen2", "num_nextn_predict_layers": 1},
+    # Full attention, then sliding windows with sinks, keys wider than values.
+    "mimo_v2_flash": {
+        **_EXPERTS,
+        "num_key_value_heads": 1,
+        "v_head_dim": 10,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {
+            kind: {**_ROPE, "partial_rotary_factor": 0.5} for kind in ("full_attention", "sliding_attention")
+        },
+    },
+    "hy_v3": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "num_nextn_predict_layers": 1,
+        "rope_parameters": _ROPE,
+    },
+    # Kimi Delta Attention twice, then latent attention.
+    "bailing_hybrid": {
+        **{name: value for name, value in _EXPERTS.items() if name != "n_routed_experts"},
+        **{name: value for name, value in _LATENT.items() if name != "q_lora_rank"},
+        "num_local_experts": 4,
+        "first_k_dense_replace": 1,
+        "layer_group_size": 3,
+        "n_group": 2,
+        "topk_group": 1,
+        "rope_parameters": _ROPE,
+    },
+    "exaone_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_nextn_predict_layers": 1,
+        "rope_parameters": _ROPE,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 1,
+        "num_nextn_predict_layers": 1,
+        "rope_parameters": _ROPE,
+    },
+    # Of no family, and without a head.
+    "mistral": {"sliding_window": SLIDING_WINDOW},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": SLIDING_WINDOW},
+}
+
+
+def tiny_config(name: str, tied: bool = False, vocab_size: int = VOCAB_SIZE) -> PretrainedConfig:
+    """Return the config of a tiny trunk."""
+    fields = {**_SIZES, **_FIELDS[name], "tie_word_embeddings": tied, "vocab_size": vocab_size}
+    config: PretrainedConfig = AutoConfig.for_model(fields.pop("model_type", name), **fields)
+    return config
