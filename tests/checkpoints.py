@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
-from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import VOCAB_SIZE, num_released_modules, tiny_head, tiny_trunk
 
 WRAPPER_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -33,7 +34,10 @@ WRAPPER_CONFIG: dict[str, Any] = {
 def save_stripped(trunk: Trunk, path: Path) -> Path:
     """Save a trunk as users do: ``save_pretrained``, the config still declaring one head module."""
     trunk.causal_lm.save_pretrained(path)
-    set_count(path, trunk.family.count.name, 1)
+    set_fields(path, trunk.family.count_as_field(num_released_modules(trunk)))
+    if trunk.family.trunk_class is not None:
+        # Saved by the class that stands in: the release has a name of its own.
+        set_fields(path, {"model_type": trunk.family.model_types[0], "architectures": [trunk.family.name]})
     return path
 
 
@@ -46,8 +50,10 @@ def save_with_head(trunk: Trunk, head: MtpHead, path: Path, dtype: torch.dtype =
         tensors |= {key: part.to(dtype).contiguous() for key, part in layout.split(name, value)}
     for shared in layout.family.shared_keys:
         source = layout.trunk_key(shared, tensors)
-        native = shared.native.format(trunk=layout.trunk_prefix, layer=layout.num_hidden_layers)
-        tensors[native] = tensors[source].clone()
+        for module in range(len(head.blocks)):
+            layer = layout.num_hidden_layers + module
+            native = shared.native.format(trunk=layout.trunk_prefix, layer=layer, module=module)
+            tensors[native] = tensors[source].clone()
     save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
     return path
 
@@ -68,11 +74,17 @@ def base_and_finetune(
 
 def set_count(path: Path, field: str, count: int | None) -> None:
     """Set or remove the count of head modules in the text config."""
+    set_fields(path, {field: count})
+
+
+def set_fields(path: Path, fields: Mapping[str, Any]) -> None:
+    """Set fields of the text config, remove those that are None."""
     config = json.loads((path / "config.json").read_text())
     text_config = config.get("text_config", config)
-    text_config.pop(field, None)
-    if count is not None:
-        text_config[field] = count
+    text_config.update(fields)
+    for field, value in fields.items():
+        if value is None:
+            del text_config[field]
     (path / "config.json").write_text(json.dumps(config))
 
 

@@ -10,7 +10,7 @@ import dataclasses
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mtp_train.families import FAMILIES, Family
 from mtp_train.heads.module import MtpHead
@@ -39,17 +39,28 @@ have no head."""
 
 def tiny_trunk(name: str, seed: int = 0, tied: bool = False, vocab_size: int = VOCAB_SIZE) -> Trunk:
     """Return a trunk of a few thousand parameters, fp32 on CPU, frozen and in eval mode."""
-    model = AutoModelForCausalLM.from_config(tiny_config(name, tied, vocab_size))
+    family = _family(name)
+    auto = AutoModelForImageTextToText if family.only_with_vision else AutoModelForCausalLM
+    model = auto.from_config(tiny_config(name, tied, vocab_size))
     _randomize(model, seed)
     model.tie_weights()
-    return Trunk(model.requires_grad_(False).eval(), _family(name))
+    return Trunk(model.requires_grad_(False).eval(), family)
 
 
-def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int = 1) -> MtpHead:
-    """Return a random head for a tiny trunk, in eval mode."""
+def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int | None = None) -> MtpHead:
+    """Return a random head for a tiny trunk, in eval mode, of as many modules as its family's releases have."""
+    num_modules = num_modules or num_released_modules(trunk)
     head = MtpHead(trunk.family, trunk.config, num_modules=num_modules, convention=trunk.family.default)
     _randomize(head, seed + 1000)
+    for weight_VD in head.own_lm_heads(num_modules) or []:
+        # As releases have it: close to the trunk's.
+        weight_VD.data.mul_(0.1).add_(trunk.lm_head_VD)
     return head.eval()
+
+
+def num_released_modules(trunk: Trunk) -> int:
+    """Return the number of modules in a tiny checkpoint with a head: what its config says, else one."""
+    return trunk.family.declared_modules(trunk.config.to_dict()) or 1
 
 
 def chained_head(trunk: Trunk, num_modules: int, seed: int = 0) -> MtpHead:

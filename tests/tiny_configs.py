@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -115,6 +116,55 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
         "rope_parameters": _ROPE,
     },
+    # Mamba-2, attention, a mixture, Mamba-2, an MLP.
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention", "mlp"],
+        "num_hidden_layers": 5,
+        "ssm_state_size": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "chunk_size": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+        "num_nextn_predict_layers": 1,
+    },
+    "longcat_flash": {
+        **{name: value for name, value in _LATENT.items() if name != "head_dim"},
+        "head_dim": 8,
+        "num_layers": 2,
+        "num_hidden_layers": 4,
+        "ffn_hidden_size": 48,
+        "moe_topk": 2,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "expert_ffn_hidden_size": 16,
+        "rope_parameters": _ROPE,
+    },
+    # Full attention, then a sliding window; heads in number by the kind of layer.
+    "step3p7": {
+        "text_config": {
+            **_SIZES,
+            "pad_token_id": 0,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "share_expert_dim": 16,
+            "sliding_window": SLIDING_WINDOW,
+            "num_sliding_attention_heads": 4,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "mtp_layer_types": ["sliding_attention"] * 3,
+            "mtp_mlp_layer_types": ["dense", "dense", "dense"],
+            "num_nextn_predict_layers": 3,
+            "rope_theta": 1e4,
+        },
+        "vision_config": {"width": 16, "layers": 1, "heads": 1, "image_size": 28, "patch_size": 14},
+    },
     # Of no family, and without a head.
     "mistral": {"sliding_window": SLIDING_WINDOW},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": SLIDING_WINDOW},
@@ -123,6 +173,11 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 def tiny_config(name: str, tied: bool = False, vocab_size: int = VOCAB_SIZE) -> PretrainedConfig:
     """Return the config of a tiny trunk."""
-    fields = {**_SIZES, **_FIELDS[name], "tie_word_embeddings": tied, "vocab_size": vocab_size}
+    fields = copy.deepcopy(_FIELDS[name])
+    common = {"tie_word_embeddings": tied, "vocab_size": vocab_size}
+    if "text_config" in fields:
+        fields["text_config"].update(common)
+    else:
+        fields = {**_SIZES, **fields, **common}
     config: PretrainedConfig = AutoConfig.for_model(fields.pop("model_type", name), **fields)
     return config

@@ -15,11 +15,10 @@ from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.finite import find_non_finite
 from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import require_same_trunk_shape, trunk_tensors
+from mtp_train.weights.native import LM_HEAD, require_same_trunk_shape, trunk_tensors
 
 Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "stripped", "none"]
 SUGGESTED_DEPTH = 3
-LM_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)

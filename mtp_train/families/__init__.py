@@ -5,7 +5,9 @@ from __future__ import annotations
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
 from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
+from mtp_train.families.longcat import LONGCAT_FLASH
 from mtp_train.families.mimo import MIMO, MIMO_V2
+from mtp_train.families.nemotron import NEMOTRON_H
 from mtp_train.families.others import BAILING_HYBRID, ERNIE4_5_MOE, EXAONE_MOE, HY_V3
 from mtp_train.families.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mtp_train.families.spec import Convention as Convention
@@ -14,6 +16,7 @@ from mtp_train.families.spec import KeyRule as KeyRule
 from mtp_train.families.spec import RawConfig as RawConfig
 from mtp_train.families.spec import RecurrentKernels as RecurrentKernels
 from mtp_train.families.spec import SharedKey as SharedKey
+from mtp_train.families.step import STEP3P7
 
 FAMILIES: tuple[Family, ...] = (
     QWEN3_5,
@@ -26,10 +29,13 @@ FAMILIES: tuple[Family, ...] = (
     GLM_MOE_DSA,
     MIMO,
     MIMO_V2,
+    NEMOTRON_H,
     HY_V3,
     BAILING_HYBRID,
     EXAONE_MOE,
     ERNIE4_5_MOE,
+    STEP3P7,
+    LONGCAT_FLASH,
 )
 """In the order in which tables show them."""
 

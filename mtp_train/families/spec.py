@@ -194,10 +194,17 @@ class Family:
     """Whether the trunk takes ready masks as a mapping from layer type, as transformers' mixed trunks do."""
     trunk_class: TrunkClass | None = None
     """The classes that load the trunk, where transformers does not know the model type."""
+    only_with_vision: bool = False
+    """Whether transformers has the trunk only inside of its vision-language model, which is then loaded whole."""
     trunk_final_norm: str = "norm"
     """The decoder's final norm, by attribute."""
     engines: Mapping[str, EngineSupport]
     recurrent: RecurrentKernels | None = None
+
+    @property
+    def follows_the_trunk(self) -> bool:
+        """Whether the head's keys are numbered after the trunk's layers."""
+        return any("{layer}" in prefix for prefix in self.head_prefixes)
 
     @property
     def reads_before_norm(self) -> bool:

@@ -17,7 +17,7 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.weights.artifact import Artifact, load_artifact
 from mtp_train.weights.files import SAFETENSORS_DTYPES, Checkpoint
 from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import NativeHead, head_config_fields, native_head_of, require_same_trunk_shape
+from mtp_train.weights.native import LM_HEAD, NativeHead, head_config_fields, native_head_of, require_same_trunk_shape
 from mtp_train.weights.writing import PendingTensor, held_tensor
 
 
@@ -76,6 +76,11 @@ def fresh_plan(checkpoint: Checkpoint, text_config: PretrainedConfig, convention
     trunk_dtype = stored_dtype(checkpoint)
     head = MtpHead(family, text_config, num_modules=1, convention=family.default)
     _init_fresh(head, text_config.initializer_range, seed)
+    if family.own_lm_head:
+        tied = f"{layout.trunk_prefix}embed_tokens.weight"
+        output_VD = checkpoint.read(LM_HEAD if LM_HEAD in checkpoint.tensors else tied)
+        for weight_VD in head.own_lm_heads(1) or []:
+            weight_VD.data.copy_(output_VD)
     trained = dict(head.named_parameters())
     # Buffers (a router's correction bias) keep the precision transformers gives them.
     dtypes = {

@@ -66,12 +66,12 @@ def layout_of(checkpoint: Checkpoint) -> HeadLayout:
     for prefix, embed_key in embed_keys.items():
         if embed_key in checkpoint.tensors:
             num_layers = checkpoint.text_config.get("num_hidden_layers")
-            if not isinstance(num_layers, int):
+            if not isinstance(num_layers, int) and family.follows_the_trunk:
                 raise CheckpointError(
                     f"{checkpoint.path}: config.json says num_hidden_layers = {num_layers!r}; expected a count. "
                     "Restore it."
                 )
-            layout = HeadLayout(family, prefix, num_layers, family.num_sublayers(checkpoint.text_config))
+            layout = HeadLayout(family, prefix, num_layers or 0, family.num_sublayers(checkpoint.text_config))
             return replace(layout, fused_experts=_has_fused_experts(checkpoint, layout))
     expected = " or ".join(embed_keys.values())
     raise CheckpointError(

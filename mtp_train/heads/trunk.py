@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Convention, Family
@@ -30,11 +30,9 @@ class Trunk(nn.Module):
         self.model: Any = model
         self.family = family
 
-        # Where the head may read the state before the final norm, the norm waits for who needs its result.
-        self.final_norm: nn.Module | None = None
+        self._before_norm: Tensor | None = None
         if family.reads_before_norm:
-            self.final_norm = self.decoder.get_submodule(family.trunk_final_norm)
-            self.decoder.set_submodule(family.trunk_final_norm, nn.Identity())
+            self._final_norm.register_forward_pre_hook(self._keep_norm_input)
 
     @property
     def causal_lm(self) -> Any:
@@ -45,6 +43,20 @@ class Trunk(nn.Module):
     def decoder(self) -> Any:
         """The language model without its lm_head."""
         return self.causal_lm.get_decoder()
+
+    @property
+    def _final_norm(self) -> nn.Module:
+        norm: nn.Module = self.decoder.get_submodule(self.family.trunk_final_norm)
+        return norm
+
+    def _keep_norm_input(self, _norm: nn.Module, inputs: tuple[Tensor]) -> None:
+        (self._before_norm,) = inputs
+
+    def _last_state(self, output: Any) -> Tensor:
+        """Return the hidden state of a forward of the decoder: before its final norm where a head may read that."""
+        state: Tensor = output.last_hidden_state if self._before_norm is None else self._before_norm
+        self._before_norm = None
+        return state
 
     @property
     def config(self) -> PretrainedConfig:
@@ -74,8 +86,7 @@ class Trunk(nn.Module):
         output = self.decoder(
             input_ids=tokens_BT, attention_mask=mask_BT, past_key_values=cache, use_cache=cache is not None
         )
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return self._last_state(output)
 
     def window_hidden(
         self, tokens_BT: Tensor, *, positions_BT: Tensor, masks: Mapping[str, Tensor | None], cache: Cache
@@ -96,12 +107,11 @@ class Trunk(nn.Module):
             past_key_values=cache,
             use_cache=True,
         )
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return self._last_state(output)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return what the lm_head reads of hidden states of any leading shape."""
-        return hidden if self.final_norm is None else self.final_norm(hidden)
+        return self._final_norm(hidden) if self.family.reads_before_norm else hidden
 
     def head_input(self, hidden: Tensor, convention: Convention) -> Tensor:
         """Return what a head wired by ``convention`` reads of hidden states."""
@@ -140,7 +150,8 @@ def load_trunk(
         CheckpointError: Weights of the trunk are missing or do not fit.
     """
     stand_in = family.trunk_class
-    model_class, config = AutoModelForCausalLM, None
+    model_class: Any = AutoModelForImageTextToText if family.only_with_vision else AutoModelForCausalLM
+    config = None
     if stand_in is not None:
         model_class, config = stand_in.model_class(), stand_in.config_class().from_pretrained(path)
     model, info = model_class.from_pretrained(

@@ -11,6 +11,8 @@ from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.writing import PendingTensor
 
+LM_HEAD = "lm_head.weight"
+
 
 @dataclass(frozen=True)
 class NativeHead:

@@ -1,0 +1,88 @@
+"""Nemotron-H and Nemotron 3: Mamba-2 hybrid trunks, the head a short pattern of layers under ``mtp.layers``."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from mtp_train.families.blocks import LayersInTurn
+from mtp_train.families.engines import NO_RECURRENT_ROLLBACK, engine_table
+from mtp_train.families.layouts import with_layers
+from mtp_train.families.spec import (
+    LLAMA_CPP_POSITIONS,
+    Borrowed,
+    Convention,
+    CountField,
+    Family,
+    KeyRule,
+    RawConfig,
+    RecurrentKernels,
+)
+
+_PATTERN = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+
+
+def _num_sublayers(text_config: RawConfig) -> int:
+    """A list of layer types, or one letter for each; both say attention, then experts, where they say nothing."""
+    return next((len(text_config[field]) for field in _PATTERN if text_config.get(field)), 2)
+
+
+def _head_layer_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(text_config, num_modules, layers_block_type=list(text_config.mtp_layers_block_type))
+
+
+def _build_layer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    block = borrowed.cls(borrowed.layer)
+    return LayersInTurn([block(config, number) for number in range(len(config.layers_block_type))])
+
+
+_SUB = "mtp.layers.{sub}."
+NEMOTRON_H = Family(
+    name="nemotron_h",
+    title="Nemotron-H / Nemotron 3",
+    model_types=("nemotron_h",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers", *_PATTERN),
+    trunk_prefixes=("backbone.", "model."),
+    embed_key="{trunk}embeddings.weight",
+    trunk_final_norm="norm_f",
+    head_prefixes=("mtp.",),
+    key_rules=(
+        KeyRule(native="mtp.layers.0.eh_proj.weight", ours="proj.weight"),
+        KeyRule(native="mtp.layers.0.enorm.weight", ours="embed_norm.weight"),
+        KeyRule(native="mtp.layers.0.hnorm.weight", ours="hidden_norm.weight"),
+        # llama.cpp applies it as a LayerNorm, which subtracts the mean; vLLM and SGLang do not.
+        KeyRule(native="mtp.layers.{last}.final_layernorm.weight", ours="final_norm.weight"),
+        KeyRule(
+            native=f"{_SUB}mixer.experts.{{expert}}.up_proj.weight",
+            ours="layer.layers.{sub}.mixer.experts.up_proj",
+            stack="experts",
+        ),
+        KeyRule(
+            native=f"{_SUB}mixer.experts.{{expert}}.down_proj.weight",
+            ours="layer.layers.{sub}.mixer.experts.down_proj",
+            stack="experts",
+        ),
+        KeyRule(native=f"{_SUB}{{rest}}", ours="layer.layers.{sub}.{rest}"),
+    ),
+    num_sublayers=_num_sublayers,
+    default=Convention(),
+    conventions={"vllm": Convention(), "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
+    head_layer_config=_head_layer_config,
+    borrowed=Borrowed(
+        python_module="transformers.models.nemotron_h.modeling_nemotron_h",
+        layer="NemotronHBlock",
+        norm="NemotronHRMSNorm",
+        rotary=None,
+        norm_eps="layer_norm_epsilon",
+        build_layer=_build_layer,
+    ),
+    masks_by_layer_type=True,
+    recurrent=RecurrentKernels(
+        chunked="mamba2_chunk_scan",
+        single="mamba2_selective_state_update",
+        conv="causal_conv1d_fn",
+        rule="mamba2",
+    ),
+    engines=engine_table(transformers=NO_RECURRENT_ROLLBACK),
+)
