@@ -1,0 +1,253 @@
+"""Heads that transformers' ``MtpModel`` cannot load, against their forward written out from the released key names.
+
+Nothing of a family's record is used here: keys, order and norms are spelled out, only the decoder layers are
+transformers' own.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_head_oracle import MTP_MODEL_FAMILIES
+from torch import Tensor, nn
+
+from checkpoints import all_tensors, save_with_head
+from mtp_train.heads.attach import build_head, native_plan
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.step import unroll
+from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.weights.files import open_checkpoint
+from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
+
+NUM_TOKENS, ATOL = 11, 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class ByHand:
+    """Where one family's release keeps the first module, and what its layer is called in transformers.
+
+    ``norms`` are the embedding's, the hidden state's and the last one (None: there is none); ``renamed`` are parts of
+    the layer's keys that the release calls otherwise.
+    """
+
+    classes: str
+    layer: Callable[[Any, Any], nn.Module]
+    norms: tuple[str, str, str | None]
+    proj: str
+    layer_prefix: str
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    hidden_first: bool = False
+    plus_one: bool = False
+    eps: str = "rms_norm_eps"
+    rotary_type: str | None = None
+    window: int | None = None
+
+
+class InTurn(nn.ModuleList):
+    def forward(self, state: Tensor, attention_mask: Tensor, **_unused: object) -> Tensor:
+        for block in self:
+            state = block(state, attention_mask=attention_mask)
+        return state
+
+
+class MlaThenMlp(nn.Module):
+    def __init__(self, classes: Any, config: Any) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = classes.LongcatFlashMLA(config, 0), classes.LongcatFlashMLP(config)
+        self.input_layernorm, self.post_attention_layernorm = (
+            classes.LongcatFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
+        )
+
+    def forward(self, state: Tensor, **rest: Any) -> Tensor:
+        state = state + self.self_attn(self.input_layernorm(state), **rest)[0]
+        return state + self.mlp(self.post_attention_layernorm(state))
+
+
+SLIDING = ["sliding_attention"] * 3
+HANDS = {
+    "mimo": ByHand(
+        classes="qwen2",
+        layer=lambda classes, config: classes.Qwen2DecoderLayer(config, 0),
+        norms=("token_layernorm", "hidden_layernorm", "final_layernorm"),
+        proj="input_proj",
+        layer_prefix="model.mtp_layers.0.",
+        hidden_first=True,
+    ),
+    "mimo_v2_flash": ByHand(
+        classes="mimo_v2_flash",
+        layer=lambda classes, config: classes.MiMoV2FlashDecoderLayer(config, 0),
+        norms=("enorm", "hnorm", "final_layernorm"),
+        proj="eh_proj",
+        layer_prefix="model.mtp.layers.0.",
+        config={"layer_types": SLIDING, "mlp_layer_types": ["dense"]},
+        renamed={"pre_mlp_layernorm": "post_attention_layernorm", "attention_sink_bias": "sinks"},
+        rotary_type="sliding_attention",
+        window=8,
+    ),
+    "exaone_moe": ByHand(
+        classes="exaone_moe",
+        layer=lambda classes, config: classes.ExaoneMoeDecoderLayer(config, 0),
+        norms=("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+        proj="mtp.fc",
+        layer_prefix="mtp.layers.0.",
+        config={"layer_types": SLIDING, "mlp_layer_types": ["dense"]},
+    ),
+    "ernie4_5_moe": ByHand(
+        classes="ernie4_5_moe",
+        layer=lambda classes, config: classes.Ernie4_5_MoeDecoderLayer(config, 0),
+        norms=("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", None),
+        proj="model.mtp_linear_proj.0",
+        layer_prefix="model.mtp_block.0.",
+        config={"moe_layer_start_index": 99},
+    ),
+    "nemotron_h": ByHand(
+        classes="nemotron_h",
+        layer=lambda classes, config: InTurn(classes.NemotronHBlock(config, number) for number in range(2)),
+        norms=("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.1.final_layernorm"),
+        proj="mtp.layers.0.eh_proj",
+        layer_prefix="mtp.layers.",
+        config={"layers_block_type": ["full_attention", "moe"]},
+        eps="layer_norm_epsilon",
+    ),
+    "step3p7": ByHand(
+        classes="step3p7",
+        layer=lambda classes, config: classes.Step3p7DecoderLayer(config, 0),
+        norms=("enorm", "hnorm", "transformer.shared_head.norm"),
+        proj="eh_proj",
+        layer_prefix="model.layers.3.",
+        config={
+            "layer_types": SLIDING,
+            "mlp_layer_types": ["dense"] * 3,
+            "per_layer_config": {number: {"num_attention_heads": 4} for number in range(3)},
+        },
+        plus_one=True,
+        rotary_type="sliding_attention",
+        window=8,
+    ),
+    "longcat_flash": ByHand(
+        classes="longcat_flash",
+        layer=MlaThenMlp,
+        norms=("enorm.m", "hnorm.m", "model.mtp.norm"),
+        proj="eh_proj",
+        layer_prefix="model.mtp.layers.0.",
+        renamed={"transformer_layer.mlp": "mlp"},
+    ),
+    "glm_moe_dsa": ByHand(
+        classes="glm_moe_dsa",
+        layer=lambda classes, config: classes.GlmMoeDsaDecoderLayer(config, 0),
+        norms=("enorm", "hnorm", "shared_head.norm"),
+        proj="eh_proj",
+        layer_prefix="model.layers.3.",
+        config={"mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
+    ),
+}
+
+
+def test_every_family_has_an_independent_forward() -> None:
+    assert {*HANDS, *MTP_MODEL_FAMILIES} == set(ALL_FAMILIES)
+
+
+def rms_norm(state: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    scaled = state * torch.rsqrt(state.square().mean(-1, keepdim=True) + eps)
+    return scaled * (weight + 1 if plus_one else weight)
+
+
+def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace experts that are stored one by one by what transformers' layers hold."""
+    single = {key: value for key, value in tensors.items() if ".experts." in key and key.endswith(".weight")}
+    found = (
+        dict(tensors.items() - single.items()) if not single else {k: v for k, v in tensors.items() if k not in single}
+    )
+    for place in {key.split(".experts.")[0] for key in single}:
+        count = len({key.split(".experts.")[1].split(".")[0] for key in single})
+        parts = {
+            name: torch.stack([single[f"{place}.experts.{number}.{name}.weight"] for number in range(count)])
+            for name in {key.rsplit(".", 2)[1] for key in single}
+        }
+        if "gate_proj" in parts:
+            found[f"{place}.experts.gate_up_proj"] = torch.cat([parts.pop("gate_proj"), parts.pop("up_proj")], dim=1)
+        found |= {f"{place}.experts.{name}": value for name, value in parts.items()}
+    return found
+
+
+def forward_by_hand(
+    hand: ByHand, trunk: Trunk, tensors: Mapping[str, Tensor], hidden: Tensor, embeds: Tensor
+) -> Tensor:
+    """Return the state for the logits of depth 1 at every row."""
+    config = copy.deepcopy(trunk.config)
+    for name, value in hand.config.items():
+        setattr(config, name, value)
+    config._attn_implementation, config._experts_implementation = "eager", "eager"
+    layer = hand.layer(importlib.import_module(f"transformers.models.{hand.classes}.modeling_{hand.classes}"), config)
+    own = {key.removeprefix(hand.layer_prefix): value for key, value in tensors.items()}
+    for released, ours in hand.renamed.items():
+        own = {key.replace(released, ours): value for key, value in own.items()}
+    missing = layer.load_state_dict(stack_experts(own), strict=False).missing_keys
+    assert not missing, "every weight of the layer comes from the checkpoint"
+
+    def part(name: str) -> Tensor:
+        return (
+            tensors[f"{name}.weight"] if f"{name}.weight" in tensors else tensors[f"{hand.layer_prefix}{name}.weight"]
+        )
+
+    eps = config.to_dict()[hand.eps]
+    embed_norm, hidden_norm, last_norm = hand.norms
+    halves = [
+        rms_norm(embeds, part(embed_norm), eps, hand.plus_one),
+        rms_norm(hidden, part(hidden_norm), eps, hand.plus_one),
+    ]
+    state = torch.cat(halves[::-1] if hand.hidden_first else halves, dim=-1) @ part(hand.proj).T
+    num_rows = state.shape[1]
+    seen = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+    if hand.window is not None:
+        seen = seen.triu(1 - hand.window)
+    mask = torch.zeros(1, 1, num_rows, num_rows).masked_fill(~seen, torch.finfo(torch.float32).min)
+    rest: dict[str, Any] = {"attention_mask": mask, "position_ids": torch.arange(num_rows)[None]}
+    if hand.classes != "nemotron_h":
+        kind = () if hand.rotary_type is None else (hand.rotary_type,)
+        rest["position_embeddings"] = trunk.decoder.rotary_emb(state, rest["position_ids"], *kind)
+    output = layer.eval()(state, **rest)
+    output = output[0] if isinstance(output, tuple) else output
+    return output if last_norm is None else rms_norm(output, part(last_norm), eps, hand.plus_one)
+
+
+def load(family_name: str, path: Path) -> tuple[Trunk, MtpHead]:
+    random_trunk = tiny_trunk(family_name)
+    save_with_head(random_trunk, tiny_head(random_trunk), path)
+    checkpoint = open_checkpoint(path)
+    trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
+    return trunk, build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("spoilt", [False, True], ids=["as_it_is", "halves_swapped"])
+@pytest.mark.parametrize("family_name", HANDS)
+@torch.inference_mode()
+def test_depth_1_is_the_forward_written_out(family_name: str, spoilt: bool, tmp_path: Path) -> None:
+    trunk, head = load(family_name, tmp_path / "checkpoint")
+    head.convention = dataclasses.replace(head.convention, zero_first_embedding=False)
+    tokens_1T = torch.randint(VOCAB_SIZE, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(3))
+    hidden_1TD = trunk.head_input(trunk.hidden(tokens_1T), head.convention)
+    if spoilt:
+        head.blocks[0].embed_first = not head.blocks[0].embed_first
+    (ours_1TD,) = unroll(
+        head,
+        hidden_1TD,
+        tokens_1T,
+        trunk.embed,
+        num_depths=1,
+        positions_BT=torch.arange(NUM_TOKENS)[None],
+        document_BT=torch.zeros_like(tokens_1T),
+    )
+    tensors = all_tensors(tmp_path / "checkpoint")
+    theirs_1SD = forward_by_hand(HANDS[family_name], trunk, tensors, hidden_1TD[:, :-1], trunk.embed(tokens_1T[:, 1:]))
+    difference = (ours_1TD[:, :-1] - theirs_1SD).abs().max()
+    assert difference > 1e-2 if spoilt else difference < ATOL
