@@ -164,9 +164,7 @@ def rms_norm(state: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tenso
 def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Replace experts that are stored one by one by what transformers' layers hold."""
     single = {key: value for key, value in tensors.items() if ".experts." in key and key.endswith(".weight")}
-    found = (
-        dict(tensors.items() - single.items()) if not single else {k: v for k, v in tensors.items() if k not in single}
-    )
+    found = {key: value for key, value in tensors.items() if key not in single}
     for place in {key.split(".experts.")[0] for key in single}:
         count = len({key.split(".experts.")[1].split(".")[0] for key in single})
         parts = {
@@ -188,16 +186,19 @@ def forward_by_hand(
         setattr(config, name, value)
     config._attn_implementation, config._experts_implementation = "eager", "eager"
     layer = hand.layer(importlib.import_module(f"transformers.models.{hand.classes}.modeling_{hand.classes}"), config)
-    own = {key.removeprefix(hand.layer_prefix): value for key, value in tensors.items()}
+    own = {
+        key.removeprefix(hand.layer_prefix): value
+        for key, value in tensors.items()
+        if key.startswith(hand.layer_prefix)
+    }
     for released, ours in hand.renamed.items():
         own = {key.replace(released, ours): value for key, value in own.items()}
     missing = layer.load_state_dict(stack_experts(own), strict=False).missing_keys
     assert not missing, "every weight of the layer comes from the checkpoint"
 
     def part(name: str) -> Tensor:
-        return (
-            tensors[f"{name}.weight"] if f"{name}.weight" in tensors else tensors[f"{hand.layer_prefix}{name}.weight"]
-        )
+        key = f"{name}.weight"
+        return tensors[key] if key in tensors else tensors[hand.layer_prefix + key]
 
     eps = config.to_dict()[hand.eps]
     embed_norm, hidden_norm, last_norm = hand.norms
