@@ -59,6 +59,8 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     plan = make_plan(recipe, world_size)
     finetune = open_location(recipe.model.trunk)
     base = open_location(recipe.model.head_from) if recipe.model.head_from else None
+    # Raises where the head cannot be run.
+    _ = finetune.family.classes
     head_plan = plan_head(recipe, finetune, base)
     require_arms(recipe, finetune)
     require_draft_vocab(recipe, int(finetune.text_config["vocab_size"]))

@@ -19,7 +19,8 @@ from tiny_configs import SLIDING_WINDOW as SLIDING_WINDOW
 from tiny_configs import VOCAB_SIZE as VOCAB_SIZE
 from tiny_configs import tiny_config
 
-ALL_FAMILIES = tuple(family.name for family in FAMILIES)
+ALL_FAMILIES = tuple(family.name for family in FAMILIES if family.borrowed is not None)
+"""Those whose head runs here."""
 FAMILY_NAMES = ("qwen3_5", "glm4_moe")
 """A head beside the trunk and one after it: enough for what no record can change."""
 WEIGHT_STD = 0.3

@@ -88,6 +88,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
         "rope_parameters": _ROPE,
     },
+    "hy_v4": {**_EXPERTS, **_LATENT, **_INDEXER, "hc_mult": 2, "rope_parameters": _ROPE},
     # Kimi Delta Attention twice, then latent attention.
     "bailing_hybrid": {
         **{name: value for name, value in _EXPERTS.items() if name != "n_routed_experts"},

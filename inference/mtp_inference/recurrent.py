@@ -84,7 +84,7 @@ def undecided_states(family: Family) -> Iterator[None]:
     if kernels is None:
         yield
         return
-    module = importlib.import_module(family.borrowed.python_module)
+    module = importlib.import_module(family.classes.python_module)
     window_rule, token_rule = _RULES[kernels.rule]
     ours = {kernels.chunked: window_rule, kernels.single: token_rule, kernels.conv: window_conv}
     stock = {name: getattr(module, name) for name in ours}

@@ -5,10 +5,12 @@ from __future__ import annotations
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
 from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
+from mtp_train.families.headless import HEADLESS
+from mtp_train.families.hunyuan import HY_V3, HY_V4
 from mtp_train.families.longcat import LONGCAT_FLASH
 from mtp_train.families.mimo import MIMO, MIMO_V2
 from mtp_train.families.nemotron import NEMOTRON_H
-from mtp_train.families.others import BAILING_HYBRID, ERNIE4_5_MOE, EXAONE_MOE, HY_V3
+from mtp_train.families.others import BAILING_HYBRID, ERNIE4_5_MOE, EXAONE_MOE
 from mtp_train.families.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mtp_train.families.spec import Convention as Convention
 from mtp_train.families.spec import Family as Family
@@ -16,7 +18,9 @@ from mtp_train.families.spec import KeyRule as KeyRule
 from mtp_train.families.spec import RawConfig as RawConfig
 from mtp_train.families.spec import RecurrentKernels as RecurrentKernels
 from mtp_train.families.spec import SharedKey as SharedKey
+from mtp_train.families.spec import raw_text_config as raw_text_config
 from mtp_train.families.step import STEP3P7
+from mtp_train.families.weights_only import WEIGHTS_ONLY
 
 FAMILIES: tuple[Family, ...] = (
     QWEN3_5,
@@ -31,19 +35,15 @@ FAMILIES: tuple[Family, ...] = (
     MIMO_V2,
     NEMOTRON_H,
     HY_V3,
+    HY_V4,
     BAILING_HYBRID,
     EXAONE_MOE,
     ERNIE4_5_MOE,
     STEP3P7,
     LONGCAT_FLASH,
+    *WEIGHTS_ONLY,
 )
 """In the order in which tables show them."""
-
-
-def raw_text_config(config: RawConfig) -> RawConfig:
-    """Return the language model's part of a raw ``config.json``: ``text_config`` where there is one."""
-    text_config = config.get("text_config")
-    return text_config if isinstance(text_config, dict) else config
 
 
 def family_for(config: RawConfig, *, where: str) -> Family:
@@ -56,10 +56,15 @@ def family_for(config: RawConfig, *, where: str) -> Family:
     Raises:
         UnsupportedModelError: No family claims the model type.
     """
-    model_type = raw_text_config(config).get("model_type")
+    model_type = str(raw_text_config(config).get("model_type"))
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
+    if model_type in HEADLESS:
+        raise UnsupportedModelError(
+            f"{where}: model_type '{model_type}': {HEADLESS[model_type]}; expected a model that has a head to put back "
+            "or retrain. A head has to be attached to this one first, which this version does not do."
+        )
     known = ", ".join(f"{family.title} ({', '.join(family.model_types)})" for family in FAMILIES)
     raise UnsupportedModelError(
         f"{where}: config.json has model_type '{model_type}', an architecture without a known head layout; expected "

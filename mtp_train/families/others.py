@@ -1,4 +1,4 @@
-"""Families of one model line each: ERNIE-4.5, K-EXAONE, Hunyuan 3 and Ling 3."""
+"""Families of one model line each: ERNIE-4.5, K-EXAONE and Ling 3."""
 
 from __future__ import annotations
 
@@ -41,10 +41,6 @@ def _dense_with_rotary(text_config: PretrainedConfig, num_modules: int) -> Pretr
         mlp_layer_types=["dense"] * num_modules,
         sliding_window=text_config.max_position_embeddings,
     )
-
-
-def _sparse(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(text_config, num_modules, mlp_layer_types=["sparse"] * num_modules)
 
 
 def _sparse_full(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -103,37 +99,6 @@ EXAONE_MOE = Family(
     ),
     masks_by_layer_type=True,
     engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("keeps the head's tensors and has no graph for them")),
-)
-
-HY_V3 = Family(
-    name="hy_v3",
-    title="Hunyuan 3",
-    model_types=("hy_v3",),
-    count=CountField(name="num_nextn_predict_layers"),
-    head_config_fields=("num_nextn_predict_layers",),
-    trunk_prefixes=("model.",),
-    head_prefixes=(AFTER_THE_TRUNK,),
-    key_rules=after_the_trunk(
-        *expert_rules(AFTER_THE_TRUNK),
-        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.router.gate.weight", ours="layer.mlp.gate.weight"),
-        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.expert_bias", ours="layer.mlp.e_score_correction_bias"),
-        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.shared_mlp.{{rest}}", ours="layer.mlp.shared_experts.{rest}"),
-        final_norm="final_layernorm",
-    ),
-    default=Convention(),
-    conventions={
-        "vllm": Convention(zero_first_embedding=True),
-        "sglang": Convention(),
-        "llama.cpp": LLAMA_CPP_POSITIONS,
-    },
-    head_layer_config=_sparse,
-    borrowed=Borrowed(
-        python_module="transformers.models.hy_v3.modeling_hy_v3",
-        layer="HYV3DecoderLayer",
-        norm="HYV3RMSNorm",
-        rotary="HYV3RotaryEmbedding",
-    ),
-    engines=engine_table(transformers=HEAD_IGNORED),
 )
 
 _ATTENTION = f"{AFTER_THE_TRUNK}attention."

@@ -21,6 +21,12 @@ Engine = Literal["vllm", "sglang", "llama.cpp"]
 RawConfig = Mapping[str, Any]
 
 
+def raw_text_config(config: RawConfig) -> RawConfig:
+    """Return the language model's part of a raw ``config.json``: ``text_config`` where there is one."""
+    text_config = config.get("text_config")
+    return text_config if isinstance(text_config, dict) else config
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeyRule:
     """Map one native weight key, or a family of keys, to ours.
@@ -39,6 +45,8 @@ class KeyRule:
     next axis (gate, then up). ``concat``: such rules for experts that the checkpoint itself stacks."""
     order: int = 0
     """Place among the rules that share ``ours`` under ``experts_concat`` and ``concat``."""
+    optional: bool = False
+    """Whether a head may be complete without the key. Read where the head cannot be built to compare with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +159,8 @@ class CountField:
     """Field of the text config; None where engines know the number and the config does not say it."""
     implied: int = 0
     """What engines take where the config does not say."""
+    section: str | None = None
+    """Section of the whole config that has the field, where it is not the text config."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +193,11 @@ class Family:
     """Whether each head module has an lm_head of its own, frozen here like the trunk's."""
     default: Convention
     conventions: Mapping[Engine, Convention]
-    head_layer_config: Callable[[PretrainedConfig, int], PretrainedConfig]
+    head_layer_config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
     """Text config and module count to the config that the borrowed decoder layers are built from."""
-    borrowed: Borrowed
+    borrowed: Borrowed | None = None
+    """None where the head cannot be run here, only its weights be handled; ``why_not_run`` then says why."""
+    why_not_run: str | None = None
     rotary_axes: int = 1
     """Rows of positions the rotary embedding takes: 3 where it counts time, height and width (all equal for text)."""
     rotary_by_layer_type: bool = False
@@ -200,6 +212,20 @@ class Family:
     """The decoder's final norm, by attribute."""
     engines: Mapping[str, EngineSupport]
     recurrent: RecurrentKernels | None = None
+
+    @property
+    def classes(self) -> Borrowed:
+        """The classes to build the head from.
+
+        Raises:
+            UnsupportedModelError: The head cannot be run here.
+        """
+        if self.borrowed is None:
+            raise UnsupportedModelError(
+                f"head: that of {self.title} cannot be run here ({self.why_not_run}); expected a family that can. "
+                "inspect, graft and export work without running it."
+            )
+        return self.borrowed
 
     @property
     def follows_the_trunk(self) -> bool:
@@ -228,10 +254,11 @@ class Family:
         )
 
     def count_as_field(self, num_modules: int) -> dict[str, int]:
-        """Return the text-config field that declares so many modules; none where the config has no such field."""
-        return {} if self.count.name is None else {self.count.name: num_modules}
+        """Return the text-config field that declares so many modules; none where it has no such field."""
+        return {} if self.count.name is None or self.count.section else {self.count.name: num_modules}
 
-    def declared_modules(self, text_config: RawConfig) -> int:
-        """Return the number of head modules a raw text config declares, what engines take where it says nothing."""
-        field = self.count.name
-        return int(text_config.get(field, self.count.implied) or 0) if field is not None else self.count.implied
+    def declared_modules(self, config: RawConfig) -> int:
+        """Return the number of head modules a raw config declares, what engines take where it says nothing."""
+        field, section = self.count.name, self.count.section
+        place = raw_text_config(config) if section is None else config.get(section) or {}
+        return int(place.get(field, self.count.implied) or 0) if field is not None else self.count.implied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,7 @@ from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
 from mtp_train.weights.files import Checkpoint
-from mtp_train.weights.keymap import HeadLayout
+from mtp_train.weights.keymap import HeadLayout, Mapped
 
 
 @dataclass(frozen=True)
@@ -113,15 +114,34 @@ def head_shapes(family: Family, text_config: PretrainedConfig, num_modules: int)
     return {name: value.shape for name, value in head.state_dict().items()}
 
 
+def _diagnose_by_rules(
+    layout: HeadLayout, declared: int, found: Sequence[str], mapped: Mapping[str, Mapped | None], num_modules: int
+) -> HeadDiagnosis:
+    """Diagnose a head that cannot be built: every key that its rules spell out, and something of each layer."""
+    needed = {key for module in range(num_modules) for key in layout.spelt_out_keys(module)}
+    have_layer = {entry.ours.split(".")[1] for entry in mapped.values() if entry and ".layer." in entry.ours}
+    no_layer = {f"module {module}: its layer" for module in range(num_modules) if str(module) not in have_layer}
+    return HeadDiagnosis(
+        declared_modules=declared,
+        present_modules=len({entry.ours.split(".")[1] for entry in mapped.values() if entry is not None}),
+        found_keys=tuple(found),
+        missing_keys=tuple(sorted((needed - set(found)) | no_layer)),
+        unexpected_keys=tuple(sorted(key for key, entry in mapped.items() if entry is None)),
+        shape_errors=(),
+    )
+
+
 def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     """Compare the head keys of a checkpoint with what its family and config need."""
     layout = layout_of(checkpoint)
-    declared = layout.family.declared_modules(checkpoint.text_config)
+    declared = layout.family.declared_modules(checkpoint.config)
     found = tuple(key for key in checkpoint.tensors if layout.is_head_key(key))
     mapped = {key: layout.map_key(key) for key in found if layout.shared_key(key) is None}
     present = {entry.ours.split(".")[1] for entry in mapped.values() if entry is not None}
     # What the tensors are compared with: the declared count, or what is there where the count was lost.
     num_modules = max(declared, len(present), 1)
+    if layout.family.borrowed is None:
+        return _diagnose_by_rules(layout, declared, found, mapped, num_modules)
     needed = layout.native_shapes(head_shapes(layout.family, text_config_of(checkpoint), num_modules))
     shape_errors = tuple(
         f"{key}: found {list(checkpoint.tensors[key].shape)}, expected {list(needed[key])}"

@@ -25,11 +25,11 @@ class HeadModule(nn.Module):
     def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
         super().__init__()
         hidden_size = layer_config.hidden_size
-        self.embed_norm = family.borrowed.make_norm(layer_config)
-        self.hidden_norm = family.borrowed.make_norm(layer_config)
+        self.embed_norm = family.classes.make_norm(layer_config)
+        self.hidden_norm = family.classes.make_norm(layer_config)
         self.proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
-        self.layer = family.borrowed.make_layer(layer_config, module_idx)
-        self.final_norm = family.borrowed.make_norm(layer_config) if family.final_norm else nn.Identity()
+        self.layer = family.classes.make_layer(layer_config, module_idx)
+        self.final_norm = family.classes.make_norm(layer_config) if family.final_norm else nn.Identity()
         self.lm_head: nn.Linear | None = None
         if family.own_lm_head:
             self.lm_head = nn.Linear(hidden_size, layer_config.vocab_size, bias=False).requires_grad_(False)
@@ -66,7 +66,7 @@ class MtpHead(nn.Module):
         self.config._attn_implementation = HEAD_ATTENTION
         self.config._experts_implementation = "eager"
         self.blocks = nn.ModuleList(HeadModule(family, self.config, index) for index in range(num_modules))
-        self.rotary = family.borrowed.make_rotary(self.config)
+        self.rotary = family.classes.make_rotary(self.config)
         self._stock_layers = DynamicCache(config=self.config).layers
 
     @property

@@ -64,7 +64,7 @@ def mtp_step(
         position_ids=positions_BT,
         past_key_values=cache,
     )
-    if head.family.borrowed.more_outputs:
+    if head.family.classes.more_outputs:
         block_BTD = block_BTD[0]
     normed_BTD = module.final_norm(block_BTD)
     recycled = {"after_final_norm": normed_BTD, "before_final_norm": block_BTD, "trunk": hidden_BTD}

@@ -59,12 +59,12 @@ class InTurn(nn.ModuleList):
         return state
 
 
-class MlaThenMlp(nn.Module):
-    def __init__(self, classes: Any, config: Any) -> None:
+class AttentionThenMlp(nn.Module):
+    def __init__(self, attention: Any, mlp: Any, norm: Any, config: Any) -> None:
         super().__init__()
-        self.self_attn, self.mlp = classes.LongcatFlashMLA(config, 0), classes.LongcatFlashMLP(config)
+        self.self_attn, self.mlp = attention(config, 0), mlp(config)
         self.input_layernorm, self.post_attention_layernorm = (
-            classes.LongcatFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
+            norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
         )
 
     def forward(self, state: Tensor, **rest: Any) -> Tensor:
@@ -135,11 +135,24 @@ HANDS = {
     ),
     "longcat_flash": ByHand(
         classes="longcat_flash",
-        layer=MlaThenMlp,
+        layer=lambda classes, config: AttentionThenMlp(
+            classes.LongcatFlashMLA, classes.LongcatFlashMLP, classes.LongcatFlashRMSNorm, config
+        ),
         norms=("enorm.m", "hnorm.m", "model.mtp.norm"),
         proj="eh_proj",
         layer_prefix="model.mtp.layers.0.",
         renamed={"transformer_layer.mlp": "mlp"},
+    ),
+    "hy_v4": ByHand(
+        classes="hy_v4",
+        layer=lambda classes, config: AttentionThenMlp(
+            classes.HYV4Attention, classes.HYV4MoE, classes.HYV4RMSNorm, config
+        ),
+        norms=("enorm", "hnorm", "final_layernorm"),
+        proj="eh_proj",
+        layer_prefix="model.mtp_layers.0.",
+        config={"mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
+        renamed={"learnable_sink_param": "sinks", "linear_gate": "gate_proj"},
     ),
     "glm_moe_dsa": ByHand(
         classes="glm_moe_dsa",

@@ -1,0 +1,98 @@
+"""Hunyuan 3 and 4: mixtures of experts; version 4 mixes several residual streams in its trunk, but not in its head."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from mtp_train.families.blocks import AttentionThenMlp
+from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
+from mtp_train.families.layouts import AFTER_THE_TRUNK, after_the_trunk, expert_rules, with_layers
+from mtp_train.families.spec import LLAMA_CPP_POSITIONS, Borrowed, Convention, CountField, Family, KeyRule
+
+
+def _sparse(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(text_config, num_modules, mlp_layer_types=["sparse"] * num_modules)
+
+
+def _sparse_indexed(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(
+        text_config,
+        num_modules,
+        mlp_layer_types=["sparse"] * num_modules,
+        layer_types=["indexed_attention"] * num_modules,
+        indexer_types=["full"] * num_modules,
+    )
+
+
+def _without_streams(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    return AttentionThenMlp(
+        borrowed.cls("HYV4Attention")(config, layer_idx),
+        borrowed.cls("HYV4MoE")(config),
+        (borrowed.make_norm(config), borrowed.make_norm(config)),
+    )
+
+
+HY_V3 = Family(
+    name="hy_v3",
+    title="Hunyuan 3",
+    model_types=("hy_v3",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers",),
+    trunk_prefixes=("model.",),
+    head_prefixes=(AFTER_THE_TRUNK,),
+    key_rules=after_the_trunk(
+        *expert_rules(AFTER_THE_TRUNK),
+        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.router.gate.weight", ours="layer.mlp.gate.weight"),
+        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.expert_bias", ours="layer.mlp.e_score_correction_bias"),
+        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.shared_mlp.{{rest}}", ours="layer.mlp.shared_experts.{rest}"),
+        final_norm="final_layernorm",
+    ),
+    default=Convention(),
+    conventions={
+        "vllm": Convention(zero_first_embedding=True),
+        "sglang": Convention(),
+        "llama.cpp": LLAMA_CPP_POSITIONS,
+    },
+    head_layer_config=_sparse,
+    borrowed=Borrowed(
+        python_module="transformers.models.hy_v3.modeling_hy_v3",
+        layer="HYV3DecoderLayer",
+        norm="HYV3RMSNorm",
+        rotary="HYV3RotaryEmbedding",
+    ),
+    engines=engine_table(transformers=HEAD_IGNORED),
+)
+
+_V4 = "model.mtp_layers.{module}."
+HY_V4 = Family(
+    name="hy_v4",
+    title="Hunyuan 4",
+    model_types=("hy_v4",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers", "mtp_quant_algo"),
+    trunk_prefixes=("model.",),
+    head_prefixes=("model.mtp_layers.",),
+    key_rules=(
+        KeyRule(native=f"{_V4}eh_proj.weight", ours="proj.weight"),
+        KeyRule(native=f"{_V4}enorm.weight", ours="embed_norm.weight"),
+        KeyRule(native=f"{_V4}hnorm.weight", ours="hidden_norm.weight"),
+        KeyRule(native=f"{_V4}final_layernorm.weight", ours="final_norm.weight"),
+        KeyRule(native=f"{_V4}self_attn.learnable_sink_param", ours="layer.self_attn.sinks"),
+        KeyRule(native=f"{_V4}self_attn.linear_gate.{{rest}}", ours="layer.self_attn.gate_proj.{rest}"),
+        *expert_rules(_V4),
+        KeyRule(native=f"{_V4}{{rest}}", ours="layer.{rest}"),
+    ),
+    default=Convention(),
+    conventions={"vllm": Convention(zero_first_embedding=True), "sglang": Convention()},
+    head_layer_config=_sparse_indexed,
+    borrowed=Borrowed(
+        python_module="transformers.models.hy_v4.modeling_hy_v4",
+        layer="HYV4DecoderLayer",
+        norm="HYV4RMSNorm",
+        rotary="HYV4RotaryEmbedding",
+        build_layer=_without_streams,
+    ),
+    masks_by_layer_type=True,
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("its converter drops this head")),
+)
