@@ -9,6 +9,7 @@ import gguf
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families.gguf import GgufHead
+from mtp_train.weights.files import read_json
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, path: Path, tokenizer: Any, record: GgufHead, vocab_size: int) -> None:
@@ -42,10 +43,18 @@ def add_vocabulary(writer: gguf.GGUFWriter, path: Path, tokenizer: Any, record: 
     writer.add_tokenizer_pre(record.pre_tokenizer)
     writer.add_token_list([text for text, _ in entries])
     writer.add_token_types([kind for _, kind in entries])
-    special.special_token_ids.update(
-        {kind: added[text] for kind, text in record.special_tokens.items() if text in added}
-    )
+    of_family = {kind: added[text] for kind, text in record.special_tokens.items() if text in added}
+    special.special_token_ids = of_family | special.special_token_ids
+    for kind in ("bos", "eos") if _is_byte_level(path) else ():
+        # gguf 0.19 leaves out what llama.cpp's own copy of it writes.
+        special.add_special_token.setdefault(kind, False)
     special.add_to_gguf(writer, quiet=True)
+
+
+def _is_byte_level(path: Path) -> bool:
+    """Whether the tokenizer ends in a byte-level step, which adds no tokens at either end."""
+    step = read_json(path / "tokenizer.json").get("post_processor") or {}
+    return any(one.get("type") == "ByteLevel" for one in step.get("processors", [step]))
 
 
 def _entry(tokenizer: Any, text: str | None, number: int, added: dict[str, int]) -> tuple[str, int]:
