@@ -25,6 +25,7 @@ from mtp_train.families.gguf_fields import (
     real,
     recurrent_layers,
     rotated,
+    router,
     sections_always,
     total,
     whole,
@@ -49,7 +50,7 @@ class GgufHead:
     """llama.cpp's name of the architecture, and the prefix of ``fields``."""
     pre_tokenizer: str
     """llama.cpp's name of the pre-tokenizer. Its converter knows one by a hash of what the tokenizer makes of a text,
-    which fails for a tokenizer with one token more; all models of a record have the same."""
+    which fails for a tokenizer with one token more. Loaders want a name they know; a draft is made of token ids."""
     names: Mapping[str, str]
     """Native head key without its root, to the name within its block. ``{expert}``: one each, stacked."""
     cuts: Mapping[str, Cut] = field(default_factory=dict)
@@ -274,7 +275,31 @@ _DEEPSEEK_V32 = dataclasses.replace(
     pre_tokenizer="deepseek-v3",
     names={**_LATENT.names, **_INDEXER},
     special_tokens={},
-    fields=_SPARSE_FIELDS,
+    # Its loader has no function of its own to fall back on.
+    fields={**_SPARSE_FIELDS, "expert_gating_func": router(default="sigmoid")},
+)
+
+_HY_V3 = GgufHead(
+    arch="hy_v3",
+    pre_tokenizer="hunyuan-dense",
+    names={
+        **_NEXTN,
+        "final_layernorm.weight": "nextn.shared_head_norm.weight",
+        **_ATTENTION,
+        **_BEFORE_FFN,
+        "mlp.router.gate.weight": "ffn_gate_inp.weight",
+        "mlp.expert_bias": "exp_probs_b",
+        **_EACH_EXPERT,
+        **{f"mlp.shared_mlp.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in _PARTS},
+    },
+    fields={
+        **DECODER,
+        **EXPERTS,
+        "expert_shared_feed_forward_length": product("moe_intermediate_size", "num_shared_experts"),
+        "expert_gating_func": SIGMOID_ROUTER,
+        "expert_weights_scale": real("router_scaling_factor", default=1.0),
+        "expert_weights_norm": flag("route_norm", default=True),
+    },
 )
 
 GGUF_HEADS: Mapping[str, GgufHead] = {
@@ -285,5 +310,6 @@ GGUF_HEADS: Mapping[str, GgufHead] = {
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _GLM_DSA,
     "deepseek_v32": _DEEPSEEK_V32,
+    "hy_v3": _HY_V3,
 }
 """Text-config model type to its record."""

@@ -17,6 +17,8 @@ Field = Callable[[RawConfig], Value | None]
 NUM_MODULES = "num_head_modules"
 """Where the writer puts the number of head modules into the config that fields read."""
 DEFAULT_SECTIONS = [11, 11, 10, 0]
+_ROUTERS = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}
+_ROUTER_FIELDS = ("score_function", "scoring_func", "score_func", "moe_router_activation")
 
 
 def whole(*names: str, default: int | None = None) -> Field:
@@ -107,6 +109,21 @@ def yarn_log_multiplier(config: RawConfig) -> Value | None:
     return None if scale is None else 0.1 * float(scale)
 
 
+def router(default: str | None = None) -> Field:
+    """Read the function that turns a router's logits into weights, as llama.cpp numbers it."""
+
+    def read(config: RawConfig) -> Value | None:
+        name = next((config[field] for field in _ROUTER_FIELDS if field in config), default)
+        if name is not None and name not in _ROUTERS:
+            raise UnsupportedModelError(
+                f"config.json: router function '{name}' is unknown to GGUF; expected one of {', '.join(_ROUTERS)}. "
+                "Export without --gguf."
+            )
+        return None if name is None else _ROUTERS[name]
+
+    return read
+
+
 def only_if_true(name: str) -> Field:
     """Read a boolean that is left out where it is false."""
     return lambda config: True if config.get(name) else None
@@ -169,11 +186,12 @@ DECODER: Mapping[str, Field] = {
     "rope.scaling.yarn_beta_fast": _rope_real("beta_fast", kinds=("yarn",)),
     "rope.scaling.yarn_beta_slow": _rope_real("beta_slow", kinds=("yarn",)),
 }
-SIGMOID_ROUTER = always(2)
+SIGMOID_ROUTER = always(_ROUTERS["sigmoid"])
 EXPERTS: Mapping[str, Field] = {
     "expert_count": whole("num_local_experts", "num_experts", "n_routed_experts"),
     "expert_used_count": whole("num_experts_per_tok"),
     "expert_group_count": whole("n_group"),
     "expert_group_used_count": whole("topk_group"),
     "expert_feed_forward_length": whole("moe_intermediate_size"),
+    "expert_gating_func": router(),
 }

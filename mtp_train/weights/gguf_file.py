@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType as Stored
 from rich.progress import Progress
 from torch import Tensor
@@ -26,6 +27,7 @@ _WANTED = {"f16": Stored.F16, "q8_0": Stored.Q8_0}
 _FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
 _CONTAINERS = {Stored.F32: "float32", Stored.F16: "float16", Stored.Q8_0: "uint8"}
 _Q8_BLOCK = 32
+_MAX_ELEMENTS = 1 << 24
 # Routers and the indexer's weights are always read in fp32, as are norms and vectors.
 _FULL_PRECISION = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "indexer.proj.weight")
 
@@ -123,7 +125,7 @@ def _write(writer: gguf.GGUFWriter, tensors: Iterable[GgufTensor], kind: GgufKin
     for handle in writer.fout or ():
         writer.write_padding(handle, handle.tell())
         for tensor in tensors:
-            num_bytes = sum(handle.write(data.tobytes()) for data in _encoded(tensor, stored_type(tensor, kind)))
+            num_bytes = sum(handle.write(data.data) for data in _encoded(tensor, stored_type(tensor, kind)))
             writer.write_padding(handle, num_bytes)
         handle.flush()
         os.fsync(handle.fileno())
@@ -133,7 +135,9 @@ def _encoded(tensor: GgufTensor, stored: Stored) -> Iterator[np.ndarray[Any, Any
     rows = 0
     for block in tensor.blocks():
         rows += block.shape[0]
-        yield _encode(tensor.name, block, stored)
+        # Quantising takes several times a block's size in fp32.
+        for part in torch.split(block, max(1, _MAX_ELEMENTS // max(1, block[0].numel()))):
+            yield _encode(tensor.name, part, stored)
     if rows != tensor.shape[0]:
         raise CheckpointError(
             f"{tensor.name}: {rows} rows along its first axis; expected {tensor.shape[0]}. Use a head of this model."

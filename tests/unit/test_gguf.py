@@ -300,6 +300,16 @@ def test_rope_scaling_is_carried_over_or_refused() -> None:
         fields["rope.scaling.type"]({"rope_parameters": {"rope_type": "longrope"}})
 
 
+@pytest.mark.parametrize(
+    ("config", "number"), [({"scoring_func": "softmax"}, 1), ({"score_function": "sigmoid"}, 2), ({}, None)]
+)
+def test_the_router_is_named_where_the_config_names_it(config: dict[str, str], number: int | None) -> None:
+    assert GGUF_HEADS["glm4_moe_lite"].fields["expert_gating_func"](config) == number
+    assert GGUF_HEADS["deepseek_v32"].fields["expert_gating_func"](config) == (number or 2)
+    with pytest.raises(UnsupportedModelError, match="router function 'cubic' is unknown to GGUF"):
+        GGUF_HEADS["glm4_moe_lite"].fields["expert_gating_func"]({"scoring_func": "cubic"})
+
+
 # The command
 
 
