@@ -91,6 +91,9 @@ def build_parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", parents=[common], help="write a servable checkpoint of a run")
     export.add_argument("source", type=Path, metavar="RUN|CKPT")
     _add_output(export)
+    export.add_argument(
+        "--gguf", choices=("f16", "q8_0"), help="write the head alone, as a GGUF file for llama.cpp's -md"
+    )
     export.set_defaults(handler=_export)
 
     generate = commands.add_parser("generate", parents=[common], help="decode with the built-in speculative decoder")
@@ -220,9 +223,23 @@ def _graft(args: argparse.Namespace) -> Result:
 def _export(args: argparse.Namespace) -> Result:
     from mtp_train.commands.graft import export
 
+    if args.gguf:
+        return _export_gguf(args)
+
     with _progress(args) as progress:
         export(args.source, args.out, link="copy" if args.copy else "hard", progress=progress)
     return Result({"out": str(args.out)}, f"Wrote {args.out}.")
+
+
+def _export_gguf(args: argparse.Namespace) -> Result:
+    from mtp_train.commands.export_gguf import export_gguf
+
+    if args.copy:
+        raise MtpError("--copy: given with --gguf, which links no files; expected one of them. Leave --copy out.")
+    with _progress(args) as progress:
+        file = export_gguf(args.source, args.out, kind=args.gguf, progress=progress)
+    text = f"Wrote {file}. Serve it: llama-server -m TRUNK.gguf -md {file} --spec-type draft-mtp --spec-draft-n-max 3"
+    return Result({"out": str(args.out), "file": str(file)}, text)
 
 
 def _generate(args: argparse.Namespace) -> Result:

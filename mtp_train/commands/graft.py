@@ -51,16 +51,25 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress) -> No
         GateRefusedError: The run's head is not better than its baseline.
     """
     refuse_existing(out, what="the checkpoint")
-    if (source / HEAD_DIRECTORY / HEAD_CONFIG_FILE).is_file():
-        _require_exportable(source)
-        identity = read_json(source / PROVENANCE_FILE)["trunk"]
-        trunk = open_checkpoint(locate_checkpoint(identity["path"]))
-        head = load_artifact(source / HEAD_DIRECTORY).head
-    else:
-        trunk = open_checkpoint(source)
-        head = _own_head(trunk)
+    trunk, head = head_to_export(source)
     require_finite_checkpoint(trunk, progress)
     write_checkpoint(trunk, layout_of(trunk), head, out, link=link)
+
+
+def head_to_export(source: Path) -> tuple[Checkpoint, NativeHead]:
+    """Return the trunk and the head of a run that passed the gate, or of a checkpoint that holds both.
+
+    Raises:
+        CheckpointError: There is no head to export, or the run's has not been measured, or is for an unmerged adapter.
+        GateRefusedError: The run's head is not better than its baseline.
+    """
+    if not (source / HEAD_DIRECTORY / HEAD_CONFIG_FILE).is_file():
+        trunk = open_checkpoint(source)
+        return trunk, _own_head(trunk)
+    _require_exportable(source)
+    identity = read_json(source / PROVENANCE_FILE)["trunk"]
+    trunk = open_checkpoint(locate_checkpoint(identity["path"]))
+    return trunk, load_artifact(source / HEAD_DIRECTORY).head
 
 
 def _require_exportable(run_dir: Path) -> None:

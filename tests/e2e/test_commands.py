@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from gguf import GGUFReader
 from safetensors.torch import load_file
 
 from checkpoints import all_tensors
@@ -142,8 +143,20 @@ def test_export_of_a_run_is_what_the_run_exported(run_dir: Path, tmp_path: Path)
     assert load_file(tmp_path / "linked" / head).keys() == load_file(run_dir / "head" / "head.safetensors").keys()
 
 
-def test_export_respects_the_gate(refused: Path, tmp_path: Path, capfd: Capture) -> None:
-    assert main(["export", str(refused.parent / "run"), "--out", str(tmp_path / "out")]) == 3
+def test_a_run_gives_the_gguf_file_of_its_export(run_dir: Path, tmp_path: Path) -> None:
+    found = {}
+    for name, source in (("run", run_dir), ("export", run_dir / "export")):
+        assert main(["export", str(source), "--out", str(tmp_path / name), "--gguf", "q8_0"]) == 0
+        (file,) = (tmp_path / name).iterdir()
+        found[file.name] = {tensor.name: tensor.data.tobytes() for tensor in GGUFReader(file).tensors}
+    # Named after the trunk, which a run knows by its own name.
+    assert found["mtp-finetune.gguf"] == found["mtp-export.gguf"]
+    assert "blk.4.nextn.eh_proj.weight" in found["mtp-finetune.gguf"]
+
+
+@pytest.mark.parametrize("option", [[], ["--gguf", "f16"]], ids=["checkpoint", "gguf"])
+def test_export_respects_the_gate(refused: Path, tmp_path: Path, capfd: Capture, option: list[str]) -> None:
+    assert main(["export", str(refused.parent / "run"), "--out", str(tmp_path / "out"), *option]) == 3
     assert "lie above 0. The base's own head is not shown to be worse: mtp-train graft" in capfd.readouterr().err
     assert tree(tmp_path) == {}
 

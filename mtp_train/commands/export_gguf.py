@@ -1,0 +1,62 @@
+"""``mtp-train export --gguf``: write a head as a GGUF file of its own, for those who hold the trunk as GGUF."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.progress import Progress
+
+from mtp_train.commands.graft import head_to_export
+from mtp_train.families.gguf import gguf_head_for
+from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.inputs import load_tokenizer
+from mtp_train.weights.gguf_file import GgufKind, write_gguf
+from mtp_train.weights.gguf_tensors import gguf_tensors
+from mtp_train.weights.writing import new_directory, refuse_existing
+
+
+def export_gguf(source: Path, out: Path, *, kind: GgufKind, progress: Progress) -> Path:
+    """Write ``mtp-NAME.gguf`` into a new directory, named after the trunk.
+
+    Args:
+        source: A run directory or a checkpoint that holds a head, as for ``export``.
+        out: The new directory.
+        kind: How matrices are stored.
+        progress: Where to show progress.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        UnsupportedModelError: llama.cpp has no graph for the head that we know of.
+        CheckpointError: See :func:`head_to_export`; or a weight is not finite, or the tokenizer does not fit.
+        GateRefusedError: The run's head is not better than its baseline.
+    """
+    refuse_existing(out, what="the GGUF file")
+    trunk, head = head_to_export(source)
+    record = gguf_head_for(str(trunk.text_config.get("model_type")), where=str(trunk.path))
+    config = text_config_of(trunk).to_dict()
+    tensors = gguf_tensors(trunk, layout_of(trunk), head, record, config)
+    tokenizer = load_tokenizer(trunk, trust_remote_code=False)
+    name = f"mtp-{checkpoint_name(trunk.path)}.gguf"
+    with new_directory(out, what="the GGUF file") as directory:
+        write_gguf(
+            directory / name,
+            record,
+            tensors,
+            kind=kind,
+            trunk=trunk.path,
+            config=config,
+            tokenizer=tokenizer,
+            progress=progress,
+        )
+    return out / name
+
+
+def checkpoint_name(path: Path) -> str:
+    """Return the name of a checkpoint's directory; in the hub's cache, where that is a hash, the model's name."""
+    path = path.resolve()
+    if path.parent.name == "snapshots":
+        return path.parents[1].name.rsplit("--", 1)[-1]
+    return path.name

@@ -1,0 +1,160 @@
+"""Writing a head as a GGUF file of its own, that llama.cpp loads beside the GGUF file of the trunk."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Stored
+from rich.progress import Progress
+from torch import Tensor
+
+from mtp_train.errors import CheckpointError
+from mtp_train.families.gguf import GgufHead
+from mtp_train.families.gguf_fields import NUM_MODULES, Value
+from mtp_train.weights.gguf_tensors import GgufTensor
+from mtp_train.weights.gguf_vocab import add_vocabulary
+
+GgufKind = Literal["f16", "q8_0"]
+_WANTED = {"f16": Stored.F16, "q8_0": Stored.Q8_0}
+_FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
+_CONTAINERS = {Stored.F32: "float32", Stored.F16: "float16", Stored.Q8_0: "uint8"}
+_Q8_BLOCK = 32
+_MAX_ELEMENTS = 1 << 24
+# Routers and the indexer's weights are always read in fp32, as are norms and vectors.
+_FULL_PRECISION = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "indexer.proj.weight")
+
+
+def write_gguf(
+    path: Path,
+    record: GgufHead,
+    tensors: Sequence[GgufTensor],
+    *,
+    kind: GgufKind,
+    trunk: Path,
+    config: Mapping[str, Any],
+    tokenizer: Any,
+    progress: Progress,
+) -> None:
+    """Write a GGUF file, one block of one tensor in memory at a time.
+
+    Args:
+        path: The new file.
+        record: How the head is named and described.
+        tensors: What it holds.
+        kind: How matrices are stored.
+        trunk: The checkpoint's directory, for its model card and tokenizer files.
+        config: The text config, defaults filled in.
+        tokenizer: The checkpoint's tokenizer.
+        progress: Where to show progress.
+
+    Raises:
+        CheckpointError: A weight is NaN, infinite or beyond what f16 can hold, or the tokenizer does not fit.
+        UnsupportedModelError: GGUF has no form for the config's rotary scaling.
+    """
+    writer = gguf.GGUFWriter(path, record.arch)
+    for tensor in tensors:
+        stored = stored_type(tensor, kind)
+        dtype = np.dtype(_CONTAINERS[stored])
+        shape = gguf.quant_shape_to_byte_shape(tensor.shape, stored) if stored is Stored.Q8_0 else tensor.shape
+        writer.add_tensor_info(tensor.name, shape, dtype, math.prod(shape) * dtype.itemsize, raw_dtype=stored)
+    _add_description(writer, trunk)
+    _add_fields(writer, record, tensors, config)
+    writer.add_file_type(_FILE_TYPES[kind])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add_vocabulary(writer, trunk, tokenizer, record, int(config["vocab_size"]))
+    with closing(writer):
+        _write(writer, progress.track(tensors, description=f"writing {path.name}"), kind)
+
+
+def stored_type(tensor: GgufTensor, kind: GgufKind) -> Stored:
+    """Return how a tensor is stored: vectors, norms and routers in fp32, rows that do not fill Q8_0 blocks in f16."""
+    if len(tensor.shape) < 2 or not tensor.name.endswith(".weight") or tensor.name.endswith(_FULL_PRECISION):
+        return Stored.F32
+    return Stored.F16 if tensor.shape[-1] % _Q8_BLOCK else _WANTED[kind]
+
+
+def _add_description(writer: gguf.GGUFWriter, trunk: Path) -> None:
+    """Add what the model card and the directory's name say, and the size."""
+    counts = writer.get_total_parameter_count()
+    metadata = gguf.Metadata.load(None, trunk, None, counts[0])
+    metadata.name = metadata.name or trunk.name
+    metadata.size_label = metadata.size_label or gguf.size_label(*counts)
+    writer.add_type(gguf.GGUFType.MODEL)
+    metadata.set_gguf_meta_model(writer)
+
+
+def _add_fields(
+    writer: gguf.GGUFWriter, record: GgufHead, tensors: Sequence[GgufTensor], config: Mapping[str, Any]
+) -> None:
+    num_layers = int(config["num_hidden_layers"])
+    blocks = {int(tensor.name.split(".")[1]) for tensor in tensors if tensor.name.startswith("blk.")}
+    writer.add_block_count(num_layers + len(blocks))
+    writer.add_nextn_predict_layers(len(blocks))
+    for name, field in record.fields.items():
+        value = field({**config, NUM_MODULES: len(blocks)})
+        if value is not None:
+            _add(writer, f"{record.arch}.{name}", value)
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _write(writer: gguf.GGUFWriter, tensors: Iterable[GgufTensor], kind: GgufKind) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    # The writer's own calls take whole tensors, and an embedding is gigabytes: its open file takes the blocks.
+    for handle in writer.fout or ():
+        writer.write_padding(handle, handle.tell())
+        for tensor in tensors:
+            num_bytes = sum(handle.write(data.data) for data in _encoded(tensor, stored_type(tensor, kind)))
+            writer.write_padding(handle, num_bytes)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _encoded(tensor: GgufTensor, stored: Stored) -> Iterator[np.ndarray[Any, Any]]:
+    rows = 0
+    for block in tensor.blocks():
+        rows += block.shape[0]
+        # Quantising takes several times a block's size in fp32.
+        for part in torch.split(block, max(1, _MAX_ELEMENTS // max(1, block[0].numel()))):
+            yield _encode(tensor.name, part, stored)
+    if rows != tensor.shape[0]:
+        raise CheckpointError(
+            f"{tensor.name}: {rows} rows along its first axis; expected {tensor.shape[0]}. Use a head of this model."
+        )
+
+
+def _encode(name: str, block: Tensor, stored: Stored) -> np.ndarray[Any, Any]:
+    values = block.detach().float().contiguous().numpy()
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"{name}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it diverged."
+        )
+    # What overflows is named below, not warned about.
+    with np.errstate(over="ignore"):
+        data: np.ndarray[Any, Any] = gguf.quants.quantize(values, stored)
+    if stored is Stored.F16 and not np.isfinite(data).all():
+        raise CheckpointError(
+            f"{name}: holds {np.abs(values).max():.3g}, more than f16 can; expected at most 65504. Use --gguf q8_0."
+        )
+    return data

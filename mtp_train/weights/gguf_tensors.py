@@ -1,0 +1,161 @@
+"""Which tensors a GGUF file of a head holds, and how each is made from the checkpoint's, a block at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mtp_train.errors import CheckpointError
+from mtp_train.families.gguf import TRUNK_NAMES, Cut, GgufHead
+from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.keymap import HeadLayout
+from mtp_train.weights.native import NativeHead
+
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor under its GGUF name, in the shape torch would give it."""
+
+    name: str
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterator[Tensor]]
+    """Its values in slices that follow one another along the first axis."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One native tensor of the head, or one that a native tensor is cut into."""
+
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterator[Tensor]]
+
+
+def gguf_tensors(
+    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
+) -> list[GgufTensor]:
+    """Return the head's tensors and what the loader wants of the trunk, none of them loaded yet.
+
+    Args:
+        trunk: The checkpoint that the head is for.
+        layout: Its head layout; ``head`` has its keys.
+        head: The head to write.
+        record: How it is named.
+        config: The text config, defaults filled in.
+
+    Raises:
+        CheckpointError: The record has no name for a tensor of the head.
+    """
+    found = [*_of_trunk(trunk, layout), *_of_head(trunk, layout, head, record, config)]
+    return [_with_offset(tensor, record.norm_offset) for tensor in found]
+
+
+def _of_trunk(trunk: Checkpoint, layout: HeadLayout) -> Iterator[GgufTensor]:
+    for template, name in TRUNK_NAMES.items():
+        key = template.format(trunk=layout.trunk_prefix)
+        if key in trunk.tensors:
+            yield GgufTensor(name, trunk.tensors[key].shape, _stored_blocks(trunk, key))
+
+
+def _stored_blocks(trunk: Checkpoint, key: str) -> Callable[[], Iterator[Tensor]]:
+    return lambda: trunk.read_in_blocks(key)
+
+
+def _of_head(
+    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
+) -> Iterator[GgufTensor]:
+    """Yield the head's tensors; experts that are stored apart are stacked, in the order of their numbers."""
+    stacks: dict[str, dict[int, _Piece]] = {}
+    for key, source in _native_pieces(trunk, layout, head):
+        block, tail = _place(key, layout, record)
+        expert = _EXPERT.search(tail)
+        for name, piece in _named(key, _EXPERT.sub("{expert}", tail), source, record, config):
+            if expert is None:
+                yield GgufTensor(f"blk.{block}.{name}", piece.shape, piece.blocks)
+            else:
+                stacks.setdefault(f"blk.{block}.{name}", {})[int(expert[0])] = piece
+    for name, experts in stacks.items():
+        pieces = [experts[number] for number in sorted(experts)]
+        yield GgufTensor(name, (len(pieces), *pieces[0].shape), _stacked(pieces))
+
+
+def _native_pieces(trunk: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[tuple[str, _Piece]]:
+    for pending in head.tensors:
+        yield pending.key, _Piece(pending.shape, _one_block(pending.load))
+    for key in head.shared_keys:
+        shared = layout.shared_key(key)
+        if shared is not None:
+            stored = layout.trunk_key(shared, trunk.tensors)
+            yield key, _Piece(trunk.tensors[stored].shape, _stored_blocks(trunk, stored))
+
+
+def _one_block(load: Callable[[], Tensor]) -> Callable[[], Iterator[Tensor]]:
+    return lambda: iter((load(),))
+
+
+def _stacked(pieces: Iterable[_Piece]) -> Callable[[], Iterator[Tensor]]:
+    return lambda: (block[None] for piece in pieces for block in piece.blocks())
+
+
+def _place(key: str, layout: HeadLayout, record: GgufHead) -> tuple[int, str]:
+    """Return the number of the GGUF block that a native head key belongs to, and the key without its root."""
+    for root in record.roots:
+        pattern = re.escape(root.replace("{trunk}", layout.trunk_prefix))
+        for number in ("layer", "module"):
+            pattern = pattern.replace(rf"\{{{number}\}}", rf"(?P<{number}>\d+)")
+        match = re.match(pattern, key)
+        if match is not None:
+            numbers = match.groupdict()
+            block = int(numbers.get("layer") or layout.num_hidden_layers + int(numbers.get("module") or 0))
+            return block, key[match.end() :]
+    raise _no_name(key, record)
+
+
+def _named(
+    key: str, tail: str, source: _Piece, record: GgufHead, config: Mapping[str, Any]
+) -> Iterator[tuple[str, _Piece]]:
+    if tail in record.cuts:
+        cut = record.cuts[tail]
+        yield from zip(cut.names, _cut(cut, source, config), strict=True)
+    elif tail in record.names:
+        yield record.names[tail], source
+    else:
+        raise _no_name(key, record)
+
+
+def _no_name(key: str, record: GgufHead) -> CheckpointError:
+    return CheckpointError(
+        f"{key}: llama.cpp's {record.arch} has no tensor for it; expected the head's keys alone. Export without --gguf."
+    )
+
+
+def _cut(cut: Cut, source: _Piece, config: Mapping[str, Any]) -> tuple[_Piece, _Piece]:
+    if cut.how == "halves":
+        *outer, rows, columns = source.shape
+        half = (*outer, rows // 2, columns)
+        return (
+            _Piece(half, lambda: (block[..., : rows // 2, :] for block in source.blocks())),
+            _Piece(half, lambda: (block[..., rows // 2 :, :] for block in source.blocks())),
+        )
+    key_dims, value_dims = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
+    heads, latent = source.shape[0] // (key_dims + value_dims), source.shape[1]
+
+    def by_head() -> Iterator[Tensor]:
+        return (block.view(heads, key_dims + value_dims, latent) for block in source.blocks())
+
+    return (
+        _Piece((heads, latent, key_dims), lambda: (block[:, :key_dims].transpose(1, 2) for block in by_head())),
+        _Piece((heads, value_dims, latent), lambda: (block[:, key_dims:] for block in by_head())),
+    )
+
+
+def _with_offset(tensor: GgufTensor, offset: float) -> GgufTensor:
+    """Add the offset to a norm's weight, in fp32 as the converter does."""
+    if not offset or not tensor.name.endswith("norm.weight"):
+        return tensor
+    return GgufTensor(tensor.name, tensor.shape, lambda: (block.float() + offset for block in tensor.blocks()))

@@ -1,0 +1,382 @@
+"""The GGUF file of a head holds what llama.cpp's own converter would write, and nothing half written is left."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from byte_tokenizer import byte_tokenizer
+from checkpoints import all_tensors, save_with_head
+from mtp_train.cli import main
+from mtp_train.commands.export_gguf import checkpoint_name
+from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.families import FAMILIES
+from mtp_train.families import gguf as records
+from mtp_train.families.gguf import GGUF_HEADS
+from mtp_train.heads.diagnose import layout_of
+from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
+from mtp_train.weights.gguf_tensors import GgufTensor, gguf_tensors
+from mtp_train.weights.native import NativeHead
+from mtp_train.weights.writing import held_tensor
+from tiny import tiny_head, tiny_trunk
+
+VOCAB_SIZE = 272
+SERVED = tuple(family.name for family in FAMILIES if set(family.model_types) & GGUF_HEADS.keys())
+Capture = pytest.CaptureFixture[str]
+
+
+def checkpoint_with_head(path: Path, family_name: str) -> Path:
+    trunk = tiny_trunk(family_name, vocab_size=VOCAB_SIZE)
+    save_with_head(trunk, tiny_head(trunk), path)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[gMASK]", "<|user|>", "<|observation|>"]})
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def exported(checkpoint: Path, out: Path, kind: str = "f16") -> gguf.GGUFReader:
+    assert main(["export", str(checkpoint), "--out", str(out), "--gguf", kind]) == 0
+    assert [file.name for file in out.iterdir()] == [f"mtp-{checkpoint.name}.gguf"]
+    return gguf.GGUFReader(out / f"mtp-{checkpoint.name}.gguf")
+
+
+def values(reader: gguf.GGUFReader) -> dict[str, np.ndarray[Any, Any]]:
+    """Return every tensor, dequantised, in torch's order of axes."""
+    return {
+        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1])
+        for tensor in reader.tensors
+    }
+
+
+def metadata(reader: gguf.GGUFReader) -> dict[str, Any]:
+    return {key: field.contents() for key, field in reader.fields.items()}
+
+
+def refusal(argv: list[Any], capfd: Capture) -> str:
+    capfd.readouterr()
+    assert main([str(word) for word in argv]) == 2
+    return capfd.readouterr().err
+
+
+def half(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return tensor.half().float().numpy()
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Path:
+    return checkpoint_with_head(tmp_path / "tuned", "qwen3_5")
+
+
+@pytest.fixture
+def glm(tmp_path: Path) -> Path:
+    return checkpoint_with_head(tmp_path / "tuned", "glm4_moe")
+
+
+# Tensors
+
+
+@pytest.mark.parametrize("family_name", SERVED)
+def test_no_weight_is_lost_or_added(family_name: str, tmp_path: Path) -> None:
+    checkpoint = checkpoint_with_head(tmp_path / "tuned", family_name)
+    opened = open_checkpoint(checkpoint)
+    offset = GGUF_HEADS[opened.text_config["model_type"]].norm_offset
+    layout, stored = layout_of(opened), all_tensors(checkpoint)
+    trunk = [key.format(trunk=layout.trunk_prefix) for key in records.TRUNK_NAMES]
+    expected = [
+        value.float() + offset if "norm" in key else value.float()
+        for key, value in stored.items()
+        if key in trunk or layout.is_head_key(key)
+    ]
+    found = np.concatenate([value.ravel() for value in values(exported(checkpoint, tmp_path / "out")).values()])
+    wanted = torch.cat([value.flatten() for value in expected]).numpy()
+    assert np.array_equal(np.sort(found.astype(np.float16)), np.sort(wanted.astype(np.float16)))
+
+
+def test_a_head_kept_beside_the_trunk_becomes_one_more_block(qwen: Path, tmp_path: Path) -> None:
+    stored, found = all_tensors(qwen), values(exported(qwen, tmp_path / "out"))
+    assert found.keys() == {
+        "token_embd.weight",
+        "output_norm.weight",
+        "output.weight",
+        *(f"blk.4.nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")),
+        *(f"blk.4.attn_{name}.weight" for name in ("norm", "q", "k", "v", "output", "q_norm", "k_norm")),
+        *(f"blk.4.{name}.weight" for name in ("post_attention_norm", "ffn_gate", "ffn_up", "ffn_down")),
+    }
+    for name, key in {
+        "blk.4.nextn.eh_proj.weight": "mtp.fc.weight",
+        "blk.4.attn_q.weight": "mtp.layers.0.self_attn.q_proj.weight",
+        "blk.4.ffn_down.weight": "mtp.layers.0.mlp.down_proj.weight",
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output.weight": "lm_head.weight",
+    }.items():
+        assert np.array_equal(found[name], half(stored[key])), name
+
+
+def test_a_head_kept_as_a_layer_stacks_its_experts(glm: Path, tmp_path: Path) -> None:
+    stored, found = all_tensors(glm), values(exported(glm, tmp_path / "out"))
+    layer = "model.layers.3."
+    experts = torch.stack([stored[f"{layer}mlp.experts.{expert}.up_proj.weight"] for expert in range(4)])
+    assert np.array_equal(found["blk.3.ffn_up_exps.weight"], half(experts))
+    assert not np.array_equal(found["blk.3.ffn_up_exps.weight"], half(experts.flip(0)))
+    assert np.array_equal(found["blk.3.nextn.eh_proj.weight"], half(stored[f"{layer}eh_proj.weight"]))
+    router = stored[f"{layer}mlp.gate.weight"].float().numpy()
+    assert np.array_equal(found["blk.3.ffn_gate_inp.weight"], router)
+    # What the head shares with the trunk goes along where the checkpoint has it.
+    assert np.array_equal(found["blk.3.nextn.embed_tokens.weight"], found["token_embd.weight"])
+    assert np.array_equal(found["blk.3.nextn.shared_head_head.weight"], found["output.weight"])
+
+
+def test_norms_get_the_one_that_the_model_adds(qwen: Path, tmp_path: Path) -> None:
+    stored, found = all_tensors(qwen), values(exported(qwen, tmp_path / "out"))
+    norms = {
+        "output_norm.weight": "model.norm.weight",
+        "blk.4.nextn.enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+        "blk.4.nextn.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+        "blk.4.nextn.shared_head_norm.weight": "mtp.norm.weight",
+        "blk.4.attn_norm.weight": "mtp.layers.0.input_layernorm.weight",
+        "blk.4.attn_k_norm.weight": "mtp.layers.0.self_attn.k_norm.weight",
+    }
+    for name, key in norms.items():
+        assert np.array_equal(found[name], (stored[key].float() + 1).numpy()), name
+        assert not np.allclose(found[name], stored[key].float().numpy()), name
+
+
+def test_plain_norms_stay_as_they_are(glm: Path, tmp_path: Path) -> None:
+    stored, found = all_tensors(glm), values(exported(glm, tmp_path / "out"))
+    assert np.array_equal(found["blk.3.nextn.enorm.weight"], stored["model.layers.3.enorm.weight"].float().numpy())
+    assert np.array_equal(found["output_norm.weight"], stored["model.norm.weight"].float().numpy())
+
+
+def test_q8_0_is_near_and_spares_what_it_cannot_hold(qwen: Path, tmp_path: Path) -> None:
+    exact = values(exported(qwen, tmp_path / "f16"))
+    reader = exported(qwen, tmp_path / "q8_0", "q8_0")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert kinds["token_embd.weight"] == kinds["blk.4.attn_q.weight"] == "Q8_0"
+    assert kinds["blk.4.ffn_down.weight"] == "F16"  # rows of 48 do not fill blocks of 32
+    assert {kind for name, kind in kinds.items() if "norm" in name} == {"F32"}
+    for name, value in values(reader).items():
+        # Half a step of the largest block, and what its fp16 scale and the fp16 reference round.
+        step = np.abs(exact[name]).max() / 127
+        assert np.abs(value - exact[name]).max() <= step * 0.6, name
+    assert not np.array_equal(values(reader)["blk.4.attn_q.weight"], exact["blk.4.attn_q.weight"])
+
+
+def hand_made(path: Path, family_name: str, tensors: dict[str, torch.Tensor], record: str) -> dict[str, GgufTensor]:
+    """Name a head of these native tensors on a tiny trunk."""
+    checkpoint = open_checkpoint(checkpoint_with_head(path, family_name))
+    head = NativeHead(tuple(held_tensor(key, "F32", value) for key, value in tensors.items()), (), {})
+    config = {"qk_nope_head_dim": 3, "v_head_dim": 2}
+    found = gguf_tensors(checkpoint, layout_of(checkpoint), head, GGUF_HEADS[record], config)
+    return {tensor.name: tensor for tensor in found}
+
+
+def whole(tensor: GgufTensor) -> torch.Tensor:
+    value = torch.cat(list(tensor.blocks()))
+    assert tuple(value.shape) == tensor.shape
+    return value
+
+
+def test_latent_attention_is_cut_into_keys_and_values(tmp_path: Path) -> None:
+    heads, latent = 2, 4
+    kv_b = torch.randn(heads * 5, latent)
+    key = "model.layers.3.self_attn.kv_b_proj.weight"
+    found = hand_made(tmp_path / "tuned", "glm4_moe", {key: kv_b}, "glm4_moe_lite")
+    keys, its_values = whole(found["blk.3.attn_k_b.weight"]), whole(found["blk.3.attn_v_b.weight"])
+    assert (keys.shape, its_values.shape) == ((heads, latent, 3), (heads, 2, latent))
+    assert torch.equal(keys[1, :, 2], kv_b[5 + 2])
+    assert torch.equal(its_values[1, 0], kv_b[5 + 3])
+
+
+def test_fused_experts_are_cut_into_gate_and_up(tmp_path: Path) -> None:
+    fused = torch.randn(4, 6, 8)
+    key = "mtp.layers.0.mlp.experts.gate_up_proj"
+    found = hand_made(tmp_path / "tuned", "qwen3_5", {key: fused}, "qwen3_5_moe_text")
+    assert torch.equal(whole(found["blk.4.ffn_gate_exps.weight"]), fused[:, :3])
+    assert torch.equal(whole(found["blk.4.ffn_up_exps.weight"]), fused[:, 3:])
+
+
+def test_an_unknown_head_tensor_is_refused_not_dropped(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"mtp\.extra\.weight: llama\.cpp's qwen35 has no tensor for it"):
+        hand_made(tmp_path / "tuned", "qwen3_5", {"mtp.extra.weight": torch.zeros(2)}, "qwen3_5_text")
+
+
+@pytest.mark.parametrize("model_type", GGUF_HEADS)
+def test_names_are_those_of_the_gguf_package(model_type: str) -> None:
+    record = GGUF_HEADS[model_type]
+    archs = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    # A release of the package knows an architecture some time after llama.cpp does.
+    theirs = gguf.get_tensor_name_map(archs.get(record.arch, gguf.MODEL_ARCH.GLM_DSA), 8)
+    checked = 0
+    for native, ours in record.names.items():
+        key = native.replace("{expert}.", "").replace("_correction_bias", "_correction.bias")
+        name = theirs.get_name(f"model.layers.7.{key}", try_suffixes=(".weight", ".bias"))
+        # A bare norm is the head's own where heads lie beside the trunk, and no layer's.
+        if name is not None and native != "norm.weight" and key.endswith((".weight", ".bias")):
+            assert name == f"blk.7.{ours}", native
+            checked += 1
+    assert checked >= 10
+
+
+# Metadata
+
+
+def test_metadata_of_a_hybrid_trunk(qwen: Path, tmp_path: Path) -> None:
+    found = metadata(exported(qwen, tmp_path / "out"))
+    expected = {
+        "general.architecture": "qwen35",
+        "general.type": "model",
+        "general.file_type": 1,
+        "qwen35.block_count": 5,
+        "qwen35.nextn_predict_layers": 1,
+        "qwen35.embedding_length": 32,
+        "qwen35.feed_forward_length": 48,
+        "qwen35.attention.head_count": 2,
+        "qwen35.attention.head_count_kv": 1,
+        "qwen35.attention.key_length": 16,
+        "qwen35.attention.recurrent_layers": [True, True, True, False, False],
+        "qwen35.rope.dimension_count": 8,
+        "qwen35.rope.dimension_sections": [11, 11, 10, 0],
+        "qwen35.rope.freq_base": 10000.0,
+        "qwen35.ssm.inner_size": 16,
+        "qwen35.full_attention_interval": 4,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    assert found["qwen35.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6)
+    assert not any("expert" in key or "scaling" in key for key in found)
+
+
+def test_metadata_of_a_mixture_of_experts(glm: Path, tmp_path: Path) -> None:
+    found = metadata(exported(glm, tmp_path / "out", "q8_0"))
+    expected = {
+        "general.architecture": "glm4moe",
+        "general.file_type": 7,
+        "glm4moe.block_count": 4,
+        "glm4moe.nextn_predict_layers": 1,
+        "glm4moe.expert_count": 4,
+        "glm4moe.expert_used_count": 2,
+        "glm4moe.expert_feed_forward_length": 16,
+        "glm4moe.expert_shared_count": 1,
+        "glm4moe.expert_gating_func": 2,
+        "glm4moe.expert_weights_norm": True,
+        "glm4moe.expert_weights_scale": 1.0,
+        "glm4moe.leading_dense_block_count": 1,
+        "glm4moe.rope.dimension_count": 8,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+
+
+def test_the_vocabulary_fills_the_embedding(glm: Path, tmp_path: Path) -> None:
+    found, tokenizer = metadata(exported(glm, tmp_path / "out")), byte_tokenizer()
+    tokens, kinds = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"]
+    assert len(tokens) == len(kinds) == VOCAB_SIZE
+    assert tokens[tokenizer.convert_tokens_to_ids("<|im_end|>")] == "<|im_end|>"
+    assert kinds[tokenizer.convert_tokens_to_ids("<|im_end|>")] == gguf.TokenType.CONTROL
+    assert (tokens[-1], kinds[-1]) == (f"[PAD{VOCAB_SIZE - 1}]", gguf.TokenType.UNUSED)
+    assert kinds[0] == gguf.TokenType.NORMAL
+    assert (found["tokenizer.ggml.model"], found["tokenizer.ggml.pre"]) == ("gpt2", "glm4")
+    assert tokens[found["tokenizer.ggml.bos_token_id"]] == "[gMASK]"
+    assert len(found["tokenizer.ggml.merges"]) == 1
+
+
+def test_rope_scaling_is_carried_over_or_refused() -> None:
+    fields = GGUF_HEADS["qwen3_5_text"].fields
+    yarn = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64, "beta_fast": 32}
+    found = {name: field({"rope_parameters": yarn}) for name, field in fields.items() if "scaling" in name}
+    assert {name: value for name, value in found.items() if value is not None} == {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 64,
+        "rope.scaling.yarn_beta_fast": 32.0,
+    }
+    with pytest.raises(UnsupportedModelError, match="rope_type 'longrope' cannot be written to GGUF here"):
+        fields["rope.scaling.type"]({"rope_parameters": {"rope_type": "longrope"}})
+
+
+@pytest.mark.parametrize(
+    ("config", "number"), [({"scoring_func": "softmax"}, 1), ({"score_function": "sigmoid"}, 2), ({}, None)]
+)
+def test_the_router_is_named_where_the_config_names_it(config: dict[str, str], number: int | None) -> None:
+    assert GGUF_HEADS["glm4_moe_lite"].fields["expert_gating_func"](config) == number
+    assert GGUF_HEADS["deepseek_v32"].fields["expert_gating_func"](config) == (number or 2)
+    with pytest.raises(UnsupportedModelError, match="router function 'cubic' is unknown to GGUF"):
+        GGUF_HEADS["glm4_moe_lite"].fields["expert_gating_func"]({"scoring_func": "cubic"})
+
+
+# The command
+
+
+def test_the_result_names_the_file_and_the_command(qwen: Path, tmp_path: Path, capfd: Capture) -> None:
+    argv = ["export", str(qwen), "--out", str(tmp_path / "out"), "--gguf", "f16"]
+    assert main([*argv, "--json"]) == 0
+    file = tmp_path / "out" / "mtp-tuned.gguf"
+    assert json.loads(capfd.readouterr().out) == {"out": str(tmp_path / "out"), "file": str(file)}
+    assert file.is_file()
+    argv[3] = str(tmp_path / "again")
+    assert main(argv) == 0
+    assert f"-md {tmp_path / 'again'}/mtp-tuned.gguf --spec-type draft-mtp" in capfd.readouterr().out
+
+
+def test_a_target_that_exists_is_left_alone(qwen: Path, tmp_path: Path, capfd: Capture) -> None:
+    (tmp_path / "out").mkdir()
+    message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", "f16"], capfd)
+    assert "already exists; expected a new path for the GGUF file" in message
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_model_without_a_gguf_layout_is_refused_with_the_reason(
+    qwen: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "GGUF_HEADS", {"glm4_moe": GGUF_HEADS["glm4_moe"]})
+    message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", "f16"], capfd)
+    assert "no GGUF layout is known for the head of model_type 'qwen3_5_text'; expected one of glm4_moe." in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_copy_has_nothing_to_copy(qwen: Path, tmp_path: Path, capfd: Capture) -> None:
+    message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", "f16", "--copy"], capfd)
+    assert "--copy: given with --gguf" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "reason"),
+    [(float("nan"), "q8_0", "holds NaN or infinite values"), (1e5, "f16", r"more than f16 can; .* Use --gguf q8_0")],
+)
+def test_a_weight_that_cannot_be_written_leaves_nothing_behind(
+    qwen: Path, tmp_path: Path, capfd: Capture, value: float, kind: str, reason: str
+) -> None:
+    tensors = load_file(qwen / SINGLE_FILE)
+    tensors["mtp.fc.weight"][0, 0] = value
+    save_file(tensors, qwen / SINGLE_FILE, metadata={"format": "pt"})
+    message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", kind], capfd)
+    assert re.search(reason, message), message
+    assert [path.name for path in tmp_path.iterdir()] == ["tuned"]
+
+
+def test_a_weight_beyond_f16_fits_q8_0(qwen: Path, tmp_path: Path) -> None:
+    tensors = load_file(qwen / SINGLE_FILE)
+    tensors["mtp.fc.weight"][0, 0] = 1e5
+    save_file(tensors, qwen / SINGLE_FILE, metadata={"format": "pt"})
+    found = values(exported(qwen, tmp_path / "out", "q8_0"))
+    assert found["blk.4.nextn.eh_proj.weight"][0, 0] == pytest.approx(1e5, rel=1e-3)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(qwen: Path, tmp_path: Path, capfd: Capture) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<more{number}>" for number in range(20)])
+    tokenizer.save_pretrained(qwen)
+    message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", "f16"], capfd)
+    assert f"knows token 278; expected fewer than the embedding's {VOCAB_SIZE} rows" in message
+
+
+def test_a_cached_hub_model_gives_its_name_not_its_hash(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--Qwen--Qwen3.6-27B" / "snapshots" / "0a1b2c"
+    assert checkpoint_name(snapshot) == "Qwen3.6-27B"
+    assert checkpoint_name(tmp_path / "my-27b") == "my-27b"
