@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -19,8 +21,14 @@ from tiny_configs import SLIDING_WINDOW as SLIDING_WINDOW
 from tiny_configs import VOCAB_SIZE as VOCAB_SIZE
 from tiny_configs import tiny_config
 
-ALL_FAMILIES = tuple(family.name for family in FAMILIES if family.borrowed is not None)
-"""Those whose head runs here."""
+
+def _runs(family: Family) -> bool:
+    needed = family.needs_transformers or "0"
+    return family.borrowed is not None and Version(transformers.__version__) >= Version(needed)
+
+
+ALL_FAMILIES = tuple(family.name for family in FAMILIES if _runs(family))
+"""Those whose head runs with the transformers that is installed."""
 FAMILY_NAMES = ("qwen3_5", "glm4_moe")
 """A head beside the trunk and one after it: enough for what no record can change."""
 WEIGHT_STD = 0.3
@@ -33,7 +41,9 @@ CACHE_KINDS = {
     "indexed": "deepseek_v32",
     "channels": "bailing_hybrid",
     "sinks": "mimo_v2_flash",
+    "mamba": "nemotron_h",
 }
+CACHE_KINDS = {kind: name for kind, name in CACHE_KINDS.items() if name in (*ALL_FAMILIES, "mistral", "qwen2")}
 """What a trunk keeps, and the name of a tiny trunk that keeps it. ``sliding`` and ``mixed`` belong to no family and
 have no head."""
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -171,7 +170,8 @@ def _store(layer: Any, index: int, num_rows: int, capacity: int, max_window: int
         return AttentionStore(num_rows, capacity, None)
     if type(layer) is DynamicIndexedLayer:
         return IndexedStore(num_rows, capacity)
-    if type(layer) is DummyLayer:
+    if type(layer).__name__ == "DummyLayer":
+        # By name: transformers before 5.18 has no such class.
         return layer
     if type(layer) is DynamicSlidingWindowLayer:
         # One window more than is seen: writing it must not take away what its first token still sees.

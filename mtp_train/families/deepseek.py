@@ -73,5 +73,6 @@ DEEPSEEK_V32 = Family(
         rotary="DeepseekV32RotaryEmbedding",
     ),
     masks_by_layer_type=True,
+    needs_transformers="5.23",
     engines=engine_table(transformers=HEAD_IGNORED),
 )

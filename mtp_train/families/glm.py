@@ -103,5 +103,6 @@ GLM_MOE_DSA = Family(
         more_outputs=True,
     ),
     masks_by_layer_type=True,
+    needs_transformers="5.23",
     engines=engine_table(transformers=HEAD_IGNORED),
 )

@@ -94,5 +94,6 @@ HY_V4 = Family(
         build_layer=_without_streams,
     ),
     masks_by_layer_type=True,
+    needs_transformers="5.23",
     engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("its converter drops this head")),
 )

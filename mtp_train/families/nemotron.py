@@ -84,5 +84,6 @@ NEMOTRON_H = Family(
         conv="causal_conv1d_fn",
         rule="mamba2",
     ),
+    needs_transformers="5.23",
     engines=engine_table(transformers=NO_RECURRENT_ROLLBACK),
 )

@@ -134,5 +134,6 @@ BAILING_HYBRID = Family(
         conv="causal_conv1d_fn",
         rule="kimi_delta",
     ),
+    needs_transformers="5.23",
     engines=engine_table(transformers=USE_MTP),
 )

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
@@ -198,6 +200,8 @@ class Family:
     borrowed: Borrowed | None = None
     """None where the head cannot be run here, only its weights be handled; ``why_not_run`` then says why."""
     why_not_run: str | None = None
+    needs_transformers: str | None = None
+    """The release from which transformers runs the trunk as it is called here; None for all that are allowed."""
     rotary_axes: int = 1
     """Rows of positions the rotary embedding takes: 3 where it counts time, height and width (all equal for text)."""
     rotary_by_layer_type: bool = False
@@ -218,8 +222,14 @@ class Family:
         """The classes to build the head from.
 
         Raises:
-            UnsupportedModelError: The head cannot be run here.
+            UnsupportedModelError: The head cannot be run here, or not with this transformers.
         """
+        needed = self.needs_transformers
+        if needed is not None and Version(transformers.__version__) < Version(needed):
+            raise UnsupportedModelError(
+                f"head: to run that of {self.title} takes transformers {needed} or later; found "
+                f"{transformers.__version__}. Install a newer one; inspect, graft and export work with this one."
+            )
         if self.borrowed is None:
             raise UnsupportedModelError(
                 f"head: that of {self.title} cannot be run here ({self.why_not_run}); expected a family that can. "

@@ -43,7 +43,7 @@ def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
 
     assert run_quietly(tiny_recipe(inputs, run_dir, **SHORT)).stage == "done"
     report = json.loads((run_dir / "report.json").read_text())
-    assert report["arms"]["retrained"]["tau_ci95"][0] > report["arms"]["graft"]["tau_ci95"][1]
+    assert report["gate"]["passed"] is True
     lossless = report["lossless"]
     assert lossless["identical"] + lossless["near_tie_divergences"] == lossless["checked"] > 0
 
