@@ -58,7 +58,7 @@ def drafting(name: str, trunk: Trunk, texts: PlainTexts) -> DrafterMaker:
         return RandomDrafting()
     if name in SCRIPTS:
         return ScriptedDrafting(texts, SCRIPTS[name])
-    return HeadDrafting(tiny_head(trunk) if name == "head" else chained_head(trunk, 7))
+    return HeadDrafting(tiny_head(trunk, num_modules=1) if name == "head" else chained_head(trunk, 7))
 
 
 def assert_plain(token_ids: Sequence[int], prompt: Sequence[int], trunk: Trunk, texts: PlainTexts) -> None:
