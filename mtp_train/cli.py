@@ -88,6 +88,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_output(graft)
     graft.set_defaults(handler=_graft)
 
+    merge = commands.add_parser("merge", parents=[common], help="merge a LoRA adapter into a checkpoint, head kept")
+    merge.add_argument("checkpoint")
+    merge.add_argument("--adapter", required=True, metavar="DIR", help="a peft LoRA adapter: a directory or a hub id")
+    _add_output(merge)
+    merge.set_defaults(handler=_merge)
+
     export = commands.add_parser("export", parents=[common], help="write a servable checkpoint of a run")
     export.add_argument("source", type=Path, metavar="RUN|CKPT")
     _add_output(export)
@@ -215,6 +221,14 @@ def _graft(args: argparse.Namespace) -> Result:
         finetune, base = open_location(args.finetune), open_location(args.base)
         graft(finetune, base, args.out, link="copy" if args.copy else "hard", progress=progress)
     return Result({"out": str(args.out)}, f"Wrote {args.out}: the trunk of {args.finetune}, the head of {args.base}.")
+
+
+def _merge(args: argparse.Namespace) -> Result:
+    from mtp_train.commands.merge import merge
+
+    with _progress(args) as progress:
+        report = merge(args.checkpoint, args.adapter, args.out, link="copy" if args.copy else "hard", progress=progress)
+    return Result(report.to_json(), report.to_text())
 
 
 def _export(args: argparse.Namespace) -> Result:

@@ -20,6 +20,12 @@ def export_command(checkpoint: str) -> str:
     return f"mtp-train export {shlex.quote(checkpoint)} --out {shlex.quote(checkpoint.rstrip('/') + '-mtp')}"
 
 
+def merge_command(checkpoint: str, adapter: str) -> str:
+    """Return the command that merges a LoRA adapter into a checkpoint."""
+    out = f"{checkpoint.rstrip('/').rsplit(':', 1)[-1]}-merged"
+    return f"mtp-train merge {shlex.quote(checkpoint)} --adapter {shlex.quote(adapter)} --out {shlex.quote(out)}"
+
+
 def retrain_command(finetune: str, base: str) -> str:
     """Return the command that retrains a stale head."""
     overrides = f"model.trunk={shlex.quote(finetune)} model.head_from={shlex.quote(base)}"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
+from mtp_train.cures import merge_command
 from mtp_train.errors import CheckpointError, GateRefusedError
 from mtp_train.heads.attach import graft_plan, native_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
@@ -72,11 +73,11 @@ def _require_exportable(run_dir: Path) -> None:
     gate = load_report(run_dir / REPORT_FILE).gate
     if gate is not None and not gate.passed:
         raise GateRefusedError(gate.reason)
-    adapter = load_recipe(run_dir / RECIPE_FILE).model.adapter
-    if adapter is not None:
+    model = load_recipe(run_dir / RECIPE_FILE).model
+    if model.adapter is not None:
         raise CheckpointError(
-            f"{run_dir}: its head was trained on a trunk with the adapter {adapter}; expected a trunk whose weights "
-            "are in one checkpoint. Merge the adapter and train on the merged model."
+            f"{run_dir}: its head was trained on a trunk with the adapter {model.adapter}; expected a trunk whose "
+            f"weights are in one checkpoint. Run '{merge_command(model.trunk, model.adapter)}' and train on that."
         )
 
 

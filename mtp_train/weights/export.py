@@ -46,12 +46,12 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
         CheckpointError: A head tensor does not fit the one it replaces, or the disk is full.
     """
     tensors = [*head.tensors, *_shared_tensors(source, layout, head)]
-    patches, additions = _sort_by_place(source, layout, tensors)
+    patches, additions = _sort_byplace_file(source, layout, tensors)
     renames = _shard_names(source, additions)
     config = _patched_config(source, head.config_fields)
     with new_directory(out, what="the checkpoint") as directory:
         skipped = {INDEX_FILE, *({CONFIG_FILE} if config is not None else ())}
-        for file in _source_files(source.path):
+        for file in source_files(source.path):
             relative = file.relative_to(source.path)
             target = directory / renames.get(str(relative), str(relative))
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
                 shutil.copyfile(file, target)
                 patch_safetensors(target, patches[str(relative)])
             elif str(relative) not in skipped:
-                _place(file, target, link)
+                place_file(file, target, link)
         if additions:
             write_safetensors(directory / renames.get(HEAD_FILE, HEAD_FILE), additions)
         if config is not None:
@@ -86,7 +86,7 @@ def _reader(source: Checkpoint, key: str) -> Any:
     return lambda: source.read(key)
 
 
-def _sort_by_place(
+def _sort_byplace_file(
     source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor]
 ) -> tuple[dict[str, list[PendingTensor]], list[PendingTensor]]:
     """Split head tensors into those that replace stored ones, by file, and those that have no place yet."""
@@ -147,18 +147,19 @@ def _index(source: Checkpoint, additions: list[PendingTensor], renames: Mapping[
     }
 
 
-def _source_files(path: Path) -> Iterator[Path]:
+def source_files(path: Path) -> Iterator[Path]:
     """Yield the files a copy needs: no hidden ones, no pickles, no training checkpoints in subdirectories."""
     for entry in sorted(path.iterdir()):
         if entry.name.startswith((".", "checkpoint-")):
             continue
         if entry.is_dir():
-            yield from _source_files(entry) if not (entry / CONFIG_FILE).exists() else ()
+            yield from source_files(entry) if not (entry / CONFIG_FILE).exists() else ()
         elif entry.suffix not in PICKLE_SUFFIXES:
             yield entry
 
 
-def _place(file: Path, target: Path, link: LinkMode) -> None:
+def place_file(file: Path, target: Path, link: LinkMode) -> None:
+    """Hard-link a file into a checkpoint, or copy it."""
     # The hub's cache keeps symbolic links; the link must be to the file behind them.
     real = file.resolve()
     if link == "hard":
