@@ -24,7 +24,7 @@ from mtp_train.weights.files import (
     TensorInfo,
 )
 from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import NativeHead
+from mtp_train.weights.native import NativeHead, stored_tensor
 from mtp_train.weights.writing import PendingTensor, new_directory, patch_safetensors, write_json, write_safetensors
 
 HEAD_FILE = "model-mtp.safetensors"
@@ -45,10 +45,10 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
         OutputExistsError: ``out`` exists.
         CheckpointError: A head tensor does not fit the one it replaces, or the disk is full.
     """
-    tensors = [*head.tensors, *_shared_tensors(source, layout, head)]
-    patches, additions = _sort_byplace_file(source, layout, tensors)
+    tensors = [*head.tensors, *shared_tensors(source, layout, head)]
+    patches, additions = _sort_by_place(source, layout, tensors)
     renames = _shard_names(source, additions)
-    config = _patched_config(source, head.config_fields)
+    config = patched_config(source, head.config_fields)
     with new_directory(out, what="the checkpoint") as directory:
         skipped = {INDEX_FILE, *({CONFIG_FILE} if config is not None else ())}
         for file in source_files(source.path):
@@ -68,7 +68,7 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
             write_json(directory / INDEX_FILE, _index(source, additions, renames))
 
 
-def _shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[PendingTensor]:
+def shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[PendingTensor]:
     """Yield the keys that repeat trunk tensors, filled from the trunk that is exported."""
     for key in head.shared_keys:
         shared = layout.shared_key(key)
@@ -77,16 +77,10 @@ def _shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) ->
                 f"{key}: not a key that {layout.family.title} shares with its trunk; expected a head of this family. "
                 "Write the head again."
             )
-        trunk_key = layout.trunk_key(shared, source.tensors)
-        info = source.tensors[trunk_key]
-        yield PendingTensor(key, info.dtype, info.shape, _reader(source, trunk_key))
+        yield stored_tensor(source, layout.trunk_key(shared, source.tensors), key)
 
 
-def _reader(source: Checkpoint, key: str) -> Any:
-    return lambda: source.read(key)
-
-
-def _sort_byplace_file(
+def _sort_by_place(
     source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor]
 ) -> tuple[dict[str, list[PendingTensor]], list[PendingTensor]]:
     """Split head tensors into those that replace stored ones, by file, and those that have no place yet."""
@@ -96,6 +90,9 @@ def _sort_byplace_file(
         stored = source.tensors.get(pending.key)
         if stored is None:
             additions.append(pending)
+        elif pending.origin == (source.path, pending.key):
+            # It is there already, as it is to be.
+            continue
         elif (stored.dtype, stored.shape) == (pending.dtype, pending.shape):
             patches.setdefault(stored.file, []).append(pending)
         else:
@@ -124,7 +121,7 @@ def _shard_names(source: Checkpoint, additions: list[PendingTensor]) -> Mapping[
     return {}
 
 
-def _patched_config(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+def patched_config(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the config with the head's fields set, or None where it already says so (it is then linked verbatim)."""
     missing = {name: value for name, value in fields.items() if source.text_config.get(name) != value}
     if not missing:

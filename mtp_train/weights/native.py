@@ -36,7 +36,7 @@ def native_head_of(source: Checkpoint, source_layout: HeadLayout, target_layout:
     keys = [key for key in source.tensors if source_layout.is_head_key(key)]
     own = [key for key in keys if source_layout.shared_key(key) is None]
     return NativeHead(
-        tensors=tuple(_pending(source, key, source_layout.renamed(key, target_layout)) for key in own),
+        tensors=tuple(stored_tensor(source, key, source_layout.renamed(key, target_layout)) for key in own),
         shared_keys=tuple(source_layout.renamed(key, target_layout) for key in keys if key not in own),
         config_fields=head_config_fields(source),
     )
@@ -48,9 +48,17 @@ def head_config_fields(source: Checkpoint) -> dict[str, Any]:
     return {field: source.text_config[field] for field in fields if field in source.text_config}
 
 
-def _pending(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
+def stored_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
+    """Return a tensor of a checkpoint, to be written verbatim under another key."""
     info = source.tensors[key]
-    return PendingTensor(new_key, info.dtype, info.shape, lambda: source.read(key))
+    return PendingTensor(
+        new_key,
+        info.dtype,
+        info.shape,
+        load=lambda: source.read(key),
+        blocks=lambda: source.read_in_blocks(key),
+        origin=(source.path, key),
+    )
 
 
 def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
