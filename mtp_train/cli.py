@@ -7,10 +7,11 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -97,6 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", parents=[common], help="write a servable checkpoint of a run")
     export.add_argument("source", type=Path, metavar="RUN|CKPT")
     _add_output(export)
+    export.add_argument("--head-only", action="store_true", help="the head alone, to name as vLLM's draft model")
     export.set_defaults(handler=_export)
 
     generate = commands.add_parser("generate", parents=[common], help="decode with the built-in speculative decoder")
@@ -233,10 +235,16 @@ def _merge(args: argparse.Namespace) -> Result:
 
 def _export(args: argparse.Namespace) -> Result:
     from mtp_train.commands.graft import export
+    from mtp_train.cures import draft_model_flag
 
+    link: Literal["hard", "copy"] = "copy" if args.copy else "hard"
     with _progress(args) as progress:
-        export(args.source, args.out, link="copy" if args.copy else "hard", progress=progress)
-    return Result({"out": str(args.out)}, f"Wrote {args.out}.")
+        done = export(args.source, args.out, link=link, progress=progress, head_only=args.head_only)
+    if not args.head_only:
+        return Result({"out": str(args.out)}, f"Wrote {args.out}.")
+    flag = draft_model_flag(str(args.out), done.num_depths)
+    text = f"Wrote {args.out}: the head alone. Draft with it: vllm serve {shlex.quote(str(done.trunk))} {flag}"
+    return Result({"out": str(args.out), "flag": flag}, text)
 
 
 def _generate(args: argparse.Namespace) -> Result:

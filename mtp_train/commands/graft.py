@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.progress import Progress
 
+from mtp_train.commands.inspect import SUGGESTED_DEPTH
 from mtp_train.cures import merge_command
 from mtp_train.errors import CheckpointError, GateRefusedError
 from mtp_train.heads.attach import graft_plan, native_plan
@@ -17,6 +19,7 @@ from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
 from mtp_train.weights.export import LinkMode, write_checkpoint
 from mtp_train.weights.files import Checkpoint, locate_checkpoint, open_checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
+from mtp_train.weights.head_only import write_head_only
 from mtp_train.weights.native import NativeHead
 from mtp_train.weights.writing import refuse_existing
 
@@ -37,7 +40,15 @@ def graft(finetune: Checkpoint, base: Checkpoint, out: Path, *, link: LinkMode, 
     write_checkpoint(finetune, plan.layout, plan.template, out, link=link)
 
 
-def export(source: Path, out: Path, *, link: LinkMode, progress: Progress) -> None:
+@dataclass(frozen=True)
+class Exported:
+    """What an export took: the trunk's checkpoint, and how deep its head drafts by default."""
+
+    trunk: Path
+    num_depths: int
+
+
+def export(source: Path, out: Path, *, link: LinkMode, progress: Progress, head_only: bool = False) -> Exported:
     """Write a servable checkpoint from a run that passed the gate, or from one whose config lost the head's count.
 
     Args:
@@ -45,6 +56,7 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress) -> No
         out: The new directory.
         link: Hard-link unchanged files, or copy.
         progress: Where to show progress.
+        head_only: Write the head alone, as a directory that vLLM takes for a draft model.
 
     Raises:
         OutputExistsError: ``out`` exists.
@@ -56,12 +68,17 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress) -> No
         _require_exportable(source)
         identity = read_json(source / PROVENANCE_FILE)["trunk"]
         trunk = open_checkpoint(locate_checkpoint(identity["path"]))
-        head = load_artifact(source / HEAD_DIRECTORY).head
+        artifact = load_artifact(source / HEAD_DIRECTORY)
+        head, num_depths = artifact.head, artifact.num_depths
     else:
         trunk = open_checkpoint(source)
-        head = _own_head(trunk)
+        head, num_depths = _own_head(trunk), SUGGESTED_DEPTH
     require_finite_checkpoint(trunk, progress)
-    write_checkpoint(trunk, layout_of(trunk), head, out, link=link)
+    if head_only:
+        write_head_only(trunk, layout_of(trunk), head, out)
+    else:
+        write_checkpoint(trunk, layout_of(trunk), head, out, link=link)
+    return Exported(trunk.path, num_depths)
 
 
 def _require_exportable(run_dir: Path) -> None:

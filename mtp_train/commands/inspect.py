@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from rich.progress import Progress
 
-from mtp_train.cures import export_command, graft_command, named_base, retrain_command
+from mtp_train.cures import draft_model_flag, export_command, graft_command, named_base, retrain_command
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.finite import find_non_finite
@@ -137,6 +137,10 @@ def serving_commands(checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: S
         reason = "no: the head is there but config.json does not declare it" if status == "undeclared" else None
         reason = reason or f"no: {diagnosis.describe()}"
         return dict.fromkeys(checkpoint.family.engines, reason)
+    if not holds_layers(checkpoint):
+        flag = draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
+        reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
+        return dict.fromkeys(checkpoint.family.engines, reason)
     numbers = {"depth": SUGGESTED_DEPTH, "depth_plus_1": SUGGESTED_DEPTH + 1}
     return {
         engine: support.text.format(path=shlex.quote(str(checkpoint.path)), **numbers)
@@ -146,6 +150,12 @@ def serving_commands(checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: S
         else support.text
         for engine, support in checkpoint.family.engines.items()
     }
+
+
+def holds_layers(checkpoint: Checkpoint) -> bool:
+    """Whether there is a trunk, and not only what ``export --head-only`` leaves of it."""
+    layout = layout_of(checkpoint)
+    return any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout))
 
 
 def find_cure(checkpoint: Checkpoint, base: Checkpoint | None, status: Status, stale: bool | None) -> str | None:
