@@ -10,7 +10,7 @@ from rich.progress import Progress
 from mtp_train.commands.inspect import SUGGESTED_DEPTH
 from mtp_train.cures import merge_command
 from mtp_train.errors import CheckpointError, GateRefusedError
-from mtp_train.heads.attach import graft_plan, native_plan
+from mtp_train.heads.attach import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe_io import load_recipe
 from mtp_train.report.schema import load_report
@@ -20,7 +20,7 @@ from mtp_train.weights.export import LinkMode, write_checkpoint
 from mtp_train.weights.files import Checkpoint, locate_checkpoint, open_checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.head_only import write_head_only
-from mtp_train.weights.native import NativeHead
+from mtp_train.weights.native import NativeHead, native_head_of
 from mtp_train.weights.writing import refuse_existing
 
 HEAD_DIRECTORY, REPORT_FILE = "head", "report.json"
@@ -105,6 +105,7 @@ def _own_head(checkpoint: Checkpoint) -> NativeHead:
             f"{checkpoint.path}: {diagnosis.describe()}; expected a run directory or a checkpoint with a complete "
             "head. Use mtp-train graft to put the base's head back."
         )
-    template = native_plan(checkpoint, "auto").template
+    layout = layout_of(checkpoint)
+    template = native_head_of(checkpoint, layout, layout, verbatim=True)
     fields = {**template.config_fields, checkpoint.family.count_field: diagnosis.present_modules}
     return NativeHead(template.tensors, template.shared_keys, fields)

@@ -15,7 +15,8 @@ from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.finite import find_non_finite
 from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import require_same_trunk_shape, trunk_tensors
+from mtp_train.weights.native import native_head_of, plain_tensor, require_same_trunk_shape, trunk_tensors
+from mtp_train.weights.quantised import is_scale, read_plain_in_blocks
 
 Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "stripped", "none"]
 SUGGESTED_DEPTH = 3
@@ -108,9 +109,12 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
     if LM_HEAD in checkpoint.tensors and LM_HEAD in base.tensors:
         ours, theirs = ours | {LM_HEAD: LM_HEAD}, theirs | {LM_HEAD: LM_HEAD}
     changed, largest = 0, 0.0
-    for name in progress.track(sorted(ours), description="comparing with the base"):
+    # Quantised differently, they share less than all names, and one side may be in FP8.
+    names = [name for name in sorted(ours.keys() & theirs.keys()) if not is_scale(ours[name], checkpoint.tensors)]
+    for name in progress.track(names, description="comparing with the base"):
         difference, size = 0.0, 0.0
-        blocks = zip(checkpoint.read_in_blocks(ours[name]), base.read_in_blocks(theirs[name]), strict=True)
+        mine_of, other_of = read_plain_in_blocks(checkpoint, ours[name]), read_plain_in_blocks(base, theirs[name])
+        blocks = zip(mine_of, other_of, strict=True)
         for mine, other in blocks:
             difference += float((mine.double() - other.double()).square().sum())
             size += float(other.double().square().sum())
@@ -119,15 +123,16 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
             changed += 1
             relative = (difference / size) ** 0.5 if size else 0.0
             largest = max(largest, relative if math.isfinite(relative) else 0.0)
-    return TrunkChange(changed / len(ours), largest)
+    return TrunkChange(changed / len(names), largest)
 
 
 def _same_head(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint) -> bool:
     base_layout = layout_of(base)
-    keys = [key for key in base.tensors if base_layout.is_head_key(key) and base_layout.shared_key(key) is None]
-    names = {key: base_layout.renamed(key, layout) for key in keys}
+    tensors = native_head_of(base, base_layout, layout).tensors
     return all(
-        name in checkpoint.tensors and torch.equal(checkpoint.read(name), base.read(key)) for key, name in names.items()
+        pending.key in checkpoint.tensors
+        and torch.equal(plain_tensor(checkpoint, pending.key, pending.key).load(), pending.load())
+        for pending in tensors
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from mtp_train.weights.export import patched_config, shared_tensors, source_files
-from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Checkpoint
+from mtp_train.weights.export import patched_documents, shared_tensors, source_files
+from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead, stored_tensor
 from mtp_train.weights.writing import new_directory, write_json, write_safetensors
@@ -27,12 +27,12 @@ def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, ou
     ends = (f"{layout.trunk_prefix}embed_tokens.", "lm_head.")
     tensors = [stored_tensor(source, key, key) for key in sorted(source.tensors) if key.startswith(ends)]
     tensors += [*head.tensors, *shared_tensors(source, layout, head)]
-    config = patched_config(source, head.config_fields)
+    documents = patched_documents(source, layout, head)
     with new_directory(out, what="the head") as directory:
         write_safetensors(directory / SINGLE_FILE, tensors)
         for file in source_files(source.path):
             kept = file.parent == source.path and file.suffix not in _WEIGHT_SUFFIXES and file.name != INDEX_FILE
-            if kept and not (file.name == CONFIG_FILE and config is not None):
+            if kept and file.name not in documents:
                 shutil.copyfile(file, directory / file.name)
-        if config is not None:
-            write_json(directory / CONFIG_FILE, config)
+        for name, document in documents.items():
+            write_json(directory / name, document)

@@ -21,6 +21,7 @@ from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, Adapter
 from mtp_train.weights.export import LinkMode, place_file, source_files
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
+from mtp_train.weights.quantised import quant_method
 from mtp_train.weights.writing import RowChange, new_directory, rewrite_safetensors
 
 _BLOCK_BYTES = 1 << 25
@@ -102,8 +103,8 @@ def plan_changes(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Ma
         CheckpointError: The adapter does not fit, adapts the head or one of two tied tensors, or the checkpoint is
             quantised.
     """
-    if "quantization_config" in source.config:
-        method = source.config["quantization_config"].get("quant_method")
+    method = quant_method(source.config)
+    if method is not None:
         raise CheckpointError(
             f"{source.path}: quantised ({method}); expected plain weights, as quantised weights plus an adapter would "
             "have to be quantised again. Merge into the checkpoint that this one was made from."
