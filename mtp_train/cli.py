@@ -118,6 +118,7 @@ def _add_output(command: argparse.ArgumentParser) -> None:
 def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("checkpoint")
     command.add_argument("--head", help="a head directory or a checkpoint to take the head from (default: its own)")
+    command.add_argument("--adapter", metavar="DIR", help="a peft adapter for the trunk, put on unmerged")
     command.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
     command.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
     command.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
@@ -269,6 +270,7 @@ def _generate(args: argparse.Namespace) -> Result:
         ),
         stop=tuple(args.stop),
         draft_sampling=args.draft_sampling,
+        adapter=args.adapter,
     )
     with _progress(args) as progress:
         document = generate(request, progress)

@@ -12,6 +12,7 @@ from mtp_train.cures import merge_command
 from mtp_train.errors import CheckpointError, GateRefusedError
 from mtp_train.heads.attach import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.inputs import refuse_adapter
 from mtp_train.recipe_io import load_recipe
 from mtp_train.report.schema import load_report
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
@@ -71,6 +72,7 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress, head_
         artifact = load_artifact(source / HEAD_DIRECTORY)
         head, num_depths = artifact.head, artifact.num_depths
     else:
+        refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
         head, num_depths = _own_head(trunk), SUGGESTED_DEPTH
     require_finite_checkpoint(trunk, progress)
