@@ -12,15 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from safetensors import safe_open
+from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.errors import CheckpointError
-from mtp_train.weights.files import TensorInfo, read_json, scan_safetensors
+from mtp_train.weights.files import Checkpoint, read_json, scan_safetensors
+from mtp_train.weights.finite import require_finite_checkpoint
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+# A mixture's fused adapter is needed once for each expert's tensor: both its matrices, of two parameters.
+_NUM_KEPT = 4
 _ROOT = "base_model.model."
 _PART = re.compile(
     r"(?P<module>.+?)(?P<wraps>(?:\.base_layer)*)\."
@@ -46,6 +48,46 @@ _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 Kind = Literal["linear", "embedding", "experts"]
 
 
+class AdapterWeights:
+    """An adapter's stored tensors, read when they are needed; the last few are kept, as neighbours share them.
+
+    Args:
+        stored: The adapter's file, opened.
+    """
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self.stored = stored
+        self._kept: dict[str, Tensor] = {}
+
+    def load(self, key: str) -> Tensor:
+        """Return a tensor in fp32."""
+        if key not in self._kept:
+            if len(self._kept) == _NUM_KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = self.stored.read(key).float()
+        return self._kept[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredMatrix:
+    """A matrix of an adapter, not loaded yet."""
+
+    weights: AdapterWeights
+    key: str
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape as it is used."""
+        shape = self.weights.stored.tensors[self.key].shape
+        return shape[::-1] if self.transposed else shape
+
+    def load(self) -> Tensor:
+        """Return it in fp32."""
+        value = self.weights.load(self.key)
+        return value.T if self.transposed else value
+
+
 @dataclass(frozen=True, kw_only=True)
 class LowRank:
     """One pair of matrices that adapts one parameter: ``scale * B @ A``."""
@@ -56,9 +98,9 @@ class LowRank:
     """``weight``, or the name of a parameter that peft targets directly."""
     kind: Kind
     """``linear``, ``embedding``, or ``experts`` (one pair an expert, stacked as peft stacks them)."""
-    left: Tensor
+    left: StoredMatrix
     """What peft stores as B, or as A of an embedding, transposed: shape (rows, rank); for experts B as stored."""
-    right: Tensor
+    right: StoredMatrix
     """Shape (rank, columns); for experts A as stored."""
     rank: int
     scale: float
@@ -68,22 +110,23 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter, read into memory: it is small beside its base."""
+    """A LoRA adapter: what it changes, its matrices still on the disk."""
 
     path: Path
+    weights: AdapterWeights
     pairs: tuple[LowRank, ...]
     bias_steps: Mapping[str, Tensor]
     """Parameter name in transformers' tree to what is added to it."""
-    replacements: Mapping[str, Tensor]
-    """Parameter name in transformers' tree to the tensor that takes its place (``modules_to_save``, biases)."""
+    replacements: Mapping[str, str]
+    """Parameter name in transformers' tree to the key of what takes its place (``modules_to_save``, biases)."""
     keeps_tied: bool
     """Whether it was trained with the embedding and the lm_head tied to each other."""
 
 
 @dataclass
 class _Parts:
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    keys: list[str] = field(default_factory=list)
+    keys: dict[str, str] = field(default_factory=dict)
+    """``lora_A`` and the like to the stored key."""
 
 
 def is_adapter(path: Path) -> bool:
@@ -100,29 +143,28 @@ def read_adapter(path: Path) -> Adapter:
     """
     config = read_json(path / ADAPTER_CONFIG_FILE)
     _require_mergeable(path, config)
-    tensors = _read_tensors(path)
+    weights = _open_weights(path, config)
     groups: dict[tuple[str, int], _Parts] = {}
-    replacements: dict[str, Tensor] = {}
-    for key, value in tensors.items():
+    replacements: dict[str, str] = {}
+    for key in weights.stored.tensors:
         name = key.removeprefix(_ROOT)
         match = _PART.match(name)
         if match is None:
-            replacements[name.replace(".base_layer", "")] = value
+            replacements[name.replace(".base_layer", "")] = key
             continue
         depth = match["wraps"].count(".base_layer")
         parts = groups.setdefault((match["module"], depth), _Parts())
-        parts.keys.append(key)
-        parts.tensors[match["part"] + ("_bias" if match["field"] == "bias" else "")] = value
+        parts.keys[match["part"] + ("_bias" if match["field"] == "bias" else "")] = key
     names = _parameter_names(path, config, groups)
     pairs, steps = [], {}
     for place, parts in groups.items():
-        pair = _pair(path, config, place[0], names[place], parts)
+        pair = _pair(weights, config, place[0], names[place], parts)
         pairs.append(pair)
-        if "lora_B_bias" in parts.tensors:
-            steps[f"{pair.module}.bias"] = pair.scale * parts.tensors["lora_B_bias"].float()
+        if "lora_B_bias" in parts.keys:
+            steps[f"{pair.module}.bias"] = pair.scale * weights.load(parts.keys["lora_B_bias"])
     if not pairs and not replacements:
         raise CheckpointError(f"{path}: holds no tensor; expected a LoRA adapter. Save it again.")
-    return Adapter(path, tuple(pairs), steps, replacements, bool(config.get("ensure_weight_tying")))
+    return Adapter(path, weights, tuple(pairs), steps, replacements, bool(config.get("ensure_weight_tying")))
 
 
 def _require_mergeable(path: Path, config: Mapping[str, Any]) -> None:
@@ -147,23 +189,16 @@ def _require_mergeable(path: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _open_weights(path: Path, config: Mapping[str, Any]) -> AdapterWeights:
     file = path / ADAPTER_FILE
     if not file.is_file() and (path / "adapter_model.bin").is_file():
         raise CheckpointError(
             f"{path}: its weights are a pickle (adapter_model.bin), which can run code when read; expected "
             f"{ADAPTER_FILE}. Save it once with safetensors in a place you trust."
         )
-    infos: Mapping[str, TensorInfo] = scan_safetensors(file)
-    with safe_open(file, framework="pt") as handle:
-        tensors: dict[str, Tensor] = {key: handle.get_tensor(key) for key in infos}
-    for key, value in tensors.items():
-        if value.is_floating_point() and not torch.isfinite(value.float()).all():
-            raise CheckpointError(
-                f"{file}: {key} holds NaN or infinite values; expected finite weights. Use an adapter saved before "
-                "training diverged."
-            )
-    return tensors
+    stored = Checkpoint(path, config, None, scan_safetensors(file))
+    require_finite_checkpoint(stored, Progress(disable=True))
+    return AdapterWeights(stored)
 
 
 def _parameter_names(
@@ -191,18 +226,20 @@ def _is_targeted(config: Mapping[str, Any], name: str) -> bool:
     return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
 
 
-def _pair(path: Path, config: Mapping[str, Any], module: str, parameter: str, parts: _Parts) -> LowRank:
-    embedding = "lora_embedding_A" in parts.tensors
+def _pair(weights: AdapterWeights, config: Mapping[str, Any], module: str, parameter: str, parts: _Parts) -> LowRank:
+    path, infos = weights.stored.path, weights.stored.tensors
+    embedding = "lora_embedding_A" in parts.keys
     a, b = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
-    if not {a, b} <= parts.tensors.keys():
+    if not {a, b} <= parts.keys.keys():
+        alone = next(iter(parts.keys.values()))
         raise CheckpointError(
-            f"{path / ADAPTER_FILE}: {parts.keys[0]} stands alone; expected both {a} and {b} of {module}. Save the "
-            "adapter again."
+            f"{path / ADAPTER_FILE}: {alone} stands alone; expected both {a} and {b} of {module}. Save the adapter "
+            "again."
         )
-    down, up = parts.tensors[a], parts.tensors[b]
-    if down.ndim != 2 or up.ndim != 2:
+    down, up = infos[parts.keys[a]].shape, infos[parts.keys[b]].shape
+    if len(down) != 2 or len(up) != 2:
         raise CheckpointError(
-            f"{path / ADAPTER_FILE}: {module} is a convolution ({a} has {down.ndim} axes); expected matrices. Merge it "
+            f"{path / ADAPTER_FILE}: {module} is a convolution ({a} has {len(down)} axes); expected matrices. Merge it "
             "with peft's merge_and_unload, and put the head back with mtp-train graft."
         )
     kind: Literal["linear", "embedding", "experts"] = (
@@ -212,13 +249,13 @@ def _pair(path: Path, config: Mapping[str, Any], module: str, parameter: str, pa
     name = f"{module}.{parameter}" if _is_targeted(config, f"{module}.{parameter}") else module
     rank = int(_pattern_value(config.get("rank_pattern"), name, config["r"]))
     alpha = float(_pattern_value(config.get("alpha_pattern"), name, config.get("lora_alpha", rank)))
-    if down.shape[0] % rank or (kind != "experts" and down.shape[0] != rank) or down.shape[0] != up.shape[1]:
+    if down[0] % rank or (kind != "experts" and down[0] != rank) or down[0] != up[1]:
         raise CheckpointError(
-            f"{path / ADAPTER_FILE}: {module} has {a} {list(down.shape)} and {b} {list(up.shape)}; expected rank "
+            f"{path / ADAPTER_FILE}: {module} has {a} {list(down)} and {b} {list(up)}; expected rank "
             f"{rank}, as {ADAPTER_CONFIG_FILE} says. Save the adapter again."
         )
     transposed = embedding or (bool(config.get("fan_in_fan_out")) and kind == "linear")
-    magnitude = parts.tensors.get("lora_magnitude_vector")
+    magnitude = parts.keys.get("lora_magnitude_vector")
     if magnitude is not None and transposed:
         raise CheckpointError(
             f"{path}: DoRA on {module}, whose norms run along the other axis of the stored weight; expected DoRA on "
@@ -228,11 +265,11 @@ def _pair(path: Path, config: Mapping[str, Any], module: str, parameter: str, pa
         module=module,
         parameter=parameter,
         kind=kind,
-        left=down.float().T if transposed else up.float(),
-        right=up.float().T if transposed else down.float(),
+        left=StoredMatrix(weights=weights, key=parts.keys[a if transposed else b], transposed=transposed),
+        right=StoredMatrix(weights=weights, key=parts.keys[b if transposed else a], transposed=transposed),
         rank=rank,
         scale=alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank,
-        magnitude=None if magnitude is None else magnitude.float(),
+        magnitude=None if magnitude is None else weights.load(magnitude),
     )
 
 

@@ -108,14 +108,19 @@ class Checkpoint:
         if not info.shape or not info.num_bytes:
             yield self.read(key)
             return
-        row_bytes = info.num_bytes // info.shape[0]
         rows = max(1, max_elements // math.prod(info.shape[1:]))
+        for first in range(0, info.shape[0], rows):
+            yield self.read_rows(key, first, min(first + rows, info.shape[0]))
+
+    def read_rows(self, key: str, first: int, stop: int) -> Tensor:
+        """Load some rows of a tensor that has rows."""
+        info = self.tensors[key]
+        row_bytes = info.num_bytes // info.shape[0]
+        data = torch.empty((stop - first) * row_bytes, dtype=torch.uint8)
         with (self.path / info.file).open("rb", buffering=0) as handle:
-            handle.seek(self._starts[info.file, key])
-            for first in range(0, info.shape[0], rows):
-                data = torch.empty(min(rows, info.shape[0] - first) * row_bytes, dtype=torch.uint8)
-                _fill(handle, data.numpy().data)
-                yield data.view(TORCH_DTYPES[info.dtype]).view(-1, *info.shape[1:])
+            handle.seek(self._starts[info.file, key] + first * row_bytes)
+            _fill(handle, data.numpy().data)
+        return data.view(TORCH_DTYPES[info.dtype]).view(-1, *info.shape[1:])
 
 
 def _first_bytes(path: Path) -> dict[str, int]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,11 +38,12 @@ LM_HEAD = "lm_head.weight"
 class _Change:
     """What happens to one stored tensor: perhaps another one in its place, then products added to it."""
 
-    replacement: Tensor | None = None
+    replacement: Callable[[int, int], Tensor] | None = None
+    """First row and stop to the rows that take the stored ones' place."""
     steps: list[RowChange] = field(default_factory=list)
 
     def __call__(self, first: int, block: Tensor) -> Tensor:
-        value = block if self.replacement is None else self.replacement[first : first + len(block)]
+        value = block if self.replacement is None else self.replacement(first, first + len(block))
         value = value.float()
         for step in self.steps:
             value = step(first, value)
@@ -110,8 +112,8 @@ def plan_changes(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Ma
             "have to be quantised again. Merge into the checkpoint that this one was made from."
         )
     plan = _Plan(source, layout, adapter)
-    for name, value in adapter.replacements.items():
-        plan.replace(name, value)
+    for name, key in adapter.replacements.items():
+        plan.replace(name, key)
     for pair in adapter.pairs:
         plan.add(pair)
     for name, value in adapter.bias_steps.items():
@@ -138,11 +140,12 @@ class _Plan:
         candidates = (name, self.layout.trunk_prefix + bare, bare)
         return next((key for key in candidates if key in self.source.tensors), None)
 
-    def replace(self, name: str, value: Tensor) -> None:
-        """Put a tensor in the place of a stored one."""
-        change = self._change(name, tuple(value.shape))
+    def replace(self, name: str, key: str) -> None:
+        """Put a tensor of the adapter in the place of a stored one."""
+        stored = self.adapter.weights.stored
+        change = self._change(name, stored.tensors[key].shape)
         if change is not None:
-            change.replacement = value
+            change.replacement = partial(stored.read_rows, key)
 
     def step(self, name: str, shape: tuple[int, ...], step: RowChange) -> None:
         """Add something to a stored tensor."""
@@ -163,17 +166,15 @@ class _Plan:
         self.step(
             name,
             (pair.left.shape[0], pair.right.shape[1]),
-            _adds_product(pair.left, pair.right, pair.scale, pair.magnitude),
+            _adds_product(pair.left.load, pair.right.load, pair.scale, pair.magnitude),
         )
 
     def _add_experts(self, name: str, pair: LowRank) -> None:
         """Peft's adapter on a fused parameter: experts are stacked in the rank, A by expert, B by rank."""
         num_experts = pair.right.shape[0] // pair.rank
-        right = pair.right.reshape(num_experts, pair.rank, -1)
-        left = pair.left.reshape(pair.left.shape[0], pair.rank, num_experts).permute(2, 0, 1)
+        num_rows, num_columns = pair.left.shape[0], pair.right.shape[1]
         if self.home(name) is not None:
-            whole = (num_experts, left.shape[1], right.shape[2])
-            self.step(name, whole, _adds_expert_products(left, right, pair.scale))
+            self.step(name, (num_experts, num_rows, num_columns), _adds_expert_products(pair))
             return
         parts = _FUSED[pair.parameter]
         if self.home(f"{pair.module}.{num_experts}.{parts[0]}.weight") is not None:
@@ -182,9 +183,10 @@ class _Plan:
                 "expected as many. Merge into the base that the adapter was trained on."
             )
         for expert in range(num_experts):
-            for part, rows in zip(parts, left[expert].chunk(len(parts)), strict=True):
-                key = f"{pair.module}.{expert}.{part}.weight"
-                self.step(key, (len(rows), right.shape[2]), _adds_product(rows, right[expert], pair.scale, None))
+            for place, part in enumerate(parts):
+                key, size = f"{pair.module}.{expert}.{part}.weight", num_rows // len(parts)
+                rows = slice(place * size, (place + 1) * size)
+                self.step(key, (size, num_columns), _adds_one_expert_product(pair, expert, rows))
 
     def _add_to_fused(self, pair: LowRank, experts: str, expert: int, part: str) -> None:
         """An adapter on one expert's own layer, where the checkpoint stacks the experts."""
@@ -196,11 +198,11 @@ class _Plan:
         size, place = pair.left.shape[0], parts.index(part)
         if stored[1:] != (size * len(parts), pair.right.shape[1]) or expert >= stored[0]:
             raise self._misfit(key, (expert + 1, size * len(parts), pair.right.shape[1]))
-        product = pair.scale * (pair.left @ pair.right)
 
         def step(first: int, block: Tensor) -> Tensor:
             if first <= expert < first + len(block):
                 block = block.clone()
+                product = pair.scale * (pair.left.load() @ pair.right.load())
                 block[expert - first, place * size : (place + 1) * size] += product
             return block
 
@@ -263,12 +265,14 @@ def _adds(value: Tensor) -> RowChange:
     return lambda first, block: block + value[first : first + len(block)]
 
 
-def _adds_product(left: Tensor, right: Tensor, scale: float, magnitude: Tensor | None) -> RowChange:
+def _adds_product(
+    left: Callable[[], Tensor], right: Callable[[], Tensor], scale: float, magnitude: Tensor | None
+) -> RowChange:
     """Return ``W + scale * left @ right``; with DoRA's magnitude each row is then brought to that norm."""
 
     def step(first: int, block: Tensor) -> Tensor:
         rows = slice(first, first + len(block))
-        merged = block + scale * (left[rows] @ right)
+        merged = block + scale * (left()[rows] @ right())
         if magnitude is None:
             return merged
         return merged * (magnitude[rows] / torch.linalg.vector_norm(merged, dim=1))[:, None]
@@ -276,9 +280,26 @@ def _adds_product(left: Tensor, right: Tensor, scale: float, magnitude: Tensor |
     return step
 
 
-def _adds_expert_products(left: Tensor, right: Tensor, scale: float) -> RowChange:
+def _by_expert(pair: LowRank) -> tuple[Tensor, Tensor]:
+    """Return left and right with the experts along the first axis."""
+    left, right = pair.left.load(), pair.right.load()
+    num_experts = len(right) // pair.rank
+    return (
+        left.view(len(left), pair.rank, num_experts).permute(2, 0, 1),
+        right.view(num_experts, pair.rank, -1),
+    )
+
+
+def _adds_expert_products(pair: LowRank) -> RowChange:
     def step(first: int, block: Tensor) -> Tensor:
+        left, right = _by_expert(pair)
         experts = slice(first, first + len(block))
-        return block + scale * torch.bmm(left[experts], right[experts])
+        return block + pair.scale * torch.bmm(left[experts], right[experts])
 
     return step
+
+
+def _adds_one_expert_product(pair: LowRank, expert: int, rows: slice) -> RowChange:
+    return _adds_product(
+        lambda: _by_expert(pair)[0][expert, rows], lambda: _by_expert(pair)[1][expert], pair.scale, None
+    )
