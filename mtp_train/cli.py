@@ -7,10 +7,11 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -88,12 +89,20 @@ def build_parser() -> argparse.ArgumentParser:
     _add_output(graft)
     graft.set_defaults(handler=_graft)
 
+    merge = commands.add_parser("merge", parents=[common], help="merge a LoRA adapter into a checkpoint, head kept")
+    merge.add_argument("checkpoint")
+    merge.add_argument("--adapter", required=True, metavar="DIR", help="a peft LoRA adapter: a directory or a hub id")
+    _add_output(merge)
+    merge.set_defaults(handler=_merge)
+
     export = commands.add_parser("export", parents=[common], help="write a servable checkpoint of a run")
     export.add_argument("source", type=Path, metavar="RUN|CKPT")
     _add_output(export)
-    export.add_argument(
+    alone = export.add_mutually_exclusive_group()
+    alone.add_argument(
         "--gguf", choices=("f16", "q8_0"), help="write the head alone, as a GGUF file for llama.cpp's -md"
     )
+    alone.add_argument("--head-only", action="store_true", help="the head alone, to name as vLLM's draft model")
     export.set_defaults(handler=_export)
 
     generate = commands.add_parser("generate", parents=[common], help="decode with the built-in speculative decoder")
@@ -113,6 +122,7 @@ def _add_output(command: argparse.ArgumentParser) -> None:
 def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("checkpoint")
     command.add_argument("--head", help="a head directory or a checkpoint to take the head from (default: its own)")
+    command.add_argument("--adapter", metavar="DIR", help="a peft adapter for the trunk, put on unmerged")
     command.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
     command.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
     command.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
@@ -220,15 +230,28 @@ def _graft(args: argparse.Namespace) -> Result:
     return Result({"out": str(args.out)}, f"Wrote {args.out}: the trunk of {args.finetune}, the head of {args.base}.")
 
 
+def _merge(args: argparse.Namespace) -> Result:
+    from mtp_train.commands.merge import merge
+
+    with _progress(args) as progress:
+        report = merge(args.checkpoint, args.adapter, args.out, link="copy" if args.copy else "hard", progress=progress)
+    return Result(report.to_json(), report.to_text())
+
+
 def _export(args: argparse.Namespace) -> Result:
     from mtp_train.commands.graft import export
+    from mtp_train.cures import draft_model_flag
 
     if args.gguf:
         return _export_gguf(args)
-
+    link: Literal["hard", "copy"] = "copy" if args.copy else "hard"
     with _progress(args) as progress:
-        export(args.source, args.out, link="copy" if args.copy else "hard", progress=progress)
-    return Result({"out": str(args.out)}, f"Wrote {args.out}.")
+        done = export(args.source, args.out, link=link, progress=progress, head_only=args.head_only)
+    if not args.head_only:
+        return Result({"out": str(args.out)}, f"Wrote {args.out}.")
+    flag = draft_model_flag(str(args.out), done.num_depths)
+    text = f"Wrote {args.out}: the head alone. Draft with it: vllm serve {shlex.quote(str(done.trunk))} {flag}"
+    return Result({"out": str(args.out), "flag": flag}, text)
 
 
 def _export_gguf(args: argparse.Namespace) -> Result:
@@ -264,6 +287,7 @@ def _generate(args: argparse.Namespace) -> Result:
         ),
         stop=tuple(args.stop),
         draft_sampling=args.draft_sampling,
+        adapter=args.adapter,
     )
     with _progress(args) as progress:
         document = generate(request, progress)

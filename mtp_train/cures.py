@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -18,6 +19,18 @@ def graft_command(finetune: str, base: str) -> str:
 def export_command(checkpoint: str) -> str:
     """Return the command that declares the head a checkpoint holds."""
     return f"mtp-train export {shlex.quote(checkpoint)} --out {shlex.quote(checkpoint.rstrip('/') + '-mtp')}"
+
+
+def merge_command(checkpoint: str, adapter: str) -> str:
+    """Return the command that merges a LoRA adapter into a checkpoint."""
+    out = f"{checkpoint.rstrip('/').rsplit(':', 1)[-1]}-merged"
+    return f"mtp-train merge {shlex.quote(checkpoint)} --adapter {shlex.quote(adapter)} --out {shlex.quote(out)}"
+
+
+def draft_model_flag(path: str, depth: int) -> str:
+    """Return vLLM's flag that drafts with a head that lies in a directory of its own."""
+    config = {"method": "mtp", "model": path, "num_speculative_tokens": depth}
+    return f"--speculative-config {shlex.quote(json.dumps(config, separators=(',', ':')))}"
 
 
 def retrain_command(finetune: str, base: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
+from mtp_train.cures import merge_command
 from mtp_train.data.prompts import Prompt, build_prompts, choose_prompts, continuation_prompts
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.regenerated import RESPONSE_ROOM_TOKENS
@@ -22,7 +23,15 @@ from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.recipe import Recipe
 from mtp_train.train.plan import Plan, make_plan
-from mtp_train.weights.files import TORCH_DTYPES, Checkpoint, locate_checkpoint, open_checkpoint
+from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_adapter
+from mtp_train.weights.files import (
+    TORCH_DTYPES,
+    Checkpoint,
+    locate_checkpoint,
+    open_checkpoint,
+    read_json,
+    scan_safetensors,
+)
 from mtp_train.weights.finite import require_finite_checkpoint
 
 
@@ -46,8 +55,49 @@ class Inputs:
 
 
 def open_location(location: str) -> Checkpoint:
-    """Open a checkpoint given as a path, a hub id or ``demo:NAME``."""
-    return open_checkpoint(locate_checkpoint(resolve(location)))
+    """Open a checkpoint given as a path, a hub id or ``demo:NAME``.
+
+    Raises:
+        CheckpointError: It is none; an adapter is named as one.
+    """
+    path = locate_checkpoint(resolve(location))
+    refuse_adapter(path, location)
+    return open_checkpoint(path)
+
+
+def refuse_adapter(path: Path, location: str) -> None:
+    """Raise a CheckpointError where an adapter stands in the place of a checkpoint."""
+    if not is_adapter(path):
+        return
+    config = read_json(path / ADAPTER_CONFIG_FILE)
+    base = config.get("base_model_name_or_path") or "BASE"
+    raise CheckpointError(
+        f"{location}: a peft adapter ({config.get('peft_type')}) of {base}, without a model; expected a checkpoint. "
+        f"Run '{merge_command(str(base), location)}', or train on it unmerged with model.trunk={base} "
+        f"model.adapter={location}."
+    )
+
+
+def locate_adapter(location: str, trunk: str) -> Path:
+    """Return the directory of an adapter that is put on a trunk unmerged.
+
+    Raises:
+        CheckpointError: There is none, or its names are those of a vision-language model, which the text model that is
+            loaded here would pass over in silence.
+    """
+    path = locate_checkpoint(location)
+    if not (path / ADAPTER_CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{location}: no {ADAPTER_CONFIG_FILE}; expected a peft adapter directory or a hub id. Check the spelling."
+        )
+    keys = scan_safetensors(path / ADAPTER_FILE)
+    wrapped = next((key for key in keys if "language_model." in key or ".visual." in key), None)
+    if wrapped is not None:
+        raise CheckpointError(
+            f"{location}: adapts {wrapped}, a module of the vision-language model; expected names of the text model, "
+            f"which is all that is loaded here. Run '{merge_command(trunk, location)}' and use the result."
+        )
+    return path
 
 
 def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs:
@@ -78,7 +128,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     return Inputs(
         finetune=finetune,
         base=base,
-        adapter=locate_checkpoint(recipe.model.adapter) if recipe.model.adapter else None,
+        adapter=locate_adapter(recipe.model.adapter, recipe.model.trunk) if recipe.model.adapter else None,
         plan=plan,
         head_plan=head_plan,
         tokenizer=tokenizer,

@@ -151,8 +151,9 @@ def _temperature_is_used(recipe: Recipe) -> Iterator[str]:
 def _adapter_is_not_exported(recipe: Recipe) -> Iterator[str]:
     if recipe.model.adapter is not None and recipe.export.enabled:
         yield (
-            "export.enabled: true with model.adapter set; expected a trunk whose weights are in one checkpoint. Merge "
-            "the adapter first and name the merged model in model.trunk, or write export.enabled: false."
+            "export.enabled: true with model.adapter set; expected a trunk whose weights are in one checkpoint. Run "
+            f"'mtp-train merge {recipe.model.trunk} --adapter {recipe.model.adapter} --out MERGED' and write "
+            "model.trunk: MERGED, or write export.enabled: false."
         )
 
 

@@ -34,7 +34,7 @@ def export_gguf(source: Path, out: Path, *, kind: GgufKind, progress: Progress) 
         GateRefusedError: The run's head is not better than its baseline.
     """
     refuse_existing(out, what="the GGUF file")
-    trunk, head = head_to_export(source)
+    trunk, head, _ = head_to_export(source)
     record = gguf_head_for(str(trunk.text_config.get("model_type")), where=str(trunk.path))
     config = text_config_of(trunk).to_dict()
     tensors = gguf_tensors(trunk, layout_of(trunk), head, record, config)

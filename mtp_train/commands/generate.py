@@ -19,7 +19,7 @@ from mtp_train.errors import DataError
 from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import stored_dtype, text_config_of
 from mtp_train.heads.trunk import load_trunk
-from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location
+from mtp_train.inputs import eos_token_ids, load_tokenizer, locate_adapter, open_location
 from mtp_train.weights.artifact import HEAD_CONFIG_FILE
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 from mtp_train.weights.finite import require_finite_checkpoint
@@ -42,6 +42,8 @@ class GenerateRequest:
     """Of the first prompt; each further one has the next seed."""
     stop: tuple[str, ...] = ()
     draft_sampling: DraftSampling = "sampled"
+    adapter: str | None = None
+    """A peft adapter that the trunk wears, unmerged."""
 
 
 def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
@@ -58,6 +60,7 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
     if request.max_new_tokens < 1:
         raise DataError(f"--max-new-tokens: {request.max_new_tokens}; expected at least 1. Ask for more tokens.")
     checkpoint = open_location(request.checkpoint)
+    adapter = locate_adapter(request.adapter, request.checkpoint) if request.adapter else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else TORCH_DTYPES[stored_dtype(checkpoint)]
     depth = 0 if request.mtp == "off" else request.depth
@@ -66,7 +69,7 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
     prompts = [_tokens(tokenizer, request, number) for number in range(len(request.prompts))]
     _refuse_images(checkpoint, prompts)
-    trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype, device=device)
+    trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype, device=device, adapter=adapter)
     drafting = None
     if plan is not None:
         head = build_head(plan, text_config_of(checkpoint), dtype=dtype).to(device).eval()
@@ -99,6 +102,7 @@ def _settings(request: GenerateRequest, depth: int) -> dict[str, Any]:
     return {
         "checkpoint": request.checkpoint,
         "head": request.head,
+        "adapter": request.adapter,
         "depth": depth,
         "mtp": request.mtp,
         "max_new_tokens": request.max_new_tokens,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.progress import Progress
 
+from mtp_train.commands.inspect import SUGGESTED_DEPTH
+from mtp_train.cures import merge_command
 from mtp_train.errors import CheckpointError, GateRefusedError
-from mtp_train.heads.attach import graft_plan, native_plan
+from mtp_train.heads.attach import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.inputs import refuse_adapter
 from mtp_train.recipe_io import load_recipe
 from mtp_train.report.schema import load_report
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
@@ -16,7 +21,8 @@ from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
 from mtp_train.weights.export import LinkMode, write_checkpoint
 from mtp_train.weights.files import Checkpoint, locate_checkpoint, open_checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
-from mtp_train.weights.native import NativeHead
+from mtp_train.weights.head_only import write_head_only
+from mtp_train.weights.native import NativeHead, native_head_of
 from mtp_train.weights.writing import refuse_existing
 
 HEAD_DIRECTORY, REPORT_FILE = "head", "report.json"
@@ -36,7 +42,15 @@ def graft(finetune: Checkpoint, base: Checkpoint, out: Path, *, link: LinkMode, 
     write_checkpoint(finetune, plan.layout, plan.template, out, link=link)
 
 
-def export(source: Path, out: Path, *, link: LinkMode, progress: Progress) -> None:
+@dataclass(frozen=True)
+class Exported:
+    """What an export took: the trunk's checkpoint, and how deep its head drafts by default."""
+
+    trunk: Path
+    num_depths: int
+
+
+def export(source: Path, out: Path, *, link: LinkMode, progress: Progress, head_only: bool = False) -> Exported:
     """Write a servable checkpoint from a run that passed the gate, or from one whose config lost the head's count.
 
     Args:
@@ -44,6 +58,7 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress) -> No
         out: The new directory.
         link: Hard-link unchanged files, or copy.
         progress: Where to show progress.
+        head_only: Write the head alone, as a directory that vLLM takes for a draft model.
 
     Raises:
         OutputExistsError: ``out`` exists.
@@ -51,25 +66,39 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress) -> No
         GateRefusedError: The run's head is not better than its baseline.
     """
     refuse_existing(out, what="the checkpoint")
-    trunk, head = head_to_export(source)
+    trunk, head, num_depths = head_to_export(source)
     require_finite_checkpoint(trunk, progress)
-    write_checkpoint(trunk, layout_of(trunk), head, out, link=link)
+    if head_only:
+        write_head_only(trunk, layout_of(trunk), head, out)
+    else:
+        write_checkpoint(trunk, layout_of(trunk), head, out, link=link)
+    return Exported(trunk.path, num_depths)
 
 
-def head_to_export(source: Path) -> tuple[Checkpoint, NativeHead]:
-    """Return the trunk and the head of a run that passed the gate, or of a checkpoint that holds both.
+class HeadToExport(NamedTuple):
+    """A head, the checkpoint that it is for, and how deep it drafts by default."""
+
+    trunk: Checkpoint
+    head: NativeHead
+    num_depths: int
+
+
+def head_to_export(source: Path) -> HeadToExport:
+    """Return the head of a run that passed the gate, or that of a checkpoint.
 
     Raises:
         CheckpointError: There is no head to export, or the run's has not been measured, or is for an unmerged adapter.
         GateRefusedError: The run's head is not better than its baseline.
     """
     if not (source / HEAD_DIRECTORY / HEAD_CONFIG_FILE).is_file():
+        refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
-        return trunk, _own_head(trunk)
+        return HeadToExport(trunk, _own_head(trunk), SUGGESTED_DEPTH)
     _require_exportable(source)
     identity = read_json(source / PROVENANCE_FILE)["trunk"]
     trunk = open_checkpoint(locate_checkpoint(identity["path"]))
-    return trunk, load_artifact(source / HEAD_DIRECTORY).head
+    artifact = load_artifact(source / HEAD_DIRECTORY)
+    return HeadToExport(trunk, artifact.head, artifact.num_depths)
 
 
 def _require_exportable(run_dir: Path) -> None:
@@ -81,11 +110,11 @@ def _require_exportable(run_dir: Path) -> None:
     gate = load_report(run_dir / REPORT_FILE).gate
     if gate is not None and not gate.passed:
         raise GateRefusedError(gate.reason)
-    adapter = load_recipe(run_dir / RECIPE_FILE).model.adapter
-    if adapter is not None:
+    model = load_recipe(run_dir / RECIPE_FILE).model
+    if model.adapter is not None:
         raise CheckpointError(
-            f"{run_dir}: its head was trained on a trunk with the adapter {adapter}; expected a trunk whose weights "
-            "are in one checkpoint. Merge the adapter and train on the merged model."
+            f"{run_dir}: its head was trained on a trunk with the adapter {model.adapter}; expected a trunk whose "
+            f"weights are in one checkpoint. Run '{merge_command(model.trunk, model.adapter)}' and train on that."
         )
 
 
@@ -96,6 +125,7 @@ def _own_head(checkpoint: Checkpoint) -> NativeHead:
             f"{checkpoint.path}: {diagnosis.describe()}; expected a run directory or a checkpoint with a complete "
             "head. Use mtp-train graft to put the base's head back."
         )
-    template = native_plan(checkpoint, "auto").template
+    layout = layout_of(checkpoint)
+    template = native_head_of(checkpoint, layout, layout, verbatim=True)
     fields = {**template.config_fields, **checkpoint.family.count_as_field(diagnosis.present_modules)}
     return NativeHead(template.tensors, template.shared_keys, fields)

@@ -10,12 +10,13 @@ from typing import Any, Literal
 import torch
 from rich.progress import Progress
 
-from mtp_train.cures import export_command, graft_command, named_base, retrain_command
+from mtp_train.cures import draft_model_flag, export_command, graft_command, named_base, retrain_command
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.finite import find_non_finite
 from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import LM_HEAD, require_same_trunk_shape, trunk_tensors
+from mtp_train.weights.native import LM_HEAD, native_head_of, plain_tensor, require_same_trunk_shape, trunk_tensors
+from mtp_train.weights.quantised import is_scale, read_plain_in_blocks
 
 Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "stripped", "none"]
 SUGGESTED_DEPTH = 3
@@ -107,9 +108,12 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
     if LM_HEAD in checkpoint.tensors and LM_HEAD in base.tensors:
         ours, theirs = ours | {LM_HEAD: LM_HEAD}, theirs | {LM_HEAD: LM_HEAD}
     changed, largest = 0, 0.0
-    for name in progress.track(sorted(ours), description="comparing with the base"):
+    # Quantised differently, they share less than all names, and one side may be in FP8.
+    names = [name for name in sorted(ours.keys() & theirs.keys()) if not is_scale(ours[name], checkpoint.tensors)]
+    for name in progress.track(names, description="comparing with the base"):
         difference, size = 0.0, 0.0
-        blocks = zip(checkpoint.read_in_blocks(ours[name]), base.read_in_blocks(theirs[name]), strict=True)
+        mine_of, other_of = read_plain_in_blocks(checkpoint, ours[name]), read_plain_in_blocks(base, theirs[name])
+        blocks = zip(mine_of, other_of, strict=True)
         for mine, other in blocks:
             difference += float((mine.double() - other.double()).square().sum())
             size += float(other.double().square().sum())
@@ -118,15 +122,16 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
             changed += 1
             relative = (difference / size) ** 0.5 if size else 0.0
             largest = max(largest, relative if math.isfinite(relative) else 0.0)
-    return TrunkChange(changed / len(ours), largest)
+    return TrunkChange(changed / len(names), largest)
 
 
 def _same_head(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint) -> bool:
     base_layout = layout_of(base)
-    keys = [key for key in base.tensors if base_layout.is_head_key(key) and base_layout.shared_key(key) is None]
-    names = {key: base_layout.renamed(key, layout) for key in keys}
+    tensors = native_head_of(base, base_layout, layout).tensors
     return all(
-        name in checkpoint.tensors and torch.equal(checkpoint.read(name), base.read(key)) for key, name in names.items()
+        pending.key in checkpoint.tensors
+        and torch.equal(plain_tensor(checkpoint, pending.key, pending.key).load(), pending.load())
+        for pending in tensors
     )
 
 
@@ -135,6 +140,10 @@ def serving_commands(checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: S
     if status != "healthy":
         reason = "no: the head is there but config.json does not declare it" if status == "undeclared" else None
         reason = reason or f"no: {diagnosis.describe()}"
+        return dict.fromkeys(checkpoint.family.engines, reason)
+    if not holds_layers(checkpoint):
+        flag = draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
+        reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
         return dict.fromkeys(checkpoint.family.engines, reason)
     numbers = {"depth": SUGGESTED_DEPTH, "depth_plus_1": SUGGESTED_DEPTH + 1}
     return {
@@ -145,6 +154,12 @@ def serving_commands(checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: S
         else support.text
         for engine, support in checkpoint.family.engines.items()
     }
+
+
+def holds_layers(checkpoint: Checkpoint) -> bool:
+    """Whether there is a trunk, and not only what ``export --head-only`` leaves of it."""
+    layout = layout_of(checkpoint)
+    return any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout))
 
 
 def find_cure(checkpoint: Checkpoint, base: Checkpoint | None, status: Status, stale: bool | None) -> str | None:

@@ -14,6 +14,7 @@ from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout, Mapped
+from mtp_train.weights.quantised import is_scale
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     layout = layout_of(checkpoint)
     declared = layout.family.declared_modules(checkpoint.config)
     found = tuple(key for key in checkpoint.tensors if layout.is_head_key(key))
-    mapped = {key: layout.map_key(key) for key in found if layout.shared_key(key) is None}
+    own = (key for key in found if layout.shared_key(key) is None and not is_scale(key, checkpoint.tensors))
+    mapped = {key: layout.map_key(key) for key in own}
     present = {entry.ours.split(".")[1] for entry in mapped.values() if entry is not None}
     # What the tensors are compared with: the declared count, or what is there where the count was lost.
     num_modules = max(declared, len(present), 1)

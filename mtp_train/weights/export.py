@@ -22,9 +22,17 @@ from mtp_train.weights.files import (
     SINGLE_FILE,
     Checkpoint,
     TensorInfo,
+    read_json,
 )
 from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import NativeHead
+from mtp_train.weights.native import NativeHead, stored_tensor
+from mtp_train.weights.quantised import (
+    FP8_DTYPES,
+    MODELOPT_FILE,
+    leave_alone,
+    leave_alone_in_modelopt,
+    plain_modules,
+)
 from mtp_train.weights.writing import PendingTensor, new_directory, patch_safetensors, write_json, write_safetensors
 
 HEAD_FILE = "model-mtp.safetensors"
@@ -45,13 +53,13 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
         OutputExistsError: ``out`` exists.
         CheckpointError: A head tensor does not fit the one it replaces, or the disk is full.
     """
-    tensors = [*head.tensors, *_shared_tensors(source, layout, head)]
+    tensors = [*head.tensors, *shared_tensors(source, layout, head)]
     patches, additions = _sort_by_place(source, layout, tensors)
     renames = _shard_names(source, additions)
-    config = _patched_config(source, head.config_fields)
+    documents = patched_documents(source, layout, head)
     with new_directory(out, what="the checkpoint") as directory:
-        skipped = {INDEX_FILE, *({CONFIG_FILE} if config is not None else ())}
-        for file in _source_files(source.path):
+        skipped = {INDEX_FILE, *documents}
+        for file in source_files(source.path):
             relative = file.relative_to(source.path)
             target = directory / renames.get(str(relative), str(relative))
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -59,16 +67,16 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
                 shutil.copyfile(file, target)
                 patch_safetensors(target, patches[str(relative)])
             elif str(relative) not in skipped:
-                _place(file, target, link)
+                place_file(file, target, link)
         if additions:
             write_safetensors(directory / renames.get(HEAD_FILE, HEAD_FILE), additions)
-        if config is not None:
-            write_json(directory / CONFIG_FILE, config)
+        for name, document in documents.items():
+            write_json(directory / name, document)
         if source.index is not None or additions:
             write_json(directory / INDEX_FILE, _index(source, additions, renames))
 
 
-def _shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[PendingTensor]:
+def shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[PendingTensor]:
     """Yield the keys that repeat trunk tensors, filled from the trunk that is exported."""
     for key in head.shared_keys:
         shared = layout.shared_key(key)
@@ -77,13 +85,7 @@ def _shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) ->
                 f"{key}: not a key that {layout.family.title} shares with its trunk; expected a head of this family. "
                 "Write the head again."
             )
-        trunk_key = layout.trunk_key(shared, source.tensors)
-        info = source.tensors[trunk_key]
-        yield PendingTensor(key, info.dtype, info.shape, _reader(source, trunk_key))
-
-
-def _reader(source: Checkpoint, key: str) -> Any:
-    return lambda: source.read(key)
+        yield stored_tensor(source, layout.trunk_key(shared, source.tensors), key)
 
 
 def _sort_by_place(
@@ -96,6 +98,14 @@ def _sort_by_place(
         stored = source.tensors.get(pending.key)
         if stored is None:
             additions.append(pending)
+        elif pending.origin == (source.path, pending.key):
+            # It is there already, as it is to be.
+            continue
+        elif stored.dtype in FP8_DTYPES and pending.dtype not in FP8_DTYPES:
+            raise CheckpointError(
+                f"{source.path}: its own head is stored in {stored.dtype} ({pending.key}); expected a head in plain "
+                "floats, or none, in the place of a new one. Put the new head on the unquantised checkpoint."
+            )
         elif (stored.dtype, stored.shape) == (pending.dtype, pending.shape):
             patches.setdefault(stored.file, []).append(pending)
         else:
@@ -124,8 +134,30 @@ def _shard_names(source: Checkpoint, additions: list[PendingTensor]) -> Mapping[
     return {}
 
 
-def _patched_config(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the config with the head's fields set, or None where it already says so (it is then linked verbatim)."""
+def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> dict[str, Any]:
+    """Return the JSON files that have to change, by name; what already says the right thing is linked verbatim.
+
+    The config gets the head's fields. Where it is quantised and the head comes from elsewhere, in plain floats, the
+    head is named among its exceptions.
+
+    Raises:
+        CheckpointError: The quantisation's exceptions are not known here.
+    """
+    config = _with_fields(source, head.config_fields)
+    documents: dict[str, Any] = {} if config is None else {CONFIG_FILE: config}
+    if all(pending.origin == (source.path, pending.key) for pending in head.tensors):
+        return documents
+    groups = plain_modules(head.tensors, layout)
+    quantised = leave_alone(config or source.config, groups, where=str(source.path))
+    if quantised is not None:
+        documents[CONFIG_FILE] = quantised
+    if (source.path / MODELOPT_FILE).is_file():
+        modelopt = leave_alone_in_modelopt(read_json(source.path / MODELOPT_FILE), groups)
+        documents |= {} if modelopt is None else {MODELOPT_FILE: modelopt}
+    return documents
+
+
+def _with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any] | None:
     missing = {name: value for name, value in fields.items() if source.text_config.get(name) != value}
     if not missing:
         return None
@@ -147,18 +179,19 @@ def _index(source: Checkpoint, additions: list[PendingTensor], renames: Mapping[
     }
 
 
-def _source_files(path: Path) -> Iterator[Path]:
+def source_files(path: Path) -> Iterator[Path]:
     """Yield the files a copy needs: no hidden ones, no pickles, no training checkpoints in subdirectories."""
     for entry in sorted(path.iterdir()):
         if entry.name.startswith((".", "checkpoint-")):
             continue
         if entry.is_dir():
-            yield from _source_files(entry) if not (entry / CONFIG_FILE).exists() else ()
+            yield from source_files(entry) if not (entry / CONFIG_FILE).exists() else ()
         elif entry.suffix not in PICKLE_SUFFIXES:
             yield entry
 
 
-def _place(file: Path, target: Path, link: LinkMode) -> None:
+def place_file(file: Path, target: Path, link: LinkMode) -> None:
+    """Hard-link a file into a checkpoint, or copy it."""
     # The hub's cache keeps symbolic links; the link must be to the file behind them.
     real = file.resolve()
     if link == "hard":

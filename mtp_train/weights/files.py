@@ -6,6 +6,7 @@ no command fails half way through a write.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -92,20 +93,52 @@ class Checkpoint:
             tensor: Tensor = handle.get_tensor(key)
         return tensor
 
-    def read_in_blocks(self, key: str, max_elements: int = 1 << 26) -> Iterator[Tensor]:
-        """Yield a tensor in slices along its first axis, each at most about ``max_elements`` long."""
+    @cached_property
+    def _starts(self) -> Mapping[tuple[str, str], int]:
+        """File and key to the tensor's first byte in that file."""
+        files = {info.file for info in self.tensors.values()}
+        return {(file, key): start for file in files for key, start in _first_bytes(self.path / file).items()}
+
+    def read_in_blocks(self, key: str, max_elements: int = 1 << 22) -> Iterator[Tensor]:
+        """Yield a tensor in slices along its first axis, each at most about ``max_elements`` long (or one row).
+
+        The file is read, not mapped: pages of a mapping count as this process's memory for as long as it is open.
+        """
         info = self.tensors[key]
-        if not info.shape:
+        if not info.shape or not info.num_bytes:
             yield self.read(key)
             return
-        row_elements = 1
-        for size in info.shape[1:]:
-            row_elements *= size
-        rows = max(1, max_elements // max(1, row_elements))
-        with safe_open(self.path / info.file, framework="pt") as handle:
-            piece = handle.get_slice(key)
-            for start in range(0, info.shape[0], rows):
-                yield piece[start : start + rows]
+        rows = max(1, max_elements // math.prod(info.shape[1:]))
+        for first in range(0, info.shape[0], rows):
+            yield self.read_rows(key, first, min(first + rows, info.shape[0]))
+
+    def read_rows(self, key: str, first: int, stop: int) -> Tensor:
+        """Load some rows of a tensor that has rows."""
+        info = self.tensors[key]
+        row_bytes = info.num_bytes // info.shape[0]
+        data = torch.empty((stop - first) * row_bytes, dtype=torch.uint8)
+        with (self.path / info.file).open("rb", buffering=0) as handle:
+            handle.seek(self._starts[info.file, key] + first * row_bytes)
+            _fill(handle, data.numpy().data)
+        return data.view(TORCH_DTYPES[info.dtype]).view(-1, *info.shape[1:])
+
+
+def _first_bytes(path: Path) -> dict[str, int]:
+    with path.open("rb") as handle:
+        header_bytes = int.from_bytes(handle.read(8), "little")
+        header = json.loads(handle.read(header_bytes))
+    return {key: 8 + header_bytes + entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"}
+
+
+def _fill(handle: io.RawIOBase, view: memoryview) -> None:
+    """Read until the buffer is full: one call of the system returns 2 GiB at most, and less on some file systems."""
+    while view:
+        count = handle.readinto(view)
+        if not count:
+            raise CheckpointError(
+                "a weights file became shorter while it was read; expected files that nobody writes to. Start again."
+            )
+        view = view[count:]
 
 
 def read_json(path: Path) -> dict[str, Any]:

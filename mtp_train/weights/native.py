@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from mtp_train.errors import CheckpointError
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
+from mtp_train.weights.quantised import (
+    FP8_DTYPES,
+    PLAIN_DTYPES,
+    SCALE_SUFFIX,
+    is_scale,
+    quant_method,
+    read_plain_in_blocks,
+    scale_of,
+)
 from mtp_train.weights.writing import PendingTensor
 
 LM_HEAD = "lm_head.weight"
@@ -27,19 +39,29 @@ class NativeHead:
     config_fields: Mapping[str, Any]
 
 
-def native_head_of(source: Checkpoint, source_layout: HeadLayout, target_layout: HeadLayout) -> NativeHead:
+def native_head_of(
+    source: Checkpoint, source_layout: HeadLayout, target_layout: HeadLayout, *, verbatim: bool = False
+) -> NativeHead:
     """Take the head of one checkpoint, its keys renamed for another. Loads nothing yet.
+
+    Weights in FP8 become bf16, and their scales go, unless the head stays where it is.
 
     Args:
         source: A checkpoint whose head is complete (``diagnose_head``).
         source_layout: Its layout.
         target_layout: The layout of the checkpoint it goes to.
+        verbatim: Keep every tensor as it is stored: the checkpoint is its own target.
+
+    Raises:
+        CheckpointError: An FP8 weight has no scales.
     """
     keys = [key for key in source.tensors if source_layout.is_head_key(key)]
-    own = [key for key in keys if source_layout.shared_key(key) is None]
+    shared = [key for key in keys if source_layout.shared_key(key) is not None]
+    own = [key for key in keys if key not in shared and (verbatim or not is_scale(key, source.tensors))]
+    take = stored_tensor if verbatim else plain_tensor
     return NativeHead(
-        tensors=tuple(_pending(source, key, source_layout.renamed(key, target_layout)) for key in own),
-        shared_keys=tuple(source_layout.renamed(key, target_layout) for key in keys if key not in own),
+        tensors=tuple(take(source, key, source_layout.renamed(key, target_layout)) for key in own),
+        shared_keys=tuple(source_layout.renamed(key, target_layout) for key in shared),
         config_fields=head_config_fields(source),
     )
 
@@ -50,9 +72,40 @@ def head_config_fields(source: Checkpoint) -> dict[str, Any]:
     return {field: source.text_config[field] for field in fields if field in source.text_config}
 
 
-def _pending(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
+def stored_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
+    """Return a tensor of a checkpoint, to be written verbatim under another key."""
     info = source.tensors[key]
-    return PendingTensor(new_key, info.dtype, info.shape, lambda: source.read(key))
+    return PendingTensor(
+        new_key,
+        info.dtype,
+        info.shape,
+        load=lambda: source.read(key),
+        blocks=lambda: source.read_in_blocks(key),
+        origin=(source.path, key),
+    )
+
+
+def plain_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
+    """Return a tensor of a checkpoint, verbatim, or in bf16 where it is stored in FP8.
+
+    Raises:
+        CheckpointError: It is stored in FP8 without scales for its blocks.
+    """
+    info = source.tensors[key]
+    if info.dtype not in FP8_DTYPES:
+        return stored_tensor(source, key, new_key)
+    if scale_of(key, source.tensors) is None:
+        raise CheckpointError(
+            f"{source.path}: {key} is stored in {info.dtype} without {SCALE_SUFFIX}; expected scales for its blocks. "
+            "Take the head of the unquantised base."
+        )
+    return PendingTensor(
+        new_key,
+        "BF16",
+        info.shape,
+        load=lambda: torch.cat([block.bfloat16() for block in read_plain_in_blocks(source, key)]),
+        blocks=lambda: read_plain_in_blocks(source, key),
+    )
 
 
 def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
@@ -68,6 +121,8 @@ def require_same_trunk_shape(
 ) -> None:
     """Check that a head of ``base`` fits ``finetune``: the same family, and a trunk of the same tensors and shapes.
 
+    Where they are quantised differently: of the same modules, and the same shapes where a tensor is stored as it is.
+
     Raises:
         CheckpointError: They differ; the message names the first tensor.
     """
@@ -77,7 +132,20 @@ def require_same_trunk_shape(
             "that the fine-tune came from. Point at that base."
         )
     ours, theirs = trunk_tensors(finetune, finetune_layout), trunk_tensors(base, base_layout)
-    for name in sorted(ours.keys() | theirs.keys()):
+    names = ours.keys() | theirs.keys()
+    if quant_method(finetune.config) != quant_method(base.config):
+        missing = trunk_modules(ours) ^ trunk_modules(theirs)
+        if missing:
+            raise CheckpointError(
+                f"{base.path}: trunk module {min(missing)} is there or in {finetune.path}, not in both; expected the "
+                "same trunk. Point at the base that the fine-tune came from."
+            )
+        names = {
+            name
+            for name in ours.keys() & theirs.keys()
+            if finetune.tensors[ours[name]].dtype in PLAIN_DTYPES and base.tensors[theirs[name]].dtype in PLAIN_DTYPES
+        }
+    for name in sorted(names):
         mine = finetune.tensors[ours[name]].shape if name in ours else None
         other = base.tensors[theirs[name]].shape if name in theirs else None
         if mine != other:
@@ -86,6 +154,11 @@ def require_same_trunk_shape(
                 f"{_shape_text(mine)}; "
                 "expected the same trunk shape. Point at the base that the fine-tune came from."
             )
+
+
+def trunk_modules(names: Iterable[str]) -> set[str]:
+    """Return the modules that tensors belong to, however each is stored; experts count as one module."""
+    return {re.sub(r"\.experts\..*", ".experts.", name).rpartition(".")[0] for name in names}
 
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:

@@ -1,7 +1,7 @@
 """Writing that leaves no half-written thing behind: directories are built aside, flushed and renamed.
 
-The safetensors writer here streams one tensor at a time, so that a head of any size is written in the memory of its
-largest tensor; the ``safetensors`` package would hold them all.
+The safetensors writer here streams one tensor at a time, or a block of one, so that a head of any size is written
+in the memory of its largest tensor; the ``safetensors`` package would hold them all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mtp_train.errors import CheckpointError, OutputExistsError
 from mtp_train.weights.files import TORCH_DTYPES, TensorInfo
+from mtp_train.weights.finite import all_finite
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,27 @@ class PendingTensor:
     dtype: str
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
+    blocks: Callable[[], Iterator[Tensor]] | None = None
+    """The same a block of rows at a time, where it need not be in memory at once."""
+
+    origin: tuple[Path, str] | None = None
+    """The checkpoint and key that it is read from, verbatim; None for a new value."""
+
+    def parts(self) -> Iterator[Tensor]:
+        """Yield the tensor as it is to be written: in blocks, or whole.
+
+        Raises:
+            CheckpointError: It has another shape than was announced.
+        """
+        if self.blocks is not None:
+            yield from self.blocks()
+            return
+        tensor = self.load()
+        if tuple(tensor.shape) != self.shape:
+            raise CheckpointError(
+                f"{self.key}: shape {list(tensor.shape)}; expected {list(self.shape)}. Use a head of this model."
+            )
+        yield tensor
 
     @property
     def num_bytes(self) -> int:
@@ -68,13 +90,8 @@ def write_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
         handle.write(len(encoded).to_bytes(8, "little"))
         handle.write(encoded)
         for pending in tensors:
-            tensor = pending.load()
-            if tuple(tensor.shape) != pending.shape:
-                raise CheckpointError(
-                    f"{pending.key}: shape {list(tensor.shape)}; expected {list(pending.shape)}. Use a head of this "
-                    "model."
-                )
-            handle.write(raw_bytes(tensor, pending.dtype))
+            for part in pending.parts():
+                handle.write(raw_bytes(part, pending.dtype))
         _flush(handle)
 
 
@@ -94,6 +111,51 @@ def patch_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
             handle.seek(8 + header_bytes + start)
             handle.write(data)
         _flush(handle)
+
+
+RowChange = Callable[[int, Tensor], Tensor]
+"""The number of a block's first row and the block as stored, to the block that takes its place (any dtype)."""
+
+
+def rewrite_safetensors(source: Path, target: Path, changes: Mapping[str, RowChange], *, block_bytes: int) -> None:
+    """Write a safetensors file anew with some tensors changed, a block of rows in memory at a time.
+
+    Header, order, dtypes and shapes stay, and so does every byte of the tensors without a change.
+
+    Args:
+        source: The file to read.
+        target: The file to write; not the same.
+        changes: Key to its change.
+        block_bytes: About how much of a tensor is held at once; never less than a row.
+
+    Raises:
+        CheckpointError: A changed tensor is no longer finite in its stored dtype.
+    """
+    with source.open("rb") as reader, target.open("wb") as writer:
+        size = reader.read(8)
+        encoded = reader.read(int.from_bytes(size, "little"))
+        writer.write(size + encoded)
+        header = {key: entry for key, entry in json.loads(encoded).items() if key != "__metadata__"}
+        for key, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            start, end = entry["data_offsets"]
+            if key not in changes:
+                for offset in range(start, end, block_bytes):
+                    writer.write(reader.read(min(block_bytes, end - offset)))
+                continue
+            shape, dtype = entry["shape"] or [1], entry["dtype"]
+            row_bytes = (end - start) // shape[0]
+            rows = max(1, block_bytes // row_bytes)
+            for first in range(0, shape[0], rows):
+                data = bytearray(reader.read(min(rows, shape[0] - first) * row_bytes))
+                block = torch.frombuffer(data, dtype=TORCH_DTYPES[dtype]).view(-1, *shape[1:])
+                changed = changes[key](first, block).to(TORCH_DTYPES[dtype])
+                if not all_finite(changed):
+                    raise CheckpointError(
+                        f"{source}: {key} would hold NaN or infinite values in {dtype}; expected finite weights. Use "
+                        "finite weights, or an adapter that was trained on this base."
+                    )
+                writer.write(raw_bytes(changed, dtype))
+        _flush(writer)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -195,7 +195,7 @@ def test_held_out_texts_too_short_to_continue_are_refused(inputs: Path, tmp_path
 # Targets and run directories that are taken
 
 
-@pytest.mark.parametrize("command", ["graft", "export", "demo"])
+@pytest.mark.parametrize("command", ["graft", "merge", "export", "demo"])
 @pytest.mark.parametrize("target", ["directory", "file", "dangling link"])
 def test_an_existing_target_is_refused_and_kept(
     target: str, command: str, finished: Path, pristine: Path, tmp_path: Path, capfd: Capture
@@ -210,6 +210,7 @@ def test_an_existing_target_is_refused_and_kept(
         out.symlink_to(tmp_path / "nowhere")
     argv = {
         "graft": ["graft", pristine / "finetune", "--from", pristine / "base", "--out", out],
+        "merge": ["merge", pristine / "base", "--adapter", tmp_path / "lora", "--out", out],
         "export": ["export", finished / "run", "--out", out],
         "demo": ["demo", out],
     }[command]

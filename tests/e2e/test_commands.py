@@ -16,6 +16,7 @@ import yaml
 from gguf import GGUFReader
 from safetensors.torch import load_file
 
+from adapters import write_adapter
 from checkpoints import all_tensors
 from mtp_inference import SpeculativeDecoder
 from mtp_train.cli import main
@@ -23,7 +24,7 @@ from mtp_train.recipe_io import load_recipe
 from runs import GETS_NO_BETTER, document, tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("run", "check", "regenerate", "inspect", "graft", "export", "generate", "demo")
+COMMANDS = ("run", "check", "regenerate", "inspect", "graft", "merge", "export", "generate", "demo")
 Capture = pytest.CaptureFixture[str]
 
 
@@ -177,7 +178,10 @@ def test_a_head_trained_on_an_adapter_is_not_put_on_the_bare_trunk(
     recipe["model"]["adapter"], recipe["export"]["enabled"] = "lora", False
     (adapted / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["export", str(adapted), "--out", str(tmp_path / "out")]) == 2
-    assert "trained on a trunk with the adapter lora; expected a trunk whose weights are in" in capfd.readouterr().err
+    assert "trained on a trunk with the adapter lora; expected a trunk whose weights are in" in (
+        said := capfd.readouterr().err
+    )
+    assert f"mtp-train merge {recipe['model']['trunk']} --adapter lora --out" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -196,6 +200,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "regenerate": ["regenerate", recipe],
         "inspect": ["inspect", inputs / "finetune", "--base", inputs / "base"],
         "graft": ["graft", inputs / "finetune", "--from", inputs / "base", "--out", tmp_path / "out"],
+        "merge": ["merge", inputs / "base", "--adapter", tmp_path / "lora", "--out", tmp_path / "out"],
         "export": ["export", recipe.parent / "run", "--out", tmp_path / "out"],
         "generate": ["generate", inputs / "base", "--prompt", "x", "--max-new-tokens", "2"],
         "demo": ["demo", tmp_path / "demo"],
@@ -206,10 +211,13 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "regenerate": {"responses", "documents", "response_tokens", "too_short", "truncated", "unfinished"},
         "inspect": {"family", "status", "stale", "missing_keys", "serves", "cure"},
         "graft": {"out"},
+        "merge": {"out", "checkpoint", "adapter", "num_tensors", "head_keys", "cure"},
         "export": {"out"},
         "generate": {"requests", "settings"},
         "demo": {"base", "finetune"},
     }
+    if command == "merge":
+        write_adapter(inputs / "base", tmp_path / "lora", target_modules=["q_proj"])
     found = document(argv[command], capfd)
     assert found.keys() >= fields[command]
 

@@ -1,0 +1,281 @@
+"""Reading a peft LoRA adapter: which modules it changes, by what, and at which scale.
+
+Nothing here knows the checkpoint; :mod:`mtp_train.weights.merge` finds each module's tensors in it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.progress import Progress
+from torch import Tensor
+
+from mtp_train.errors import CheckpointError
+from mtp_train.weights.files import Checkpoint, read_json, scan_safetensors
+from mtp_train.weights.finite import require_finite_checkpoint
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+# A mixture's fused adapter is needed once for each expert's tensor: both its matrices, of two parameters.
+_NUM_KEPT = 4
+_ROOT = "base_model.model."
+_PART = re.compile(
+    r"(?P<module>.+?)(?P<wraps>(?:\.base_layer)*)\."
+    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:\.default)?(?:\.(?P<field>weight|bias))?\Z"
+)
+# peft wraps the parameters of one module in the order in which the module declares them, the first one innermost.
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+# What makes an adapter more than a sum of low-rank products, and why that cannot be written into the weights here.
+_UNMERGEABLE = {
+    "alora_invocation_tokens": "acts only after its invocation tokens",
+    "arrow_config": "routes each token to other adapters",
+    "kasa_config": "rescales singular values of the base",
+    "layer_replication": "repeats layers of the base",
+    "monteclora_config": "samples its weights",
+    "trainable_token_indices": "replaces single rows of the embedding",
+    "use_bdlora": "is block-diagonal",
+    "use_qalora": "belongs to a quantised base",
+}
+# peft subtracts the adapter's start from the base's weights for these: the adapter alone does not say what was trained.
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+Kind = Literal["linear", "embedding", "experts"]
+
+
+class AdapterWeights:
+    """An adapter's stored tensors, read when they are needed; the last few are kept, as neighbours share them.
+
+    Args:
+        stored: The adapter's file, opened.
+    """
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self.stored = stored
+        self._kept: dict[str, Tensor] = {}
+
+    def load(self, key: str) -> Tensor:
+        """Return a tensor in fp32."""
+        if key not in self._kept:
+            if len(self._kept) == _NUM_KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = self.stored.read(key).float()
+        return self._kept[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredMatrix:
+    """A matrix of an adapter, not loaded yet."""
+
+    weights: AdapterWeights
+    key: str
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape as it is used."""
+        shape = self.weights.stored.tensors[self.key].shape
+        return shape[::-1] if self.transposed else shape
+
+    def load(self) -> Tensor:
+        """Return it in fp32."""
+        value = self.weights.load(self.key)
+        return value.T if self.transposed else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """One pair of matrices that adapts one parameter: ``scale * B @ A``."""
+
+    module: str
+    """The module's name in transformers' tree, without peft's prefix."""
+    parameter: str
+    """``weight``, or the name of a parameter that peft targets directly."""
+    kind: Kind
+    """``linear``, ``embedding``, or ``experts`` (one pair an expert, stacked as peft stacks them)."""
+    left: StoredMatrix
+    """What peft stores as B, or as A of an embedding, transposed: shape (rows, rank); for experts B as stored."""
+    right: StoredMatrix
+    """Shape (rank, columns); for experts A as stored."""
+    rank: int
+    scale: float
+    magnitude: Tensor | None = None
+    """DoRA's: the norm of each row of the merged weight."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter: what it changes, its matrices still on the disk."""
+
+    path: Path
+    weights: AdapterWeights
+    pairs: tuple[LowRank, ...]
+    bias_steps: Mapping[str, Tensor]
+    """Parameter name in transformers' tree to what is added to it."""
+    replacements: Mapping[str, str]
+    """Parameter name in transformers' tree to the key of what takes its place (``modules_to_save``, biases)."""
+    keeps_tied: bool
+    """Whether it was trained with the embedding and the lm_head tied to each other."""
+
+
+@dataclass
+class _Parts:
+    keys: dict[str, str] = field(default_factory=dict)
+    """``lora_A`` and the like to the stored key."""
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a directory holds an adapter and no model."""
+    return (path / ADAPTER_CONFIG_FILE).is_file() and not (path / "config.json").is_file()
+
+
+def read_adapter(path: Path) -> Adapter:
+    """Read an adapter directory.
+
+    Raises:
+        CheckpointError: It is no LoRA adapter, its weights are missing, damaged, not finite or of another rank than it
+            says, or it does something that a merged weight cannot do.
+    """
+    config = read_json(path / ADAPTER_CONFIG_FILE)
+    _require_mergeable(path, config)
+    weights = _open_weights(path, config)
+    groups: dict[tuple[str, int], _Parts] = {}
+    replacements: dict[str, str] = {}
+    for key in weights.stored.tensors:
+        name = key.removeprefix(_ROOT)
+        match = _PART.match(name)
+        if match is None:
+            replacements[name.replace(".base_layer", "")] = key
+            continue
+        depth = match["wraps"].count(".base_layer")
+        parts = groups.setdefault((match["module"], depth), _Parts())
+        parts.keys[match["part"] + ("_bias" if match["field"] == "bias" else "")] = key
+    names = _parameter_names(path, config, groups)
+    pairs, steps = [], {}
+    for place, parts in groups.items():
+        pair = _pair(weights, config, place[0], names[place], parts)
+        pairs.append(pair)
+        if "lora_B_bias" in parts.keys:
+            steps[f"{pair.module}.bias"] = pair.scale * weights.load(parts.keys["lora_B_bias"])
+    if not pairs and not replacements:
+        raise CheckpointError(f"{path}: holds no tensor; expected a LoRA adapter. Save it again.")
+    return Adapter(path, weights, tuple(pairs), steps, replacements, bool(config.get("ensure_weight_tying")))
+
+
+def _require_mergeable(path: Path, config: Mapping[str, Any]) -> None:
+    where = path / ADAPTER_CONFIG_FILE
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{where}: peft_type {config.get('peft_type')!r}; expected LORA, the only kind merged here. Merge it with "
+            "peft's merge_and_unload where peft can, save the model, and put the head back with mtp-train graft."
+        )
+    for name, reason in _UNMERGEABLE.items():
+        if config.get(name):
+            raise CheckpointError(
+                f"{where}: {name} is set, and such an adapter {reason}; expected one that adds a low-rank product to "
+                "each weight. Serve it unmerged."
+            )
+    start = str(config.get("init_lora_weights")).lower()
+    if start.startswith(_CHANGES_THE_BASE):
+        raise CheckpointError(
+            f"{where}: init_lora_weights {config['init_lora_weights']!r} changed the base's weights before training; "
+            "expected an adapter relative to the base as it is. Save it with peft's "
+            "path_initial_model_for_weight_conversion."
+        )
+
+
+def _open_weights(path: Path, config: Mapping[str, Any]) -> AdapterWeights:
+    file = path / ADAPTER_FILE
+    if not file.is_file() and (path / "adapter_model.bin").is_file():
+        raise CheckpointError(
+            f"{path}: its weights are a pickle (adapter_model.bin), which can run code when read; expected "
+            f"{ADAPTER_FILE}. Save it once with safetensors in a place you trust."
+        )
+    stored = Checkpoint(path, config, None, scan_safetensors(file))
+    require_finite_checkpoint(stored, Progress(disable=True))
+    return AdapterWeights(stored)
+
+
+def _parameter_names(
+    path: Path, config: Mapping[str, Any], groups: Iterable[tuple[str, int]]
+) -> dict[tuple[str, int], str]:
+    """Say which parameter of its module each group adapts, from how deep peft wrapped it."""
+    depths: dict[str, list[int]] = {}
+    for module, depth in groups:
+        depths.setdefault(module, []).append(depth)
+    named: dict[tuple[str, int], str] = {}
+    for module, found in depths.items():
+        experts = EXPERT_PARAMETERS if module.endswith("experts") else ()
+        ordered = [name for name in experts if _is_targeted(config, f"{module}.{name}")] or ["weight"]
+        if sorted(found) != list(range(len(ordered))):
+            raise CheckpointError(
+                f"{path}: {module} is adapted {len(found)} times, while target_parameters asks for "
+                f"{', '.join(ordered)}; expected one adapter for each. Save it again with the peft that made it."
+            )
+        named |= {(module, len(ordered) - 1 - place): name for place, name in enumerate(ordered)}
+    return named
+
+
+def _is_targeted(config: Mapping[str, Any], name: str) -> bool:
+    """Whether ``target_parameters`` names a parameter."""
+    return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
+
+
+def _pair(weights: AdapterWeights, config: Mapping[str, Any], module: str, parameter: str, parts: _Parts) -> LowRank:
+    path, infos = weights.stored.path, weights.stored.tensors
+    embedding = "lora_embedding_A" in parts.keys
+    a, b = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
+    if not {a, b} <= parts.keys.keys():
+        alone = next(iter(parts.keys.values()))
+        raise CheckpointError(
+            f"{path / ADAPTER_FILE}: {alone} stands alone; expected both {a} and {b} of {module}. Save the adapter "
+            "again."
+        )
+    down, up = infos[parts.keys[a]].shape, infos[parts.keys[b]].shape
+    if len(down) != 2 or len(up) != 2:
+        raise CheckpointError(
+            f"{path / ADAPTER_FILE}: {module} is a convolution ({a} has {len(down)} axes); expected matrices. Merge it "
+            "with peft's merge_and_unload, and put the head back with mtp-train graft."
+        )
+    kind: Literal["linear", "embedding", "experts"] = (
+        "embedding" if embedding else "linear" if parameter == "weight" else "experts"
+    )
+    # peft looks ranks up by the module's name, or by the parameter's where that was targeted itself.
+    name = f"{module}.{parameter}" if _is_targeted(config, f"{module}.{parameter}") else module
+    rank = int(_pattern_value(config.get("rank_pattern"), name, config["r"]))
+    alpha = float(_pattern_value(config.get("alpha_pattern"), name, config.get("lora_alpha", rank)))
+    if down[0] % rank or (kind != "experts" and down[0] != rank) or down[0] != up[1]:
+        raise CheckpointError(
+            f"{path / ADAPTER_FILE}: {module} has {a} {list(down)} and {b} {list(up)}; expected rank "
+            f"{rank}, as {ADAPTER_CONFIG_FILE} says. Save the adapter again."
+        )
+    transposed = embedding or (bool(config.get("fan_in_fan_out")) and kind == "linear")
+    magnitude = parts.keys.get("lora_magnitude_vector")
+    if magnitude is not None and transposed:
+        raise CheckpointError(
+            f"{path}: DoRA on {module}, whose norms run along the other axis of the stored weight; expected DoRA on "
+            "linear layers. Merge it with peft's merge_and_unload, and put the head back with mtp-train graft."
+        )
+    return LowRank(
+        module=module,
+        parameter=parameter,
+        kind=kind,
+        left=StoredMatrix(weights=weights, key=parts.keys[a if transposed else b], transposed=transposed),
+        right=StoredMatrix(weights=weights, key=parts.keys[b if transposed else a], transposed=transposed),
+        rank=rank,
+        scale=alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank,
+        magnitude=None if magnitude is None else weights.load(magnitude),
+    )
+
+
+def _pattern_value(patterns: Mapping[str, Any] | None, name: str, otherwise: Any) -> Any:
+    """Return the value of the first pattern that a module's name ends with, as peft looks it up."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return otherwise

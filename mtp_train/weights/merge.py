@@ -1,0 +1,305 @@
+"""Merging a LoRA adapter into a checkpoint's own layout, tensor by tensor, without building the model.
+
+``W + scale * B @ A`` is worked out in fp32, a block of rows at a time, and rounded once to the stored dtype. Key names,
+shards, dtypes and every byte of the other tensors stay what they are.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from mtp_train.errors import CheckpointError
+from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, Adapter, LowRank
+from mtp_train.weights.export import LinkMode, place_file, source_files
+from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.keymap import HeadLayout
+from mtp_train.weights.quantised import quant_method
+from mtp_train.weights.writing import RowChange, new_directory, rewrite_safetensors
+
+_BLOCK_BYTES = 1 << 25
+_FLOATS = ("F32", "F16", "BF16")
+_WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
+_ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
+# A fused parameter's parts, one below the other.
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass
+class _Change:
+    """What happens to one stored tensor: perhaps another one in its place, then products added to it."""
+
+    replacement: Callable[[int, int], Tensor] | None = None
+    """First row and stop to the rows that take the stored ones' place."""
+    steps: list[RowChange] = field(default_factory=list)
+
+    def __call__(self, first: int, block: Tensor) -> Tensor:
+        value = block if self.replacement is None else self.replacement(first, first + len(block))
+        value = value.float()
+        for step in self.steps:
+            value = step(first, value)
+        return value
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge wrote."""
+
+    num_tensors: int
+    """Stored tensors that changed."""
+    shards_rewritten: int
+    shards_kept: int
+    head_keys: int
+    """Tensors of the head that the checkpoint holds; they are what they were."""
+
+
+def write_merged(
+    source: Checkpoint,
+    layout: HeadLayout,
+    changes: Mapping[str, RowChange],
+    out: Path,
+    *,
+    link: LinkMode,
+    progress: Progress,
+) -> Merged:
+    """Write ``source`` with ``plan_changes`` carried out to a new directory; files without a change are linked.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: A merged weight is not finite, or the disk is full.
+    """
+    by_file: dict[str, dict[str, RowChange]] = {}
+    for key, change in changes.items():
+        by_file.setdefault(source.tensors[key].file, {})[key] = change
+    # Beside a model transformers would put the adapter on a second time.
+    left_out = {ADAPTER_CONFIG_FILE, ADAPTER_FILE}
+    files = [file for file in source_files(source.path) if file.name not in left_out]
+    with new_directory(out, what="the checkpoint") as directory:
+        for file in progress.track(files, description="merging"):
+            relative = file.relative_to(source.path)
+            target = directory / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if str(relative) in by_file:
+                rewrite_safetensors(file, target, by_file[str(relative)], block_bytes=_BLOCK_BYTES)
+                shutil.copymode(file, target)
+            else:
+                place_file(file, target, link)
+    shards = {info.file for info in source.tensors.values()}
+    own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
+    return Merged(len(changes), len(by_file), len(shards) - len(by_file), len(own_head))
+
+
+def plan_changes(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Mapping[str, RowChange]:
+    """Say what happens to each stored tensor that the adapter changes, without reading any.
+
+    Raises:
+        CheckpointError: The adapter does not fit, adapts the head or one of two tied tensors, or the checkpoint is
+            quantised.
+    """
+    method = quant_method(source.config)
+    if method is not None:
+        raise CheckpointError(
+            f"{source.path}: quantised ({method}); expected plain weights, as quantised weights plus an adapter would "
+            "have to be quantised again. Merge into the checkpoint that this one was made from."
+        )
+    plan = _Plan(source, layout, adapter)
+    for name, key in adapter.replacements.items():
+        plan.replace(name, key)
+    for pair in adapter.pairs:
+        plan.add(pair)
+    for name, value in adapter.bias_steps.items():
+        plan.step(name, (len(value),), _adds(value))
+    plan.repeat_in_shared_keys()
+    return plan.changes
+
+
+class _Plan:
+    """The changes found so far, and where modules of transformers' tree are kept in the checkpoint."""
+
+    def __init__(self, source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> None:
+        self.source, self.layout, self.adapter = source, layout, adapter
+        self.changes: dict[str, _Change] = {}
+        self._embedding = f"{layout.trunk_prefix}embed_tokens.weight"
+        self._tied = bool(source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings")))
+        self._tied |= LM_HEAD not in source.tensors
+        names = [*adapter.replacements, *(f"{pair.module}.weight" for pair in adapter.pairs)]
+        self._embedding_is_adapted = any(self.home(name) == self._embedding for name in names)
+
+    def home(self, name: str) -> str | None:
+        """Return the stored key of a parameter: a wrapper puts another prefix before it than a text-only model."""
+        bare = _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
+        candidates = (name, self.layout.trunk_prefix + bare, bare)
+        return next((key for key in candidates if key in self.source.tensors), None)
+
+    def replace(self, name: str, key: str) -> None:
+        """Put a tensor of the adapter in the place of a stored one."""
+        stored = self.adapter.weights.stored
+        change = self._change(name, stored.tensors[key].shape)
+        if change is not None:
+            change.replacement = partial(stored.read_rows, key)
+
+    def step(self, name: str, shape: tuple[int, ...], step: RowChange) -> None:
+        """Add something to a stored tensor."""
+        change = self._change(name, shape)
+        if change is not None:
+            change.steps.append(step)
+
+    def add(self, pair: LowRank) -> None:
+        """Add a low-rank product to the tensor, or the tensors, that keep its module."""
+        name = f"{pair.module}.{pair.parameter}"
+        if pair.kind == "experts":
+            self._add_experts(name, pair)
+            return
+        fused = _ONE_EXPERT.match(pair.module)
+        if fused is not None and self.home(name) is None:
+            self._add_to_fused(pair, fused["experts"], int(fused["expert"]), fused["part"])
+            return
+        self.step(
+            name,
+            (pair.left.shape[0], pair.right.shape[1]),
+            _adds_product(pair.left.load, pair.right.load, pair.scale, pair.magnitude),
+        )
+
+    def _add_experts(self, name: str, pair: LowRank) -> None:
+        """Peft's adapter on a fused parameter: experts are stacked in the rank, A by expert, B by rank."""
+        num_experts = pair.right.shape[0] // pair.rank
+        num_rows, num_columns = pair.left.shape[0], pair.right.shape[1]
+        if self.home(name) is not None:
+            self.step(name, (num_experts, num_rows, num_columns), _adds_expert_products(pair))
+            return
+        parts = _FUSED[pair.parameter]
+        if self.home(f"{pair.module}.{num_experts}.{parts[0]}.weight") is not None:
+            raise CheckpointError(
+                f"{self.adapter.path}: adapts {num_experts} experts of {pair.module}, {self.source.path} has more; "
+                "expected as many. Merge into the base that the adapter was trained on."
+            )
+        for expert in range(num_experts):
+            for place, part in enumerate(parts):
+                key, size = f"{pair.module}.{expert}.{part}.weight", num_rows // len(parts)
+                rows = slice(place * size, (place + 1) * size)
+                self.step(key, (size, num_columns), _adds_one_expert_product(pair, expert, rows))
+
+    def _add_to_fused(self, pair: LowRank, experts: str, expert: int, part: str) -> None:
+        """An adapter on one expert's own layer, where the checkpoint stacks the experts."""
+        parameter, parts = next((name, parts) for name, parts in _FUSED.items() if part in parts)
+        key = self.home(f"{experts}.{parameter}")
+        if key is None or pair.magnitude is not None:
+            raise self._homeless(f"{pair.module}.weight")
+        stored = self.source.tensors[key].shape
+        size, place = pair.left.shape[0], parts.index(part)
+        if stored[1:] != (size * len(parts), pair.right.shape[1]) or expert >= stored[0]:
+            raise self._misfit(key, (expert + 1, size * len(parts), pair.right.shape[1]))
+
+        def step(first: int, block: Tensor) -> Tensor:
+            if first <= expert < first + len(block):
+                block = block.clone()
+                product = pair.scale * (pair.left.load() @ pair.right.load())
+                block[expert - first, place * size : (place + 1) * size] += product
+            return block
+
+        self.changes.setdefault(key, _Change()).steps.append(step)
+
+    def _change(self, name: str, shape: tuple[int, ...]) -> _Change | None:
+        key = self.home(name)
+        if self._tied and (key == self._embedding or name.endswith(LM_HEAD)):
+            if not self.adapter.keeps_tied:
+                raise CheckpointError(
+                    f"{self.adapter.path}: adapts {name}, while {self.source.path} ties lm_head and embedding to one "
+                    "tensor, which cannot hold two; expected an adapter that leaves both alone or keeps them tied. "
+                    "Train it with ensure_weight_tying=True, or serve it unmerged."
+                )
+            # Both halves of a tied pair say the same: the embedding's half is written, to both where both are stored.
+            if name.endswith(LM_HEAD) and self._embedding_is_adapted:
+                return None
+        if key is None:
+            raise self._homeless(name)
+        if self.layout.is_head_key(key):
+            raise CheckpointError(
+                f"{self.adapter.path}: adapts {key}, which belongs to the head; expected an adapter of the trunk. "
+                "Merge without it, and retrain the head."
+            )
+        stored = self.source.tensors[key]
+        if stored.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{self.source.path}: {key} is stored as {stored.dtype}; expected {', '.join(_FLOATS)}. Merge into the "
+                "checkpoint that this one was quantised from."
+            )
+        if stored.shape != shape:
+            raise self._misfit(key, shape)
+        return self.changes.setdefault(key, _Change())
+
+    def _homeless(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.adapter.path}: adapts {name}, for which {self.source.path} holds no tensor; expected every adapted "
+            "module in the checkpoint. Merge into the base that the adapter was trained on."
+        )
+
+    def _misfit(self, key: str, shape: tuple[int, ...]) -> CheckpointError:
+        return CheckpointError(
+            f"{self.adapter.path}: adapts {key} as {list(shape)}, in {self.source.path} it is "
+            f"{list(self.source.tensors[key].shape)}; expected the same shape. Merge into the base that the adapter "
+            "was trained on."
+        )
+
+    def repeat_in_shared_keys(self) -> None:
+        """Change the head's copies of trunk tensors with the trunk's."""
+        for key in self.source.tensors:
+            shared = self.layout.shared_key(key)
+            trunk_key = None if shared is None else self.layout.trunk_key(shared, self.source.tensors)
+            if trunk_key in self.changes:
+                self.changes[key] = self.changes[trunk_key]
+        if self._tied and LM_HEAD in self.source.tensors and self._embedding in self.changes:
+            self.changes[LM_HEAD] = self.changes[self._embedding]
+
+
+def _adds(value: Tensor) -> RowChange:
+    return lambda first, block: block + value[first : first + len(block)]
+
+
+def _adds_product(
+    left: Callable[[], Tensor], right: Callable[[], Tensor], scale: float, magnitude: Tensor | None
+) -> RowChange:
+    """Return ``W + scale * left @ right``; with DoRA's magnitude each row is then brought to that norm."""
+
+    def step(first: int, block: Tensor) -> Tensor:
+        rows = slice(first, first + len(block))
+        merged = block + scale * (left()[rows] @ right())
+        if magnitude is None:
+            return merged
+        return merged * (magnitude[rows] / torch.linalg.vector_norm(merged, dim=1))[:, None]
+
+    return step
+
+
+def _by_expert(pair: LowRank) -> tuple[Tensor, Tensor]:
+    """Return left and right with the experts along the first axis."""
+    left, right = pair.left.load(), pair.right.load()
+    num_experts = len(right) // pair.rank
+    return (
+        left.view(len(left), pair.rank, num_experts).permute(2, 0, 1),
+        right.view(num_experts, pair.rank, -1),
+    )
+
+
+def _adds_expert_products(pair: LowRank) -> RowChange:
+    def step(first: int, block: Tensor) -> Tensor:
+        left, right = _by_expert(pair)
+        experts = slice(first, first + len(block))
+        return block + pair.scale * torch.bmm(left[experts], right[experts])
+
+    return step
+
+
+def _adds_one_expert_product(pair: LowRank, expert: int, rows: slice) -> RowChange:
+    return _adds_product(
+        lambda: _by_expert(pair)[0][expert, rows], lambda: _by_expert(pair)[1][expert], pair.scale, None
+    )

@@ -1,0 +1,211 @@
+"""Quantised checkpoints: their trunk's bytes are kept, their head is kept or written in plain floats.
+
+A head in plain floats must be named in the quantisation config, or an engine looks for scales that it has not. Every
+method has a field for that and a way to match names in it. Weights in FP8 with a scale for each block are the one kind
+that is read here; a head packed in any other way is refused by its unknown keys.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtp_train.errors import CheckpointError
+from mtp_train.families import RawConfig
+from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.keymap import HeadLayout
+from mtp_train.weights.writing import PendingTensor
+
+QUANTISATION = "quantization_config"
+MODELOPT_FILE = "hf_quant_config.json"
+SCALE_SUFFIX = "weight_scale_inv"
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
+Groups = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class _Method:
+    """How a quantisation method names the modules that it leaves alone."""
+
+    fields: tuple[str, ...]
+    """Where, the first one that is there; else the first."""
+    entries: Callable[[str, Sequence[str]], list[str]]
+    """The head's prefix (``mtp.``) and its modules to what is added."""
+    matches: Callable[[str, str], bool]
+    """Whether an entry covers a module."""
+
+
+def _names(prefix: str, modules: Sequence[str]) -> list[str]:
+    # vLLM compares whole names, transformers takes a prefix.
+    return [prefix.rstrip("."), *modules]
+
+
+def _names_match(entry: str, module: str) -> bool:
+    # As transformers and vLLM both read them: a module, or one that holds it.
+    return module == entry or module.startswith(entry.rstrip(".*") + ".")
+
+
+def _pattern(prefix: str) -> str:
+    return f".*{re.escape(prefix)}.*"
+
+
+_BY_NAME = _Method(("modules_to_not_convert", "ignored_layers"), _names, _names_match)
+_COMPRESSED = _Method(
+    ("ignore",),
+    lambda prefix, _: [f"re:{_pattern(prefix)}"],
+    lambda entry, module: (
+        re.match(entry[3:], module) is not None if entry.startswith("re:") else _names_match(entry, module)
+    ),
+)
+_GLOB = _Method(
+    ("ignore", "exclude_modules"),
+    lambda prefix, _: [prefix.rstrip(".") + "*"],
+    lambda entry, module: fnmatch.fnmatchcase(module, entry) or _names_match(entry, module),
+)
+_METHODS: Mapping[str, _Method] = {
+    "fp8": _BY_NAME,
+    "fbgemm_fp8": _BY_NAME,
+    "mxfp4": _BY_NAME,
+    "mxfp8": _BY_NAME,
+    "awq": _Method(("modules_to_not_convert",), _names, lambda entry, module: entry in module),
+    "gptq": _Method(
+        ("dynamic",),
+        lambda prefix, _: [f"-:{_pattern(prefix)}"],
+        lambda entry, module: entry.startswith("-:") and re.match(entry[2:], module) is not None,
+    ),
+    "bitsandbytes": _Method(("llm_int8_skip_modules",), _names, _names_match),
+    "compressed-tensors": _COMPRESSED,
+    "quark": _Method(("exclude",), _COMPRESSED.entries, _COMPRESSED.matches),
+    "modelopt": _GLOB,
+    "modelopt_fp4": _GLOB,
+    "modelopt_mixed": _GLOB,
+}
+
+
+def quant_method(config: RawConfig) -> str | None:
+    """Return the name of a raw config's quantisation method, None where the weights are plain."""
+    holder = _holder(config)
+    return None if holder is None else str(holder[QUANTISATION].get("quant_method"))
+
+
+def _holder(config: RawConfig) -> RawConfig | None:
+    """Return the part of a config that says how it is quantised: the top, or the language model's."""
+    candidates = (config, config.get("text_config"))
+    return next((part for part in candidates if isinstance(part, dict) and part.get(QUANTISATION)), None)
+
+
+def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, Any] | None:
+    """Return a config whose quantisation leaves the head's modules alone, None where it does already.
+
+    Args:
+        config: The raw config.
+        groups: What the keys of each head module begin with, to the layers under it that are in plain floats.
+        where: The checkpoint's path, for the message.
+
+    Raises:
+        CheckpointError: It is quantised in a way whose list of exceptions is not known here.
+    """
+    name = quant_method(config)
+    if name is None:
+        return None
+    method = _METHODS.get(name)
+    if method is None:
+        raise CheckpointError(
+            f"{where}: quantised with {name}, whose list of exceptions is not known here; expected one of "
+            f"{', '.join(_METHODS)}, as the head in plain floats has to be named in it. Export the unquantised model "
+            "and quantise that."
+        )
+    changed = copy.deepcopy(dict(config))
+    holder = _holder(changed)
+    settings: dict[str, Any] = {} if holder is None else holder[QUANTISATION]
+    return changed if _extend(settings, method, groups) else None
+
+
+def leave_alone_in_modelopt(document: Mapping[str, Any], groups: Groups) -> dict[str, Any] | None:
+    """Do the same in modelopt's own file beside the config, whose list is under ``quantization``."""
+    changed = copy.deepcopy(dict(document))
+    method = _Method(("exclude_modules",), _GLOB.entries, _GLOB.matches)
+    return changed if _extend(changed.setdefault("quantization", {}), method, groups) else None
+
+
+def plain_modules(tensors: Iterable[PendingTensor], layout: HeadLayout) -> Groups:
+    """Return the layers of a head that would be quantised like the trunk's and are not, by head module."""
+    keys = [pending.key for pending in tensors if len(pending.shape) > 1 and pending.dtype in PLAIN_DTYPES]
+    groups: dict[str, list[str]] = {}
+    for template in layout.family.head_prefixes:
+        for module in range(len(keys)):
+            numbers = {"module": module, "layer": layout.num_hidden_layers + module}
+            prefix = template.format(trunk=layout.trunk_prefix, **numbers)
+            layers = sorted({key.rsplit(".", 1)[0] for key in keys if key.startswith(prefix)})
+            if not layers or prefix in groups:
+                break
+            groups[prefix] = layers
+    return groups
+
+
+def _extend(settings: dict[str, Any], method: _Method, groups: Groups) -> bool:
+    """Add what is missing to a list of exceptions; return whether anything was."""
+    field = next((name for name in method.fields if settings.get(name)), method.fields[0])
+    listed = list(settings.get(field) or [])
+    added: list[str] = []
+    for prefix, modules in groups.items():
+        if not all(any(method.matches(entry, module) for entry in listed) for module in modules):
+            added += [entry for entry in method.entries(prefix, modules) if entry not in listed]
+    if not added:
+        return False
+    # GPTQ keeps exceptions as keys of a mapping, all others as a list.
+    is_mapping = field == "dynamic"
+    settings[field] = (settings.get(field) or {}) | {entry: {} for entry in added} if is_mapping else [*listed, *added]
+    return True
+
+
+def scale_of(key: str, tensors: Iterable[str]) -> str | None:
+    """Return the key of the block scales of an FP8 weight, None for a weight without."""
+    scale = key.removesuffix("weight") + SCALE_SUFFIX
+    return scale if key.endswith(".weight") and scale in tensors else None
+
+
+def is_scale(key: str, tensors: Iterable[str]) -> bool:
+    """Whether a key holds the block scales of an FP8 weight that is there."""
+    return key.endswith(f".{SCALE_SUFFIX}") and key.removesuffix(SCALE_SUFFIX) + "weight" in tensors
+
+
+def read_plain_in_blocks(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
+    """Yield a weight in blocks of rows; an FP8 weight multiplied with its block scales, in fp32.
+
+    Raises:
+        CheckpointError: The scales do not fit the weight.
+    """
+    scale = scale_of(key, checkpoint.tensors)
+    if scale is None or checkpoint.tensors[key].dtype not in FP8_DTYPES:
+        yield from checkpoint.read_in_blocks(key)
+        return
+    scales = checkpoint.read(scale).float()
+    block_rows, block_columns = _block_size(checkpoint, key, scales)
+    first = 0
+    for block in checkpoint.read_in_blocks(key):
+        rows = torch.arange(first, first + len(block)) // block_rows
+        columns = torch.arange(block.shape[1]) // block_columns
+        yield block.float() * scales[rows][:, columns]
+        first += len(block)
+
+
+def _block_size(checkpoint: Checkpoint, key: str, scales: Tensor) -> tuple[int, int]:
+    holder = _holder(checkpoint.config)
+    declared = None if holder is None else holder[QUANTISATION].get("weight_block_size")
+    shape = checkpoint.tensors[key].shape
+    rows, columns = declared or (128, 128)
+    if len(shape) != 2 or tuple(scales.shape) != (-(-shape[0] // rows), -(-shape[1] // columns)):
+        raise CheckpointError(
+            f"{checkpoint.path}: {key} is {list(shape)} with scales {list(scales.shape)}; expected one for each block "
+            f"of {rows} x {columns}. Restore weight_block_size in config.json."
+        )
+    return rows, columns

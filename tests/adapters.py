@@ -1,0 +1,40 @@
+"""Tiny random LoRA adapters on disk, made by peft itself."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+
+def write_adapter(checkpoint: Path, out: Path, **settings: Any) -> PeftModel:
+    """Save a random adapter of a checkpoint's text model; return the model that wears it, unmerged."""
+    torch.manual_seed(5)
+    config = LoraConfig(**{"r": 4, "lora_alpha": 12, "init_lora_weights": False, **settings})
+    with warnings.catch_warnings():
+        # peft warns of what it saves for an embedding, and of tied weights.
+        warnings.simplefilter("ignore")
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and ("lora_" not in name or "bias" in name or "magnitude" in name):
+                parameter.data += 0.1 * torch.randn(parameter.shape)
+        model.save_pretrained(out)
+    return model
+
+
+def rewrite_config(adapter: Path, **fields: Any) -> None:
+    """Change fields of an adapter's config."""
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def rename_keys(adapter: Path, old: str, new: str) -> None:
+    """Rename an adapter's tensors."""
+    file = adapter / "adapter_model.safetensors"
+    save_file({key.replace(old, new): value for key, value in load_file(file).items()}, file, {"format": "pt"})

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from byte_tokenizer import byte_tokenizer
+from checkpoints import all_tensors, base_and_finetune, set_count, shard, wrap_as_vision_language
+from mtp_train.cli import main
+from mtp_train.heads.attach import build_head, native_plan
+from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.weights.files import open_checkpoint
+from runs import document, tree
+from tiny import FAMILY_NAMES
+
+Capture = pytest.CaptureFixture[str]
+
+
+def base_of(directory: Path, family_name: str, *, tied: bool = False) -> Path:
+    base, _ = base_and_finetune(directory, family_name, tied=tied)
+    byte_tokenizer().save_pretrained(base)
+    (base / "generation_config.json").write_text('{"eos_token_id": 3}')
+    return base
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_alone_opens_again_bit_for_bit(family_name: str, sharded: bool, tied: bool, tmp_path: Path) -> None:
+    base = base_of(tmp_path, family_name, tied=tied)
+    before = all_tensors(base)
+    if sharded:
+        shard(base)
+    assert main(["export", str(base), "--out", str(tmp_path / "out"), "--head-only"]) == 0
+    written, checkpoint = all_tensors(tmp_path / "out"), open_checkpoint(tmp_path / "out")
+    layout = layout_of(checkpoint)
+    expected = {key for key in before if layout.is_head_key(key)} | {"model.embed_tokens.weight"}
+    assert written.keys() == expected | (set() if tied else {"lm_head.weight"})
+    assert all(torch.equal(value, before[key]) for key, value in written.items())
+    assert diagnose_head(checkpoint).complete
+    # One file, no index beside it: loaders agree on that.
+    assert [path.name for path in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
+    others = {name: data for name, data in tree(base).items() if ".safetensors" not in name}
+    assert {name: data for name, data in tree(tmp_path / "out").items() if ".safetensors" not in name} == others
+    assert {"config.json", "generation_config.json", "tokenizer.json"} <= others.keys()
+    plan = native_plan(checkpoint, "auto")
+    build_head(plan, text_config_of(checkpoint), dtype=torch.float32)
+
+
+def test_a_wrapper_s_head_keeps_the_wrapper_s_names(tmp_path: Path) -> None:
+    base = wrap_as_vision_language(base_of(tmp_path, "qwen3_5"))
+    set_count(base, "mtp_num_hidden_layers", None)
+    assert main(["export", str(base), "--out", str(tmp_path / "out"), "--head-only"]) == 0
+    written = all_tensors(tmp_path / "out")
+    assert {key for key in written if not key.startswith("mtp.")} == {
+        "model.language_model.embed_tokens.weight",
+        "lm_head.weight",
+    }
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["text_config"]["mtp_num_hidden_layers"] == 1
+    assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+
+
+def test_the_command_says_how_to_draft_with_it(tmp_path: Path, capfd: Capture) -> None:
+    base, out = base_of(tmp_path, "qwen3_5"), tmp_path / "my head"
+    found = document(["export", base, "--out", out, "--head-only"], capfd)
+    flag, value = shlex.split(found["flag"])
+    assert flag == "--speculative-config"
+    assert json.loads(value) == {"method": "mtp", "model": str(out), "num_speculative_tokens": 3}
+    assert main(["export", str(base), "--out", str(tmp_path / "again"), "--head-only"]) == 0
+    assert f"vllm serve {base} --speculative-config" in capfd.readouterr().out
+    serves = document(["inspect", out], capfd)["serves"]
+    assert all(text.startswith("no: holds a head without its trunk") for text in serves.values())
+    assert found["flag"] in serves["vllm"]
+    assert document(["inspect", base], capfd)["serves"]["vllm"].startswith("vllm serve")
+
+
+def test_a_checkpoint_without_a_head_has_none_to_write(tmp_path: Path, capfd: Capture) -> None:
+    _, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    assert main(["export", str(finetune), "--out", str(tmp_path / "out"), "--head-only"]) == 2
+    assert "holds no head tensors" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_new_head_takes_the_place_of_the_stored_one(tmp_path: Path, run_dir: Path) -> None:
+    """A run's trained head is written, with the trunk's embedding."""
+    assert main(["export", str(run_dir), "--out", str(tmp_path / "out"), "--head-only"]) == 0
+    written, exported = all_tensors(tmp_path / "out"), all_tensors(run_dir / "export")
+    assert all(torch.equal(value, exported[key]) for key, value in written.items())
+    assert any(key.startswith("mtp.") for key in written)

@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from adapters import rename_keys, rewrite_config, write_adapter
+from checkpoints import all_tensors, base_and_finetune, save_with_head, shard, wrap_as_vision_language
+from mtp_train.cli import main
+from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.weights import merge as merge_module
+from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from runs import document, tree
+from tiny import tiny_head, tiny_trunk
+
+Capture = pytest.CaptureFixture[str]
+LINEAR = ["q_proj", "up_proj", "in_proj_qkv"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+
+
+def with_head(directory: Path, family_name: str = "qwen3_5", *, tied: bool = False) -> Path:
+    base, _ = base_and_finetune(directory, family_name, tied=tied)
+    return base
+
+
+def merge(checkpoint: Path, adapter: Path, out: Path, *options: str) -> None:
+    assert main(["merge", str(checkpoint), "--adapter", str(adapter), "--out", str(out), *options]) == 0
+
+
+def refusal(checkpoint: Path, adapter: Path, out: Path, capfd: Capture) -> str:
+    capfd.readouterr()
+    before = tree(checkpoint)
+    assert main(["merge", str(checkpoint), "--adapter", str(adapter), "--out", str(out)]) == 2
+    assert not out.exists()
+    assert tree(checkpoint) == before
+    message = capfd.readouterr().err
+    assert re.fullmatch(r"mtp-train: [^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+\.\n", message)
+    return message
+
+
+def merged_by_peft(model: Any) -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state: dict[str, Tensor] = model.merge_and_unload().state_dict()
+    return state
+
+
+def assert_like_peft(out: Path, model: Any) -> None:
+    """What transformers loads from our checkpoint is what peft merges."""
+    expected = merged_by_peft(model)
+    found = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, atol=2e-6, rtol=0, msg=key)
+
+
+def assert_only_trunk_moved(out: Path, source: Path, names: str) -> None:
+    """Exactly the stored tensors that match changed; files, index and all others are byte for byte the source's."""
+    old, new = all_tensors(source), all_tensors(out)
+    assert list(new) == list(old)
+    changed = {key for key in old if not torch.equal(old[key], new[key])}
+    assert changed == {key for key in old if re.search(names, key)} != set()
+    assert all((new[key].dtype, new[key].shape) == (old[key].dtype, old[key].shape) for key in old)
+    files = {path.name for path in source.iterdir()}
+    assert {path.name for path in out.iterdir()} == files
+    for name in files - {path.name for path in source.glob("*.safetensors")}:
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "patterns": {"rank_pattern": {r"layers\.3\.self_attn\.q_proj": 2}, "alpha_pattern": {"up_proj": 5}},
+    "dora": {"use_dora": True},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("layout", ["single", "sharded", "wrapped", "wrapper's names"])
+def test_a_merge_is_peft_s_own_in_the_checkpoint_s_layout(
+    layout: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    base = with_head(tmp_path)
+    model = write_adapter(base, tmp_path / "lora", target_modules=LINEAR, **settings)
+    if layout == "sharded":
+        shard(base)
+    elif layout != "single":
+        wrap_as_vision_language(base)
+    if layout == "wrapper's names":
+        rename_keys(tmp_path / "lora", "model.model.layers", "model.model.language_model.layers")
+    merge(base, tmp_path / "lora", tmp_path / "out")
+    assert_like_peft(tmp_path / "out", model)
+    assert_only_trunk_moved(tmp_path / "out", base, rf"^model.*({'|'.join(LINEAR)})\.weight")
+    assert diagnose_head(open_checkpoint(tmp_path / "out")).complete
+
+
+def test_a_wrong_scale_is_seen(tmp_path: Path) -> None:
+    base = with_head(tmp_path)
+    model = write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
+    rewrite_config(tmp_path / "lora", lora_alpha=12.01)
+    merge(base, tmp_path / "lora", tmp_path / "out")
+    with pytest.raises(AssertionError, match=r"in_proj_qkv\.weight"):
+        assert_like_peft(tmp_path / "out", model)
+
+
+@pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[:1], EXPERTS[1:2]], ids=["all", "gate_up", "down"])
+def test_adapters_of_fused_experts_reach_each_expert_s_own_tensor(targets: list[str], tmp_path: Path) -> None:
+    base = with_head(tmp_path, "glm4_moe")
+    model = write_adapter(base, tmp_path / "lora", target_modules=["q_proj"], target_parameters=targets)
+    merge(base, tmp_path / "lora", tmp_path / "out")
+    assert_like_peft(tmp_path / "out", model)
+    moved = {EXPERTS[0]: r"experts\.\d\.(gate|up)", EXPERTS[1]: r"experts\.\d\.down", EXPERTS[2]: r"gate\.weight"}
+    names = "|".join(["q_proj", *(moved[target] for target in targets)])
+    assert_only_trunk_moved(tmp_path / "out", base, rf"layers\.[012]\..*({names})")
+
+
+def test_what_peft_adapts_by_all_linear_has_a_home(tmp_path: Path) -> None:
+    base = with_head(tmp_path, "glm4_moe")
+    model = write_adapter(base, tmp_path / "lora", target_modules="all-linear")
+    merge(base, tmp_path / "lora", tmp_path / "out")
+    assert_like_peft(tmp_path / "out", model)
+
+
+def fuse_experts(path: Path) -> Path:
+    """Store a tiny mixture's experts stacked, as some releases do."""
+    tensors = load_file(path / SINGLE_FILE)
+    for layer in (1, 2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        parts = {
+            part: torch.stack([tensors.pop(f"{prefix}{expert}.{part}.weight") for expert in range(4)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        tensors[f"{prefix}gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], dim=1)
+        tensors[f"{prefix}down_proj"] = parts["down_proj"]
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    return path
+
+
+def test_stacked_experts_stay_stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = fuse_experts(with_head(tmp_path, "glm4_moe"))
+    model = write_adapter(base, tmp_path / "lora", target_parameters=EXPERTS[:2])
+    # Less than two experts: blocks begin within a tensor.
+    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 5000)
+    merge(base, tmp_path / "lora", tmp_path / "out")
+    assert_like_peft(tmp_path / "out", model)
+    assert_only_trunk_moved(tmp_path / "out", base, r"layers\.[12]\.mlp\.experts\.(gate_up|down)_proj$")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_an_adapter_of_one_expert_s_own_layer_finds_it(stacked: bool, tmp_path: Path) -> None:
+    """As older peft saved them, when each expert was a module."""
+    base = with_head(tmp_path, "glm4_moe")
+    write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
+    adapter = tmp_path / "lora" / "adapter_model.safetensors"
+    down, up = torch.randn(4, 32), torch.randn(16, 4)
+    name = "base_model.model.model.layers.1.mlp.experts.2.up_proj"
+    save_file({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, adapter, {"format": "pt"})
+    plain = all_tensors(base)["model.layers.1.mlp.experts.2.up_proj.weight"]
+    if stacked:
+        fuse_experts(base)
+    merge(base, tmp_path / "lora", tmp_path / "out")
+    written, own = all_tensors(tmp_path / "out"), "model.layers.1.mlp.experts.2.up_proj.weight"
+    found = written["model.layers.1.mlp.experts.gate_up_proj"][2, 16:] if stacked else written[own]
+    torch.testing.assert_close(found, plain + 3 * up @ down)
+    assert_only_trunk_moved(tmp_path / "out", base, r"layers\.1\.mlp\.experts\.(gate_up_proj|2\.up_proj\.weight)$")
+
+
+def test_bf16_is_rounded_once(tmp_path: Path) -> None:
+    base = with_head(tmp_path)
+    write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
+    halved = {key: value.bfloat16() for key, value in all_tensors(base).items()}
+    save_file(halved, base / SINGLE_FILE, metadata={"format": "pt"})
+    merge(base, tmp_path / "lora", tmp_path / "out")
+    written, adapter = all_tensors(tmp_path / "out"), load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    key, name = "model.layers.3.self_attn.q_proj.weight", "base_model.model.model.layers.3.self_attn.q_proj.lora_"
+    delta = 3 * adapter[f"{name}B.weight"] @ adapter[f"{name}A.weight"]
+    assert torch.equal(written[key], (halved[key].float() + delta).bfloat16())
+    assert not torch.equal(written[key], halved[key] + delta.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"modules_to_save": ["lm_head", "embed_tokens", "norm"]},
+        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    ],
+    ids=["modules_to_save", "targets"],
+)
+@pytest.mark.parametrize("family_name", ["qwen3_5", "glm4_moe"])
+def test_embedding_and_lm_head_are_merged_where_they_are_two(
+    family_name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    base = with_head(tmp_path, family_name)
+    model = write_adapter(base, tmp_path / "lora", **{"target_modules": ["q_proj"], **settings})
+    merge(base, tmp_path / "lora", tmp_path / "out")
+    assert_like_peft(tmp_path / "out", model)
+    # The copies that some heads keep of them follow, and nothing else of the head moves.
+    checkpoint = open_checkpoint(tmp_path / "out")
+    layout, written, old = layout_of(checkpoint), all_tensors(tmp_path / "out"), all_tensors(base)
+    for key in filter(layout.is_head_key, written):
+        shared = layout.shared_key(key)
+        expected = old[key] if shared is None else written[layout.trunk_key(shared, written)]
+        assert torch.equal(written[key], expected)
+
+
+def test_tied_embedding_and_lm_head_move_together_or_not_at_all(tmp_path: Path, capfd: Capture) -> None:
+    base = with_head(tmp_path, tied=True)
+    settings: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+    model = write_adapter(base, tmp_path / "tied", **settings, ensure_weight_tying=True)
+    merge(base, tmp_path / "tied", tmp_path / "out")
+    assert_like_peft(tmp_path / "out", model)
+    write_adapter(base, tmp_path / "loose", **settings)
+    message = refusal(base, tmp_path / "loose", tmp_path / "out2", capfd)
+    assert "ties lm_head and embedding to one tensor, which cannot hold two" in message
+    write_adapter(base, tmp_path / "head", target_modules=["lm_head"])
+    assert "adapts lm_head.weight" in refusal(base, tmp_path / "head", tmp_path / "out3", capfd)
+
+
+def test_biases_are_merged_where_there_is_one(tmp_path: Path, capfd: Capture) -> None:
+    trunk = tiny_trunk("glm4_moe")
+    trunk.causal_lm.config.attention_bias = True
+    biased = type(trunk.causal_lm)(trunk.causal_lm.config)
+    biased.load_state_dict(trunk.causal_lm.state_dict(), strict=False)
+    trunk.model = biased
+    base = tmp_path / "base"
+    biased.save_pretrained(base)
+    for name, settings in {"lora": {"lora_bias": True}, "all": {"bias": "all"}}.items():
+        model = write_adapter(base, tmp_path / name, target_modules=["q_proj"], **settings)
+        merge(base, tmp_path / name, tmp_path / f"out-{name}")
+        assert_like_peft(tmp_path / f"out-{name}", model)
+        assert not torch.equal(
+            all_tensors(tmp_path / f"out-{name}")["model.layers.0.self_attn.q_proj.bias"],
+            all_tensors(base)["model.layers.0.self_attn.q_proj.bias"],
+        )
+    rename_keys(tmp_path / "lora", "q_proj", "o_proj")
+    assert "adapts model.layers.0.self_attn.o_proj.bias, for which" in refusal(
+        base, tmp_path / "lora", tmp_path / "out", capfd
+    )
+
+
+def test_shards_without_a_change_are_links(tmp_path: Path, capfd: Capture) -> None:
+    base = shard(with_head(tmp_path), 8)
+    write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
+    report = document(["merge", base, "--adapter", tmp_path / "lora", "--out", tmp_path / "out"], capfd)
+    key = "model.layers.3.self_attn.q_proj.weight"
+    touched = json.loads((base / INDEX_FILE).read_text())["weight_map"][key]
+    for file in base.glob("*.safetensors"):
+        assert (tmp_path / "out" / file.name).samefile(file) == (file.name != touched)
+    assert (report["num_tensors"], report["shards_rewritten"], report["shards_kept"]) == (1, 1, 7)
+    merge(base, tmp_path / "lora", tmp_path / "copy", "--copy")
+    assert tree(tmp_path / "copy") == tree(tmp_path / "out")
+    assert not any((tmp_path / "copy" / file.name).samefile(file) for file in base.iterdir())
+
+
+def test_the_head_is_kept_and_said_to_be_stale(tmp_path: Path, capfd: Capture) -> None:
+    base = with_head(tmp_path)
+    write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
+    merge(base, tmp_path / "lora", tmp_path / "out")
+    printed = capfd.readouterr().out
+    assert "bit for bit, and stale now that the trunk has moved" in printed
+    retrain = (
+        "accelerate launch -m mtp_train recipes/retrain_head.yaml "
+        f"model.trunk={tmp_path / 'out'} model.head_from={base}"
+    )
+    assert retrain in printed
+    found = document(["inspect", tmp_path / "out", "--base", base], capfd)
+    assert (found["status"], found["stale"], found["cure"]) == ("healthy", True, retrain)
+
+
+def test_a_stripped_checkpoint_is_merged_and_told_to_graft(tmp_path: Path, capfd: Capture) -> None:
+    _, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    write_adapter(finetune, tmp_path / "lora", target_modules=LINEAR)
+    report = document(["merge", finetune, "--adapter", tmp_path / "lora", "--out", tmp_path / "out"], capfd)
+    assert report["head_keys"] == 0
+    assert report["cure"] == f"mtp-train graft {tmp_path / 'out'} --from BASE --out {tmp_path / 'out'}-mtp"
+    assert not diagnose_head(open_checkpoint(tmp_path / "out")).found_keys
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another kind": ({"peft_type": "IA3"}, "peft_type 'IA3'; expected LORA"),
+    "changed base": ({"init_lora_weights": "pissa_niter_4"}, "changed the base's weights before training"),
+    "activated": ({"alora_invocation_tokens": [1]}, "acts only after its invocation tokens"),
+    "wrong rank": ({"r": 3}, "expected rank 3"),
+}
+
+
+@pytest.mark.parametrize(("fields", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_merged_is_refused(fields: dict[str, Any], reason: str, tmp_path: Path, capfd: Capture) -> None:
+    base = with_head(tmp_path)
+    write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
+    rewrite_config(tmp_path / "lora", **fields)
+    assert reason in refusal(base, tmp_path / "lora", tmp_path / "out", capfd)
+
+
+def test_an_adapter_that_does_not_fit_is_refused_by_the_tensor_s_name(tmp_path: Path, capfd: Capture) -> None:
+    base = with_head(tmp_path)
+    write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
+    for number, (old, new, reason) in enumerate(
+        [
+            ("layers.3", "layers.7", "adapts model.layers.7.self_attn.q_proj.weight, for which"),
+            ("q_proj", "k_proj", "adapts model.layers.3.self_attn.k_proj.weight as [64, 32], in"),
+            ("model.model.layers.3", "model.mtp.layers.0", "adapts mtp.layers.0.self_attn.q_proj.weight, which"),
+            ("lora_B", "lora_C", "stands alone"),
+        ]
+    ):
+        shutil.copytree(tmp_path / "lora", tmp_path / f"lora{number}")
+        rename_keys(tmp_path / f"lora{number}", old, new)
+        assert reason in refusal(base, tmp_path / f"lora{number}", tmp_path / "out", capfd)
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path: Path, capfd: Capture) -> None:
+    base = with_head(tmp_path)
+    write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
+    config = json.loads((base / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (base / "config.json").write_text(json.dumps(config))
+    assert "quantised (fp8); expected plain weights" in refusal(base, tmp_path / "lora", tmp_path / "out", capfd)
+
+
+def test_weights_that_overflow_or_were_never_finite_are_refused(tmp_path: Path, capfd: Capture) -> None:
+    base = with_head(tmp_path)
+    write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
+    trunk = tiny_trunk("qwen3_5")
+    half = save_with_head(trunk, tiny_head(trunk), tmp_path / "half")
+    tensors = {key: value.half() for key, value in load_file(half / SINGLE_FILE).items()}
+    save_file(tensors, half / SINGLE_FILE, metadata={"format": "pt"})
+    rewrite_config(tmp_path / "lora", lora_alpha=1e8)
+    assert "would hold NaN or infinite values in F16" in refusal(half, tmp_path / "lora", tmp_path / "out", capfd)
+    adapter = tmp_path / "lora" / "adapter_model.safetensors"
+    broken = load_file(adapter)
+    next(iter(broken.values()))[0, 0] = float("nan")
+    save_file(broken, adapter, {"format": "pt"})
+    assert "holds NaN or infinite values (1 such" in refusal(base, tmp_path / "lora", tmp_path / "out", capfd)

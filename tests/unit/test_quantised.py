@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.progress import Progress
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from checkpoints import all_tensors, base_and_finetune, set_count
+from mtp_train.cli import main
+from mtp_train.commands.inspect import compare_trunks
+from mtp_train.heads.attach import build_head, graft_plan, native_plan
+from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype, text_config_of
+from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
+from mtp_train.weights.quantised import leave_alone
+from runs import document
+from tiny import FAMILY_NAMES
+
+Capture = pytest.CaptureFixture[str]
+BLOCK = 16
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+
+
+def to_fp8(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a matrix in FP8, the scales of its blocks, and what the two stand for, written out block by block."""
+    rows, columns = -(-value.shape[0] // BLOCK), -(-value.shape[1] // BLOCK)
+    stored, plain, scales = value.to(torch.float8_e4m3fn), value.clone(), torch.zeros(rows, columns)
+    for row in range(rows):
+        for column in range(columns):
+            block = (slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK))
+            scales[row, column] = value[block].abs().max() / 400
+            stored[block] = (value[block] / scales[row, column]).to(torch.float8_e4m3fn)
+            plain[block] = stored[block].float() * scales[row, column]
+    return stored, scales, plain
+
+
+def quantise(path: Path, pattern: str, settings: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    """Store the matrices whose keys match in FP8; return what they stand for."""
+    tensors, plain = all_tensors(path), {}
+    for key in [key for key in tensors if re.search(pattern, key) and tensors[key].ndim == 2]:
+        tensors[key], tensors[key.removesuffix("weight") + "weight_scale_inv"], plain[key] = to_fp8(tensors[key])
+    assert plain
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    configure(path, settings or FP8)
+    return plain
+
+
+def configure(path: Path, settings: dict[str, Any]) -> None:
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": settings}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def pack(path: Path, settings: dict[str, Any]) -> None:
+    """Store some matrices of the trunk as four-bit methods do: other keys, dtypes and shapes."""
+    tensors = all_tensors(path)
+    for key in [key for key in tensors if key.endswith("self_attn.q_proj.weight")]:
+        module, shape = key.removesuffix("weight"), tensors.pop(key).shape
+        tensors[f"{module}qweight"] = torch.ones(shape[1], shape[0] // 8, dtype=torch.int32)
+        tensors[f"{module}scales"] = torch.ones(1, shape[0], dtype=torch.float16)
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    configure(path, settings)
+
+
+def graft(finetune: Path, base: Path, out: Path) -> int:
+    return main(["graft", str(finetune), "--from", str(base), "--out", str(out)])
+
+
+def quantisation(path: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads((path / "config.json").read_text())["quantization_config"]
+    return settings
+
+
+def head_layers(path: Path) -> list[str]:
+    """Return the head's linear modules in a checkpoint."""
+    checkpoint = open_checkpoint(path)
+    layout = layout_of(checkpoint)
+    return [
+        key.removesuffix(".weight")
+        for key, info in checkpoint.tensors.items()
+        if layout.is_head_key(key) and layout.shared_key(key) is None and len(info.shape) == 2
+    ]
+
+
+# A list of exceptions per method
+
+
+def any_regex(patterns: list[str], module: str) -> bool:
+    return any(re.match(pattern, module) for pattern in patterns)
+
+
+METHODS: dict[str, tuple[dict[str, Any], Any]] = {
+    "fp8": (
+        {**FP8, "modules_to_not_convert": ["lm_head"]},
+        lambda found, module: module in found["modules_to_not_convert"],
+    ),
+    "ignored_layers": ({**FP8, "ignored_layers": ["lm_head"]}, lambda found, module: module in found["ignored_layers"]),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "modules_to_not_convert": None},
+        lambda found, module: any(entry in module for entry in found["modules_to_not_convert"]),
+    ),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*attn.*": {}}},
+        lambda found, module: any_regex([key[2:] for key in found["dynamic"] if key.startswith("-:")], module),
+    ),
+    "gptq without": (
+        {"quant_method": "gptq", "bits": 4},
+        lambda found, module: any_regex([key[2:] for key in found["dynamic"] if key.startswith("-:")], module),
+    ),
+    "compressed-tensors": (
+        {"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:visual.*"]},
+        lambda found, module: any_regex([entry[3:] for entry in found["ignore"] if entry.startswith("re:")], module),
+    ),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        lambda found, module: any_regex([entry.replace("*", ".*") for entry in found["ignore"]], module),
+    ),
+}
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize(("settings", "covers"), METHODS.values(), ids=METHODS.keys())
+def test_a_head_in_plain_floats_is_named_in_the_quantisation_config(
+    settings: dict[str, Any], covers: Any, family_name: str, tmp_path: Path
+) -> None:
+    base, finetune = base_and_finetune(tmp_path, family_name)
+    pack(finetune, settings)
+    before = all_tensors(finetune)
+    assert graft(finetune, base, tmp_path / "out") == 0
+    written, found = all_tensors(tmp_path / "out"), quantisation(tmp_path / "out")
+    assert all(torch.equal(written[key], value) for key, value in before.items())
+    layers = head_layers(tmp_path / "out")
+    assert len(layers) > 5
+    assert all(covers(found, module) for module in layers)
+    # The trunk stays quantised, and whatever else the config says stays.
+    trunk_module = "model.layers.0.mlp.down_proj"
+    assert not covers(found, trunk_module)
+    for name, value in settings.items():
+        assert found[name] == value or set(value or ()) < set(found[name])
+    # What says it already stays as it is, byte for byte.
+    assert graft(tmp_path / "out", base, tmp_path / "again") == 0
+    assert (tmp_path / "again" / "config.json").read_bytes() == (tmp_path / "out" / "config.json").read_bytes()
+
+
+def test_transformers_reads_the_list_the_same_way(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "glm4_moe")
+    quantise(finetune, r"layers\..*_proj\.weight")
+    assert graft(finetune, base, tmp_path / "out") == 0
+    listed = quantisation(tmp_path / "out")["modules_to_not_convert"]
+    assert not any(should_convert_module(module, listed) for module in head_layers(tmp_path / "out"))
+    assert should_convert_module("model.layers.0.mlp.down_proj", listed)
+    assert should_convert_module("model.layers.30.mlp.down_proj", listed)
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "entry"),
+    [
+        ("fp8", "modules_to_not_convert", "mtp"),
+        ("awq", "modules_to_not_convert", "mtp"),
+        ("compressed-tensors", "ignore", "re:.*mtp.*"),
+        ("compressed-tensors", "ignore", "mtp"),
+        ("modelopt", "exclude_modules", "mtp*"),
+        ("modelopt", "ignore", "mtp.layers.0*"),
+    ],
+)
+def test_a_config_that_covers_the_head_is_left_alone(method: str, field: str, entry: str) -> None:
+    config = {"quantization_config": {"quant_method": method, field: ["lm_head", entry]}}
+    groups = {"mtp.": ["mtp.layers.0.mlp.up_proj", "mtp.layers.0.self_attn.q_proj"]}
+    assert leave_alone(config, groups, where="x") is None
+    other = {"quantization_config": {"quant_method": method, field: ["lm_head", entry.replace("mtp", "xyz")]}}
+    assert leave_alone(other, groups, where="x") is not None
+    assert leave_alone({"text_config": other}, groups, where="x") is not None
+    assert leave_alone({}, groups, where="x") is None
+
+
+def test_modelopt_s_own_file_says_it_too(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    pack(finetune, {"quant_method": "modelopt", "ignore": ["mtp*"]})
+    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (finetune / "hf_quant_config.json").write_text(json.dumps(own))
+    assert graft(finetune, base, tmp_path / "out") == 0
+    found = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
+    assert found["quantization"]["exclude_modules"] == ["lm_head", "mtp*"]
+    assert (tmp_path / "out" / "config.json").read_bytes() == (finetune / "config.json").read_bytes()
+
+
+def test_an_unknown_method_is_refused(tmp_path: Path, capfd: Capture) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    configure(finetune, {"quant_method": "aqlm"})
+    assert graft(finetune, base, tmp_path / "out") == 2
+    assert "quantised with aqlm, whose list of exceptions is not known here; expected one of" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# Heads and trunks in FP8
+
+
+def test_a_head_in_fp8_is_whole_and_stays_as_it_is_in_its_own_checkpoint(tmp_path: Path, capfd: Capture) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    quantise(base, r"^mtp\.layers.*_proj\.weight|^model\.layers.*_proj\.weight", {**FP8, "modules_to_not_convert": []})
+    assert diagnose_head(open_checkpoint(base)).complete
+    assert stored_dtype(open_checkpoint(base)) == "F32"
+    assert document(["inspect", base], capfd)["status"] == "healthy"
+    set_count(base, "mtp_num_hidden_layers", None)
+    for options in ([], ["--head-only"]):
+        out = tmp_path / f"out{len(options)}"
+        assert main(["export", str(base), "--out", str(out), *options]) == 0
+        written, before = all_tensors(out), all_tensors(base)
+        assert all(
+            torch.equal(value.view(torch.uint8), before[key].view(torch.uint8)) for key, value in written.items()
+        )
+        assert diagnose_head(open_checkpoint(out)).complete
+        assert quantisation(out) == quantisation(base)
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_a_head_in_fp8_is_read_with_its_scales(family_name: str, tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, family_name)
+    layout = layout_of(open_checkpoint(base))
+    heads = "|".join(key for key in all_tensors(base) if layout.is_head_key(key) and key.endswith("_proj.weight"))
+    plain = quantise(base, heads)
+    checkpoint = open_checkpoint(base)
+    head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
+    native = {key: value for name, tensor in head.state_dict().items() for key, value in layout.split(name, tensor)}
+    # Grafted, it is in bf16, and without scales; elsewhere it stays what it was.
+    assert graft(finetune, base, tmp_path / "out") == 0
+    written = all_tensors(tmp_path / "out")
+    assert not any("scale" in key for key in written)
+    for key, value in plain.items():
+        assert torch.equal(native[key], value.bfloat16().float())
+        assert torch.equal(written[key], value.bfloat16())
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_scales_that_do_not_fit_are_refused(tmp_path: Path, capfd: Capture) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    quantise(base, r"^mtp\..*_proj\.weight", {**FP8, "weight_block_size": [8, 8]})
+    assert graft(finetune, base, tmp_path / "out") == 2
+    assert "expected one for each block of 8 x 8. Restore weight_block_size" in capfd.readouterr().err
+    tensors = {key: value for key, value in all_tensors(base).items() if "scale" not in key}
+    save_file(tensors, base / SINGLE_FILE, metadata={"format": "pt"})
+    assert graft(finetune, base, tmp_path / "out") == 2
+    assert "is stored in F8_E4M3 without weight_scale_inv" in capfd.readouterr().err
+
+
+def test_a_new_head_does_not_take_the_place_of_one_in_fp8(tmp_path: Path, capfd: Capture) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    (tmp_path / "other").mkdir()
+    quantised, _ = base_and_finetune(tmp_path / "other", "qwen3_5")
+    quantise(quantised, r"^mtp\..*_proj\.weight")
+    assert graft(quantised, base, tmp_path / "out") == 2
+    message = capfd.readouterr().err
+    assert "its own head is stored in F8_E4M3" in message
+    assert "Put the new head on the unquantised checkpoint." in message
+
+
+def test_a_quantised_trunk_is_compared_with_its_base_by_what_it_stands_for(tmp_path: Path, capfd: Capture) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    (tmp_path / "other").mkdir()
+    quantised, _ = base_and_finetune(tmp_path / "other", "qwen3_5")
+    plain = quantise(quantised, r"^model\.layers.*_proj\.weight")
+    checkpoint, original = open_checkpoint(quantised), open_checkpoint(base)
+    change = compare_trunks(checkpoint, layout_of(checkpoint), original, Progress(disable=True))
+    old = all_tensors(base)
+    largest = max(float((value - old[key]).norm() / old[key].norm()) for key, value in plain.items())
+    assert change.largest_relative_change == pytest.approx(largest, rel=1e-5)
+    assert 0 < largest < 0.05
+    assert change.share_of_tensors == pytest.approx(len(plain) / (len(old) - len(layout_keys(base))))
+    # Its own head is the base's: stale, and found to be so.
+    assert document(["inspect", quantised, "--base", base], capfd)["stale"] is True
+
+
+def layout_keys(path: Path) -> list[str]:
+    layout = layout_of(open_checkpoint(path))
+    return [key for key in all_tensors(path) if layout.is_head_key(key)]
+
+
+def test_a_base_of_another_trunk_is_refused_however_it_is_quantised(tmp_path: Path, capfd: Capture) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    pack(finetune, {"quant_method": "awq"})
+    assert graft_plan(open_checkpoint(finetune), open_checkpoint(base), "auto").num_modules == 1
+    tensors = all_tensors(finetune)
+    for change, message in (
+        (lambda: tensors.pop("model.layers.2.mlp.up_proj.weight"), "trunk module layers.2.mlp.up_proj is there or in"),
+        (lambda: tensors.update({"model.norm.weight": torch.zeros(31)}), r"norm.weight is [32], in"),
+    ):
+        change()
+        save_file(tensors, finetune / SINGLE_FILE, metadata={"format": "pt"})
+        assert graft(finetune, base, tmp_path / "out") == 2
+        assert message in capfd.readouterr().err
+        tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(48, 32)
