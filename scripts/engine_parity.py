@@ -25,7 +25,7 @@ from mtp_train.data.prompts import build_prompts, choose_prompts
 from mtp_train.data.sources import load_records
 from mtp_train.data.split import split_by_group
 from mtp_train.errors import MtpError
-from mtp_train.inputs import load_tokenizer, open_location, read_records
+from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location, read_records
 from mtp_train.recipe_io import load_recipe
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.writing import write_json
@@ -80,6 +80,9 @@ def make_task(arguments: argparse.Namespace, work: Path) -> Task:
     # An engine that is known not to decode this family is asked for its head's logits.
     support = checkpoint.family.engines.get(arguments.engine)
     decodes = engine.decodes and (support is None or support.supported is not False)
+    eos_ids: frozenset[int] = frozenset()
+    if engine.ends_at_eos:
+        eos_ids = eos_token_ids(checkpoint, load_tokenizer(checkpoint, trust_remote_code=False))
     files = {"binary": arguments.binary, "model_file": arguments.model_file}
     return Task(
         engine=engine,
@@ -87,6 +90,7 @@ def make_task(arguments: argparse.Namespace, work: Path) -> Task:
         checkpoint=checkpoint,
         prompts=read_prompts(arguments, checkpoint),
         max_new_tokens=arguments.max_new_tokens,
+        eos_ids=eos_ids,
         dtype=arguments.dtype or ("bfloat16" if decodes else "float32"),
         python=arguments.python,
         files={name: str(path.resolve()) for name, path in files.items() if path is not None},

@@ -24,13 +24,19 @@ class EngineUnderTest:
     """How it wires the head, as the family records name it."""
     leading_row: bool = False
     """Whether its head reads one more row before all others: the first token, beside a hidden state of zeros."""
+    drafts_first: bool = False
+    """Whether it drafts before it knows the first token of the answer."""
+    ends_at_eos: bool = False
+    """Whether its texts end at EOS; the others are told to go on."""
     decodes: bool = True
     """Whether it can draft and verify; else its head's logits are all there is to compare."""
 
 
 ENGINES: Mapping[str, EngineUnderTest] = {
     "vllm": EngineUnderTest(program="run_vllm.py", convention="vllm"),
-    "llama.cpp": EngineUnderTest(program="run_llama_cpp.py", convention="llama.cpp", leading_row=True),
+    "llama.cpp": EngineUnderTest(
+        program="run_llama_cpp.py", convention="llama.cpp", leading_row=True, drafts_first=True, ends_at_eos=True
+    ),
     "transformers": EngineUnderTest(program="run_transformers.py", convention="auto"),
     "speculators": EngineUnderTest(program="run_speculators.py", convention="auto", decodes=False),
 }

@@ -5,7 +5,7 @@ Shapes: R rows that start together, T tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,11 +98,26 @@ class RecordedDrafting:
 
 
 def decode(
-    subject: Subject, prompts: Sequence[Sequence[int]], *, depth: int, max_new_tokens: int, leading_row: bool
+    subject: Subject,
+    prompts: Sequence[Sequence[int]],
+    *,
+    depth: int,
+    max_new_tokens: int,
+    eos_ids: Collection[int],
+    leading_row: bool,
 ) -> list[Text]:
-    """Decode each prompt by itself, greedily and past EOS, and return every round of it."""
+    """Decode each prompt by itself, greedily, and return every round of it.
+
+    Args:
+        subject: What decodes.
+        prompts: Their tokens.
+        depth: Drafts per round.
+        max_new_tokens: Limit of each text.
+        eos_ids: Tokens that end a text.
+        leading_row: Whether the head reads one more row, of the first token and a hidden state of zeros, before all.
+    """
     drafting = RecordedDrafting(subject.head, leading_row=leading_row)
-    decoder = SpeculativeDecoder(subject.trunk, drafting, depth, (), max_batch=1)
+    decoder = SpeculativeDecoder(subject.trunk, drafting, depth, eos_ids, max_batch=1)
     texts = []
     for prompt_ids in prompts:
         drafting.drafted.clear()

@@ -1,13 +1,13 @@
 """What a greedy decoder did with its prompts, round by round; the one form in which engines and we are compared.
 
 A round drafts some tokens and commits the accepted ones and one more. The first round of a text is its prefill: no
-drafts, one token. Tokens that a round committed past the limit are not part of the trace, on either side, so that the
-last round may show fewer accepted drafts than an engine's own counters do.
+drafts, one token. Tokens that a round committed past the end of the text are not part of the trace, on either side, so
+that the last round may show fewer accepted drafts than an engine's own counters do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -67,9 +67,34 @@ def read_texts(document: Mapping[str, Any], prompts: Sequence[Sequence[int]]) ->
     ]
 
 
+def after_first_round(text: Text) -> Text:
+    """Return a text as if all that its first round committed but the last token had been in the prompt.
+
+    For an engine that drafts before it knows any token of the answer: what follows is what another engine does whose
+    prompt is the longer one. The first drafts are no part of it.
+    """
+    first = text.rounds[0].committed
+    rounds = (Round((), first[-1:]), *text.rounds[1:])
+    return Text((*text.prompt_ids, *first[:-1]), rounds)
+
+
+def cut(text: Text, max_new_tokens: int, eos_ids: Collection[int]) -> Text:
+    """Return a text up to a limit, or up to the first token that ends it."""
+    rounds: list[Round] = []
+    room = max_new_tokens
+    for one in text.rounds:
+        ends = [place + 1 for place, token in enumerate(one.committed) if token in eos_ids]
+        kept = one.committed[: min([room, *ends])]
+        rounds.append(Round(one.drafts, kept))
+        room = 0 if kept and kept[-1] in eos_ids else room - len(kept)
+        if room == 0:
+            break
+    return Text(text.prompt_ids, tuple(rounds))
+
+
 def count(texts: Sequence[Text], depth: int) -> dict[str, Any]:
-    """Count rounds, drafts and accepted drafts, over the rounds that could draft."""
-    rounds = [one for text in texts for one in text.rounds[1:]]
+    """Count rounds, drafts and accepted drafts, over the rounds that drafted."""
+    rounds = [one for text in texts for one in text.rounds if one.drafts]
     accepted = [one.num_accepted for one in rounds]
     return {
         "new_tokens": sum(len(text.token_ids) for text in texts),

@@ -17,7 +17,7 @@ from engines.launch import EngineUnderTest, Kind, run_program
 from engines.logits import judge_logits, own_row_logits, read_logits
 from engines.ours import Subject, decode, load_subject
 from engines.replay import misses
-from engines.traces import count, read_texts
+from engines.traces import Text, after_first_round, count, cut, read_texts
 from engines.verdict import judge, worst
 from mtp_train import __version__
 from mtp_train.weights.files import Checkpoint
@@ -36,6 +36,8 @@ class Task:
     checkpoint: Checkpoint
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
+    eos_ids: frozenset[int]
+    """Tokens that end a text on both sides; empty for an engine that is told to go on."""
     dtype: str
     python: str
     """The interpreter of the engine's environment."""
@@ -73,12 +75,15 @@ def _job(task: Task, depth: int) -> dict[str, Any]:
 
 
 def _decoding(task: Task, depth: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    document = run_program(task.engine, task.python, _job(task, depth), task.work / f"depth-{depth}")
+    engine = task.engine
+    document = run_program(engine, task.python, _job(task, depth), task.work / f"depth-{depth}")
     theirs = read_texts(document, task.prompts)
-    leading_row = task.engine.leading_row
-    ours = decode(task.tested, task.prompts, depth=depth, max_new_tokens=task.max_new_tokens, leading_row=leading_row)
+    if engine.drafts_first:
+        theirs = [after_first_round(text) for text in theirs]
+    theirs = [cut(text, task.max_new_tokens, task.eos_ids) for text in theirs]
+    ours = _decode(task, [text.prompt_ids for text in theirs], depth)
     found = [
-        misses(task.fp32.trunk, task.fp32.head, texts, dtype=DTYPES[task.dtype], leading_row=leading_row)
+        misses(task.fp32.trunk, task.fp32.head, texts, dtype=DTYPES[task.dtype], leading_row=engine.leading_row)
         for texts in (ours, theirs)
     ]
     entry = {
@@ -90,9 +95,19 @@ def _decoding(task: Task, depth: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return entry, document
 
 
+def _decode(task: Task, prompts: Sequence[Sequence[int]], depth: int) -> list[Text]:
+    return decode(
+        task.tested,
+        prompts,
+        depth=depth,
+        max_new_tokens=task.max_new_tokens,
+        eos_ids=task.eos_ids,
+        leading_row=task.engine.leading_row,
+    )
+
+
 def _logits(task: Task, depth: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    written = decode(task.tested, task.prompts, depth=depth, max_new_tokens=task.max_new_tokens, leading_row=False)
-    texts = [[*text.prompt_ids, *text.token_ids] for text in written]
+    texts = [[*text.prompt_ids, *text.token_ids] for text in _decode(task, task.prompts, depth)]
     work = task.work / f"depth-{depth}"
     document = run_program(task.engine, task.python, {**_job(task, depth), "texts": texts}, work)
     ours = [own_row_logits(task.tested, text, depth) for text in texts]
@@ -125,9 +140,10 @@ def record(
             "temperature": 0.0,
             "prompts": len(task.prompts),
             "max_new_tokens": task.max_new_tokens,
-            "ends_at_eos": False,
+            "ends_at_eos": task.engine.ends_at_eos,
             "convention": task.engine.convention,
             "leading_row": task.engine.leading_row,
+            "drafts_first": task.engine.drafts_first,
         },
         "depths": {str(depth): entry for depth, entry in entries.items()},
     }
