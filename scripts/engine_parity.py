@@ -3,8 +3,8 @@
 
     python scripts/engine_parity.py EXPORT --engine vllm --python OTHER_VENV/bin/python --out RECORD.json
 
-Both sides decode the same prompts from the same checkpoint, greedily and past EOS. The record says ``equal``,
-``explained`` (every difference goes back to two tokens that are as good as equal, ``engines/verdict.py``) or
+Both sides decode the same prompts from the same checkpoint, greedily, past EOS where the engine can. The record says
+``equal``, ``explained`` (every difference goes back to two tokens that are as good as equal, ``engines/verdict.py``) or
 ``different``; the last ends in exit code 1. The programs under ``engines/programs/`` say what each engine's environment
 needs and how its counters are to be read.
 """
@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from engines.launch import ENGINES, EngineProgramError
 from engines.verdict import RANKING
@@ -25,7 +26,7 @@ from mtp_train.data.prompts import build_prompts, choose_prompts
 from mtp_train.data.sources import load_records
 from mtp_train.data.split import split_by_group
 from mtp_train.errors import MtpError
-from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location, read_records
+from mtp_train.inputs import load_tokenizer, open_location, read_records
 from mtp_train.recipe_io import load_recipe
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.writing import write_json
@@ -37,18 +38,24 @@ def main() -> int:
     """Run the witness that the command line asks for; return the exit code."""
     arguments = parse()
     try:
-        task = make_task(arguments, Path(tempfile.mkdtemp(prefix="engine-parity-")))
-        entries, versions = {}, {}
-        for depth in arguments.depths:
-            entries[depth], versions = witness(task, depth)
-            print(f"depth {depth}: {entries[depth]['verdict']}", flush=True)
+        with tempfile.TemporaryDirectory(prefix="engine-parity-") as temporary:
+            content = run(arguments, arguments.work or Path(temporary))
     except (MtpError, EngineProgramError) as error:
         print(error, file=sys.stderr)
         return 2
-    content = record(task, arguments.engine, arguments.date, entries, versions)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(arguments.out, content)
     return 1 if content["verdict"] == RANKING[-1] else 0
+
+
+def run(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Compare at every depth asked for; return the record."""
+    task = make_task(arguments, work)
+    entries, versions = {}, {}
+    for depth in arguments.depths:
+        entries[depth], versions = witness(task, depth, with_controls=depth == max(arguments.depths))
+        print(f"depth {depth}: {entries[depth]['verdict']}", flush=True)
+    return record(task, arguments.engine, arguments.date, entries, versions)
 
 
 def parse() -> argparse.Namespace:
@@ -64,6 +71,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=list(DTYPES), help="of both sides; bfloat16, but float32 for logits")
+    parser.add_argument("--work", type=Path, help="keep the jobs, the engine's documents and its logs there")
     parser.add_argument("--date", default=datetime.date.today().isoformat())
     parser.add_argument("--out", type=Path, required=True, help="where the record goes")
     return parser.parse_args()
@@ -80,9 +88,6 @@ def make_task(arguments: argparse.Namespace, work: Path) -> Task:
     # An engine that is known not to decode this family is asked for its head's logits.
     support = checkpoint.family.engines.get(arguments.engine)
     decodes = engine.decodes and (support is None or support.supported is not False)
-    eos_ids: frozenset[int] = frozenset()
-    if engine.ends_at_eos:
-        eos_ids = eos_token_ids(checkpoint, load_tokenizer(checkpoint, trust_remote_code=False))
     files = {"binary": arguments.binary, "model_file": arguments.model_file}
     return Task(
         engine=engine,
@@ -90,7 +95,6 @@ def make_task(arguments: argparse.Namespace, work: Path) -> Task:
         checkpoint=checkpoint,
         prompts=read_prompts(arguments, checkpoint),
         max_new_tokens=arguments.max_new_tokens,
-        eos_ids=eos_ids,
         dtype=arguments.dtype or ("bfloat16" if decodes else "float32"),
         python=arguments.python,
         files={name: str(path.resolve()) for name, path in files.items() if path is not None},

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 PROGRAMS = Path(__file__).parent / "programs"
+OUT_FILE = "out.json"
 Kind = Literal["decode", "logits"]
 
 
@@ -26,8 +27,6 @@ class EngineUnderTest:
     """Whether its head reads one more row before all others: the first token, beside a hidden state of zeros."""
     drafts_first: bool = False
     """Whether it drafts before it knows the first token of the answer."""
-    ends_at_eos: bool = False
-    """Whether its texts end at EOS; the others are told to go on."""
     decodes: bool = True
     """Whether it can draft and verify; else its head's logits are all there is to compare."""
 
@@ -35,7 +34,7 @@ class EngineUnderTest:
 ENGINES: Mapping[str, EngineUnderTest] = {
     "vllm": EngineUnderTest(program="run_vllm.py", convention="vllm"),
     "llama.cpp": EngineUnderTest(
-        program="run_llama_cpp.py", convention="llama.cpp", leading_row=True, drafts_first=True, ends_at_eos=True
+        program="run_llama_cpp.py", convention="llama.cpp", leading_row=True, drafts_first=True
     ),
     "transformers": EngineUnderTest(program="run_transformers.py", convention="auto"),
     "speculators": EngineUnderTest(program="run_speculators.py", convention="auto", decodes=False),
@@ -59,7 +58,7 @@ def run_program(engine: EngineUnderTest, python: str, job: Mapping[str, Any], wo
         EngineProgramError: It failed; the message ends with the last lines of its log.
     """
     work.mkdir(parents=True, exist_ok=True)
-    job_file, out, log = work / "job.json", work / "out.json", work / "log.txt"
+    job_file, out, log = work / "job.json", work / OUT_FILE, work / "log.txt"
     job_file.write_text(json.dumps(job), encoding="utf-8")
     # Nothing of our environment may reach another interpreter.
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}

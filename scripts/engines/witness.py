@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from engines.launch import EngineUnderTest, Kind, run_program
+from engines.launch import OUT_FILE, EngineUnderTest, Kind, run_program
 from engines.logits import judge_logits, own_row_logits, read_logits
 from engines.ours import Subject, decode, load_subject
 from engines.replay import misses
@@ -27,6 +27,10 @@ MOST_STEPS = {"bfloat16": 4.0, "float32": 256.0}
 """Widest near tie, in steps of the dtype at the size of the best logit."""
 
 
+CONTROLS = ("recycle", "zero_first_embedding", "leading_row")
+"""Parts of the wiring that a control turns round."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What to witness."""
@@ -36,33 +40,78 @@ class Task:
     checkpoint: Checkpoint
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
-    eos_ids: frozenset[int]
-    """Tokens that end a text on both sides; empty for an engine that is told to go on."""
     dtype: str
     python: str
     """The interpreter of the engine's environment."""
     files: Mapping[str, str]
     """What else the engine's program is given: a binary, the model in a format of its own."""
     work: Path
+    control: str | None = None
+    """The one of ``CONTROLS`` that our side gets wrong on purpose."""
 
     @cached_property
     def fp32(self) -> Subject:
         """The subject that judges."""
-        return load_subject(self.checkpoint, self.engine.convention, torch.float32)
+        return self._subject(torch.float32)
 
     @cached_property
     def tested(self) -> Subject:
         """The subject that decodes as the engine does."""
-        return load_subject(self.checkpoint, self.engine.convention, DTYPES[self.dtype])
+        return self._subject(DTYPES[self.dtype])
+
+    @property
+    def leading_row(self) -> bool:
+        """Whether our head reads one more row before all others."""
+        return self.engine.leading_row != (self.control == "leading_row")
+
+    def _subject(self, dtype: torch.dtype) -> Subject:
+        subject = load_subject(self.checkpoint, self.engine.convention, dtype)
+        convention = subject.head.convention
+        if self.control == "recycle":
+            recycles_normed = convention.recycle == "after_final_norm"
+            convention = replace(convention, recycle="before_final_norm" if recycles_normed else "after_final_norm")
+        elif self.control == "zero_first_embedding":
+            convention = replace(convention, zero_first_embedding=not convention.zero_first_embedding)
+        subject.head.convention = convention
+        return subject
 
 
-def witness(task: Task, depth: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Compare at one depth; return the record's entry and the versions in the engine's environment."""
-    entry, document = (_decoding if task.kind == "decode" else _logits)(task, depth)
-    return entry, document["versions"]
+def witness(task: Task, depth: int, *, with_controls: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Compare at one depth; return the record's entry and the versions in the engine's environment.
+
+    Args:
+        task: What to compare.
+        depth: Drafts per round.
+        with_controls: Whether to compare with wrong wirings as well.
+
+    Raises:
+        EngineProgramError: The engine's program failed.
+        ValueError: It left prompts out.
+    """
+    job, work = job_of(task, depth), task.work / f"depth-{depth}"
+    if task.kind == "decode":
+        document = run_program(task.engine, task.python, job, work)
+        entry = compare_decoding(task, depth, document)
+        if with_controls:
+            entry["controls"] = controls(task, depth, document)
+        return entry, document["versions"]
+    texts = [[*text.prompt_ids, *text.token_ids] for text in _decode(task, task.prompts, depth, frozenset())]
+    document = run_program(task.engine, task.python, {**job, "texts": texts}, work)
+    ours = [own_row_logits(task.tested, text, depth) for text in texts]
+    return judge_logits(ours, read_logits(work / OUT_FILE)), document["versions"]
 
 
-def _job(task: Task, depth: int) -> dict[str, Any]:
+def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare again, with one part of our wiring wrong at a time: what the engine's texts can tell apart."""
+    found = {}
+    for control in CONTROLS:
+        entry = compare_decoding(replace(task, control=control), depth, document)
+        found[control] = {name: entry[name] for name in ("verdict", "texts_equal")}
+    return found
+
+
+def job_of(task: Task, depth: int) -> dict[str, Any]:
+    """Return what the engine's program is to do."""
     return {
         "kind": task.kind,
         "checkpoint": str(task.checkpoint.path.resolve()),
@@ -74,44 +123,36 @@ def _job(task: Task, depth: int) -> dict[str, Any]:
     }
 
 
-def _decoding(task: Task, depth: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    engine = task.engine
-    document = run_program(engine, task.python, _job(task, depth), task.work / f"depth-{depth}")
+def compare_decoding(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Decode what an engine decoded, and compare; return the record's entry."""
     theirs = read_texts(document, task.prompts)
-    if engine.drafts_first:
+    if task.engine.drafts_first:
         theirs = [after_first_round(text) for text in theirs]
-    theirs = [cut(text, task.max_new_tokens, task.eos_ids) for text in theirs]
-    ours = _decode(task, [text.prompt_ids for text in theirs], depth)
+    eos_ids = frozenset(document["eos_ids"])
+    theirs = [cut(text, task.max_new_tokens, eos_ids) for text in theirs]
+    ours = _decode(task, [text.prompt_ids for text in theirs], depth, eos_ids)
     found = [
-        misses(task.fp32.trunk, task.fp32.head, texts, dtype=DTYPES[task.dtype], leading_row=engine.leading_row)
+        misses(task.fp32.trunk, task.fp32.head, texts, dtype=DTYPES[task.dtype], leading_row=task.leading_row)
         for texts in (ours, theirs)
     ]
-    entry = {
+    return {
         **judge(ours, theirs, *found, most_steps=MOST_STEPS[task.dtype]),
         "ours": count(ours, depth),
         "theirs": count(theirs, depth),
+        "eos_ids": sorted(eos_ids),
         "engine_counters": document["counters"],
     }
-    return entry, document
 
 
-def _decode(task: Task, prompts: Sequence[Sequence[int]], depth: int) -> list[Text]:
+def _decode(task: Task, prompts: Sequence[Sequence[int]], depth: int, eos_ids: frozenset[int]) -> list[Text]:
     return decode(
         task.tested,
         prompts,
         depth=depth,
         max_new_tokens=task.max_new_tokens,
-        eos_ids=task.eos_ids,
-        leading_row=task.engine.leading_row,
+        eos_ids=eos_ids,
+        leading_row=task.leading_row,
     )
-
-
-def _logits(task: Task, depth: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    texts = [[*text.prompt_ids, *text.token_ids] for text in _decode(task, task.prompts, depth)]
-    work = task.work / f"depth-{depth}"
-    document = run_program(task.engine, task.python, {**_job(task, depth), "texts": texts}, work)
-    ours = [own_row_logits(task.tested, text, depth) for text in texts]
-    return judge_logits(ours, read_logits(work / "out.json")), document
 
 
 def record(
@@ -140,7 +181,6 @@ def record(
             "temperature": 0.0,
             "prompts": len(task.prompts),
             "max_new_tokens": task.max_new_tokens,
-            "ends_at_eos": task.engine.ends_at_eos,
             "convention": task.engine.convention,
             "leading_row": task.engine.leading_row,
             "drafts_first": task.engine.drafts_first,

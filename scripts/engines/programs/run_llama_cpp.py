@@ -1,8 +1,9 @@
 """Decode prompts with llama.cpp and write down every round: ``PYTHON run_llama_cpp.py JOB.json OUT.json``.
 
-Run by an interpreter that has llama-cpp-python, which is asked for tokens only. ``job["binary"]`` is llama.cpp's example
-``llama-speculative-simple`` of the same version, ``job["model_file"]`` the GGUF that its converter made. Where the
-binary's libraries are not beside it, set ``LD_LIBRARY_PATH``.
+Run by an interpreter that has llama-cpp-python, which is asked for tokens only. ``job["binary"]`` is llama.cpp's own
+example ``llama-speculative-simple`` of the same version, ``job["model_file"]`` the GGUF that its converter made (in
+f32: bf16 weights lose nothing, and sums are as exact as ours). Where the binary's libraries are not beside it, set
+``LD_LIBRARY_PATH``.
 
 The binary takes text, so that every prompt is checked to give the same tokens there. It logs the first choice of every
 drafted position, then how many drafts were accepted and which token came after them: a whole trace.
@@ -19,7 +20,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from llama_cpp import Llama
+from llama_cpp import Llama, llama_vocab_is_eog
 
 CACHE_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 DRAFTED = re.compile(r"draft candidate +0, pos +\d+: +(\d+) \(")
@@ -61,6 +62,18 @@ def rounds_of(job, text):
     return rounds
 
 
+def end_tokens(vocabulary):
+    """Return the tokens that end a text; a GGUF may name more of them than the checkpoint's config does."""
+    pointer = vocabulary._model.vocab
+    return [token for token in range(vocabulary.n_vocab()) if llama_vocab_is_eog(pointer, token)]
+
+
+def build_of(binary):
+    """Return what the binary says of its version."""
+    done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
+    return next(line for line in (done.stderr + done.stdout).splitlines() if line.startswith("version:"))[9:]
+
+
 def counters_of(texts):
     """Return what the log says in all; the limit does not show in it."""
     rounds = [one for text in texts for one in text]
@@ -78,8 +91,9 @@ def main():
     texts = [rounds_of(job, prompt_text(vocabulary, prompt_ids)) for prompt_ids in job["prompts"]]
     document = {
         "engine": "llama.cpp",
-        "versions": {"llama-cpp-python": version("llama-cpp-python")},
+        "versions": {"llama.cpp": build_of(job["binary"]), "llama-cpp-python": version("llama-cpp-python")},
         "texts": texts,
+        "eos_ids": end_tokens(vocabulary),
         "counters": counters_of(texts),
     }
     Path(sys.argv[2]).write_text(json.dumps(document), encoding="utf-8")

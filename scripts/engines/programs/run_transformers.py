@@ -95,6 +95,7 @@ def main():
     document = {
         "engine": "transformers",
         "versions": {name: version(name) for name in ("transformers", "torch")},
+        "eos_ids": [],
         "counters": {},
     }
     if job["kind"] == "decode":

@@ -93,6 +93,7 @@ def main():
         "engine": "vllm",
         "versions": {name: version(name) for name in (distribution, "torch", "transformers")},
         "texts": texts,
+        "eos_ids": [],
         "counters": counters_of(llm),
     }
     Path(sys.argv[2]).write_text(json.dumps(document), encoding="utf-8")
