@@ -51,7 +51,8 @@ def main() -> int:
 def run(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Compare at every depth asked for; return the record."""
     task = make_task(arguments, work)
-    entries, versions = {}, {}
+    entries: dict[int, dict[str, Any]] = {}
+    versions: dict[str, str] = {}
     for depth in arguments.depths:
         entries[depth], versions = witness(task, depth, with_controls=depth == max(arguments.depths))
         print(f"depth {depth}: {entries[depth]['verdict']}", flush=True)

@@ -2,8 +2,8 @@
 
 ``equal``: the same tokens, the same drafts, the same number accepted in every round. ``explained``: not equal, but our
 own computation in fp32, run again over each side's own texts, finds each of that side's tokens and drafts to be the
-best one or as good as the best (``replay.py``), and every round took all drafts that it should have. ``different``:
-anything else.
+best one or as good as the best (``replay.py``), every round took all drafts that it should have, and no text merely
+ends before the other. ``different``: anything else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ RANKING: tuple[Verdict, ...] = ("equal", "explained", "different")
 class Difference(NamedTuple):
     """Where two texts part for the first time."""
 
-    what: Literal["token", "draft", "round"]
+    what: Literal["token", "draft", "round", "end"]
+    """``end``: one text goes on where the other has ended."""
     position: int
     """New tokens that both had committed."""
     ours: tuple[int, ...]
@@ -58,7 +59,7 @@ def first_difference(ours: Text, theirs: Text) -> Difference | None:
             return Difference("round" if same else "token", start, our_round.committed, their_round.committed)
     if ours.token_ids != theirs.token_ids:
         shorter = min(len(ours.token_ids), len(theirs.token_ids))
-        return Difference("token", shorter, ours.token_ids[shorter:], theirs.token_ids[shorter:])
+        return Difference("end", shorter, ours.token_ids[shorter:], theirs.token_ids[shorter:])
     return None
 
 
@@ -105,7 +106,9 @@ def judge(
     widest = max((miss.steps for miss in [*our_misses, *their_misses]), default=0.0)
     verdict: Verdict = "equal"
     if differences:
-        verdict = "explained" if widest <= most_steps and not wrong_rounds([*ours, *theirs]) else "different"
+        ends = any(one.what == "end" for one in differences.values())
+        close = widest <= most_steps and not ends and not wrong_rounds([*ours, *theirs])
+        verdict = "explained" if close else "different"
     return {
         "verdict": verdict,
         "texts_equal": len(ours) - len(differences),

@@ -113,7 +113,7 @@ def test_a_round_at_the_limit_may_draft_less() -> None:
 
 def test_a_text_that_ends_early_is_different() -> None:
     found = judged(text(((B,), (B, A)), ((C,), (C,))), text(((B,), (B, A))))
-    assert found["texts_equal"] == 0
+    assert (found["verdict"], found["first_differences"][0]["what"]) == ("different", "end")
 
 
 def test_counts_are_taken_over_the_rounds_that_drafted() -> None:

@@ -4,7 +4,7 @@ Run by the interpreter of any environment with transformers 5.20 or newer; needs
 
 ``"kind": "decode"``: ``generate(use_mtp=True)``, one prompt at a time, greedy, past EOS. It drafts one token per head
 module; the drafts are what its candidate generator returns, and what a round committed is how far the text has grown
-when the generator is asked again. Near the limit it drafts no more than it may return.
+when the generator is asked again. It keeps no counters.
 
 ``"kind": "logits"``: for models that ``use_mtp`` refuses, the logits of ``MtpModel`` at depth 1, for every text of the
 job, written to ``OUT.safetensors``.
