@@ -24,7 +24,7 @@ from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 RECORDS = Path(__file__).parents[2] / "inference" / "benchmarks" / "engines"
-PROMPTS = torch.randint(VOCAB_SIZE, (6, 7), generator=torch.Generator().manual_seed(3)).tolist()
+PROMPTS = torch.randint(VOCAB_SIZE, (4, 7), generator=torch.Generator().manual_seed(3)).tolist()
 NEW_TOKENS = 40
 PYTHONS = {"vllm": "MTP_VLLM_PYTHON", "speculators": "MTP_SPECULATORS_PYTHON"}
 A, B, C = 5, 6, 7
@@ -197,12 +197,47 @@ def test_a_spoilt_head_is_seen(decoded: tuple[Any, Mapping[str, Any]]) -> None:
     assert {one["what"] for one in entry["first_differences"]} == {"draft"}
 
 
-def test_a_wrong_wiring_is_seen_where_it_matters(decoded: tuple[Any, Mapping[str, Any]]) -> None:
-    from engines.witness import controls
+def test_the_record_says_what_was_compared_and_what_a_wrong_wiring_gives(
+    decoded: tuple[Any, Mapping[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import engine_parity
 
-    found = {name: entry["verdict"] for name, entry in controls(decoded[0], 1, decoded[1]).items()}
+    task, document = decoded
+    monkeypatch.setattr("engines.witness.run_program", lambda *_: document)
+    (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS), encoding="utf-8")
+    out = tmp_path / "records" / "transformers.json"
+    options = f"--depths 1 --dtype float32 --max-new-tokens {NEW_TOKENS} --prompts {tmp_path / 'prompts.json'}"
+    command = ["engine_parity.py", str(task.checkpoint.path), "--engine", "transformers", *options.split()]
+    monkeypatch.setattr(sys, "argv", [*command, "--out", str(out)])
+    assert engine_parity.main() == 0
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert (record["engine"], record["verdict"]) == ("transformers", "equal")
+    assert record["versions"].keys() == {"transformers", "torch"}
+    assert record["settings"] | {"prompts": len(PROMPTS), "max_new_tokens": NEW_TOKENS, "dtype": "float32"} == record["settings"]
+    found = {name: entry["verdict"] for name, entry in record["depths"]["1"]["controls"].items()}
     # What is recycled is read from depth 2 on.
     assert found == {"recycle": "equal", "zero_first_embedding": "different", "leading_row": "different"}
+
+
+def test_without_prompts_the_demos_held_out_ones_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import engine_parity
+
+    command = ["engine_parity.py", "demo:base", "--engine", "vllm", "--out", str(tmp_path / "record.json")]
+    monkeypatch.setattr(sys, "argv", command)
+    task = engine_parity.make_task(engine_parity.parse(), tmp_path)
+    assert (task.kind, task.dtype, task.max_new_tokens) == ("decode", "bfloat16", 64)
+    assert len({tuple(prompt_ids) for prompt_ids in task.prompts}) == 12
+
+
+def test_an_engine_that_cannot_decode_a_family_is_asked_for_logits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import engine_parity
+
+    command = ["engine_parity.py", "demo:base", "--engine", "transformers", "--out", str(tmp_path / "record.json")]
+    monkeypatch.setattr(sys, "argv", command)
+    task = engine_parity.make_task(engine_parity.parse(), tmp_path)
+    assert (task.kind, task.dtype) == ("logits", "float32")
 
 
 def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:
