@@ -25,7 +25,9 @@ from llama_cpp import Llama, llama_vocab_is_eog
 CACHE_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 DRAFTED = re.compile(r"draft candidate +0, pos +\d+: +(\d+) \(")
 COMMITTED = re.compile(r"accepted (\d+)/(\d+) draft tokens, the last target token is: \((\d+)\)")
+TOTAL = re.compile(r"n_(drafted|accept) += (\d+)")
 TRIED_AGAIN = "partial acceptance:"
+MOST_ATTEMPTS = 10
 
 
 def prompt_text(vocabulary, prompt_ids):
@@ -38,7 +40,26 @@ def prompt_text(vocabulary, prompt_ids):
 
 
 def rounds_of(job, text):
-    """Decode one prompt; return its rounds, the first of which has drafts too."""
+    """Decode one prompt; return its rounds, the first of which has drafts too.
+
+    The binary now and then exits before the last lines of its log are written. They hold its totals, so that such a log
+    is seen, and the prompt decoded again.
+    """
+    for _ in range(MOST_ATTEMPTS):
+        log = run(job, text)
+        rounds = read_rounds(log)
+        totals = {name: int(number) for name, number in TOTAL.findall(log)}
+        found = {
+            "drafted": sum(len(one["drafts"]) for one in rounds),
+            "accept": sum(len(one["committed"]) - 1 for one in rounds),
+        }
+        if totals == found:
+            return rounds
+    raise SystemExit(f"{text!r}: {MOST_ATTEMPTS} logs without their end, or whose totals differ from their rounds")
+
+
+def run(job, text):
+    """Run the binary on one prompt; return its log."""
     cache = CACHE_TYPES[job["dtype"]]
     # Room for one round more than asked for, as none may be cut short.
     num_tokens = job["max_new_tokens"] + 2 * (job["depth"] + 1)
@@ -51,13 +72,19 @@ def rounds_of(job, text):
     log = done.stderr.decode("utf-8", errors="replace")
     if done.returncode != 0 or TRIED_AGAIN in log:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}, or a round that was tried again\n{log}")
+    return log
+
+
+def read_rounds(log):
+    """Return the rounds that a log tells of."""
     rounds, drafts = [], []
     for line in log.splitlines():
         if drafted := DRAFTED.search(line):
             drafts.append(int(drafted[1]))
         elif committed := COMMITTED.search(line):
-            num_accepted, last = int(committed[1]), int(committed[3])
-            rounds.append({"drafts": drafts, "committed": [*drafts[:num_accepted], last]})
+            num_accepted, num_drafts, last = map(int, committed.groups())
+            # Near the token limit it drafts, and logs, more than it goes on to verify.
+            rounds.append({"drafts": drafts[:num_drafts], "committed": [*drafts[:num_accepted], last]})
             drafts = []
     return rounds
 
