@@ -1,0 +1,123 @@
+#!/usr/bin/env python
+"""Compare our decoder with a serving engine that lives in an environment of its own, token by token, draft by draft.
+
+    python scripts/engine_parity.py EXPORT --engine vllm --python OTHER_VENV/bin/python --out RECORD.json
+
+Both sides decode the same prompts from the same checkpoint, greedily, past EOS where the engine can. The record says
+``equal``, ``explained`` (every difference goes back to two tokens that are as good as equal, ``engines/verdict.py``) or
+``different``; the last ends in exit code 1. The programs under ``engines/programs/`` say what each engine's environment
+needs and how its counters are to be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from engines.launch import ENGINES, EngineProgramError
+from engines.verdict import RANKING
+from engines.witness import DTYPES, Task, record, witness
+from mtp_train.data.prompts import build_prompts, choose_prompts
+from mtp_train.data.sources import load_records
+from mtp_train.data.split import split_by_group
+from mtp_train.errors import MtpError
+from mtp_train.inputs import load_tokenizer, open_location, read_records
+from mtp_train.recipe_io import load_recipe
+from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.writing import write_json
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "retrain_head.yaml"
+
+
+def main() -> int:
+    """Run the witness that the command line asks for; return the exit code."""
+    arguments = parse()
+    try:
+        with tempfile.TemporaryDirectory(prefix="engine-parity-") as temporary:
+            content = run(arguments, arguments.work or Path(temporary))
+    except (MtpError, EngineProgramError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(arguments.out, content)
+    return 1 if content["verdict"] == RANKING[-1] else 0
+
+
+def run(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Compare at every depth asked for; return the record."""
+    task = make_task(arguments, work)
+    entries: dict[int, dict[str, Any]] = {}
+    versions: dict[str, str] = {}
+    for depth in arguments.depths:
+        entries[depth], versions = witness(task, depth, with_controls=depth == max(arguments.depths))
+        print(f"depth {depth}: {entries[depth]['verdict']}", flush=True)
+    return record(task, arguments.engine, arguments.date, entries, versions)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("export", help="a checkpoint with a head: a directory, a hub id or demo:base")
+    parser.add_argument("--engine", required=True, choices=list(ENGINES))
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the engine's environment")
+    parser.add_argument("--binary", type=Path, help="the engine's program, for engines that are one")
+    parser.add_argument("--model-file", type=Path, help="the same checkpoint as the engine reads it, e.g. a GGUF")
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--prompts", type=Path, help="records with prompts, or a .json list of token lists")
+    parser.add_argument("--num-prompts", type=int, default=12)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--dtype", choices=list(DTYPES), help="of both sides; bfloat16, but float32 for logits")
+    parser.add_argument("--work", type=Path, help="keep the jobs, the engine's documents and its logs there")
+    parser.add_argument("--date", default=datetime.date.today().isoformat())
+    parser.add_argument("--out", type=Path, required=True, help="where the record goes")
+    return parser.parse_args()
+
+
+def make_task(arguments: argparse.Namespace, work: Path) -> Task:
+    """Return what the command line asks for.
+
+    Raises:
+        MtpError: The checkpoint or the prompts cannot be read.
+    """
+    checkpoint = open_location(arguments.export)
+    engine = ENGINES[arguments.engine]
+    # An engine that is known not to decode this family is asked for its head's logits.
+    support = checkpoint.family.engines.get(arguments.engine)
+    decodes = engine.decodes and (support is None or support.supported is not False)
+    files = {"binary": arguments.binary, "model_file": arguments.model_file}
+    return Task(
+        engine=engine,
+        kind="decode" if decodes else "logits",
+        checkpoint=checkpoint,
+        prompts=read_prompts(arguments, checkpoint),
+        max_new_tokens=arguments.max_new_tokens,
+        dtype=arguments.dtype or ("bfloat16" if decodes else "float32"),
+        python=arguments.python,
+        files={name: str(path.resolve()) for name, path in files.items() if path is not None},
+        work=work,
+    )
+
+
+def read_prompts(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[list[int]]:
+    """Return the prompts as tokens: the given ones, or the demo's held-out ones."""
+    if arguments.prompts is not None and arguments.prompts.suffix == ".json":
+        listed: list[list[int]] = json.loads(arguments.prompts.read_text(encoding="utf-8"))
+        return listed[: arguments.num_prompts]
+    recipe = load_recipe(RECIPE)
+    if arguments.prompts is None:
+        _, records = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
+    else:
+        name = str(arguments.prompts)
+        records = load_records(name, split="train", format="auto", group_field=None, name=name, max_records=None)
+    prompts = build_prompts(records, load_tokenizer(checkpoint, trust_remote_code=False))
+    chosen = choose_prompts(prompts, arguments.num_prompts, recipe.seed)
+    return [list(prompt.prompt_ids) for prompt in chosen]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

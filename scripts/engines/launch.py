@@ -1,0 +1,77 @@
+"""The engines there are, and how the program that drives one is started in that engine's own environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+PROGRAMS = Path(__file__).parent / "programs"
+OUT_FILE = "out.json"
+Kind = Literal["decode", "logits"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineUnderTest:
+    """One engine, as a witness."""
+
+    program: str
+    """File under ``programs/``."""
+    convention: str
+    """How it wires the head, as the family records name it."""
+    leading_row: bool = False
+    """Whether its head reads one more row before all others: the first token, beside a hidden state of zeros."""
+    drafts_first: bool = False
+    """Whether it drafts before it knows the first token of the answer."""
+    decodes: bool = True
+    """Whether it can draft and verify; else its head's logits are all there is to compare."""
+
+
+ENGINES: Mapping[str, EngineUnderTest] = {
+    "vllm": EngineUnderTest(program="run_vllm.py", convention="vllm"),
+    "llama.cpp": EngineUnderTest(
+        program="run_llama_cpp.py", convention="llama.cpp", leading_row=True, drafts_first=True
+    ),
+    "transformers": EngineUnderTest(program="run_transformers.py", convention="auto"),
+    "speculators": EngineUnderTest(program="run_speculators.py", convention="auto", decodes=False),
+}
+
+
+class EngineProgramError(Exception):
+    """Report a program that ended without its document."""
+
+
+def run_program(engine: EngineUnderTest, python: str, job: Mapping[str, Any], work: Path) -> dict[str, Any]:
+    """Run an engine's program and return the document it writes.
+
+    Args:
+        engine: Which one.
+        python: The interpreter of its environment.
+        job: What it is to do, as JSON.
+        work: A directory for the job, the document and the program's log.
+
+    Raises:
+        EngineProgramError: It failed; the message ends with the last lines of its log.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    job_file, out, log = work / "job.json", work / OUT_FILE, work / "log.txt"
+    job_file.write_text(json.dumps(job), encoding="utf-8")
+    # Nothing of our environment may reach another interpreter.
+    ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    env = {name: value for name, value in os.environ.items() if name not in ours}
+    env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    command = [python, str(PROGRAMS / engine.program), str(job_file), str(out)]
+    with log.open("w", encoding="utf-8") as handle:
+        done = subprocess.run(command, env=env, stdout=handle, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0 or not out.is_file():
+        last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+        raise EngineProgramError(
+            f"{engine.program}: exit code {done.returncode}, no document; expected one. Its docstring says what the "
+            f"environment needs. The log ends:\n{last}"
+        )
+    document: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return document

@@ -1,0 +1,75 @@
+"""The head's logits over whole texts, for witnesses that do not decode.
+
+Shapes: T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from engines.ours import Subject
+from mtp_train.heads.alignment import input_tokens
+from mtp_train.heads.step import mtp_step
+
+MOST_DIFFERENCE = 1e-4
+"""Of logits of size 10 and more, each computed in fp32 by programs that sum in different orders."""
+
+
+@torch.inference_mode()
+def own_row_logits(subject: Subject, text: Sequence[int], depth: int) -> list[Tensor]:
+    """Return the logits (T, V) of every depth, teacher-forced, each depth over its own rows alone.
+
+    At depth 1 that is what decoding sees. Deeper, it is how some toolkits train: decoding would see the rows of depth 1
+    instead. The last rows read past the text.
+    """
+    tokens_1T = torch.tensor([list(text)])
+    hidden_1TD = subject.trunk.hidden(tokens_1T)
+    found = []
+    for number in range(1, depth + 1):
+        step = mtp_step(
+            subject.head,
+            hidden_1TD,
+            subject.trunk.embed(input_tokens(tokens_1T, number)),
+            depth=number,
+            positions_BT=torch.arange(len(text))[None],
+            mask_BTS=None,
+            cache=None,
+        )
+        found.append(subject.trunk.logits(step.logit_hidden_BTD)[0])
+        hidden_1TD = step.recycled_BTD
+    return found
+
+
+def judge_logits(ours: Sequence[Sequence[Tensor]], theirs: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Compare logits; return the verdict and what led to it, as JSON.
+
+    Args:
+        ours: For each text, for each depth (T, V).
+        theirs: ``"{text}.{depth}"`` to the logits (rows, V) of the first rows.
+    """
+    widest: dict[str, float] = {}
+    agreeing = rows = 0
+    for key, theirs_RV in sorted(theirs.items()):
+        number, depth = key.split(".")
+        ours_RV = ours[int(number)][int(depth) - 1][: len(theirs_RV)].float()
+        widest[depth] = max(widest.get(depth, 0.0), float((ours_RV - theirs_RV).abs().max()))
+        agreeing += int((ours_RV.argmax(-1) == theirs_RV.argmax(-1)).sum())
+        rows += len(theirs_RV)
+    return {
+        "verdict": "equal" if rows and max(widest.values()) <= MOST_DIFFERENCE else "different",
+        "largest_difference": widest,
+        "most_difference": MOST_DIFFERENCE,
+        "rows": rows,
+        "rows_with_equal_choice": agreeing,
+    }
+
+
+def read_logits(out: Path) -> dict[str, Tensor]:
+    """Return the logits that a program wrote beside its document."""
+    return load_file(out.with_suffix(".safetensors"))

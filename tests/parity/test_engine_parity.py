@@ -1,0 +1,277 @@
+"""The witness that compares our decoder with engines in other environments: what it says, and that it can say no.
+
+transformers' own ``generate(use_mtp=True)`` is the one engine that is always there. The others run where a variable
+names the interpreter of their environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import save_with_head
+from mtp_train.families import FAMILIES
+from mtp_train.inputs import open_location
+from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+RECORDS = Path(__file__).parents[2] / "inference" / "benchmarks" / "engines"
+PROMPTS = torch.randint(VOCAB_SIZE, (4, 7), generator=torch.Generator().manual_seed(3)).tolist()
+NEW_TOKENS = 40
+PYTHONS = {"vllm": "MTP_VLLM_PYTHON", "speculators": "MTP_SPECULATORS_PYTHON"}
+A, B, C = 5, 6, 7
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines() -> Iterator[None]:
+    """Make ``scripts/engines`` importable for the tests of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield
+
+
+def task_for(engine: str, checkpoint: str, work: Path, python: str = sys.executable) -> Any:
+    from engines.launch import ENGINES
+    from engines.witness import Task
+
+    return Task(
+        engine=ENGINES[engine],
+        kind="decode" if ENGINES[engine].decodes else "logits",
+        checkpoint=open_location(checkpoint),
+        prompts=PROMPTS,
+        max_new_tokens=NEW_TOKENS,
+        dtype="float32" if engine != "vllm" else "bfloat16",
+        python=python,
+        files={},
+        work=work,
+    )
+
+
+# Comparing
+
+
+def text(*rounds: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
+    from engines.traces import make_text
+
+    return make_text([1, 2], [((), (A,)), *rounds])
+
+
+def miss(steps: float) -> Any:
+    from engines.verdict import Miss
+
+    return Miss(text=0, position=1, depth=1, gap=0.1, steps=steps)
+
+
+def judged(ours: Any, theirs: Any, *misses: Any) -> dict[str, Any]:
+    from engines.verdict import judge
+
+    return judge([ours], [theirs], [], misses, most_steps=4.0)
+
+
+def test_the_same_rounds_are_equal_whatever_was_close() -> None:
+    one = text(((B, C), (B, A)), ((A, A), (A, A, B)))
+    assert judged(one, one, miss(100.0))["verdict"] == "equal"
+
+
+def test_a_draft_that_differs_at_a_near_tie_is_explained() -> None:
+    ours, theirs = text(((B, C), (B, A))), text(((B, B), (B, A)))
+    found = judged(ours, theirs, miss(3.9))
+    assert found["verdict"] == "explained"
+    assert found["first_differences"] == [{"text": 0, "what": "draft", "position": 1, "ours": (B, C), "theirs": (B, B)}]
+
+
+def test_a_draft_that_differs_at_a_wide_gap_is_different() -> None:
+    assert judged(text(((B, C), (B, A))), text(((B, B), (B, A))), miss(4.1))["verdict"] == "different"
+
+
+def test_a_token_that_differs_is_named_as_one() -> None:
+    found = judged(text(((B,), (A,))), text(((B,), (C,))), miss(1.0))
+    assert (found["verdict"], found["first_differences"][0]["what"]) == ("explained", "token")
+
+
+def test_a_right_draft_that_was_refused_is_different() -> None:
+    ours = text(((B, C), (B, C, A)), ((A, A), (A, A)))
+    theirs = text(((B, C), (B,)), ((C, A), (C, A, A)), ((A, A), (A,)))
+    found = judged(ours, theirs)
+    assert (found["verdict"], found["first_differences"][0]["what"]) == ("different", "round")
+
+
+def test_a_round_at_the_limit_may_draft_less() -> None:
+    ours, theirs = text(((B, C), (B, A)), ((A, C), (A,))), text(((B, C), (B, A)), ((A,), (A,)))
+    assert judged(ours, theirs)["verdict"] == "equal"
+    longer = [text(*one.rounds[1:], ((C,), (C, C))) for one in (ours, theirs)]
+    assert judged(*longer)["verdict"] != "equal"
+
+
+def test_a_text_that_ends_early_is_different() -> None:
+    found = judged(text(((B,), (B, A)), ((C,), (C,))), text(((B,), (B, A))))
+    assert (found["verdict"], found["first_differences"][0]["what"]) == ("different", "end")
+
+
+def test_counts_are_taken_over_the_rounds_that_drafted() -> None:
+    from engines.traces import count
+
+    texts = [text(((B, C), (B, A)), ((A, A), (A, A, B))), text(((B, C), (C,)))]
+    assert count(texts, 2) == {
+        "new_tokens": 8,
+        "rounds": 3,
+        "draft_tokens": 6,
+        "accepted_tokens": 3,
+        "accepted_per_pos": [2, 1],
+    }
+
+
+def test_a_text_is_cut_at_its_limit_and_after_the_token_that_ends_it() -> None:
+    from engines.traces import cut
+
+    whole = text(((B, C), (B, A)), ((A, A), (A, A, B)))
+    assert cut(whole, 4, ()).token_ids == (A, B, A, A)
+    assert cut(whole, 9, {B}).token_ids == (A, B)
+    assert cut(whole, 9, ()) == whole
+
+
+def test_drafts_before_the_first_token_become_part_of_the_prompt() -> None:
+    from engines.traces import after_first_round, make_text
+
+    early = make_text([1, 2], [((A, C), (A, B)), ((C,), (C, C))])
+    assert after_first_round(early) == make_text([1, 2, A], [((), (B,)), ((C,), (C, C))])
+
+
+def test_logits_are_equal_up_to_a_tolerance() -> None:
+    from engines.logits import judge_logits
+
+    ours = [[torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.0, 0.0]])]]
+    near, far = torch.tensor([[1.0, 2.00001], [3.0, 1.0]]), torch.tensor([[1.0, 2.0], [3.0, 1.01]])
+    assert judge_logits(ours, {"0.1": near})["verdict"] == "equal"
+    assert judge_logits(ours, {"0.1": far})["verdict"] == "different"
+    assert judge_logits(ours, {})["verdict"] == "different"
+
+
+# Driving an engine
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory: pytest.TempPathFactory, engines: None) -> tuple[Any, Mapping[str, Any]]:
+    """Let transformers decode a tiny checkpoint with its own MTP, in a process of its own."""
+    modeling = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(getattr(modeling, "MtpModel", None), "forward_layer"):
+        pytest.skip("this transformers has no MtpModel.forward_layer")
+    from engines.launch import run_program
+    from engines.witness import job_of
+
+    directory = tmp_path_factory.mktemp("witness")
+    trunk = tiny_trunk("glm4_moe")
+    save_with_head(trunk, tiny_head(trunk), directory / "checkpoint")
+    task = task_for("transformers", str(directory / "checkpoint"), directory / "work")
+    return task, run_program(task.engine, task.python, job_of(task, 1), task.work)
+
+
+def test_transformers_drafts_accepts_and_says_what_we_do(decoded: tuple[Any, Mapping[str, Any]]) -> None:
+    from engines.witness import compare_decoding
+
+    entry = compare_decoding(decoded[0], 1, decoded[1])
+    assert (entry["verdict"], entry["texts_equal"]) == ("equal", len(PROMPTS))
+    assert entry["near_ties"]["ours"] == entry["near_ties"]["theirs"] == []
+    assert entry["ours"] == entry["theirs"]
+    assert entry["ours"]["accepted_tokens"] > 0
+    assert entry["ours"]["draft_tokens"] > 100
+
+
+def test_a_spoilt_head_is_seen(decoded: tuple[Any, Mapping[str, Any]]) -> None:
+    from engines.witness import compare_decoding
+
+    task = replace(decoded[0])
+    for subject in (task.tested, task.fp32):
+        norm = subject.head.blocks[0].final_norm.weight
+        norm.data = norm.data.flip(0)
+    entry = compare_decoding(task, 1, decoded[1])
+    assert entry["verdict"] == "different"
+    assert {one["what"] for one in entry["first_differences"]} == {"draft"}
+
+
+def test_the_record_says_what_was_compared_and_what_a_wrong_wiring_gives(
+    decoded: tuple[Any, Mapping[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import engine_parity
+
+    task, document = decoded
+    monkeypatch.setattr("engines.witness.run_program", lambda *_: document)
+    (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS), encoding="utf-8")
+    out = tmp_path / "records" / "transformers.json"
+    options = f"--depths 1 --dtype float32 --max-new-tokens {NEW_TOKENS} --prompts {tmp_path / 'prompts.json'}"
+    command = ["engine_parity.py", str(task.checkpoint.path), "--engine", "transformers", *options.split()]
+    monkeypatch.setattr(sys, "argv", [*command, "--out", str(out)])
+    assert engine_parity.main() == 0
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert (record["engine"], record["verdict"]) == ("transformers", "equal")
+    assert record["versions"].keys() == {"transformers", "torch"}
+    asked = {"prompts": len(PROMPTS), "max_new_tokens": NEW_TOKENS, "dtype": "float32"}
+    assert asked.items() <= record["settings"].items()
+    found = {name: entry["verdict"] for name, entry in record["depths"]["1"]["controls"].items()}
+    # What is recycled is read from depth 2 on.
+    assert found == {"recycle": "equal", "zero_first_embedding": "different", "leading_row": "different"}
+
+
+def test_without_prompts_the_demos_held_out_ones_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import engine_parity
+
+    command = ["engine_parity.py", "demo:base", "--engine", "vllm", "--out", str(tmp_path / "record.json")]
+    monkeypatch.setattr(sys, "argv", command)
+    task = engine_parity.make_task(engine_parity.parse(), tmp_path)
+    assert (task.kind, task.dtype, task.max_new_tokens) == ("decode", "bfloat16", 64)
+    assert len({tuple(prompt_ids) for prompt_ids in task.prompts}) == 12
+
+
+def test_an_engine_that_cannot_decode_a_family_is_asked_for_logits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import engine_parity
+
+    command = ["engine_parity.py", "demo:base", "--engine", "transformers", "--out", str(tmp_path / "record.json")]
+    monkeypatch.setattr(sys, "argv", command)
+    task = engine_parity.make_task(engine_parity.parse(), tmp_path)
+    assert (task.kind, task.dtype) == ("logits", "float32")
+
+
+def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:
+    from engines.launch import ENGINES, EngineProgramError, run_program
+
+    engine = replace(ENGINES["vllm"], program="absent.py")
+    with pytest.raises(EngineProgramError, match=r"(?s)absent\.py: exit code 2, no document; .* No such file"):
+        run_program(engine, sys.executable, {}, tmp_path / "work")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", list(PYTHONS))
+def test_an_installed_engine_does_what_we_do(engine: str, tmp_path: Path) -> None:
+    python = os.environ.get(PYTHONS[engine])
+    if python is None:
+        pytest.skip(f"{engine}: {PYTHONS[engine]} names no interpreter")
+    from engines.witness import witness
+
+    entry, versions = witness(task_for(engine, "demo:base", tmp_path, python), 3, with_controls=False)
+    assert entry["verdict"] in ("equal", "explained")
+    assert versions["torch"]
+
+
+# The records
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_record_says_what_its_figures_say(path: Path) -> None:
+    from engines.verdict import worst
+
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert record["verdict"] == worst([entry["verdict"] for entry in record["depths"].values()])
+    assert record["checkpoint"]["family"] in {family.name for family in FAMILIES}
+    for entry in record["depths"].values():
+        if entry["verdict"] == "equal" and "ours" in entry:
+            assert entry["ours"] == entry["theirs"]
