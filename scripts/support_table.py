@@ -1,0 +1,75 @@
+#!/usr/bin/env python
+"""Print the README's table of families, made from the family records and the engines' records.
+
+    python scripts/support_table.py            # print it
+    python scripts/support_table.py --write    # put it into the README
+
+An engine's cell says ``run`` where a record in ``inference/benchmarks/engines/`` shows that the engine and our decoder
+said the same on a checkpoint of the family, ``loads`` where the engine's loader takes the layout by its source and
+nobody ran it here, and ``no`` where it does not use the head (``mtp-train inspect`` gives the reason).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+from mtp_train.families import FAMILIES, Family
+from mtp_train.families.gguf import GGUF_HEADS
+
+REPOSITORY = Path(__file__).parents[1]
+README = REPOSITORY / "README.md"
+RECORDS = REPOSITORY / "inference" / "benchmarks" / "engines"
+BEGIN, END = "<!-- families -->", "<!-- /families -->"
+ENGINES = ("vllm", "sglang", "llama.cpp", "transformers")
+HEADER = (
+    *("family", "`model_type`", "inspect, graft, export", "train, decode"),
+    *("vLLM", "SGLang", "llama.cpp", "GGUF sidecar", "transformers `use_mtp`"),
+)
+
+
+def witnessed() -> set[tuple[str, str]]:
+    """Return the pairs of engine and family that a record shows to agree with our decoder."""
+    found = set()
+    for path in RECORDS.glob("*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["verdict"] in ("equal", "explained") and "tokens" in record["compared"]:
+            found.add((record["engine"], record["checkpoint"]["family"]))
+    return found
+
+
+def row(family: Family, runs: set[tuple[str, str]]) -> list[str]:
+    """Return a family's cells."""
+    cells = [family.title, ", ".join(f"`{name}`" for name in family.model_types), "yes"]
+    cells.append("yes" if family.borrowed is not None else "no")
+    words = {True: "loads", False: "no", None: "?"}
+    engines = [
+        "run" if (engine, family.name) in runs else words[family.engines[engine].supported] for engine in ENGINES
+    ]
+    sidecar = "yes" if any(name in GGUF_HEADS for name in family.model_types) else "no"
+    return [*cells, *engines[:3], sidecar, engines[3]]
+
+
+def table() -> str:
+    """Return the table in Markdown."""
+    runs = witnessed()
+    lines = [HEADER, ["---"] * len(HEADER), *(row(family, runs) for family in FAMILIES)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    """Print the table, or write it into the README."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put it into the README")
+    if not parser.parse_args().write:
+        print(table())
+        return
+    text = README.read_text(encoding="utf-8")
+    between = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", flags=re.DOTALL)
+    README.write_text(between.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
