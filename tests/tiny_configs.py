@@ -127,7 +127,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "chunk_size": 4,
         # transformers limits time steps in prefill only: states would differ from a plain forward's.
-        "time_step_min": 0.0,
+        "time_step_min": 1e-12,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "n_group": 1,

@@ -83,6 +83,9 @@ HY_V4 = Family(
         *expert_rules(_V4),
         KeyRule(native=f"{_V4}{{rest}}", ours="layer.{rest}"),
     ),
+    trunk_rules=(
+        KeyRule(native="{trunk}layers.{layer}.self_attn.linear_gate.{rest}", ours="layer.self_attn.gate_proj.{rest}"),
+    ),
     default=Convention(),
     conventions={"vllm": Convention(zero_first_embedding=True), "sglang": Convention()},
     head_layer_config=_sparse_indexed,

@@ -118,6 +118,7 @@ BAILING_HYBRID = Family(
         KeyRule(native=f"{_ATTENTION}{{rest}}", ours="layer.self_attn.{rest}"),
         final_norm="final_layernorm",
     ),
+    trunk_rules=(KeyRule(native=f"{_ATTENTION}{{rest}}", ours="layer.self_attn.forget_gate.{rest}"),),
     default=Convention(),
     conventions={**_POST_NORM, "llama.cpp": LLAMA_CPP_POSITIONS},
     head_layer_config=_sparse_full,

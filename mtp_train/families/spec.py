@@ -185,6 +185,9 @@ class Family:
     """Every key under one of these belongs to the head (placeholders as in KeyRule)."""
     key_rules: tuple[KeyRule, ...]
     shared_keys: tuple[SharedKey, ...] = ()
+    trunk_rules: tuple[KeyRule, ...] = ()
+    """Parts of the trunk's layers that a release calls otherwise than transformers (``{layer}`` is the layer's own
+    number), where the head's rules do not say so already. An adapter's modules are found by them."""
     num_sublayers: Callable[[RawConfig], int] = lambda config: 1
     """Numbered sublayers of one head module, from the raw text config."""
     concat: Literal["embed_first", "hidden_first"] = "embed_first"

@@ -77,8 +77,7 @@ def fresh_plan(checkpoint: Checkpoint, text_config: PretrainedConfig, convention
     head = MtpHead(family, text_config, num_modules=1, convention=family.default)
     _init_fresh(head, text_config.initializer_range, seed)
     if family.own_lm_head:
-        tied = f"{layout.trunk_prefix}embed_tokens.weight"
-        output_VD = checkpoint.read(LM_HEAD if LM_HEAD in checkpoint.tensors else tied)
+        output_VD = checkpoint.read(LM_HEAD if LM_HEAD in checkpoint.tensors else layout.embed_key)
         for weight_VD in head.own_lm_heads(1) or []:
             weight_VD.data.copy_(output_VD)
     trained = dict(head.named_parameters())

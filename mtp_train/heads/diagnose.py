@@ -53,8 +53,7 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
     Raises:
         CheckpointError: See :func:`layout_of`.
     """
-    embed_key = checkpoint.family.embed_key.format(trunk=layout_of(checkpoint).trunk_prefix)
-    return checkpoint.tensors[embed_key].dtype
+    return checkpoint.tensors[layout_of(checkpoint).embed_key].dtype
 
 
 def layout_of(checkpoint: Checkpoint) -> HeadLayout:

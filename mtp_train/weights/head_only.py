@@ -24,7 +24,7 @@ def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, ou
         OutputExistsError: ``out`` exists.
         CheckpointError: The disk is full, or a head tensor has another shape than its head says.
     """
-    ends = (f"{layout.trunk_prefix}embed_tokens.", "lm_head.")
+    ends = (layout.embed_key, "lm_head.")
     tensors = [stored_tensor(source, key, key) for key in sorted(source.tensors) if key.startswith(ends)]
     tensors += [*head.tensors, *shared_tensors(source, layout, head)]
     documents = patched_documents(source, layout, head)

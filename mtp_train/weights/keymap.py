@@ -66,6 +66,25 @@ class HeadLayout:
             return int(groups["layer"]) - self.num_hidden_layers
         return int(groups.get("module") or 0)
 
+    @property
+    def embed_key(self) -> str:
+        """The native key of the trunk's input embedding."""
+        return self.family.embed_key.format(trunk=self.trunk_prefix)
+
+    def trunk_layer_key(self, layer: int, tail: str) -> str | None:
+        """Return the native key of a trunk layer's tensor, where a rule says it: one for the trunk, or one for a head
+        that is kept as one more layer.
+
+        Args:
+            layer: The layer's number.
+            tail: The tensor's name inside of transformers' layer.
+        """
+        for rule in (*self.family.trunk_rules, *(rule for rule, _, _ in self._rules)):
+            match = self._pattern(rule.ours).match(f"layer.{tail}")
+            if match is not None and rule.stack == "none" and "{layer}" in rule.native:
+                return rule.native.format(**match.groupdict(), trunk=self.trunk_prefix, layer=layer)
+        return None
+
     def is_head_key(self, key: str) -> bool:
         """Whether a native key belongs to the head (known or not)."""
         matches = (pattern.match(key) for pattern in self._prefixes)

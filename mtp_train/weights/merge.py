@@ -27,6 +27,8 @@ from mtp_train.weights.writing import RowChange, new_directory, rewrite_safetens
 
 _BLOCK_BYTES = 1 << 25
 _FLOATS = ("F32", "F16", "BF16")
+_OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
+_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 _WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
 _ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
 # A fused parameter's parts, one below the other.
@@ -128,16 +130,25 @@ class _Plan:
     def __init__(self, source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> None:
         self.source, self.layout, self.adapter = source, layout, adapter
         self.changes: dict[str, _Change] = {}
-        self._embedding = f"{layout.trunk_prefix}embed_tokens.weight"
+        self._embedding = layout.embed_key
         self._tied = bool(source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings")))
         self._tied |= LM_HEAD not in source.tensors
         names = [*adapter.replacements, *(f"{pair.module}.weight" for pair in adapter.pairs)]
         self._embedding_is_adapted = any(self.home(name) == self._embedding for name in names)
 
     def home(self, name: str) -> str | None:
-        """Return the stored key of a parameter: a wrapper puts another prefix before it than a text-only model."""
+        """Return the stored key of a parameter.
+
+        A wrapper puts another prefix before it than a text-only model, and some releases call a layer's parts, or the
+        embedding, otherwise than transformers does.
+        """
         bare = _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
-        candidates = (name, self.layout.trunk_prefix + bare, bare)
+        of_layer = _OF_A_LAYER.match(bare)
+        candidates = [name, self.layout.trunk_prefix + bare, bare]
+        if of_layer is not None:
+            candidates.append(self.layout.trunk_layer_key(int(of_layer["layer"]), of_layer["tail"]) or name)
+        if bare in _EMBEDDINGS:
+            candidates.append(self._embedding)
         return next((key for key in candidates if key in self.source.tensors), None)
 
     def replace(self, name: str, key: str) -> None:
