@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,21 @@ def set_fields(path: Path, fields: Mapping[str, Any]) -> None:
         if value is None:
             del text_config[field]
     (path / "config.json").write_text(json.dumps(config))
+
+
+def fuse_experts(path: Path) -> Path:
+    """Store a tiny mixture's experts stacked, as some releases do, those of its head too."""
+    tensors = load_file(path / SINGLE_FILE)
+    for prefix in {match[1] for key in tensors if (match := re.match(r"(.+\.experts\.)\d+\.", key))}:
+        count = len({key for key in tensors if key.startswith(prefix) and key.endswith(".down_proj.weight")})
+        parts = {
+            part: torch.stack([tensors.pop(f"{prefix}{expert}.{part}.weight") for expert in range(count)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        tensors[f"{prefix}gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], dim=1)
+        tensors[f"{prefix}down_proj"] = parts["down_proj"]
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    return path
 
 
 def shard(path: Path, num_shards: int = 3) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,8 +44,15 @@ class HeadDiagnosis:
         if self.shape_errors:
             return f"head shape mismatch: {self.shape_errors[0]} ({len(self.shape_errors)} in all)"
         if self.unexpected_keys:
-            return f"unknown head keys {', '.join(self.unexpected_keys[:3])} ({len(self.unexpected_keys)} in all)"
+            named = ", ".join(f"{key}{self._nearest(key)}" for key in self.unexpected_keys[:3])
+            return f"unknown head keys {named} ({len(self.unexpected_keys)} in all)"
         return f"head keys missing: {', '.join(self.missing_keys[:3])} ({len(self.missing_keys)} in all)"
+
+    def _nearest(self, unknown: str) -> str:
+        """A misspelt key leaves a gap: name the missing key that it comes closest to, else one that is there."""
+        known = self.missing_keys or tuple(key for key in self.found_keys if key not in self.unexpected_keys)
+        close = difflib.get_close_matches(unknown, known, n=1)
+        return f" (nearest known: {close[0]})" if close else ""
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:

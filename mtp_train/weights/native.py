@@ -121,7 +121,8 @@ def require_same_trunk_shape(
 ) -> None:
     """Check that a head of ``base`` fits ``finetune``: the same family, and a trunk of the same tensors and shapes.
 
-    Where they are quantised differently: of the same modules, and the same shapes where a tensor is stored as it is.
+    Where they are quantised differently, or one stacks its experts: of the same modules, and the same shapes where both
+    store a tensor as it is.
 
     Raises:
         CheckpointError: They differ; the message names the first tensor.
@@ -133,7 +134,7 @@ def require_same_trunk_shape(
         )
     ours, theirs = trunk_tensors(finetune, finetune_layout), trunk_tensors(base, base_layout)
     names = ours.keys() | theirs.keys()
-    if quant_method(finetune.config) != quant_method(base.config):
+    if quant_method(finetune.config) != quant_method(base.config) or _stacks_experts(ours) != _stacks_experts(theirs):
         missing = trunk_modules(ours) ^ trunk_modules(theirs)
         if missing:
             raise CheckpointError(
@@ -154,6 +155,10 @@ def require_same_trunk_shape(
                 f"{_shape_text(mine)}; "
                 "expected the same trunk shape. Point at the base that the fine-tune came from."
             )
+
+
+def _stacks_experts(names: Iterable[str]) -> bool:
+    return any(name.endswith(".experts.down_proj") for name in names)
 
 
 def trunk_modules(names: Iterable[str]) -> set[str]:

@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import base_and_finetune, save_stripped, save_with_head, wrap_as_vision_language
+from checkpoints import (
+    all_tensors,
+    base_and_finetune,
+    fuse_experts,
+    save_stripped,
+    save_with_head,
+    wrap_as_vision_language,
+)
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.heads.attach import HeadPlan, build_head, fresh_plan, graft_plan, native_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
@@ -39,6 +46,24 @@ def build(plan: HeadPlan, checkpoint: Checkpoint, dtype: torch.dtype = torch.flo
 
 def stored(plan: HeadPlan) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {pending.key: (pending.dtype, pending.shape) for pending in plan.template.tensors}
+
+
+@pytest.mark.parametrize("fused", ["neither", "base", "both"])
+def test_a_head_keeps_the_expert_layout_that_it_has(fused: str, tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5_moe")
+    expected = build(native_plan(open_checkpoint(base), "auto"), open_checkpoint(base))
+    if fused != "neither":
+        fuse_experts(base)
+    if fused == "both":
+        fuse_experts(finetune)
+    plan = graft_plan(open_checkpoint(finetune), open_checkpoint(base), "auto")
+    stacked = {key for key in stored(plan) if key.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    assert len(stacked) == (0 if fused == "neither" else 2)
+    head = build(plan, open_checkpoint(finetune))
+    assert_same_weights(head, expected)
+    written = {pending.key: pending.load() for pending in trained_head(plan, head.state_dict()).tensors}
+    original = all_tensors(base)
+    assert all(torch.equal(value, original[key]) for key, value in written.items())
 
 
 def change(path: Path, key: str, value: Tensor | None) -> Checkpoint:

@@ -180,6 +180,17 @@ def test_unknown_head_keys_are_refused(tmp_path: Path) -> None:
         run_graft(finetune, base, tmp_path / "out")
 
 
+def test_a_misspelt_head_key_is_named_with_the_nearest_known_one(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    tensors = all_tensors(base)
+    tensors["mtp.layers.0.mlp.gate_porj.weight"] = tensors.pop("mtp.layers.0.mlp.gate_proj.weight")
+    _save(base, tensors)
+    with pytest.raises(
+        CheckpointError, match=r"gate_porj\.weight \(nearest known: mtp\.layers\.0\.mlp\.gate_proj\.weight\)"
+    ):
+        run_graft(finetune, base, tmp_path / "out")
+
+
 @pytest.mark.parametrize("key", ["mtp.fc.weight", "model.norm.weight"])
 def test_nan_in_the_weights_is_refused(key: str, tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")

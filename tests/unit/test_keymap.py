@@ -1,29 +1,73 @@
 from __future__ import annotations
 
+import re
+from functools import cache
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mtp_train.families import FAMILIES, Family
 from mtp_train.heads.diagnose import head_shapes
 from mtp_train.weights.keymap import HeadLayout
-from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, tiny_trunk
 
 
 def family_of(name: str) -> Family:
     return next(family for family in FAMILIES if family.name == name)
 
 
-@pytest.mark.parametrize(("family_name", "num_modules"), [*((name, 1) for name in FAMILY_NAMES), ("glm4_moe", 2)])
-def test_native_to_ours_and_back_is_the_identity(family_name: str, num_modules: int) -> None:
-    trunk = tiny_trunk(family_name)
-    state = tiny_head(trunk, num_modules=num_modules).state_dict()
-    layout = HeadLayout(trunk.family, trunk.family.trunk_prefixes[-1], trunk.config.num_hidden_layers)
-    native = {key: part for name, value in state.items() for key, part in layout.split(name, value)}
+@cache
+def shapes_of(family_name: str, num_modules: int) -> dict[str, torch.Size]:
+    return head_shapes(family_of(family_name), tiny_trunk(family_name).config.get_text_config(), num_modules)
+
+
+def takes_several_modules(family: Family) -> bool:
+    """Whether the layout has a place for more than one module."""
+    return all("{module}" in rule.native or "{layer}" in rule.native for rule in family.key_rules)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_native_to_ours_and_back_is_the_identity(data: st.DataObject) -> None:
+    family = family_of(data.draw(st.sampled_from(ALL_FAMILIES)))
+    num_modules = data.draw(st.integers(1, 3)) if takes_several_modules(family) else 1
+    layout = HeadLayout(
+        family,
+        data.draw(st.sampled_from(family.trunk_prefixes)),
+        data.draw(st.integers(1, 120)),
+        num_sublayers=2 if family.name == "nemotron_h" else 1,
+        fused_experts=data.draw(st.booleans()),
+    )
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    state = {
+        name: torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int16)
+        for name, shape in shapes_of(family.name, num_modules).items()
+    }
+    pieces = [(key, part) for name, value in state.items() for key, part in layout.split(name, value)]
+    native = dict(pieces)
+    assert len(native) == len(pieces), "no two tensors share a key"
+    assert all(layout.is_head_key(key) and layout.shared_key(key) is None for key in native)
+    has_single_experts = any(re.search(r"\.experts\.\d+\.", key) for key in native)
+    assert not (layout.fused_experts and has_single_experts)
     joined = layout.join(native)
     assert joined.keys() == state.keys()
     assert all(torch.equal(joined[name], value) for name, value in state.items())
     again = {key: part for name, value in joined.items() for key, part in layout.split(name, value)}
+    assert again.keys() == native.keys()
     assert all(torch.equal(again[key], part) for key, part in native.items())
+
+
+@pytest.mark.parametrize("family_name", ["qwen3_5_moe", "qwen3_next", "glm4_moe"])
+def test_both_expert_layouts_hold_the_same_head(family_name: str) -> None:
+    family = family_of(family_name)
+    single, fused = (HeadLayout(family, "model.", 4, fused_experts=stacked) for stacked in (False, True))
+    keys = [set(layout.native_shapes(shapes_of(family_name, 1))) for layout in (single, fused)]
+    only_single, only_fused = keys[0] - keys[1], keys[1] - keys[0]
+    assert {key.split(".experts.")[1] for key in only_fused} == {"gate_up_proj", "down_proj"}
+    assert all(re.search(r"\.experts\.\d\.(gate|up|down)_proj\.weight", key) for key in only_single)
+    assert len(only_single) == 3 * 4
 
 
 def test_qwen_keys_are_those_of_the_releases() -> None:

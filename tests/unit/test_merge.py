@@ -14,7 +14,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from adapters import rename_keys, rewrite_config, write_adapter
-from checkpoints import all_tensors, base_and_finetune, save_with_head, shard, wrap_as_vision_language
+from checkpoints import (
+    all_tensors,
+    base_and_finetune,
+    fuse_experts,
+    save_with_head,
+    shard,
+    wrap_as_vision_language,
+)
 from mtp_train.cli import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.weights import merge as merge_module
@@ -136,21 +143,6 @@ def test_what_peft_adapts_by_all_linear_has_a_home(family_name: str, tmp_path: P
     model = write_adapter(base, tmp_path / "lora", target_modules=TARGETS.get(family_name, "all-linear"))
     merge(base, tmp_path / "lora", tmp_path / "out")
     assert_like_peft(tmp_path / "out", model)
-
-
-def fuse_experts(path: Path) -> Path:
-    """Store a tiny mixture's experts stacked, as some releases do."""
-    tensors = load_file(path / SINGLE_FILE)
-    for layer in (1, 2):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        parts = {
-            part: torch.stack([tensors.pop(f"{prefix}{expert}.{part}.weight") for expert in range(4)])
-            for part in ("gate_proj", "up_proj", "down_proj")
-        }
-        tensors[f"{prefix}gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], dim=1)
-        tensors[f"{prefix}down_proj"] = parts["down_proj"]
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
-    return path
 
 
 def test_stacked_experts_stay_stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
