@@ -20,10 +20,10 @@ from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.demo import resolve
 from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan
-from mtp_train.heads.diagnose import diagnose_head, text_config_of
+from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.recipe import Recipe
 from mtp_train.train.plan import Plan, make_plan
-from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_adapter
+from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_adapter, read_adapter
 from mtp_train.weights.files import (
     TORCH_DTYPES,
     Checkpoint,
@@ -33,6 +33,7 @@ from mtp_train.weights.files import (
     scan_safetensors,
 )
 from mtp_train.weights.finite import require_finite_checkpoint
+from mtp_train.weights.merge import plan_changes
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,16 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         prompts = prompts_to_answer(recipe, train_records, tokenizer)
     else:
         documents, _ = tokenize_records(train_records, tokenizer, recipe.data.seq_len_tokens)
+    adapter = locate_adapter(recipe.model.adapter, recipe.model.trunk) if recipe.model.adapter else None
+    if adapter is not None and recipe.export.enabled:
+        # The export merges it: what cannot be merged is better known now than after the training.
+        plan_changes(finetune, layout_of(finetune), read_adapter(adapter))
     for checkpoint in [finetune] if base is None else [finetune, base]:
         require_finite_checkpoint(checkpoint, progress)
     return Inputs(
         finetune=finetune,
         base=base,
-        adapter=locate_adapter(recipe.model.adapter, recipe.model.trunk) if recipe.model.adapter else None,
+        adapter=adapter,
         plan=plan,
         head_plan=head_plan,
         tokenizer=tokenizer,

@@ -49,8 +49,8 @@ from mtp_train.run_dir import (
 from mtp_train.train.log import RunLog
 from mtp_train.train.loop import train_head
 from mtp_train.train.module import HeadTraining
+from mtp_train.weights.adapted import write_adapted
 from mtp_train.weights.artifact import Artifact, load_artifact, save_artifact
-from mtp_train.weights.export import write_checkpoint
 from mtp_train.weights.files import read_json
 from mtp_train.weights.writing import full_disk_is_named
 
@@ -163,7 +163,10 @@ def run_stages(
     message = f"{evaluation.gate.reason}."
     if recipe.export.enabled and not (run_dir / EXPORT).exists():
         head = load_artifact(run_dir / HEAD).head
-        write_checkpoint(inputs.finetune, layout_of(inputs.finetune), head, run_dir / EXPORT, link=recipe.export.link)
+        layout, link = layout_of(inputs.finetune), recipe.export.link
+        write_adapted(
+            inputs.finetune, layout, head, run_dir / EXPORT, adapter=inputs.adapter, link=link, progress=progress
+        )
     if recipe.export.enabled:
         message += f" Exported to {run_dir / EXPORT}."
     return Outcome(0, "done", message, "done")

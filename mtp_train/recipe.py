@@ -32,7 +32,7 @@ class ModelSection:
     head_from: str | None = None
     """The checkpoint whose head is grafted, and whose own trunk is the `vanilla` arm: usually the fine-tune's base."""
     adapter: str | None = None
-    """A peft adapter directory: the trunk is then `trunk` with this adapter, unmerged."""
+    """A peft LoRA adapter: the trunk is then `trunk` with this adapter, unmerged; the export has it merged."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which the trunk's weights are held; `auto`: the checkpoint's own, on a CPU float32."""
     trust_remote_code: bool = False

@@ -147,16 +147,6 @@ def _temperature_is_used(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@_reads("model.adapter", "export.enabled")
-def _adapter_is_not_exported(recipe: Recipe) -> Iterator[str]:
-    if recipe.model.adapter is not None and recipe.export.enabled:
-        yield (
-            "export.enabled: true with model.adapter set; expected a trunk whose weights are in one checkpoint. Run "
-            f"'mtp-train merge {recipe.model.trunk} --adapter {recipe.model.adapter} --out MERGED' and write "
-            "model.trunk: MERGED, or write export.enabled: false."
-        )
-
-
 @_reads("data.regenerate", "data.sources")
 def _sources_can_be_answered(recipe: Recipe) -> Iterator[str]:
     for index, source in enumerate(recipe.data.sources):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from mtp_train.commands.graft import head_to_export
+from mtp_train.commands.graft import head_to_export, refuse_with_adapter
 from mtp_train.families.gguf import gguf_head_for
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.inputs import load_tokenizer
@@ -34,7 +34,9 @@ def export_gguf(source: Path, out: Path, *, kind: GgufKind, progress: Progress) 
         GateRefusedError: The run's head is not better than its baseline.
     """
     refuse_existing(out, what="the GGUF file")
-    trunk, head, _ = head_to_export(source)
+    found = head_to_export(source)
+    refuse_with_adapter(source, found)
+    trunk, head = found.trunk, found.head
     record = gguf_head_for(str(trunk.text_config.get("model_type")), where=str(trunk.path))
     config = text_config_of(trunk).to_dict()
     tensors = gguf_tensors(trunk, layout_of(trunk), head, record, config)

@@ -9,14 +9,14 @@ from typing import NamedTuple
 from rich.progress import Progress
 
 from mtp_train.commands.inspect import SUGGESTED_DEPTH
-from mtp_train.cures import merge_command
 from mtp_train.errors import CheckpointError, GateRefusedError
 from mtp_train.heads.attach import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.inputs import refuse_adapter
+from mtp_train.inputs import locate_adapter, refuse_adapter
 from mtp_train.recipe_io import load_recipe
 from mtp_train.report.schema import load_report
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
+from mtp_train.weights.adapted import write_adapted
 from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
 from mtp_train.weights.export import LinkMode, write_checkpoint
 from mtp_train.weights.files import Checkpoint, locate_checkpoint, open_checkpoint, read_json
@@ -62,43 +62,57 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress, head_
 
     Raises:
         OutputExistsError: ``out`` exists.
-        CheckpointError: There is no head to export, or the run's has not been measured, or is for an unmerged adapter.
+        CheckpointError: There is no head to export, or the run's has not been measured.
         GateRefusedError: The run's head is not better than its baseline.
     """
     refuse_existing(out, what="the checkpoint")
-    trunk, head, num_depths = head_to_export(source)
+    found = head_to_export(source)
+    trunk, head = found.trunk, found.head
     require_finite_checkpoint(trunk, progress)
     if head_only:
+        refuse_with_adapter(source, found)
         write_head_only(trunk, layout_of(trunk), head, out)
     else:
-        write_checkpoint(trunk, layout_of(trunk), head, out, link=link)
-    return Exported(trunk.path, num_depths)
+        write_adapted(trunk, layout_of(trunk), head, out, adapter=found.adapter, link=link, progress=progress)
+    return Exported(trunk.path, found.num_depths)
 
 
 class HeadToExport(NamedTuple):
-    """A head, the checkpoint that it is for, and how deep it drafts by default."""
+    """A head, the checkpoint that it is for, how deep it drafts by default, and the adapter that the trunk wears."""
 
     trunk: Checkpoint
     head: NativeHead
     num_depths: int
+    adapter: Path | None
 
 
 def head_to_export(source: Path) -> HeadToExport:
     """Return the head of a run that passed the gate, or that of a checkpoint.
 
     Raises:
-        CheckpointError: There is no head to export, or the run's has not been measured, or is for an unmerged adapter.
+        CheckpointError: There is no head to export, or the run's has not been measured.
         GateRefusedError: The run's head is not better than its baseline.
     """
     if not (source / HEAD_DIRECTORY / HEAD_CONFIG_FILE).is_file():
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
-        return HeadToExport(trunk, _own_head(trunk), SUGGESTED_DEPTH)
+        return HeadToExport(trunk, _own_head(trunk), SUGGESTED_DEPTH, None)
     _require_exportable(source)
     identity = read_json(source / PROVENANCE_FILE)["trunk"]
     trunk = open_checkpoint(locate_checkpoint(identity["path"]))
     artifact = load_artifact(source / HEAD_DIRECTORY)
-    return HeadToExport(trunk, artifact.head, artifact.num_depths)
+    model = load_recipe(source / RECIPE_FILE).model
+    adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
+    return HeadToExport(trunk, artifact.head, artifact.num_depths, adapter)
+
+
+def refuse_with_adapter(source: Path, found: HeadToExport) -> None:
+    """Raise a CheckpointError where a head alone is asked for and its trunk wears an adapter."""
+    if found.adapter is not None:
+        raise CheckpointError(
+            f"{source}: its trunk wears the adapter {found.adapter}; expected one whose weights are in one checkpoint, "
+            "as the head's file repeats some of them. Export the run, then take the head alone from the export."
+        )
 
 
 def _require_exportable(run_dir: Path) -> None:
@@ -110,12 +124,6 @@ def _require_exportable(run_dir: Path) -> None:
     gate = load_report(run_dir / REPORT_FILE).gate
     if gate is not None and not gate.passed:
         raise GateRefusedError(gate.reason)
-    model = load_recipe(run_dir / RECIPE_FILE).model
-    if model.adapter is not None:
-        raise CheckpointError(
-            f"{run_dir}: its head was trained on a trunk with the adapter {model.adapter}; expected a trunk whose "
-            f"weights are in one checkpoint. Run '{merge_command(model.trunk, model.adapter)}' and train on that."
-        )
 
 
 def _own_head(checkpoint: Checkpoint) -> NativeHead:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from adapters import rename_keys, rewrite_config, write_adapter
+from checkpoints import all_tensors
 from mtp_train.cli import main
-from runs import document, write_recipe
+from mtp_train.heads.diagnose import layout_of
+from mtp_train.weights.files import open_checkpoint
+from runs import LEARNS, document, tree, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 
@@ -87,14 +90,32 @@ def test_an_adapter_that_would_not_be_put_on_is_refused(
     assert "nowhere: no adapter_config.json; expected a peft adapter directory" in message
 
 
-def test_the_gate_s_cure_for_an_adapter_can_be_followed(
+def test_a_head_trained_on_an_adapter_is_exported_with_the_adapter_merged(
     pristine: Path, adapter: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    """The recipe that may not export says what to run; that command writes a checkpoint with the head kept."""
+    base, run_dir = pristine / "base", tmp_path / "run"
+    recipe = write_recipe(tmp_path / "recipe.yaml", pristine, run_dir, **LEARNS)
+    overrides = [f"model.trunk={base}", f"model.adapter={adapter}"]
+    assert document(["run", recipe, *overrides], capfd)["exit_code"] == 0
+    document(["merge", base, "--adapter", adapter, "--out", tmp_path / "merged"], capfd)
+    document(["export", run_dir, "--out", tmp_path / "again"], capfd)
+    exported, merged, head = (all_tensors(path) for path in (run_dir / "export", tmp_path / "merged", base))
+    assert exported.keys() == head.keys()
+    is_head = layout_of(open_checkpoint(base)).is_head_key
+    assert all(torch.equal(value, merged[key]) for key, value in exported.items() if not is_head(key))
+    assert any(not torch.equal(value, head[key]) for key, value in exported.items() if not is_head(key))
+    assert any(not torch.equal(value, head[key]) for key, value in exported.items() if is_head(key))
+    assert tree(tmp_path / "again") == tree(run_dir / "export")
+    assert not list(run_dir.glob(".export*"))
+    message = refusal(["export", run_dir, "--head-only", "--out", tmp_path / "alone"], capfd)
+    assert f"its trunk wears the adapter {adapter}" in message
+
+
+def test_an_adapter_that_cannot_be_merged_stops_a_run_that_exports_before_it_begins(
+    pristine: Path, adapter: Path, tmp_path: Path, capfd: Capture
+) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", pristine, tmp_path / "run")
-    asked = refusal(["check", recipe, f"model.trunk={pristine / 'base'}", f"model.adapter={adapter}"], capfd)
-    command = re.search(r"'mtp-train (merge [^']+) --out MERGED'", asked)
-    assert command is not None
-    found = document([*command[1].split(), "--out", tmp_path / "merged"], capfd)
-    assert found["head_keys"] > 5
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["mtp_num_hidden_layers"] == 1
+    rewrite_config(adapter, init_lora_weights="pissa")
+    message = refusal(["run", recipe, f"model.trunk={pristine / 'base'}", f"model.adapter={adapter}"], capfd)
+    assert "changed the base's weights before training" in message
+    assert not (tmp_path / "run" / "state").exists()

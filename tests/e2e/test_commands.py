@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from gguf import GGUFReader
 from safetensors.torch import load_file
 
@@ -167,21 +166,6 @@ def test_export_of_a_run_that_was_never_measured_is_refused(run_dir: Path, tmp_p
     (unmeasured / "report.json").unlink()
     assert main(["export", str(unmeasured), "--out", str(tmp_path / "out")]) == 2
     assert "its head has not been measured; expected a run that reached the gate" in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_head_trained_on_an_adapter_is_not_put_on_the_bare_trunk(
-    run_dir: Path, tmp_path: Path, capfd: Capture
-) -> None:
-    adapted = Path(shutil.copytree(run_dir, tmp_path / "run"))
-    recipe = yaml.safe_load((adapted / "recipe.yaml").read_text())
-    recipe["model"]["adapter"], recipe["export"]["enabled"] = "lora", False
-    (adapted / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["export", str(adapted), "--out", str(tmp_path / "out")]) == 2
-    assert "trained on a trunk with the adapter lora; expected a trunk whose weights are in" in (
-        said := capfd.readouterr().err
-    )
-    assert f"mtp-train merge {recipe['model']['trunk']} --adapter lora --out" in said
     assert not (tmp_path / "out").exists()
 
 

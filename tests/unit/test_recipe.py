@@ -159,7 +159,6 @@ def test_limits_that_are_included_are_accepted(depth_decay: str) -> None:
         (["train.micro_batch_sequences=3"], "train.tokens_per_step", "Write 1536"),
         (["train.warmup_steps=10"], "train.warmup_steps", "or train longer"),
         (["data.seq_len_tokens=4"], "data.seq_len_tokens", "or lower head.num_depths"),
-        (["model.adapter=lora"], "export.enabled", "or write export.enabled: false"),
         (["objective.loss=ce", "objective.temperature=2"], "objective.temperature", "or write objective.loss: kl"),
         (["data.regenerate={}", "data.sources.0.format=text"], "data.sources.0.format", "data.regenerate: null"),
     ],
@@ -184,7 +183,7 @@ def test_contradictions_are_refused_with_their_cure(overrides: list[str], path: 
         ["data.seq_len_tokens=5", "train.tokens_per_step=5"],
         ["objective.loss=kl", "objective.temperature=2"],
         ["data.regenerate={enabled: false}", "data.sources.0.format=text"],
-        ["model.adapter=lora", "objective.loss=ce", "export.enabled=false"],
+        ["model.adapter=lora", "objective.loss=ce"],
     ],
 )
 def test_recipes_next_to_a_contradiction_are_accepted(overrides: list[str]) -> None:
