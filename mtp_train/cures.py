@@ -21,12 +21,6 @@ def export_command(checkpoint: str) -> str:
     return f"mtp-train export {shlex.quote(checkpoint)} --out {shlex.quote(checkpoint.rstrip('/') + '-mtp')}"
 
 
-def merge_command(checkpoint: str, adapter: str) -> str:
-    """Return the command that merges a LoRA adapter into a checkpoint."""
-    out = f"{checkpoint.rstrip('/').rsplit(':', 1)[-1]}-merged"
-    return f"mtp-train merge {shlex.quote(checkpoint)} --adapter {shlex.quote(adapter)} --out {shlex.quote(out)}"
-
-
 def draft_model_flag(path: str, depth: int) -> str:
     """Return vLLM's flag that drafts with a head that lies in a directory of its own."""
     config = {"method": "mtp", "model": path, "num_speculative_tokens": depth}

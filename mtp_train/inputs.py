@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from mtp_train.cures import merge_command
 from mtp_train.data.prompts import Prompt, build_prompts, choose_prompts, continuation_prompts
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.regenerated import RESPONSE_ROOM_TOKENS
@@ -23,14 +22,19 @@ from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.recipe import Recipe
 from mtp_train.train.plan import Plan, make_plan
-from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_adapter, read_adapter
+from mtp_train.weights.adapter import (
+    ADAPTER_CONFIG_FILE,
+    is_adapter,
+    locate_adapter,
+    merge_command,
+    read_adapter,
+)
 from mtp_train.weights.files import (
     TORCH_DTYPES,
     Checkpoint,
     locate_checkpoint,
     open_checkpoint,
     read_json,
-    scan_safetensors,
 )
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.merge import plan_changes
@@ -77,28 +81,6 @@ def refuse_adapter(path: Path, location: str) -> None:
         f"Run '{merge_command(str(base), location)}', or train on it unmerged with model.trunk={base} "
         f"model.adapter={location}."
     )
-
-
-def locate_adapter(location: str, trunk: str) -> Path:
-    """Return the directory of an adapter that is put on a trunk unmerged.
-
-    Raises:
-        CheckpointError: There is none, or its names are those of a vision-language model, which the text model that is
-            loaded here would pass over in silence.
-    """
-    path = locate_checkpoint(location)
-    if not (path / ADAPTER_CONFIG_FILE).is_file():
-        raise CheckpointError(
-            f"{location}: no {ADAPTER_CONFIG_FILE}; expected a peft adapter directory or a hub id. Check the spelling."
-        )
-    keys = scan_safetensors(path / ADAPTER_FILE)
-    wrapped = next((key for key in keys if "language_model." in key or ".visual." in key), None)
-    if wrapped is not None:
-        raise CheckpointError(
-            f"{location}: adapts {wrapped}, a module of the vision-language model; expected names of the text model, "
-            f"which is all that is loaded here. Run '{merge_command(trunk, location)}' and use the result."
-        )
-    return path
 
 
 def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs:

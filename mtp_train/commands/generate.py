@@ -19,7 +19,8 @@ from mtp_train.errors import DataError
 from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import stored_dtype, text_config_of
 from mtp_train.heads.trunk import load_trunk
-from mtp_train.inputs import eos_token_ids, load_tokenizer, locate_adapter, open_location
+from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location
+from mtp_train.weights.adapter import locate_adapter
 from mtp_train.weights.artifact import HEAD_CONFIG_FILE
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 from mtp_train.weights.finite import require_finite_checkpoint

@@ -12,11 +12,12 @@ from mtp_train.commands.inspect import SUGGESTED_DEPTH
 from mtp_train.errors import CheckpointError, GateRefusedError
 from mtp_train.heads.attach import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.inputs import locate_adapter, refuse_adapter
+from mtp_train.inputs import refuse_adapter
 from mtp_train.recipe_io import load_recipe
 from mtp_train.report.schema import load_report
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
 from mtp_train.weights.adapted import write_adapted
+from mtp_train.weights.adapter import locate_adapter
 from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
 from mtp_train.weights.export import LinkMode, write_checkpoint
 from mtp_train.weights.files import Checkpoint, locate_checkpoint, open_checkpoint, read_json

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.errors import CheckpointError
-from mtp_train.weights.files import Checkpoint, read_json, scan_safetensors
+from mtp_train.weights.files import Checkpoint, locate_checkpoint, read_json, scan_safetensors
 from mtp_train.weights.finite import require_finite_checkpoint
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -132,6 +133,34 @@ class _Parts:
 def is_adapter(path: Path) -> bool:
     """Whether a directory holds an adapter and no model."""
     return (path / ADAPTER_CONFIG_FILE).is_file() and not (path / "config.json").is_file()
+
+
+def merge_command(checkpoint: str, adapter: str) -> str:
+    """Return the command that merges a LoRA adapter into a checkpoint."""
+    out = f"{checkpoint.rstrip('/').rsplit(':', 1)[-1]}-merged"
+    return f"mtp-train merge {shlex.quote(checkpoint)} --adapter {shlex.quote(adapter)} --out {shlex.quote(out)}"
+
+
+def locate_adapter(location: str, trunk: str) -> Path:
+    """Return the directory of an adapter that is put on a trunk unmerged.
+
+    Raises:
+        CheckpointError: There is none, or its names are those of a vision-language model, which the text model that is
+            loaded here would pass over in silence.
+    """
+    path = locate_checkpoint(location)
+    if not (path / ADAPTER_CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{location}: no {ADAPTER_CONFIG_FILE}; expected a peft adapter directory or a hub id. Check the spelling."
+        )
+    keys = scan_safetensors(path / ADAPTER_FILE)
+    wrapped = next((key for key in keys if "language_model." in key or ".visual." in key), None)
+    if wrapped is not None:
+        raise CheckpointError(
+            f"{location}: adapts {wrapped}, a module of the vision-language model; expected names of the text model, "
+            f"which is all that is loaded here. Run '{merge_command(trunk, location)}' and use the result."
+        )
+    return path
 
 
 def read_adapter(path: Path) -> Adapter:

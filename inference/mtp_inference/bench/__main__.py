@@ -21,7 +21,6 @@ from mtp_inference.bench.clock import copy_bandwidth
 from mtp_inference.bench.measure import Plan, Row, measure_decoding, measure_prefill, measure_rounds, num_runs
 from mtp_inference.bench.prompts import Prompts, read_prompts
 from mtp_inference.bench.subject import SHAPES, Subject, checkpoint_subject, shape_subject, trained_subject
-from mtp_inference.head_drafter import HeadDrafting
 from mtp_inference.requests import require_depth
 from mtp_train.errors import MtpError, OutputExistsError
 
@@ -63,8 +62,8 @@ def benchmark(options: argparse.Namespace, plan: Plan, progress: Progress) -> di
     """
     device = torch.device(options.device)
     subject = _subject(options, plan, device, progress)
-    if subject.head is not None:
-        HeadDrafting(subject.head).check(subject.trunk, max(plan.depths))
+    if subject.drafting is not None:
+        subject.drafting.check(subject.trunk, max(plan.depths))
     given = read_prompts(options.prompts, subject) if options.prompts is not None else None
     prompts = Prompts(given, subject.text, plan.seed)
     for batch, length in plan.cells:
@@ -97,7 +96,12 @@ def _subject(options: argparse.Namespace, plan: Plan, device: torch.device, prog
     dtype = DTYPES[options.dtype]
     if options.checkpoint is not None:
         return checkpoint_subject(
-            options.checkpoint, options.head, dtype=dtype, device=device, drafts=max(plan.depths) > 0
+            options.checkpoint,
+            options.head,
+            adapter=options.adapter,
+            dtype=dtype,
+            device=device,
+            drafts=max(plan.depths) > 0,
         )
     if options.train_steps is None:
         return shape_subject(options.shape, dtype=dtype, device=device, seed=plan.seed)
@@ -153,6 +157,8 @@ def _require_subject(options: argparse.Namespace) -> None:
         raise MtpError(f"CKPT and --shape: {found} given; expected one of them. Name a checkpoint or a shape.")
     if options.head is not None and options.checkpoint is None:
         raise MtpError(f"--head: {options.head}, with a shape; expected a checkpoint that it belongs to. Leave it out.")
+    if options.adapter is not None and options.checkpoint is None:
+        raise MtpError(f"--adapter: {options.adapter}, with a shape; expected a checkpoint to put it on. Leave it out.")
     if options.train_steps is None:
         return
     if options.shape is None or not SHAPES[options.shape].is_tiny or options.train_steps < 1:
@@ -183,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mtp_inference.bench", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", nargs="?", metavar="CKPT", help="a directory or a hub id")
     parser.add_argument("--head", help="a head directory, a run, or a checkpoint to take the head from (default: CKPT)")
+    parser.add_argument("--adapter", metavar="DIR", help="a peft adapter that the trunk of CKPT wears, unmerged")
     parser.add_argument("--shape", choices=tuple(SHAPES), help="random weights in a shape, instead of CKPT")
     parser.add_argument(
         "--train-steps", type=int, metavar="N", help="teach a tiny shape synthetic text first, so that drafts are right"

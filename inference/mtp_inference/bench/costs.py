@@ -24,7 +24,7 @@ from mtp_inference.chooser import Chooser, Drafts
 from mtp_inference.decoder import Needs, make_batch, rounded_capacity
 from mtp_inference.draft import Drafter, Place
 from mtp_inference.forward import PREFILL_CHUNK
-from mtp_inference.head_drafter import ChainedDrafter, HeadDrafting, RecursiveDrafter
+from mtp_inference.head_drafter import ChainedDrafter, RecursiveDrafter
 from mtp_inference.recurrent_cache import RecurrentStore
 from mtp_inference.session import PENDING_PLACES
 from mtp_train.heads.module import MtpHead
@@ -188,8 +188,7 @@ def _batch(subject: Subject, num_rows: int, used: int, depth: int) -> tuple[Batc
         num_stops=0,
         penalises=False,
     )
-    drafting = None if subject.head is None else HeadDrafting(subject.head)
-    batch = make_batch(trunk, drafting, needs, "argmax", PREFILL_CHUNK)
+    batch = make_batch(trunk, subject.drafting, needs, "argmax", PREFILL_CHUNK)
     # What a head's maker made.
     drafter: Any = batch.drafter
     prompt_RT = torch.zeros(num_rows, 2, dtype=torch.long, device=device)

@@ -17,7 +17,6 @@ from mtp_inference.bench.prompts import Group, Prompts
 from mtp_inference.bench.subject import Subject
 from mtp_inference.decoder import SpeculativeDecoder
 from mtp_inference.draft import DrafterMaker
-from mtp_inference.head_drafter import HeadDrafting
 from mtp_train.acceptance import tau
 
 Row = dict[str, Any]
@@ -103,9 +102,9 @@ def _drafting(
     subject: Subject, plan: Plan, groups: Sequence[Group]
 ) -> tuple[DrafterMaker | None, list[list[list[int]]]]:
     """Return what drafts, and the texts that it must know: prompts and continuations, group by group."""
-    if subject.head is None:
+    drafting = subject.drafting
+    if drafting is None:
         return None, [[] for _ in groups]
-    drafting = HeadDrafting(subject.head)
     if plan.acceptance is None:
         return drafting, [[] for _ in groups]
     batch, length = len(groups[0]), len(groups[0][0])
@@ -248,8 +247,7 @@ def measure_prefill(subject: Subject, plan: Plan, prompts: Prompts, batch: int, 
     """Time prefill without the head and with it, in turns: a call for one token."""
     group = prompts.groups(batch, length)[0]
     depth = max(plan.depths)
-    drafting = HeadDrafting(subject.head) if subject.head is not None else None
-    arms = [_our_arm(subject, None, 0, batch), _our_arm(subject, drafting, depth, batch)]
+    arms = [_our_arm(subject, None, 0, batch), _our_arm(subject, subject.drafting, depth, batch)]
     taken: list[list[float]] = [[], []]
     for repeat in range(plan.repeats + 1):
         for index in _in_turn(2, repeat):

@@ -9,14 +9,17 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_inference.bench.chain import Chain, train
+from mtp_inference.head_drafter import HeadDrafting
 from mtp_train.families import FAMILIES, Family
 from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.weights.adapter import locate_adapter
 from mtp_train.weights.artifact import HEAD_CONFIG_FILE
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint, locate_checkpoint, open_checkpoint
 
@@ -103,16 +106,30 @@ class Subject:
     checkpoint: Checkpoint | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     """For the settings."""
+    draft_vocab: Tensor | None = None
+    """int32, the tokens that the head may draft; None for all."""
+
+    @property
+    def drafting(self) -> HeadDrafting | None:
+        """What drafts, None without a head."""
+        return None if self.head is None else HeadDrafting(self.head, self.draft_vocab)
 
 
 def checkpoint_subject(
-    name: str, head: str | None, *, dtype: torch.dtype | None, device: torch.device, drafts: bool
+    name: str,
+    head: str | None,
+    *,
+    adapter: str | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    drafts: bool,
 ) -> Subject:
     """Load a checkpoint and a head.
 
     Args:
         name: A directory or a hub id.
         head: A head directory, a run that holds one, or a checkpoint with a head; None for the checkpoint's own.
+        adapter: A peft adapter that the trunk wears, unmerged.
         dtype: None for fp32 on a CPU and the stored dtype elsewhere.
         device: Where both go.
         drafts: Whether a head is needed.
@@ -124,10 +141,17 @@ def checkpoint_subject(
     plan = _head_plan(checkpoint, head) if drafts else None
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else TORCH_DTYPES[stored_dtype(checkpoint)]
-    trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype, device=device)
+    worn = locate_adapter(adapter, name) if adapter else None
+    trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype, device=device, adapter=worn)
     built = build_head(plan, text_config_of(checkpoint), dtype=dtype).to(device).eval() if plan else None
-    facts = {"model": name, "head": (head or "its own") if plan else None}
-    return Subject(trunk, built, Chain.random_text(trunk.lm_head_VD.shape[0]), checkpoint, facts)
+    draft_vocab = plan.draft_vocab if plan else None
+    facts = {
+        "model": name,
+        "adapter": adapter,
+        "head": (head or "its own") if plan else None,
+        "draft_vocab": None if draft_vocab is None else len(draft_vocab),
+    }
+    return Subject(trunk, built, Chain.random_text(trunk.lm_head_VD.shape[0]), checkpoint, facts, draft_vocab)
 
 
 def _head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
