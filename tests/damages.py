@@ -67,7 +67,7 @@ def resize_the_base(inputs: Path) -> None:
 
 
 def rename_the_architecture(inputs: Path) -> None:
-    config = json.loads((inputs / "finetune" / CONFIG_FILE).read_text()) | {"model_type": "llama"}
+    config = json.loads((inputs / "finetune" / CONFIG_FILE).read_text()) | {"model_type": "gpt2"}
     (inputs / "finetune" / CONFIG_FILE).write_text(json.dumps(config))
 
 
@@ -111,7 +111,7 @@ DAMAGES = {
     ),
     "unknown architecture": Damage(
         rename_the_architecture,
-        r"finetune: config\.json has model_type 'llama', an architecture without a known head layout; expected one of "
+        r"finetune: config\.json has model_type 'gpt2', an architecture without a known head layout; expected one of "
         r".*qwen3_5_text.*\. Add a family record .* or use a supported model\.",
     ),
     "pickle": Damage(
