@@ -50,6 +50,8 @@ class Inspection:
     trunk_changed: TrunkChange | None
     serves: dict[str, str]
     cure: str | None
+    runs_here: str
+    """``yes``, or why the head can be inspected, grafted and exported, but not trained or decoded with."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -88,6 +90,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progress
         trunk_changed=change,
         serves=serving_commands(checkpoint, diagnosis, status),
         cure=find_cure(checkpoint, base, status, stale),
+        runs_here="yes" if layout.family.borrowed is not None else f"no: {layout.family.why_not_run}",
     )
 
 
@@ -196,6 +199,8 @@ def render(inspection: Inspection) -> str:
             f"{change.largest_relative_change:.2g} "
             "at most (relative)"
         )
+    if inspection.runs_here != "yes":
+        lines.append(f"train, decode: {inspection.runs_here}")
     lines += [f"{engine}: {text}" for engine, text in inspection.serves.items()]
     lines.append(f"cure: {inspection.cure}" if inspection.cure else "nothing to cure")
     return "\n".join(lines)

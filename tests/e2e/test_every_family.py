@@ -33,7 +33,8 @@ def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
 ) -> None:
     inputs = write_inputs(tmp_path / "in", family_name)
     base, finetune, run_dir = inputs / "base", inputs / "finetune", tmp_path / "run"
-    assert inspected(capfd, base)["status"] == "healthy"
+    healthy = inspected(capfd, base)
+    assert (healthy["status"], healthy["runs_here"]) == ("healthy", "yes")
     stripped = inspected(capfd, finetune, "--base", base)
     assert stripped["status"] in ("declared_but_missing", "stripped")
     assert stripped["cure"].startswith(f"mtp-train graft {finetune} --from {base}")

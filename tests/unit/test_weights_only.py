@@ -69,7 +69,8 @@ def test_a_stripped_checkpoint_gets_its_head_back_bit_for_bit(
 ) -> None:
     base = write(tmp_path / "base", WEIGHTS_ONLY[name], head=True, seed=1)
     finetune = write(tmp_path / "finetune", WEIGHTS_ONLY[name], head=False, seed=2)
-    assert document(["inspect", base], capfd)["status"] == "healthy"
+    healthy = document(["inspect", base], capfd)
+    assert (healthy["status"], healthy["runs_here"]) == ("healthy", f"no: {WEIGHTS_ONLY[name].why_not_run}")
     stripped = document(["inspect", finetune, "--base", base], capfd)
     assert stripped["status"] == "declared_but_missing"
     assert set(stripped["missing_keys"]) >= {f"{key}.weight" for key in SPELT_OUT[name]}
