@@ -10,12 +10,14 @@ Shapes: K depths, N target rows, C rows of a chunk, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-LossKind = Literal["ce", "kl"]
+from mtp_train.losses_rows import LossKind as LossKind
+from mtp_train.losses_rows import row_losses
+
 CHUNK_ROWS = 256
 
 
@@ -50,27 +52,42 @@ def align_to_targets(starts: Sequence[Tensor]) -> Tensor:
     return torch.stack(moved)
 
 
-def chunk_loss_and_gradient(
-    logits_CV: Tensor, teacher_logits_CV: Tensor | None, targets_C: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Return each row's loss and its gradient with respect to the logits, both fp32.
+def chain_losses(tv_KN: Tensor, row_weight_KN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``e2e_tv``'s losses and what each row's ``tv`` counts in them.
 
-    Without teacher logits it is ``ce``, ``-log q(x)``; with them ``kl``, ``temperature^2 * KL(p_T || q_T)`` with both
-    softened by the temperature (Hinton et al., arXiv:1503.02531, section 2.1): the factor keeps the gradient's size
-    comparable across temperatures.
+    A draft is of use only if all before it were accepted. With depth k of start s accepted with probability
+    ``1 - tv`` (at target row s + k), the chance that its first j drafts are all accepted is their product, and
+    ``1 - product`` is the loss of depth j (arXiv:2606.12370: ``1 - 1/K sum_j prod_{i<=j} (1 - tv_i)`` is their mean).
+    Depths without a target at a start are left out of its products.
+
+    Args:
+        tv_KN: Every row's ``tv``.
+        row_weight_KN: 0 where depth k has no valid target at the row; else what its loss counts.
+
+    Returns:
+        The loss of each row, 0 where there is none, and the derivative of ``sum(row_weight * loss)`` with respect to
+        each row's ``tv``. Both of shape (K, N).
     """
-    if teacher_logits_CV is None:
-        log_q_CV = torch.log_softmax(logits_CV.float(), dim=-1)
-        loss_C = -log_q_CV.gather(1, targets_C[:, None]).squeeze(1)
-        gradient_CV = log_q_CV.exp_()
-        gradient_CV.scatter_add_(1, targets_C[:, None], gradient_CV.new_full((len(targets_C), 1), -1.0))
-        return loss_C, gradient_CV
-    log_q_CV = torch.log_softmax(logits_CV.float() / temperature, dim=-1)
-    log_p_CV = torch.log_softmax(teacher_logits_CV.float() / temperature, dim=-1)
-    p_CV = log_p_CV.exp()
-    # In place from here on: each further tensor of this shape would be held at the peak.
-    loss_C = temperature**2 * torch.linalg.vecdot(p_CV, log_p_CV.sub_(log_q_CV))
-    return loss_C, log_q_CV.exp_().sub_(p_CV).mul_(temperature)
+    num_depths = len(tv_KN)
+    weight_KS, tv_KS = (_to_starts(one) for one in (row_weight_KN, tv_KN))
+    kept_KS = torch.where(weight_KS != 0, 1 - tv_KS, 1.0)
+    loss_KS = torch.where(weight_KS != 0, 1 - kept_KS.cumprod(dim=0), 0.0)
+    slope_KS = torch.zeros_like(kept_KS)
+    for depth in range(num_depths):
+        others_KS = kept_KS.clone()
+        others_KS[depth] = 1.0
+        slope_KS[depth] = (weight_KS * others_KS.cumprod(dim=0))[depth:].sum(dim=0)
+    slope_KS = torch.where(weight_KS != 0, slope_KS, 0.0)
+    return _to_targets(loss_KS), _to_targets(slope_KS)
+
+
+def _to_starts(aligned_KN: Tensor) -> Tensor:
+    """Undo :func:`align_to_targets`, on sequences that may be flattened: what crosses from one to the next weighs 0."""
+    return torch.stack([row_N.roll(-depth) for depth, row_N in enumerate(aligned_KN, start=1)])
+
+
+def _to_targets(starts_KN: Tensor) -> Tensor:
+    return torch.stack([row_N.roll(depth) for depth, row_N in enumerate(starts_KN, start=1)])
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -87,25 +104,27 @@ class _FrozenHeadLoss(torch.autograd.Function):
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
         gradient_KND = torch.zeros_like(student_KND)
-        total = torch.zeros((), dtype=torch.float32, device=student_KND.device)
-        sum_K = torch.zeros(len(student_KND), dtype=torch.float32, device=student_KND.device)
+        loss_KN = torch.zeros_like(row_weight_KN)
         used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1)
         with torch.autocast(student_KND.device.type, enabled=False):
             for rows_C in used_N.split(CHUNK_ROWS):
                 teacher_CV = teacher_ND[rows_C].to(lm_head_VD.dtype) @ lm_head_VD.T if kind != "ce" else None
                 for depth in range(len(student_KND)):
-                    weight_C = row_weight_KN[depth, rows_C]
                     output_VD = lm_head_VD if own_heads is None else own_heads[depth]
                     logits_CV = student_KND[depth, rows_C].to(output_VD.dtype) @ output_VD.T
-                    loss_C, gradient_CV = chunk_loss_and_gradient(logits_CV, teacher_CV, targets_N[rows_C], temperature)
-                    total += (weight_C * loss_C).sum()
-                    sum_K[depth] += loss_C[weight_C != 0].sum()
-                    gradient_CV *= weight_C[:, None]
-                    gradient_KND[depth, rows_C] = (gradient_CV.to(output_VD.dtype) @ output_VD).to(student_KND.dtype)
-                    del logits_CV, gradient_CV
+                    row = row_losses(kind, logits_CV, teacher_CV, targets_N[rows_C], temperature)
+                    loss_KN[depth, rows_C] = row.loss_C
+                    step_CD = row.gradient_CV.to(output_VD.dtype) @ output_VD
+                    gradient_KND[depth, rows_C] = step_CD.to(student_KND.dtype)
+                    del logits_CV, row
+        slope_KN = row_weight_KN
+        if kind == "e2e_tv":
+            loss_KN, slope_KN = chain_losses(loss_KN, row_weight_KN)
+        gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)
         ctx.save_for_backward(gradient_KND)
+        sum_K = (loss_KN * (row_weight_KN != 0)).sum(dim=1)
         ctx.mark_non_differentiable(sum_K)
-        return total, sum_K
+        return (row_weight_KN * loss_KN).sum(), sum_K
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, _grad_sum_K: Tensor) -> tuple[Tensor | None, ...]:
@@ -132,8 +151,8 @@ def frozen_head_loss(
         lm_head_VD: The frozen output matrix.
         targets_N: int64, the token each target row is followed by.
         row_weight_KN: fp32, 0 where depth k has no valid target at the row.
-        kind: ``ce`` (hard targets) or ``kl`` (the trunk's own distribution).
-        temperature: Softens both p and q in ``kl``.
+        kind: See ``losses_rows.py``; ``e2e_tv``: :func:`chain_losses`.
+        temperature: Softens both p and q of every loss but ``ce``.
         own_heads: Each depth's own output matrix, frozen, where the head does not share the trunk's.
     """
     total, sum_K = _FrozenHeadLoss.apply(

@@ -108,10 +108,12 @@ class DataSection:
 class ObjectiveSection:
     """What the head is trained towards."""
 
-    loss: Literal["auto", "ce", "kl"] = "auto"
-    """`ce`: the token that follows. `kl`: the trunk's own distribution p. `auto`: `kl`."""
+    loss: Literal["auto", "ce", "kl", "reverse_kl", "tv", "lk", "e2e_tv"] = "auto"
+    """`ce`: the token that follows. The others draw q to the trunk's own distribution p: `kl` and `reverse_kl`
+    divergences; `tv`: the chance that a sampled draft is rejected; `lk`: from `kl` to `tv` as they come to overlap;
+    `e2e_tv`: the chance that not all drafts so far are accepted. `auto`: `kl`."""
     temperature: Positive = 1.0
-    """Softens p and q in `kl`."""
+    """Softens p and q, in every loss but `ce`."""
     depth_decay: Annotated[float, Bound(above=0, max=1)] = 0.6
     """Depth k weighs this to the power k - 1, all weights scaled to sum 1."""
     unroll: Literal["exact"] = "exact"

@@ -64,7 +64,7 @@ class HeadTraining(nn.Module):
         head: The head, in fp32.
         num_depths: K.
         kind: The loss.
-        temperature: Softening of ``kl``.
+        temperature: Softens p and q of every loss but ``ce``.
     """
 
     def __init__(self, trunk: Trunk, head: MtpHead, *, num_depths: int, kind: LossKind, temperature: float) -> None:
