@@ -92,6 +92,15 @@ def test_a_depth_sees_the_true_prefix_and_then_its_own_rows_only() -> None:
     assert seen(unroll_mask(prefix_BTT, 3)[0]) == ["x...x...x...", "xx...x...x..", "xxx...x...x.", "...x...x...x"]
 
 
+def test_a_sliding_window_counts_positions_and_not_rows() -> None:
+    """Depth k of start t stands at t + k - 1: with a window of 2 depth 2 sees the last true row, depth 3 no more."""
+    prefix_BTT = prefix_mask(torch.zeros(1, 3, dtype=torch.long))
+    assert seen(unroll_mask(prefix_BTT, 1, 2)[0]) == ["x..", "xx.", ".xx"]
+    assert seen(unroll_mask(prefix_BTT, 2, 2)[0]) == ["x..x..", ".x..x.", "..x..x"]
+    assert seen(unroll_mask(prefix_BTT, 3, 2)[0]) == ["...x..x..", "....x..x.", ".....x..x"]
+    assert torch.equal(unroll_mask(prefix_BTT, 3, 9), unroll_mask(prefix_BTT, 3))
+
+
 def test_masks_of_a_batch_are_each_rows_own() -> None:
     documents_BT = torch.tensor([[0, 0, 1], [0, 1, 1]])
     both_BTS = unroll_mask(prefix_mask(documents_BT), 2)

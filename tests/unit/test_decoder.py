@@ -193,7 +193,7 @@ def test_a_chained_head_is_not_drafted_past_its_modules(trunk: Trunk) -> None:
 
 def drafts_from_scratch(trunk: Trunk, head: MtpHead, tokens: Sequence[int], depth: int) -> list[int]:
     """Draft without any cache: every depth runs all rows anew."""
-    recursive = head.family.unroll == "recursive"
+    recursive = head.unroll == "recursive"
     text = list(tokens)
     hidden_BTD = trunk.hidden(torch.tensor([text]))[:, :-1]
     for depth_now in range(1, depth + 1):

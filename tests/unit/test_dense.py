@@ -19,19 +19,22 @@ from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 A, B, C, UNIFORM = [0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1], [0.25] * 4
 
 
-class LogitTrunk:
-    """A trunk whose hidden states are logits already."""
+class LogitModel:
+    """A trunk, and a head, whose states are logits already."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return hidden
+    def project(self, state: Tensor, _shared: object = None) -> Tensor:
+        return state
+
+    def module_for(self, _depth: int) -> LogitModel:
+        return self
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, *batches: AlignedRows) -> DenseMetrics:
     """Run the metrics over rows that are given as they come out of trunk and head."""
     monkeypatch.setattr(dense, "aligned_rows", lambda trunk, head, batch, num_depths: batch)
-    trunk: Any = LogitTrunk()
+    model: Any = LogitModel()
     given: Any = batches
-    return dense_metrics(trunk, trunk, given, len(batches[0].student_KND))
+    return dense_metrics(model, model, given, len(batches[0].student_KND))
 
 
 def rows(p: list[list[float]], q: list[list[list[float]]], valid: list[str]) -> AlignedRows:

@@ -6,6 +6,8 @@ Shapes: B rows, T tokens, K depths, D hidden.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step, unroll
 from mtp_train.heads.trunk import Trunk
-from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
 
 NUM_TOKENS, NUM_DEPTHS = 9, 3
 TOLERANCE = {"atol": 1e-5, "rtol": 0}
@@ -39,7 +41,7 @@ def random_tokens(num_tokens: int = NUM_TOKENS) -> Tensor:
 def one_document(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, num_depths: int = NUM_DEPTHS) -> list[Tensor]:
     return unroll(
         head,
-        trunk.hidden(tokens_1T),
+        trunk.head_input(trunk.hidden(tokens_1T), head.convention),
         tokens_1T,
         trunk.embed,
         num_depths=num_depths,
@@ -218,3 +220,32 @@ def test_the_lm_head_reads_the_normed_state_whatever_is_recycled() -> None:
     assert torch.equal(logit_before, logit)
     assert not torch.equal(recycled_before, recycled)
     torch.testing.assert_close(head.blocks[0].final_norm(recycled_before), logit)
+
+
+@torch.inference_mode()
+def test_modules_may_each_read_the_trunk_or_leave_all_to_the_first() -> None:
+    trunk, head = models("chained")
+    tokens_1T = random_tokens()
+    head.convention = Convention(recycle="trunk")
+    states = one_document(trunk, head, tokens_1T, num_depths=2)
+    hidden_1TD = trunk.hidden(tokens_1T)
+    expected_SD, _ = step_alone(trunk, head, hidden_1TD[:, :-2], tokens_1T[:, 2:], 2, first=1)
+    torch.testing.assert_close(states[1][0, :-2], expected_SD, **TOLERANCE)
+    head.convention = Convention(modules="first")
+    alone = tiny_head(trunk, num_modules=1)
+    alone.blocks[0].load_state_dict(head.blocks[0].state_dict())
+    for ours, expected in zip(one_document(trunk, head, tokens_1T), one_document(trunk, alone, tokens_1T), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("family_name", ALL_FAMILIES)
+@torch.inference_mode()
+def test_where_all_rows_stand_changes_nothing(family_name: str) -> None:
+    """What llama.cpp does, which counts positions from the token and not from the hidden state."""
+    trunk = tiny_trunk(family_name)
+    head = tiny_head(trunk)
+    tokens_1T = random_tokens()
+    plain = one_document(trunk, head, tokens_1T)
+    head.convention = dataclasses.replace(head.convention, position_offset=1)
+    for moved, expected in zip(one_document(trunk, head, tokens_1T), plain, strict=True):
+        torch.testing.assert_close(moved, expected, atol=2e-4, rtol=0)

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import all_tensors, base_and_finetune, wrap_as_vision_language
 from mtp_train.errors import CheckpointError
+from mtp_train.families import Convention
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.weights.files import open_checkpoint
-from tiny import FAMILY_NAMES
+from tiny import FAMILY_NAMES, tiny_trunk
 
 TOKENS_1T = torch.arange(9)[None]
 
@@ -64,3 +65,17 @@ def test_an_adapter_is_applied_unmerged_and_frozen(tmp_path: Path) -> None:
     assert torch.equal(adapted.lm_head_VD, bare.lm_head_VD)
     assert torch.equal(adapted.embed(TOKENS_1T), bare.embed(TOKENS_1T))
     assert not any(parameter.requires_grad for parameter in adapted.parameters())
+
+
+@pytest.mark.parametrize("family_name", ["mimo", "mimo_v2_flash", "step3p7"])
+@torch.inference_mode()
+def test_a_head_may_read_the_state_before_the_final_norm(family_name: str) -> None:
+    trunk = tiny_trunk(family_name)
+    expected = trunk.causal_lm(TOKENS_1T).logits
+    hidden = trunk.hidden(TOKENS_1T)
+    torch.testing.assert_close(trunk.logits(hidden), expected, atol=1e-5, rtol=0)
+    before = trunk.head_input(hidden, Convention(hidden="before_final_norm"))
+    after = trunk.head_input(hidden, Convention(hidden="after_final_norm"))
+    assert torch.equal(after, trunk.decoder(TOKENS_1T).last_hidden_state)
+    torch.testing.assert_close(trunk.decoder.norm(before), after)
+    assert (before - after).abs().max() > 1e-2
