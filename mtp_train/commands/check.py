@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from torch import Size
 
 from mtp_train.demo import resolve
 from mtp_train.families import family_for
 from mtp_train.heads.diagnose import head_shapes
+from mtp_train.heads.trunk import Trunk, empty_trunk, trunk_config
 from mtp_train.inputs import require_draft_vocab
 from mtp_train.losses import CHUNK_ROWS
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe
+from mtp_train.train.cost import Cost, Sizes, active_weights, estimate_cost
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.weights.files import CONFIG_FILE, locate_checkpoint, read_json
 
@@ -46,16 +48,18 @@ class CheckResult:
     family: str
     plan: Plan
     memory: MemoryEstimate
+    cost: Cost
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         memory = {**asdict(self.memory), "total_bytes": self.memory.total_bytes}
         plan = {**asdict(self.plan), "total_tokens": self.plan.total_tokens}
-        return {"recipe": asdict(self.recipe), "family": self.family, "plan": plan, "memory": memory}
+        cost = {**asdict(self.cost), "total_flops": self.cost.total_flops}
+        return {"recipe": asdict(self.recipe), "family": self.family, "plan": plan, "memory": memory, "cost": cost}
 
     def to_text(self) -> str:
         """Return the recipe and the plan for a reader."""
-        plan, memory = self.plan, self.memory
+        plan, memory, cost = self.plan, self.memory, self.cost
         return (
             f"{dump_recipe(self.recipe)}\n"
             f"# {self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
@@ -65,7 +69,10 @@ class CheckResult:
             f"micro-batch(es) each\n# memory per process, about {memory.total_bytes / GIB:.2f} GiB: trunk "
             f"{memory.trunk_bytes / GIB:.2f}, "
             f"head with optimiser {memory.head_and_optimizer_bytes / GIB:.2f}, loss {memory.loss_bytes / GIB:.2f}, "
-            f"activations {memory.activation_bytes / GIB:.2f}"
+            f"activations {memory.activation_bytes / GIB:.2f}\n"
+            f"# about {cost.total_flops / 1e12:.3g} TFLOP on all processes: trunk {cost.trunk_flops / 1e12:.3g}, head "
+            f"{cost.head_flops / 1e12:.3g}, loss {cost.loss_flops / 1e12:.3g}, answers at most "
+            f"{cost.regenerate_flops / 1e12:.3g}; disk at most {cost.disk_bytes / GIB:.2f} GiB besides answers"
         )
 
 
@@ -73,28 +80,38 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     """Check a recipe against its model's config. Reads no weights.
 
     Raises:
-        MtpError: The step does not divide, or the model is unknown or not to be had.
+        MtpError: The step does not divide, or the model is unknown, not to be had or not to be run.
     """
     path = locate_checkpoint(resolve(recipe.model.trunk))
-    family = family_for(read_json(path / CONFIG_FILE), where=str(path))
+    raw = read_json(path / CONFIG_FILE)
+    family = family_for(raw, where=str(path))
     family.convention(recipe.head.convention)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
-    require_draft_vocab(recipe, config.get_text_config().vocab_size)
-    plan = make_plan(recipe, world_size)
-    return CheckResult(recipe, family.title, plan, estimate_memory(recipe, config, plan))
-
-
-def estimate_memory(recipe: Recipe, config: PretrainedConfig, plan: Plan) -> MemoryEstimate:
-    """Estimate the memory of training from the config alone."""
-    with torch.device("meta"):
-        trunk = AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.model.trust_remote_code)
-    trunk_parameters = sum(parameter.numel() for parameter in trunk.parameters())
+    # Raises where the head cannot be run.
+    _ = family.classes
+    config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
-    shapes = head_shapes(family_for(config.to_dict(), where=recipe.model.trunk), text_config, 1)
-    head_parameters = sum(shape.numel() for shape in shapes.values())
+    require_draft_vocab(recipe, text_config.vocab_size)
+    plan = make_plan(recipe, world_size)
+    trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
+    head = head_shapes(family, text_config, family.declared_modules(raw) or 1)
+    memory = estimate_memory(recipe, trunk, head, plan)
+    experts = int(text_config.num_experts_per_tok) if any(".experts." in name for name in head) else 1
+    sizes = Sizes(
+        trunk=active_weights({name: value.shape for name, value in trunk.decoder.named_parameters()}, experts),
+        head=active_weights({name: shape for name, shape in head.items() if name.startswith("blocks.0.")}, experts),
+        lm_head=text_config.vocab_size * text_config.hidden_size,
+        head_stored=memory.head_parameters,
+    )
+    return CheckResult(recipe, family.title, plan, memory, estimate_cost(recipe, plan, sizes))
+
+
+def estimate_memory(recipe: Recipe, trunk: Trunk, head: Mapping[str, Size], plan: Plan) -> MemoryEstimate:
+    """Estimate the memory of training from shapes alone."""
+    trunk_parameters = sum(parameter.numel() for parameter in trunk.parameters())
+    head_parameters = sum(shape.numel() for shape in head.values())
     trunk_itemsize = 4 if recipe.model.dtype == "float32" else 2
     rows = plan.micro_batch_sequences * plan.seq_len_tokens
-    depths, hidden, vocab = recipe.head.num_depths, text_config.hidden_size, text_config.vocab_size
+    depths, hidden, vocab = recipe.head.num_depths, trunk.config.hidden_size, trunk.config.vocab_size
     return MemoryEstimate(
         trunk_parameters=trunk_parameters,
         head_parameters=head_parameters,

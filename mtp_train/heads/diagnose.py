@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
+from mtp_train.heads.trunk import trunk_config
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout, Mapped
 from mtp_train.weights.quantised import is_scale
@@ -101,16 +102,7 @@ def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -
     Raises:
         CheckpointError: transformers refuses the config.
     """
-    stand_in = checkpoint.family.trunk_class
-    try:
-        if stand_in is not None:
-            config = stand_in.config_class().from_pretrained(checkpoint.path)
-        else:
-            config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path}/config.json: transformers refuses it ({error}). Restore the original config."
-        ) from None
+    config = trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=trust_remote_code)
     text_config: PretrainedConfig = config.get_text_config()
     return text_config
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Convention, Family
@@ -127,6 +127,40 @@ class Trunk(nn.Module):
         return logits
 
 
+def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Return transformers' config of a checkpoint, that of a wrapper whole.
+
+    Raises:
+        CheckpointError: transformers refuses it.
+    """
+    stand_in = family.trunk_class
+    try:
+        if stand_in is not None:
+            return stand_in.config_class().from_pretrained(path)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return config
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise CheckpointError(
+            f"{path}/config.json: transformers refuses it ({error}). Restore the original config."
+        ) from None
+
+
+def _trunk_class(family: Family) -> Any:
+    if family.trunk_class is not None:
+        return family.trunk_class.model_class()
+    return AutoModelForImageTextToText if family.only_with_vision else AutoModelForCausalLM
+
+
+def empty_trunk(config: PretrainedConfig, family: Family, *, trust_remote_code: bool = False) -> Trunk:
+    """Return a trunk without weights, on the meta device."""
+    with torch.device("meta"):
+        if family.trunk_class is not None:
+            model = _trunk_class(family)(config)
+        else:
+            model = _trunk_class(family).from_config(config, trust_remote_code=trust_remote_code)
+    return Trunk(model, family)
+
+
 def load_trunk(
     path: Path,
     family: Family,
@@ -149,14 +183,9 @@ def load_trunk(
     Raises:
         CheckpointError: Weights of the trunk are missing or do not fit.
     """
-    stand_in = family.trunk_class
-    model_class: Any = AutoModelForImageTextToText if family.only_with_vision else AutoModelForCausalLM
-    config = None
-    if stand_in is not None:
-        model_class, config = stand_in.model_class(), stand_in.config_class().from_pretrained(path)
-    model, info = model_class.from_pretrained(
+    model, info = _trunk_class(family).from_pretrained(
         path,
-        config=config,
+        config=None if family.trunk_class is None else trunk_config(path, family),
         dtype=dtype,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,

@@ -191,7 +191,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
     }
     fields = {
         "run": {"run_dir", "exit_code", "reason", "message", "stage"},
-        "check": {"recipe", "family", "plan", "memory"},
+        "check": {"recipe", "family", "plan", "memory", "cost"},
         "regenerate": {"responses", "documents", "response_tokens", "too_short", "truncated", "unfinished"},
         "inspect": {"family", "status", "stale", "missing_keys", "serves", "cure"},
         "graft": {"out"},

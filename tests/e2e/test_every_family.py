@@ -18,8 +18,9 @@ from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greed
 from mtp_train.heads.attach import build_head, native_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.trunk import load_trunk
+from mtp_train.recipe_io import load_recipe
 from mtp_train.weights.files import open_checkpoint
-from runs import LEARNS, document, run_quietly, tiny_recipe, write_inputs
+from runs import LEARNS, document, run_quietly, write_inputs, write_recipe
 from tiny import ALL_FAMILIES
 
 NEW_TOKENS = 24
@@ -42,7 +43,9 @@ def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
     grafted = inspected(capfd, tmp_path / "graft", "--base", base)
     assert (grafted["status"], grafted["stale"]) == ("healthy", True)
 
-    assert run_quietly(tiny_recipe(inputs, run_dir, **SHORT)).stage == "done"
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **SHORT)
+    assert document(["check", recipe], capfd)["cost"]["total_flops"] > 0
+    assert run_quietly(load_recipe(recipe)).stage == "done"
     report = json.loads((run_dir / "report.json").read_text())
     assert report["gate"]["passed"] is True
     lossless = report["lossless"]

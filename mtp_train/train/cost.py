@@ -1,0 +1,79 @@
+"""What a run costs, from the config alone: floating-point operations and disk.
+
+Only products with weights are counted, two operations for a weight and a token (six with the backward pass); attention
+scores are left out, which at a few thousand tokens are some per cent. A mixture counts the experts that a token uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Size
+
+from mtp_train.recipe import Recipe
+from mtp_train.train.plan import Plan
+
+_STATE_BYTES = 12
+"""Of a weight in the resume state: itself and AdamW's two moments, in fp32."""
+_STATES_AT_ONCE = 2
+"""The old state goes when the new one is whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Weights that take part in a product, by what reads them."""
+
+    trunk: int
+    """The trunk's layers, of a mixture those that one token uses."""
+    head: int
+    """One head module, likewise."""
+    lm_head: int
+    """The output matrix."""
+    head_stored: int
+    """All weights of the head."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Operations of the whole run on all processes, and the most bytes that it adds to the disk."""
+
+    regenerate_flops: int
+    """At most: every answer as long as it may be."""
+    trunk_flops: int
+    head_flops: int
+    loss_flops: int
+    """Products with the output matrix: the trunk's once a target, the head's twice a depth."""
+    disk_bytes: int
+    """Resume state, head and export, whose unchanged shards are links."""
+
+    @property
+    def total_flops(self) -> int:
+        """Everything together."""
+        return self.regenerate_flops + self.trunk_flops + self.head_flops + self.loss_flops
+
+
+def active_weights(shapes: Mapping[str, Size], experts_per_token: int) -> int:
+    """Count the weights of matrices that one token is multiplied with; embeddings are looked up and not counted."""
+    total = 0
+    for name, shape in shapes.items():
+        if len(shape) < 2 or "embed" in name or "lm_head" in name:
+            continue
+        stacked = ".experts." in name and len(shape) == 3
+        total += shape.numel() * experts_per_token // shape[0] if stacked else shape.numel()
+    return total
+
+
+def estimate_cost(recipe: Recipe, plan: Plan, sizes: Sizes) -> Cost:
+    """Estimate a run; evaluation is left out."""
+    tokens, depths = plan.total_tokens, recipe.head.num_depths
+    regenerate = recipe.data.regenerate
+    written = (regenerate.max_prompts or 0) * regenerate.max_new_tokens if regenerate and regenerate.enabled else 0
+    teacher = 0 if recipe.objective.loss == "ce" else 1
+    return Cost(
+        regenerate_flops=2 * (sizes.trunk + sizes.lm_head) * written,
+        trunk_flops=2 * sizes.trunk * tokens,
+        head_flops=6 * sizes.head * tokens * depths,
+        loss_flops=2 * sizes.lm_head * tokens * (teacher + 2 * depths),
+        disk_bytes=sizes.head_stored * (_STATE_BYTES * _STATES_AT_ONCE + 2 * 2),
+    )

@@ -1,0 +1,52 @@
+"""Operations and disk of a run, by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Size
+
+from mtp_train.train.cost import Sizes, active_weights, estimate_cost
+from mtp_train.train.plan import make_plan
+from runs import tiny_recipe
+
+SIZES = Sizes(trunk=100, head=10, lm_head=1000, head_stored=12)
+
+
+def test_a_token_is_multiplied_with_the_experts_that_it_uses_and_with_no_embedding() -> None:
+    shapes = {
+        "embed_tokens.weight": Size([50, 8]),
+        "layers.0.self_attn.q_proj.weight": Size([8, 8]),
+        "layers.0.input_layernorm.weight": Size([8]),
+        "layers.0.linear_attn.conv1d.weight": Size([8, 1, 4]),
+        "layers.0.mlp.gate.weight": Size([4, 8]),
+        "layers.0.mlp.experts.gate_up_proj": Size([4, 12, 8]),
+        "layers.0.mlp.experts.down_proj": Size([4, 8, 6]),
+        "lm_head.weight": Size([50, 8]),
+    }
+    assert active_weights(shapes, 2) == 64 + 32 + 32 + 2 * (12 * 8 + 8 * 6)
+    assert active_weights(shapes, 4) == 64 + 32 + 32 + 4 * (12 * 8 + 8 * 6)
+
+
+def test_operations_by_hand(tmp_path: Path) -> None:
+    regenerate = {"enabled": True, "max_prompts": 5, "max_new_tokens": 7}
+    recipe = tiny_recipe(tmp_path, tmp_path / "run", data__regenerate=regenerate)
+    plan = make_plan(recipe, 1)
+    tokens = 4 * 192
+    assert plan.total_tokens == tokens
+    cost = estimate_cost(recipe, plan, SIZES)
+    assert cost.regenerate_flops == 2 * 1100 * 5 * 7
+    assert cost.trunk_flops == 2 * 100 * tokens
+    assert cost.head_flops == 6 * 10 * tokens * 2
+    # The trunk's product once a target; for each of two depths one forward and one for the gradient.
+    assert cost.loss_flops == 2 * 1000 * tokens * (1 + 2 * 2)
+    assert cost.total_flops == sum((cost.regenerate_flops, cost.trunk_flops, cost.head_flops, cost.loss_flops))
+    # Two resume states of three fp32 numbers each, the head and its export in two bytes.
+    assert cost.disk_bytes == 12 * (2 * 12 + 2 * 2)
+
+
+def test_cross_entropy_on_given_text_needs_no_teacher_and_no_answers(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, tmp_path / "run", objective={"loss": "ce"})
+    cost = estimate_cost(recipe, make_plan(recipe, 1), SIZES)
+    assert cost.regenerate_flops == 0
+    assert cost.loss_flops == 2 * 1000 * 4 * 192 * 2 * 2
