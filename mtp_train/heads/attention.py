@@ -8,7 +8,7 @@ Shapes: B rows, T queries, S keys, H heads, K chosen keys.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ def masked_attention(
     *,
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers' ``sdpa`` does (hence the arguments), with sinks and chosen keys.
@@ -40,16 +41,22 @@ def masked_attention(
         attention_mask: bool, broadcast to (B, 1, T, S), True where a query sees a key; None is plain causal attention.
         s_aux: Shape (H,), each head's sink.
         indices: int, shape (B, T, K), the keys that each query may see; None for all.
+        block_indices: The blocks of keys that each query may see, as the layer's own indexer keeps them; None for all.
         **options: What ``sdpa`` takes.
 
     Returns:
         Shape (B, T, H, width), and None for the weights.
     """
-    if attention_mask is None and (s_aux is not None or indices is not None):
+    if attention_mask is None and not (s_aux is None and indices is None and block_indices is None):
         attention_mask = _causal(query.shape[2], key.shape[2], key.device)
     if attention_mask is not None and indices is not None:
         chosen_BTS = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
         attention_mask = attention_mask & chosen_BTS.scatter(-1, indices.long(), True)[:, None]
+    if block_indices is not None:
+        indexer = cast(Any, module.indexer)
+        attention_mask = indexer.build_block_mask(
+            block_indices, attention_mask, key.shape[2], query.dtype, query.device, options["position_ids"]
+        )
     if attention_mask is not None and s_aux is not None:
         # One more key: it scores the sink whatever the query, and has nothing to say.
         bias = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
