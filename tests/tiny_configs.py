@@ -168,7 +168,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"width": 16, "layers": 1, "heads": 1, "image_size": 28, "patch_size": 14},
     },
-    # Full attention, then twice the best 2 blocks of 4 keys, chosen for each of two groups of heads.
+    # Full attention, then twice the best 2 blocks of 2 keys, chosen for each of two groups of heads.
     "minimax_m3": {
         "model_type": "minimax_m3_vl",
         "text_config": {
@@ -182,7 +182,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
             "num_experts_per_tok": 2,
             "index_n_heads": 2,
             "index_head_dim": 16,
-            "index_block_size": 4,
+            "index_block_size": 2,
             "index_topk_blocks": 2,
             "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
             "mlp_layer_types": ["dense", "sparse", "sparse"],
