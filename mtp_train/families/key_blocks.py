@@ -54,8 +54,6 @@ class KeyScores(NamedTuple):
 class BlockIndexer(nn.Module):
     """Scores keys with a few small heads and keeps, for each query and head, the best blocks of keys.
 
-    The choice has no gradient: the weights stay as they are.
-
     Args:
         stock: transformers' indexer of the layer; its weights are taken over under their names.
         config: The config that the layer was built from.
@@ -65,7 +63,6 @@ class BlockIndexer(nn.Module):
     def __init__(self, stock: Any, config: PretrainedConfig, rotate: Callable[..., tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self.q_proj, self.k_proj, self.q_norm, self.k_norm = stock.q_proj, stock.k_proj, stock.q_norm, stock.k_norm
-        self.requires_grad_(False)
         self.rotate = rotate
         self.layer_idx = stock.layer_idx
         self.width = config.index_head_dim

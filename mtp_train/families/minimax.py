@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
 from mtp_train.families.key_blocks import BlockIndexer
-from mtp_train.families.layouts import with_layers
+from mtp_train.families.layouts import INDEXER, with_layers
 from mtp_train.families.spec import Borrowed, Convention, CountField, Family, KeyRule
 
 _MODULE = "{trunk}mtp.layers.{module}."
@@ -77,6 +77,7 @@ MINIMAX_M3 = Family(
         norm="MiniMaxM3VLRMSNorm",
         rotary="MiniMaxM3VLRotaryEmbedding",
         build_layer=_build_layer,
+        frozen=INDEXER,
     ),
     only_with_vision=True,
     needs_transformers="5.23",
