@@ -69,7 +69,6 @@ class BlockIndexer(nn.Module):
         self.block_size = config.index_block_size
         self.num_chosen = config.index_topk_blocks
         self.num_local = config.index_local_blocks
-        self.group = config.num_attention_heads // config.index_n_heads
 
     @torch.no_grad()
     def forward(
@@ -111,7 +110,7 @@ class BlockIndexer(nn.Module):
             attention_mask: bool, broadcast to (B, 1, T, S), True where a query may see a key.
 
         Returns:
-            bool, (B, heads of the attention, T, S): True where a query sees a key.
+            bool, (B, H, T, S): True where the queries of a group of attention heads see a key.
         """
         scores_BHTS, key_blocks_BS, query_blocks_BT, num_blocks = block_indices
         seen_BHTS = scores_BHTS.masked_fill(~attention_mask, -torch.inf)
@@ -124,4 +123,4 @@ class BlockIndexer(nn.Module):
         # Blocks without a key that is seen may be among the best; they add nothing.
         chosen_BHTK = best_BHTN.topk(min(self.num_chosen, num_blocks), dim=-1).indices
         chosen_BHTN = torch.zeros_like(best_BHTN, dtype=torch.bool).scatter(-1, chosen_BHTK, True)
-        return chosen_BHTN.gather(-1, key_blocks_BHTS).repeat_interleave(self.group, dim=1) & attention_mask
+        return chosen_BHTN.gather(-1, key_blocks_BHTS) & attention_mask

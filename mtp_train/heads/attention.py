@@ -63,8 +63,23 @@ def masked_attention(
         sink_B1T1 = s_aux.to(query.dtype)[None, :, None, None].expand(query.shape[0], -1, query.shape[2], 1)
         attention_mask = torch.cat([bias.expand(*sink_B1T1.shape[:3], -1), sink_B1T1], dim=-1)
         key, value = (torch.nn.functional.pad(one, (0, 0, 0, 1)) for one in (key, value))
+    if attention_mask is not None and 1 < attention_mask.shape[1] < query.shape[1]:
+        return _attend_in_groups(module, query, key, value, attention_mask, **options)
     attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return attended
+
+
+def _attend_in_groups(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend with a mask for each group of heads, (B, groups, T, S), as if the groups were more rows.
+
+    A mask for each head would be larger than all else there is.
+    """
+    num_rows, groups = attention_mask.shape[:2]
+    query, key, value = (one.reshape(num_rows * groups, -1, *one.shape[2:]) for one in (query, key, value))
+    grouped, _ = sdpa_attention_forward(module, query, key, value, attention_mask.flatten(0, 1)[:, None], **options)
+    return grouped.unflatten(0, (num_rows, groups)).transpose(1, 2).flatten(2, 3), None
 
 
 def _causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
