@@ -42,6 +42,7 @@ CACHE_KINDS = {
     "channels": "bailing_hybrid",
     "sinks": "mimo_v2_flash",
     "mamba": "nemotron_h",
+    "blocks": "minimax_m3",
 }
 CACHE_KINDS = {kind: name for kind, name in CACHE_KINDS.items() if name in (*ALL_FAMILIES, "mistral", "qwen2")}
 """What a trunk keeps, and the name of a tiny trunk that keeps it. ``sliding`` and ``mixed`` belong to no family and

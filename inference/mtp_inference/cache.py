@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 from mtp_inference.recurrent_cache import RecurrentLayers, RecurrentStore, States
 from mtp_inference.window import Window, announced
 from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.key_blocks import BLOCK_CACHE_LAYER
 from mtp_train.heads.step import KeysWritten
 
 
@@ -39,6 +40,8 @@ class AttentionStore(CacheLayerMixin):
 
     last_to_write = True
     """Whether nothing of a layer is written after its keys and values."""
+    needs_mask = False
+    """Whether the layer wants a mask also where plain causal attention says the same."""
 
     def __init__(self, num_rows: int, size: int, sliding_window: int | None) -> None:
         super().__init__()
@@ -92,6 +95,7 @@ class IndexedStore(AttentionStore):
     """
 
     last_to_write = False
+    needs_mask = True
 
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__(num_rows, size, None)
@@ -108,6 +112,34 @@ class IndexedStore(AttentionStore):
         if window.keys_only:
             raise KeysWritten
         return self.indexer_keys_BSX[window.rows, : min(window.used, self.size)]
+
+
+class BlockStore(IndexedStore):
+    """An attention layer whose indexer chooses blocks of keys: by slot in a trunk, by position in a head.
+
+    Args:
+        num_rows: B.
+        size: S.
+    """
+
+    needs_mask = False
+
+    def __init__(self, num_rows: int, size: int) -> None:
+        super().__init__(num_rows, size)
+        self.kind = "full_attention"
+        self.positions_BS: Tensor | None = None
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Write the window's indexer keys (B, 1, T, width); return those in use, (B, 1, used, width)."""
+        return self.update_indexer(idx_k[:, 0])[:, None]
+
+    def update_positions(self, positions_BT: Tensor) -> Tensor:
+        """Write the positions of the window's keys; return those in use, (B, used)."""
+        if self.positions_BS is None:
+            self.positions_BS = positions_BT.new_zeros(self.num_rows, self.size)
+        window = announced(self.window)
+        self.positions_BS[window.row_index_B1, window.slots_BT(self.size)] = positions_BT
+        return self.positions_BS[window.rows, : min(window.used, self.size)]
 
 
 class WindowCache(Cache):
@@ -148,8 +180,7 @@ class WindowCache(Cache):
             if isinstance(layer, AttentionStore):
                 layer.window = window
                 if layer.kind not in masks:
-                    always = isinstance(layer, IndexedStore)
-                    masks[layer.kind] = window.mask(layer.size, layer.sliding_window, always)
+                    masks[layer.kind] = window.mask(layer.size, layer.sliding_window, layer.needs_mask)
         return masks
 
     def commit(self, num_kept_B: Tensor | None) -> None:
@@ -170,6 +201,8 @@ def _store(layer: Any, index: int, num_rows: int, capacity: int, max_window: int
         return AttentionStore(num_rows, capacity, None)
     if type(layer) is DynamicIndexedLayer:
         return IndexedStore(num_rows, capacity)
+    if type(layer).__name__ == BLOCK_CACHE_LAYER:
+        return BlockStore(num_rows, capacity)
     if type(layer).__name__ == "DummyLayer":
         # By name: transformers before 5.18 has no such class.
         return layer

@@ -9,6 +9,7 @@ from mtp_train.families.headless import HEADLESS
 from mtp_train.families.hunyuan import HY_V3, HY_V4
 from mtp_train.families.longcat import LONGCAT_FLASH
 from mtp_train.families.mimo import MIMO, MIMO_V2
+from mtp_train.families.minimax import MINIMAX_M3
 from mtp_train.families.nemotron import NEMOTRON_H
 from mtp_train.families.others import BAILING_HYBRID, ERNIE4_5_MOE, EXAONE_MOE
 from mtp_train.families.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -41,6 +42,7 @@ FAMILIES: tuple[Family, ...] = (
     ERNIE4_5_MOE,
     STEP3P7,
     LONGCAT_FLASH,
+    MINIMAX_M3,
     *WEIGHTS_ONLY,
 )
 """In the order in which tables show them."""

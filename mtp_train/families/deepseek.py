@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table, no
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
+    INDEXER,
     REPEATED_AFTER_THE_TRUNK,
     after_the_trunk,
     expert_rules,
@@ -71,6 +72,7 @@ DEEPSEEK_V32 = Family(
         layer="DeepseekV32DecoderLayer",
         norm="DeepseekV32RMSNorm",
         rotary="DeepseekV32RotaryEmbedding",
+        frozen=INDEXER,
     ),
     masks_by_layer_type=True,
     needs_transformers="5.23",

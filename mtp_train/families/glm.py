@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
+    INDEXER,
     REPEATED_AFTER_THE_TRUNK,
     after_the_trunk,
     expert_rules,
@@ -100,6 +101,7 @@ GLM_MOE_DSA = Family(
         layer="GlmMoeDsaDecoderLayer",
         norm="GlmMoeDsaRMSNorm",
         rotary="GlmMoeDsaRotaryEmbedding",
+        frozen=INDEXER,
         more_outputs=True,
     ),
     masks_by_layer_type=True,

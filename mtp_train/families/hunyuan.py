@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from mtp_train.families.blocks import AttentionThenMlp
 from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
-from mtp_train.families.layouts import AFTER_THE_TRUNK, after_the_trunk, expert_rules, with_layers
+from mtp_train.families.layouts import AFTER_THE_TRUNK, INDEXER, after_the_trunk, expert_rules, with_layers
 from mtp_train.families.spec import LLAMA_CPP_POSITIONS, Borrowed, Convention, CountField, Family, KeyRule
 
 
@@ -95,6 +95,7 @@ HY_V4 = Family(
         norm="HYV4RMSNorm",
         rotary="HYV4RotaryEmbedding",
         build_layer=_without_streams,
+        frozen=INDEXER,
     ),
     masks_by_layer_type=True,
     needs_transformers="5.23",

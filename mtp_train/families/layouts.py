@@ -13,6 +13,8 @@ from transformers import PretrainedConfig
 from mtp_train.families.spec import KeyRule, SharedKey
 
 AFTER_THE_TRUNK = "{trunk}layers.{layer}."
+INDEXER = "self_attn.indexer"
+"""What chooses the keys to see, by transformers' name."""
 
 
 def expert_rules(layer: str, experts: str = "mlp.experts") -> tuple[KeyRule, ...]:

@@ -100,6 +100,8 @@ class Borrowed:
     """Whether the layer returns a tuple whose first element is the state."""
     build_layer: Callable[[Borrowed, PretrainedConfig, int], nn.Module] | None = None
     """Makes the head's layer of this record, config and module number where it is not one ``layer`` as it is."""
+    frozen: str | None = None
+    """The layer's part that only chooses, and so gets no gradient: processes that train together wait for each one."""
 
     def cls(self, name: str) -> Any:
         """Return a class of the module by name."""
@@ -108,8 +110,11 @@ class Borrowed:
     def make_layer(self, config: PretrainedConfig, layer_idx: int) -> nn.Module:
         """Build a decoder layer, randomly initialised."""
         if self.build_layer is not None:
-            return self.build_layer(self, config, layer_idx)
-        layer: nn.Module = self.cls(self.layer)(config, layer_idx)
+            layer = self.build_layer(self, config, layer_idx)
+        else:
+            layer = self.cls(self.layer)(config, layer_idx)
+        if self.frozen is not None:
+            layer.get_submodule(self.frozen).requires_grad_(False)
         return layer
 
     def make_norm(self, config: PretrainedConfig) -> nn.Module:

@@ -44,32 +44,6 @@ DEEPSEEK_V4 = Family(
     ),
 )
 
-_M3 = "{trunk}mtp.layers.{module}."
-MINIMAX_M3 = Family(
-    name="minimax_m3",
-    title="MiniMax-M3",
-    model_types=("minimax_m3_vl_text",),
-    count=CountField(name="num_mtp_modules"),
-    head_config_fields=("num_mtp_modules",),
-    trunk_prefixes=("language_model.model.", "model.language_model.", "model."),
-    head_prefixes=("{trunk}mtp.",),
-    key_rules=(
-        KeyRule(native=f"{_M3}eh_proj.weight", ours="proj.weight"),
-        KeyRule(native=f"{_M3}enorm.weight", ours="embed_norm.weight"),
-        KeyRule(native=f"{_M3}hnorm.weight", ours="hidden_norm.weight"),
-        KeyRule(native=f"{_M3}final_layernorm.weight", ours="final_norm.weight"),
-        KeyRule(native=f"{_M3}transformer_layer.{{rest}}", ours="layer.{rest}"),
-    ),
-    default=Convention(recycle="before_final_norm", zero_first_embedding=True),
-    conventions={"vllm": Convention(recycle="before_final_norm", zero_first_embedding=True)},
-    why_not_run="its attention chooses keys in blocks, by their place among all rows, drafted ones included",
-    engines=engine_table(
-        transformers=HEAD_IGNORED,
-        sglang=no("has no MTP for this model"),
-        llama_cpp=no("has no graph for this head"),
-    ),
-)
-
 _INKLING = "model.mtp.layers.{module}."
 INKLING = Family(
     name="inkling",
@@ -95,4 +69,4 @@ INKLING = Family(
     engines=engine_table(transformers=USE_MTP, llama_cpp=no("has no graph for this model")),
 )
 
-WEIGHTS_ONLY = (DEEPSEEK_V4, MINIMAX_M3, INKLING)
+WEIGHTS_ONLY = (DEEPSEEK_V4, INKLING)

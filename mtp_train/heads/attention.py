@@ -8,7 +8,7 @@ Shapes: B rows, T queries, S keys, H heads, K chosen keys.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ def masked_attention(
     *,
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers' ``sdpa`` does (hence the arguments), with sinks and chosen keys.
@@ -40,24 +41,45 @@ def masked_attention(
         attention_mask: bool, broadcast to (B, 1, T, S), True where a query sees a key; None is plain causal attention.
         s_aux: Shape (H,), each head's sink.
         indices: int, shape (B, T, K), the keys that each query may see; None for all.
+        block_indices: The blocks of keys that each query may see, as the layer's own indexer keeps them; None for all.
         **options: What ``sdpa`` takes.
 
     Returns:
         Shape (B, T, H, width), and None for the weights.
     """
-    if attention_mask is None and (s_aux is not None or indices is not None):
+    if attention_mask is None and not (s_aux is None and indices is None and block_indices is None):
         attention_mask = _causal(query.shape[2], key.shape[2], key.device)
     if attention_mask is not None and indices is not None:
         chosen_BTS = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
         attention_mask = attention_mask & chosen_BTS.scatter(-1, indices.long(), True)[:, None]
+    if block_indices is not None:
+        indexer = cast(Any, module.indexer)
+        attention_mask = indexer.build_block_mask(
+            block_indices, attention_mask, key.shape[2], query.dtype, query.device, options["position_ids"]
+        )
     if attention_mask is not None and s_aux is not None:
         # One more key: it scores the sink whatever the query, and has nothing to say.
         bias = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
         sink_B1T1 = s_aux.to(query.dtype)[None, :, None, None].expand(query.shape[0], -1, query.shape[2], 1)
         attention_mask = torch.cat([bias.expand(*sink_B1T1.shape[:3], -1), sink_B1T1], dim=-1)
         key, value = (torch.nn.functional.pad(one, (0, 0, 0, 1)) for one in (key, value))
+    if attention_mask is not None and 1 < attention_mask.shape[1] < query.shape[1]:
+        return _attend_in_groups(module, query, key, value, attention_mask, **options)
     attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return attended
+
+
+def _attend_in_groups(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend with a mask for each group of heads, (B, groups, T, S), as if the groups were more rows.
+
+    A mask for each head would be larger than all else there is.
+    """
+    num_rows, groups = attention_mask.shape[:2]
+    query, key, value = (one.reshape(num_rows * groups, -1, *one.shape[2:]) for one in (query, key, value))
+    grouped, _ = sdpa_attention_forward(module, query, key, value, attention_mask.flatten(0, 1)[:, None], **options)
+    return grouped.unflatten(0, (num_rows, groups)).transpose(1, 2).flatten(2, 3), None
 
 
 def _causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:

@@ -6,12 +6,13 @@ Shapes: B rows, T tokens of this call, S keys seen (cached and new), D hidden, K
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from mtp_train.families.key_blocks import BLOCK_CACHE_LAYER, UnrolledBlocks
 from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_mask
 from mtp_train.heads.module import MtpHead
 
@@ -157,4 +158,10 @@ def unroll(
 def _unsliding_cache(config: PretrainedConfig) -> Cache:
     """Return a cache that forgets nothing: a later depth still sees what is outside of the last row's window."""
     stock = DynamicCache(config=config).layers
-    return Cache(layers=[DynamicLayer() if type(one) is DynamicSlidingWindowLayer else one for one in stock])
+    return Cache(layers=[_unrolled(layer) for layer in stock])
+
+
+def _unrolled(layer: Any) -> Any:
+    if type(layer).__name__ == BLOCK_CACHE_LAYER:
+        return UnrolledBlocks()
+    return DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer

@@ -144,7 +144,7 @@ class HeadLayout:
         found = [(rule, match) for rule, _, ours in self._rules if (match := ours.match(tail)) is not None]
         rules = sorted((rule for rule, _ in found if rule.ours == found[0][0].ours), key=lambda rule: rule.order)
         placeholders = {**found[0][1].groupdict(), **self._placeholders(int(module))}
-        parts = value.chunk(len(rules), dim=1) if len(rules) > 1 else [value]
+        parts = value.chunk(len(rules), dim=-2) if len(rules) > 1 else [value]
         for rule, part in zip(rules, parts, strict=True):
             if rule.stack in ("none", "concat"):
                 yield rule.native.format(**placeholders), part
@@ -168,7 +168,7 @@ def _assemble(pieces: Mapping[tuple[int, int], Tensor], stack: str) -> Tensor:
     if stack == "none":
         return next(iter(pieces.values()))
     if stack == "concat":
-        return torch.cat([pieces[key] for key in sorted(pieces)], dim=1)
+        return torch.cat([pieces[key] for key in sorted(pieces)], dim=-2)
     orders = sorted({order for order, _ in pieces})
     stacked = [torch.stack([pieces[key] for key in sorted(pieces) if key[0] == order]) for order in orders]
     return torch.cat(stacked, dim=1)

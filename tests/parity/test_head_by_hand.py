@@ -154,6 +154,24 @@ HANDS = {
         config={"mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
         renamed={"learnable_sink_param": "sinks", "linear_gate": "gate_proj"},
     ),
+    "minimax_m3": ByHand(
+        classes="minimax_m3_vl",
+        layer=lambda classes, config: classes.MiniMaxM3VLDecoderLayer(config, 0),
+        norms=("enorm", "hnorm", "final_layernorm"),
+        proj="eh_proj",
+        layer_prefix="language_model.model.mtp.layers.0.",
+        config={"layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["sparse"]},
+        renamed={
+            "transformer_layer.": "",
+            "block_sparse_moe.e_score": "mlp.gate.e_score",
+            "block_sparse_moe": "mlp",
+            "self_attn.index_": "self_attn.indexer.",
+            ".w1.": ".gate_proj.",
+            ".w3.": ".up_proj.",
+            ".w2.": ".down_proj.",
+        },
+        plus_one=True,
+    ),
     "glm_moe_dsa": ByHand(
         classes="glm_moe_dsa",
         layer=lambda classes, config: classes.GlmMoeDsaDecoderLayer(config, 0),
@@ -206,6 +224,8 @@ def forward_by_hand(
     }
     for released, ours in hand.renamed.items():
         own = {key.replace(released, ours): value for key, value in own.items()}
+    for joined in {name for name in layer.state_dict() if name.endswith("gate_up_proj.weight")}:
+        own[joined] = torch.cat([own[joined.replace("gate_up", part)] for part in ("gate", "up")])
     missing = layer.load_state_dict(stack_experts(own), strict=False).missing_keys
     assert not missing, "every weight of the layer comes from the checkpoint"
 

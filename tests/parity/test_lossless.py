@@ -175,7 +175,8 @@ def test_a_state_that_keeps_rejected_drafts_is_found(
     assert max(errors[broken] for rows in rounds for errors in rows) > 1000 * STATE_TOLERANCE
 
 
-@pytest.mark.parametrize("kind", CACHE_KINDS)
+# transformers' indexer of blocks refuses positions past the last key by itself.
+@pytest.mark.parametrize("kind", [kind for kind in CACHE_KINDS if kind != "blocks"])
 def test_positions_that_count_rejected_drafts_are_found(kind: str) -> None:
     lengths = [len(prompt) for prompt in PROMPTS]
 

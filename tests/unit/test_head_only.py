@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors, base_and_finetune, set_count, shard, wrap_as_vision_language
 from mtp_train.cli import main
 from mtp_train.heads.attach import build_head, native_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
-from mtp_train.weights.files import open_checkpoint
+from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from runs import document, tree
 from tiny import FAMILY_NAMES
 
@@ -62,6 +63,15 @@ def test_a_wrapper_s_head_keeps_the_wrapper_s_names(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["text_config"]["mtp_num_hidden_layers"] == 1
     assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+
+
+def test_a_wrapper_that_names_the_lm_head_too_keeps_it(tmp_path: Path) -> None:
+    base, out = base_of(tmp_path, "qwen3_5"), tmp_path / "out"
+    tensors = load_file(base / SINGLE_FILE)
+    renamed = {key.replace("lm_head.", "language_model.lm_head."): value for key, value in tensors.items()}
+    save_file(renamed, base / SINGLE_FILE)
+    assert main(["export", str(base), "--out", str(out), "--head-only"]) == 0
+    assert "language_model.lm_head.weight" in all_tensors(out)
 
 
 def test_the_command_says_how_to_draft_with_it(tmp_path: Path, capfd: Capture) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mtp_train.families import Convention
+from mtp_train.families.key_blocks import UnrolledBlocks
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step, unroll
@@ -20,17 +21,20 @@ from mtp_train.heads.trunk import Trunk
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
 
 NUM_TOKENS, NUM_DEPTHS = 9, 3
+BLOCKS = [name for name in ("minimax_m3",) if name in ALL_FAMILIES]
+"""Heads that see chosen blocks of keys only."""
+CHAINS = ["chained", *(f"chained_{name}" for name in BLOCKS)]
 TOLERANCE = {"atol": 1e-5, "rtol": 0}
 FIRST_ROW_EMBEDDING = Convention(recycle="after_final_norm", zero_first_embedding=True)
 BEFORE_NORM = Convention(recycle="before_final_norm", zero_first_embedding=False)
 
 
 def models(name: str) -> tuple[Trunk, MtpHead]:
-    """Return a tiny family's trunk and head; ``chained`` is GLM with two modules, one a depth."""
-    if name != "chained":
+    """Return a tiny family's trunk and head; ``chained`` ones have two modules, one a depth."""
+    if not name.startswith("chained"):
         trunk = tiny_trunk(name)
         return trunk, tiny_head(trunk)
-    trunk = tiny_trunk("glm4_moe")
+    trunk = tiny_trunk("glm4_moe" if name == "chained" else BLOCKS[0])
     return trunk, tiny_head(trunk, num_modules=2)
 
 
@@ -91,7 +95,7 @@ def draft_chained(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, start: int, nu
     return states
 
 
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("family_name", [*FAMILY_NAMES, *BLOCKS])
 @torch.inference_mode()
 def test_unroll_drafts_from_every_start_as_decoding_does(family_name: str) -> None:
     trunk, head = models(family_name)
@@ -103,9 +107,10 @@ def test_unroll_drafts_from_every_start_as_decoding_does(family_name: str) -> No
             torch.testing.assert_close(states[depth][0, start], expected_D, **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", CHAINS)
 @torch.inference_mode()
-def test_a_chain_of_modules_drafts_from_every_start_as_decoding_does() -> None:
-    trunk, head = models("chained")
+def test_a_chain_of_modules_drafts_from_every_start_as_decoding_does(name: str) -> None:
+    trunk, head = models(name)
     tokens_1T = random_tokens()
     states = one_document(trunk, head, tokens_1T, num_depths=2)
     for start in range(NUM_TOKENS - 2):
@@ -126,7 +131,25 @@ def test_a_recursive_head_is_not_a_chain_of_one_module(family_name: str) -> None
         assert (states[depth][0, 4] - chained[depth]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("name", [*FAMILY_NAMES, "chained"])
+@pytest.mark.parametrize("family_name", BLOCKS)
+@torch.inference_mode()
+def test_blocks_of_keys_go_by_position(family_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks by place in the unroll must be wrong, or the test above proves nothing of them."""
+    append = UnrolledBlocks.update_positions
+    monkeypatch.setattr(
+        UnrolledBlocks,
+        "update_positions",
+        lambda layer, new_BT: torch.arange(append(layer, new_BT).shape[1]).clamp(max=NUM_TOKENS)[None],
+    )
+    trunk, head = models(family_name)
+    tokens_1T = random_tokens()
+    states = one_document(trunk, head, tokens_1T)
+    expected = draft_recursive(trunk, head, tokens_1T, 4)
+    torch.testing.assert_close(states[0][0, 4], expected[0], **TOLERANCE)
+    assert (states[2][0, 4] - expected[2]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [*FAMILY_NAMES, *BLOCKS, *CHAINS])
 @torch.inference_mode()
 def test_packed_documents_unroll_as_they_do_alone(name: str) -> None:
     trunk, head = models(name)

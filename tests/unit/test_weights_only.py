@@ -23,10 +23,6 @@ WEIGHTS_ONLY = {family.name: family for family in FAMILIES if family.borrowed is
 # The rest of the layer stands for any tensors a release has there.
 LAYER = {
     "deepseek_v4": ("mtp.0.attn.wq_a.weight", "mtp.0.hc_head_fn"),
-    "minimax_m3": (
-        "language_model.model.mtp.layers.0.transformer_layer.self_attn.q_proj.weight",
-        "language_model.model.mtp.layers.0.transformer_layer.input_layernorm.weight",
-    ),
     "inkling": (
         "model.mtp.layers.0.transformer_block.attn.wq_du.weight",
         "model.mtp.chain_norm.weight",
@@ -34,9 +30,6 @@ LAYER = {
 }
 SPELT_OUT = {
     "deepseek_v4": ["mtp.0.e_proj", "mtp.0.h_proj", "mtp.0.enorm", "mtp.0.hnorm", "mtp.0.norm"],
-    "minimax_m3": [
-        f"language_model.model.mtp.layers.0.{name}" for name in ("eh_proj", "enorm", "hnorm", "final_layernorm")
-    ],
     "inkling": [f"model.mtp.layers.0.{name}" for name in ("input_proj", "embed_norm", "hidden_norm")],
 }
 
