@@ -50,6 +50,8 @@ class Inspection:
     trunk_changed: TrunkChange | None
     serves: dict[str, str]
     cure: str | None
+    note: str | None = None
+    """What the checkpoint is, where it is not one with a head."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -179,6 +181,7 @@ def render(inspection: Inspection) -> str:
         f"{inspection.checkpoint}: {inspection.status}" + (" (stale)" if inspection.stale else ""),
         f"family {inspection.family}; modules declared {inspection.declared_modules}, present "
         f"{inspection.present_modules}",
+        *([inspection.note] if inspection.note else []),
     ]
     for title, keys in (
         ("missing", inspection.missing_keys),
