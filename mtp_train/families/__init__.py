@@ -61,7 +61,7 @@ def family_for(config: RawConfig, *, where: str) -> Family:
     assistant = assistant_for(config)
     if assistant is not None:
         raise UnsupportedModelError(
-            f"{where}: a {assistant.title}, an external drafter for {assistant.trunk_title} trunks without a head in "
+            f"{where}: a {assistant.title}, an external drafter for {assistant.trunk.title} trunks without a head in "
             "it; expected a checkpoint that has a head to put back or retrain. Serve it beside its trunk as it is: "
             f"'mtp-train inspect {where}' prints the flags."
         )

@@ -1,6 +1,8 @@
-"""What is there of an external drafter in its checkpoint, key by key, before anything is loaded."""
+"""An external drafter's checkpoint: what is there of it, key by key, and the model to draft with."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -56,3 +58,27 @@ def diagnose_assistant(checkpoint: Checkpoint, assistant: Assistant) -> HeadDiag
             if name in known and known[name] != shape
         ),
     )
+
+
+def load_assistant(
+    checkpoint: Checkpoint, assistant: Assistant, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Any:
+    """Load transformers' model of an external drafter, frozen and in eval mode.
+
+    Args:
+        checkpoint: Its checkpoint.
+        assistant: The record that ``assistant_for`` found.
+        dtype: The trunk's.
+        device: The trunk's.
+
+    Raises:
+        CheckpointError: Weights are missing or do not fit, or transformers refuses the config.
+    """
+    diagnosis = diagnose_assistant(checkpoint, assistant)
+    if not diagnosis.complete:
+        raise CheckpointError(
+            f"{checkpoint.path}: {diagnosis.describe()}; expected a whole {assistant.title}. Download it again."
+        )
+    with assistant.building(assistant_config_of(checkpoint).get_text_config()):
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype)
+    return model.requires_grad_(False).to(device).eval()

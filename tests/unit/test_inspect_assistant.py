@@ -52,6 +52,13 @@ def test_a_whole_one_is_healthy_and_every_engine_gets_its_flags(saved: Path, cap
     assert f"assistant_model=AutoModelForCausalLM.from_pretrained('{saved}')" in found["serves"]["transformers"]
 
 
+def test_the_unified_kind_is_known_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = tiny_assistant(kind="gemma4_unified")
+    model.save_pretrained(tmp_path / "unified")
+    assert model.config.model_type == "gemma4_unified_assistant"
+    assert document(["inspect", tmp_path / "unified"], capfd)["status"] == "healthy"
+
+
 def test_the_fields_are_those_of_any_checkpoint(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = document(["inspect", saved], capfd)
     assert found.keys() >= {
