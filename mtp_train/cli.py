@@ -212,11 +212,15 @@ def _regenerate(args: argparse.Namespace) -> Result:
 
 def _inspect(args: argparse.Namespace) -> Result:
     from mtp_train.commands.inspect import inspect_checkpoint, render
+    from mtp_train.commands.inspect_assistant import inspect_assistant
+    from mtp_train.families import assistant_for
     from mtp_train.inputs import open_location
 
     with _progress(args) as progress:
         base = open_location(args.base) if args.base else None
-        inspection = inspect_checkpoint(open_location(args.checkpoint), base, progress)
+        checkpoint = open_location(args.checkpoint)
+        inspect = inspect_checkpoint if assistant_for(checkpoint.config) is None else inspect_assistant
+        inspection = inspect(checkpoint, base, progress)
     return Result(inspection.to_json(), render(inspection))
 
 

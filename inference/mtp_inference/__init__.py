@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtp_inference.assistant_drafter import AssistantDrafting as AssistantDrafting
 from mtp_inference.decoder import SpeculativeDecoder as SpeculativeDecoder
 from mtp_inference.head_drafter import HeadDrafting as HeadDrafting
 from mtp_inference.reference import NEAR_TIE_GAP as NEAR_TIE_GAP

@@ -161,7 +161,7 @@ class Batch:
         return self.drafter.draft(plan.depth, self._place(plan), self.chooser)
 
     def _place(self, plan: RoundPlan) -> Place:
-        return Place(plan.used, plan.pending, self.last_B, self.length_B)
+        return Place(plan.used, plan.pending, self.last_B, self.length_B, self.cache)
 
     def _commit(self, tokens_BT: Tensor, accepted_B: Tensor, kept_B: Tensor) -> None:
         counts_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < kept_B[:, None]

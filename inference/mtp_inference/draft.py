@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from mtp_inference.cache import WindowCache
 from mtp_inference.chooser import Chooser, Drafts
 from mtp_train.heads.trunk import Trunk
 
@@ -38,6 +39,8 @@ class Place(NamedTuple):
     """int64, the last committed tokens."""
     length_B: Tensor
     """int64, their positions."""
+    trunk_cache: WindowCache | None = None
+    """What the trunk keeps of the positions before; None where nobody reads it."""
 
 
 class DrafterMaker(Protocol):

@@ -52,6 +52,8 @@ class Inspection:
     cure: str | None
     runs_here: str
     """``yes``, or why the head can be inspected, grafted and exported, but not trained or decoded with."""
+    note: str | None = None
+    """What the checkpoint is, where it is not one with a head."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -182,6 +184,7 @@ def render(inspection: Inspection) -> str:
         f"{inspection.checkpoint}: {inspection.status}" + (" (stale)" if inspection.stale else ""),
         f"family {inspection.family}; modules declared {inspection.declared_modules}, present "
         f"{inspection.present_modules}",
+        *([inspection.note] if inspection.note else []),
     ]
     for title, keys in (
         ("missing", inspection.missing_keys),

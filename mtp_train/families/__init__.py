@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.assistants import Assistant as Assistant
+from mtp_train.families.assistants import assistant_for as assistant_for
 from mtp_train.families.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
 from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
 from mtp_train.families.headless import HEADLESS
@@ -56,8 +58,15 @@ def family_for(config: RawConfig, *, where: str) -> Family:
         where: The checkpoint's path, for the message.
 
     Raises:
-        UnsupportedModelError: No family claims the model type.
+        UnsupportedModelError: No family claims the model type, or it is an external drafter's.
     """
+    assistant = assistant_for(config)
+    if assistant is not None:
+        raise UnsupportedModelError(
+            f"{where}: a {assistant.title}, an external drafter for {assistant.trunk.title} trunks without a head in "
+            "it; expected a checkpoint that has a head to put back or retrain. Serve it beside its trunk as it is: "
+            f"'mtp-train inspect {where}' prints the flags."
+        )
     model_type = str(raw_text_config(config).get("model_type"))
     for family in FAMILIES:
         if model_type in family.model_types:

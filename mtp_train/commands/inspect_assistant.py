@@ -1,0 +1,76 @@
+"""``mtp-train inspect`` of an external drafter: whether it is whole, and how to serve it beside its trunk."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from rich.progress import Progress
+
+from mtp_train.commands.inspect import SUGGESTED_DEPTH, Inspection
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families import Assistant, assistant_for
+from mtp_train.heads.assistant import diagnose_assistant
+from mtp_train.heads.diagnose import HeadDiagnosis
+from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.finite import find_non_finite
+
+
+def inspect_assistant(checkpoint: Checkpoint, base: Checkpoint | None, progress: Progress) -> Inspection:
+    """Inspect an external drafter.
+
+    Raises:
+        UnsupportedModelError: It is none, or a base is given: it holds no trunk to compare.
+        CheckpointError: transformers refuses its config.
+    """
+    assistant = assistant_for(checkpoint.config)
+    if assistant is None:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: model_type {checkpoint.config.get('model_type')!r}; expected an assistant. Inspect it "
+            "as a checkpoint."
+        )
+    if base is not None:
+        raise UnsupportedModelError(
+            f"--base {base.path}: given with {checkpoint.path}, a {assistant.title}, which holds no trunk to compare; "
+            "expected the assistant alone. Leave --base out."
+        )
+    diagnosis = diagnose_assistant(checkpoint, assistant)
+    size = checkpoint.config.get(assistant.trunk_hidden_size)
+    return Inspection(
+        checkpoint=str(checkpoint.path),
+        family=assistant.name,
+        declared_modules=diagnosis.declared_modules,
+        present_modules=diagnosis.present_modules,
+        status="healthy" if diagnosis.complete else "partial",
+        stale=None,
+        missing_keys=diagnosis.missing_keys,
+        unexpected_keys=diagnosis.unexpected_keys,
+        shape_errors=diagnosis.shape_errors,
+        non_finite_keys=tuple(find_non_finite(checkpoint, progress)),
+        trunk_changed=None,
+        serves=_serving_commands(checkpoint, assistant, diagnosis),
+        cure=None if diagnosis.complete else f"hf download ASSISTANT --local-dir {shlex.quote(str(checkpoint.path))}",
+        runs_here="no: as a head; mtp_inference.AssistantDrafting decodes with it, from Python",
+        note=f"a {assistant.title}: an external drafter for {assistant.trunk.title} trunks of hidden size {size}, not "
+        "a checkpoint with a head; TRUNK stands for the one that it was made for",
+    )
+
+
+def _serving_commands(checkpoint: Checkpoint, assistant: Assistant, diagnosis: HeadDiagnosis) -> dict[str, str]:
+    """Return, per engine, the command that serves a trunk with this drafter, or why there is none."""
+    if not diagnosis.complete:
+        return dict.fromkeys(assistant.engines, f"no: {diagnosis.describe()}")
+    path = str(checkpoint.path)
+    vllm_config = {"model": path, "num_speculative_tokens": SUGGESTED_DEPTH}
+    words = {
+        "path": shlex.quote(path),
+        "python_path": repr(path),
+        "vllm_config": shlex.quote(json.dumps(vllm_config, separators=(",", ":"))),
+        "depth": SUGGESTED_DEPTH,
+        "depth_plus_1": SUGGESTED_DEPTH + 1,
+    }
+    commands = {
+        engine: support.text.format(**words) if support.supported else support.text
+        for engine, support in assistant.engines.items()
+    }
+    return commands | {engine: f"no: {why}" for engine, why in assistant.refusals(checkpoint.config).items()}

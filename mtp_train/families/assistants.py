@@ -1,0 +1,146 @@
+"""External drafters that come as checkpoints of their own and live on their trunk's keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.engines import EngineSupport, engine_table, no
+from mtp_train.families.spec import Convention, CountField, Engine, Family, RawConfig, raw_text_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantConvention:
+    """How one engine places a draft in the text. All tokens of a round stand at one place.
+
+    All engines let it see the trunk's keys up to position t, that of the last token that the trunk has read.
+    """
+
+    position_offset: int
+    """Added to t for the rotary embedding."""
+    more_sliding_keys: int
+    """Keys that it sees in a sliding layer beyond the size of the trunk's window, t included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assistant:
+    """One kind of external drafter. It has no head to put back: it is served beside its trunk as it is."""
+
+    name: str
+    title: str
+    """How people call it, for tables and messages."""
+    model_types: tuple[str, ...]
+    """Values of ``model_type`` in the whole config; that of its text config names the trunk's kind of layer."""
+    trunk: Family
+    """The trunks that it drafts for, as one that has no head."""
+    trunk_hidden_size: str
+    """Field of the config with the hidden size of its trunk."""
+    default: AssistantConvention
+    conventions: Mapping[Engine, AssistantConvention]
+    engines: Mapping[str, EngineSupport]
+    """As a family's, with ``{path}`` for the assistant."""
+    refusals: Callable[[RawConfig], Mapping[str, str]] = lambda config: {}
+    """Engines that refuse this config of the kind, with the reason."""
+    building: Callable[[PretrainedConfig], AbstractContextManager[None]] = lambda text_config: nullcontext()
+    """What must hold while transformers builds the model of this text config."""
+
+    def convention(self, name: str) -> AssistantConvention:
+        """Return the placing for ``auto`` (transformers', which is the authors' own) or for an engine.
+
+        Raises:
+            UnsupportedModelError: The engine is not known here.
+        """
+        if name == "auto":
+            return self.default
+        for engine, convention in self.conventions.items():
+            if engine == name:
+                return convention
+        known = ", ".join(["auto", *self.conventions])
+        raise UnsupportedModelError(
+            f"convention: '{name}'; expected one of {known} for a {self.title}. Use auto unless you serve elsewhere."
+        )
+
+
+def _refusals(config: RawConfig) -> Mapping[str, str]:
+    size = config.get("backbone_hidden_size")
+    if size != raw_text_config(config).get("hidden_size"):
+        return {}
+    return {"llama.cpp": f"its loader refuses an assistant as wide as its trunk (hidden size {size})"}
+
+
+@contextmanager
+def _all_layers_share(text_config: PretrainedConfig) -> Iterator[None]:
+    """Let a model be built of which no layer has keys of its own: transformers 5.23.0 refuses its own assistants."""
+    config_class, name = type(text_config), "kv_sharing_modes"
+    stock = vars(config_class).get(name)
+    setattr(config_class, name, property(lambda config: ["reuse"] * config.num_hidden_layers))
+    try:
+        yield
+    finally:
+        if stock is None:
+            delattr(config_class, name)
+        else:
+            setattr(config_class, name, stock)
+
+
+_NO_HEAD = no("its releases carry no MTP head")
+_GEMMA4_TRUNK = Family(
+    name="gemma4",
+    title="Gemma 4",
+    model_types=("gemma4_text", "gemma4_unified_text"),
+    count=CountField(name=None),
+    head_config_fields=(),
+    trunk_prefixes=("model.language_model.", "model."),
+    head_prefixes=(),
+    key_rules=(),
+    default=Convention(),
+    conventions={},
+    why_not_run="its releases carry none",
+    masks_by_layer_type=True,
+    engines=engine_table(vllm=_NO_HEAD, sglang=_NO_HEAD, llama_cpp=_NO_HEAD, transformers=_NO_HEAD),
+)
+_AS_TRANSFORMERS = AssistantConvention(position_offset=1, more_sliding_keys=1)
+GEMMA4_ASSISTANT = Assistant(
+    name="gemma4_assistant",
+    title="Gemma 4 assistant",
+    model_types=("gemma4_assistant", "gemma4_unified_assistant"),
+    trunk=_GEMMA4_TRUNK,
+    trunk_hidden_size="backbone_hidden_size",
+    engines=engine_table(
+        vllm=EngineSupport(True, "vllm serve TRUNK --speculative-config {vllm_config}"),
+        sglang=EngineSupport(
+            True,
+            "python -m sglang.launch_server --model-path TRUNK --speculative-algorithm NEXTN "
+            "--speculative-draft-model-path {path} --speculative-num-steps {depth} --speculative-eagle-topk 1 "
+            "--speculative-num-draft-tokens {depth_plus_1}",
+        ),
+        llama_cpp=EngineSupport(
+            True,
+            "python convert_hf_to_gguf.py {path} --outfile assistant.gguf && "
+            "llama-server -m TRUNK.gguf -md assistant.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
+        ),
+        transformers=EngineSupport(
+            True,
+            "model.generate(..., assistant_model=AutoModelForCausalLM.from_pretrained({python_path})): batch 1; "
+            "release 5.23.0 fails to build its own class for it, 5.19 builds it",
+        ),
+    ),
+    default=_AS_TRANSFORMERS,
+    conventions={
+        "vllm": AssistantConvention(position_offset=0, more_sliding_keys=0),
+        "llama.cpp": AssistantConvention(position_offset=1, more_sliding_keys=-1),
+    },
+    refusals=_refusals,
+    building=_all_layers_share,
+)
+ASSISTANTS: tuple[Assistant, ...] = (GEMMA4_ASSISTANT,)
+
+
+def assistant_for(config: RawConfig) -> Assistant | None:
+    """Return the record that claims a raw ``config.json``, None where it is no assistant's."""
+    model_type = config.get("model_type")
+    return next((one for one in ASSISTANTS if model_type in one.model_types), None)

@@ -1,0 +1,84 @@
+"""An external drafter's checkpoint: what is there of it, key by key, and the model to draft with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from mtp_train.errors import CheckpointError
+from mtp_train.families import Assistant
+from mtp_train.heads.diagnose import HeadDiagnosis
+from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.quantised import is_scale
+
+
+def assistant_config_of(checkpoint: Checkpoint) -> PretrainedConfig:
+    """Return transformers' config of an external drafter.
+
+    Raises:
+        CheckpointError: transformers refuses the config, or does not know it.
+    """
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint.path)
+    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path}/config.json: this transformers refuses it ({error}); expected an assistant's config "
+            "that it knows. Restore the original config, or install a newer transformers."
+        ) from None
+    return config
+
+
+def diagnose_assistant(checkpoint: Checkpoint, assistant: Assistant) -> HeadDiagnosis:
+    """Compare the keys of an external drafter with those of transformers' class for it; allocates nothing.
+
+    A tied lm_head may be stored or not.
+
+    Raises:
+        CheckpointError: transformers refuses the config.
+    """
+    config = assistant_config_of(checkpoint)
+    with assistant.building(config.get_text_config()), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    known = {name: value.shape for name, value in model.state_dict().items()}
+    # Tied parameters are listed once, under their first name.
+    once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    found = {name: info.shape for name, info in checkpoint.tensors.items() if not is_scale(name, checkpoint.tensors)}
+    return HeadDiagnosis(
+        declared_modules=1,
+        present_modules=int(bool(found)),
+        found_keys=tuple(found),
+        missing_keys=tuple(sorted(known.keys() & once - found.keys())),
+        unexpected_keys=tuple(sorted(found.keys() - known.keys())),
+        shape_errors=tuple(
+            f"{name}: found {list(shape)}, expected {list(known[name])}"
+            for name, shape in found.items()
+            if name in known and known[name] != shape
+        ),
+    )
+
+
+def load_assistant(
+    checkpoint: Checkpoint, assistant: Assistant, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Any:
+    """Load transformers' model of an external drafter, frozen and in eval mode.
+
+    Args:
+        checkpoint: Its checkpoint.
+        assistant: The record that ``assistant_for`` found.
+        dtype: The trunk's.
+        device: The trunk's.
+
+    Raises:
+        CheckpointError: Weights are missing or do not fit, or transformers refuses the config.
+    """
+    diagnosis = diagnose_assistant(checkpoint, assistant)
+    if not diagnosis.complete:
+        raise CheckpointError(
+            f"{checkpoint.path}: {diagnosis.describe()}; expected a whole {assistant.title}. Download it again."
+        )
+    with assistant.building(assistant_config_of(checkpoint).get_text_config()):
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype)
+    return model.requires_grad_(False).to(device).eval()

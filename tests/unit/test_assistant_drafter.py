@@ -1,0 +1,238 @@
+"""An external drafter on the trunk's own keys: what it proposes, and that the text stays the trunk's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+
+from assistants import (
+    CHOSEN_CENTROIDS,
+    HAS_ASSISTANTS,
+    NUM_CENTROIDS,
+    ORDERED_VOCAB_SIZE,
+    VARIANTS,
+    tiny_assistant,
+    tiny_gemma_trunk,
+)
+from checkpoints import all_tensors
+from mtp_inference import AssistantDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
+from mtp_inference.chooser import Chooser
+from mtp_inference.draft import Place
+from mtp_train.errors import CheckpointError, MtpError, UnsupportedModelError
+from mtp_train.families.assistants import GEMMA4_ASSISTANT
+from mtp_train.heads.assistant import load_assistant
+from mtp_train.heads.trunk import Trunk
+from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
+from scripted import STATE_TOLERANCE, BatchRun, RandomDrafting, ScriptedDrafting, plain_texts, state_errors
+from tiny import SLIDING_WINDOW, VOCAB_SIZE, tiny_trunk
+
+pytestmark = pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
+LENGTHS = (3, 21, 9, 14, 2)
+"""Of prompts: shorter and longer than the sliding window."""
+
+
+@functools.cache
+def trunk(variant: str = "shared", vocab_size: int = VOCAB_SIZE) -> Trunk:
+    return tiny_gemma_trunk(variant, vocab_size=vocab_size)
+
+
+@functools.cache
+def assistant(variant: str = "shared", vocab_size: int = VOCAB_SIZE, ordered: bool = False) -> Any:
+    return tiny_assistant(variant, vocab_size=vocab_size, ordered=ordered)
+
+
+class Pair(NamedTuple):
+    """A trunk and its drafter."""
+
+    trunk: Trunk
+    model: Any
+
+    def drafting(self, convention: str = "auto") -> AssistantDrafting:
+        return AssistantDrafting(self.model, GEMMA4_ASSISTANT, convention)
+
+
+def pair(name: str = "shared") -> Pair:
+    """Return the pair of a variant, or ``ordered``: the first variant, the drafter with centroids."""
+    if name == "ordered":
+        return Pair(trunk(vocab_size=ORDERED_VOCAB_SIZE), assistant(vocab_size=ORDERED_VOCAB_SIZE, ordered=True))
+    return Pair(trunk(name), assistant(name))
+
+
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(ORDERED_VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def stock_drafts(pair: Pair, text: Sequence[int], depth: int) -> list[int]:
+    """Return what transformers drafts after a text, the last token of which the trunk has not read."""
+    pair.model.generation_config.num_assistant_tokens = depth
+    generator = SinglePositionMultiTokenCandidateGenerator(
+        pair.model, pair.trunk.causal_lm.get_input_embeddings(), GenerationConfig(max_length=1000)
+    )
+    ids = torch.tensor([list(text)])
+    with torch.no_grad():
+        # Read anew, without a cache: transformers leaves the keys of rejected drafts in sight.
+        read = pair.trunk.causal_lm(ids[:, :-1], output_hidden_states=True, return_shared_kv_states=True)
+        candidates, _ = generator.get_candidates(ids, {}, read, is_first_iteration=False, n_last_matches=0)
+    return candidates[0, len(text) :].tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("max_batch", [1, 3])
+def test_plain_decoding_equals_transformers_own(variant: str, max_batch: int) -> None:
+    decoder = SpeculativeDecoder(trunk(variant), None, 0, (), max_batch=max_batch)
+    for prompt, result in zip(prompts(), decoder.generate(prompts(), max_new_tokens=24), strict=True):
+        model = trunk(variant).causal_lm
+        stock = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+        assert list(result.token_ids) == stock[0, len(prompt) :].tolist()
+        assert len(set(result.token_ids)) > 4
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rejected_drafts_leave_no_trace_in_the_trunks_keys(variant: str) -> None:
+    run = BatchRun(trunk(variant), RandomDrafting(), prompts((3, 21)), depth=3)
+    for _ in range(6):
+        run.run_round(3)
+    for row, tokens in enumerate(run.tokens):
+        errors = state_errors(run.cache, trunk(variant), tokens[:-1], row)
+        assert errors.keys() == {"keys", "values"}
+        assert max(errors.values()) < STATE_TOLERANCE
+
+
+@functools.cache
+def plain(name: str) -> list[list[int]]:
+    return [plain_greedy(pair(name).trunk, prompt, 24, ()) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("max_batch", [1, 3])
+@pytest.mark.parametrize("name", [*VARIANTS, "ordered"])
+def test_the_text_is_the_trunks(depth: int, max_batch: int, name: str) -> None:
+    decoder = SpeculativeDecoder(pair(name).trunk, pair(name).drafting(), depth, (), max_batch=max_batch)
+    for text, result in zip(plain(name), decoder.generate(prompts(), max_new_tokens=24), strict=True):
+        assert list(result.token_ids) == text
+        assert result.num_draft_tokens == depth * result.num_drafts > 0
+
+
+def rounds(pair: Pair, convention: str = "auto", depths: Sequence[int] = (3,) * 7) -> list[tuple[list[int], list[int]]]:
+    """Run rounds of every outcome; return the texts before those with drafts, and what each was drafted."""
+    script = ScriptedDrafting(plain_texts(pair.trunk, prompts(), 60), (0, 3, 1, 2), pair.drafting(convention))
+    run = BatchRun(pair.trunk, script, prompts(), depth=3)
+    seen = []
+    for depth in depths:
+        before = copy.deepcopy(run.tokens)
+        run.run_round(depth)
+        if depth:
+            seen += list(zip(before, script.real_drafts[-1].tolist(), strict=True))
+    return seen
+
+
+@pytest.mark.parametrize("name", ["shared", "ordered"])
+def test_drafts_are_those_of_transformers(name: str) -> None:
+    seen = rounds(pair(name))
+    assert max(len(text) for text, _ in seen) > 3 * SLIDING_WINDOW
+    for text, drafts in seen:
+        assert drafts == stock_drafts(pair(name), text, 3)
+
+
+def test_rounds_without_drafts_are_not_forgotten() -> None:
+    for text, drafts in rounds(pair(), depths=(3, 0, 0, 3, 0, 3)):
+        assert drafts == stock_drafts(pair(), text, 3)
+
+
+@pytest.mark.parametrize("convention", ["vllm", "llama.cpp"])
+def test_another_placing_drafts_otherwise(convention: str) -> None:
+    seen = rounds(pair(), convention)
+    same = {len(text): drafts == stock_drafts(pair(), text, 3) for text, drafts in seen}
+    assert not all(same.values())
+    # llama.cpp's differs in what a full window leaves in sight, vLLM's everywhere.
+    if convention == "llama.cpp":
+        assert all(equal for length, equal in same.items() if length <= SLIDING_WINDOW)
+    else:
+        assert not all(equal for length, equal in same.items() if length <= SLIDING_WINDOW)
+
+
+def test_a_trunk_that_shares_no_keys_is_read_at_the_last_layers() -> None:
+    """transformers hands out no keys of such a trunk: take them from its cache, which holds short texts whole."""
+    both = pair("values_are_keys")
+    short = [(text, drafts) for text, drafts in rounds(both) if len(text) < SLIDING_WINDOW]
+    assert len(short) > 2
+    for text, drafts in short:
+        cache = DynamicCache(config=both.trunk.config)
+        with torch.no_grad():
+            hidden_1TD = both.trunk.hidden(torch.tensor([text[:-1]]), cache=cache)
+            layers = dict(zip(both.trunk.config.layer_types, cache.layers, strict=True))
+            keys = {kind: (layer.keys, layer.values) for kind, layer in layers.items()}
+            state, token, expected = hidden_1TD[:, -1:], torch.tensor([text[-1:]]), []
+            for _ in drafts:
+                inputs = torch.cat([both.trunk.embed(token), state], dim=-1)
+                place = torch.tensor([[len(text) - 1]])
+                step = both.model(inputs_embeds=inputs, position_ids=place, shared_kv_states=keys, use_cache=False)
+                state, token = step.last_hidden_state, step.logits.argmax(-1)
+                expected.append(token.item())
+        assert drafts == expected
+
+
+def test_a_sampled_text_is_the_same_alone_and_in_a_batch() -> None:
+    requests = [
+        Request(prompt_ids=prompt, max_new_tokens=16, sampling=Sampling(temperature=1.0, seed=seed))
+        for seed, prompt in enumerate(prompts())
+    ]
+    texts = []
+    for size in (1, 3):
+        decoder = SpeculativeDecoder(
+            pair("ordered").trunk, pair("ordered").drafting(), 3, (), draft_sampling="sampled", max_batch=size
+        )
+        texts.append([result.token_ids for result in decoder.generate(requests)])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    [("shared", VOCAB_SIZE), ("ordered", CHOSEN_CENTROIDS * ORDERED_VOCAB_SIZE // NUM_CENTROIDS)],
+)
+def test_q_is_zero_outside_the_chosen_centroids(name: str, num_tokens: int) -> None:
+    run = BatchRun(pair(name).trunk, pair(name).drafting(), prompts(), depth=2)
+    vocab_size = pair(name).trunk.lm_head_VD.shape[0]
+    hot = [Sampling(temperature=20.0)] * len(prompts())
+    chooser = Chooser(hot, "sampled", vocab_size=vocab_size, device=torch.device("cpu"), penalises=False)
+    assert run.drafter is not None
+    place = Place(32, 0, run.batch.last_B, run.batch.length_B, run.cache)
+    with torch.inference_mode():
+        q_BKV = run.drafter.draft(2, place, chooser).q_BKV
+    assert q_BKV is not None
+    assert torch.equal((q_BKV > 0).sum(-1), torch.full((len(prompts()), 2), num_tokens))
+
+
+def test_it_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
+    assistant().save_pretrained(tmp_path)
+    loaded = load_assistant(open_checkpoint(tmp_path), GEMMA4_ASSISTANT, dtype=torch.float32)
+    stored = assistant().state_dict()
+    assert all(torch.equal(value, stored[name]) for name, value in loaded.state_dict().items())
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    tensors = all_tensors(tmp_path)
+    del tensors["post_projection.weight"]
+    save_file(tensors, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"keys missing: post_projection.weight"):
+        load_assistant(open_checkpoint(tmp_path), GEMMA4_ASSISTANT, dtype=torch.float32)
+
+
+def test_a_trunk_it_was_not_made_for_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="model_type 'glm4_moe'"):
+        SpeculativeDecoder(tiny_trunk("glm4_moe"), pair().drafting(), 3, ())
+    with pytest.raises(MtpError, match=r"size of 32 and 67 tokens; found a trunk of 32 and 64"):
+        SpeculativeDecoder(pair("ordered").trunk, pair().drafting(), 3, ())
+    with pytest.raises(UnsupportedModelError, match="expected one of auto, vllm"):
+        pair().drafting("mlx")
+    other = AssistantDrafting(tiny_assistant().bfloat16(), GEMMA4_ASSISTANT)
+    with pytest.raises(MtpError, match=r"in torch.bfloat16; expected the trunk's torch.float32"):
+        SpeculativeDecoder(trunk(), other, 3, ())

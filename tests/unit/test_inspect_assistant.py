@@ -1,0 +1,142 @@
+"""``mtp-train inspect`` of an external drafter, and its refusal where a head is needed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from assistants import ASSISTANT_HIDDEN, HAS_ASSISTANTS, ORDERED_VOCAB_SIZE, TRUNK_HIDDEN, tiny_assistant
+from checkpoints import all_tensors
+from mtp_train.cli import main
+from mtp_train.weights.files import SINGLE_FILE
+from runs import document
+
+pytestmark = pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
+LOST = "model.layers.1.self_attn.q_norm.weight"
+Edit = Callable[[dict[str, Tensor]], object]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    tiny_assistant().save_pretrained(tmp_path / "assistant")
+    return tmp_path / "assistant"
+
+
+def rewrite(path: Path, edit: Edit) -> Path:
+    tensors = all_tensors(path)
+    edit(tensors)
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    return path
+
+
+def test_a_whole_one_is_healthy_and_every_engine_gets_its_flags(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = document(["inspect", saved], capfd)
+    assert (found["family"], found["status"], found["cure"]) == ("gemma4_assistant", "healthy", None)
+    assert (found["missing_keys"], found["unexpected_keys"], found["shape_errors"]) == ([], [], [])
+    assert f"hidden size {TRUNK_HIDDEN}" in found["note"]
+    vllm = shlex.split(found["serves"]["vllm"])
+    assert vllm[:4] == ["vllm", "serve", "TRUNK", "--speculative-config"]
+    assert json.loads(vllm[4]) == {"model": str(saved), "num_speculative_tokens": 3}
+    sglang = shlex.split(found["serves"]["sglang"])
+    assert sglang[sglang.index("--speculative-draft-model-path") + 1] == str(saved)
+    assert "NEXTN" in sglang
+    assert "-md assistant.gguf" in found["serves"]["llama.cpp"]
+    assert f"assistant_model=AutoModelForCausalLM.from_pretrained('{saved}')" in found["serves"]["transformers"]
+
+
+def test_the_unified_kind_is_known_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = tiny_assistant(kind="gemma4_unified")
+    model.save_pretrained(tmp_path / "unified")
+    assert model.config.model_type == "gemma4_unified_assistant"
+    assert document(["inspect", tmp_path / "unified"], capfd)["status"] == "healthy"
+
+
+def test_the_fields_are_those_of_any_checkpoint(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = document(["inspect", saved], capfd)
+    assert found.keys() >= {
+        *("family", "declared_modules", "present_modules", "status", "stale", "missing_keys", "unexpected_keys"),
+        *("shape_errors", "non_finite_keys", "trunk_changed", "serves", "cure"),
+    }
+    assert main(["inspect", str(saved)]) == 0
+    text = capfd.readouterr().out
+    assert "external drafter" in text
+    assert "nothing to cure" in text
+
+
+def test_a_tied_matrix_may_be_stored_twice(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def store(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    assert "lm_head.weight" not in all_tensors(saved)
+    assert document(["inspect", rewrite(saved, store)], capfd)["status"] == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("edit", "field", "expected"),
+    [
+        (lambda tensors: tensors.pop(LOST), "missing_keys", LOST),
+        (lambda tensors: tensors.update(spare=torch.zeros(1)), "unexpected_keys", "spare"),
+        (lambda tensors: tensors.update({LOST: torch.zeros(3)}), "shape_errors", f"{LOST}: found [3], expected [8]"),
+    ],
+)
+def test_damage_is_partial_and_no_engine_gets_it(
+    edit: Edit, field: str, expected: str, saved: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = document(["inspect", rewrite(saved, edit)], capfd)
+    assert (found["status"], found[field]) == ("partial", [expected])
+    assert all(text.startswith("no: ") for text in found["serves"].values())
+    assert str(saved) in found["cure"]
+
+
+def test_centroids_are_wanted_where_the_config_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tiny_assistant(vocab_size=ORDERED_VOCAB_SIZE, ordered=True).save_pretrained(tmp_path / "ordered")
+    assert document(["inspect", tmp_path / "ordered"], capfd)["status"] == "healthy"
+    lacking = rewrite(tmp_path / "ordered", lambda tensors: tensors.pop("masked_embedding.token_ordering"))
+    assert document(["inspect", lacking], capfd)["missing_keys"] == ["masked_embedding.token_ordering"]
+
+
+def test_nan_is_reported(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    poisoned = rewrite(saved, lambda tensors: tensors["pre_projection.weight"].view(-1)[0].fill_(float("nan")))
+    assert document(["inspect", poisoned], capfd)["non_finite_keys"] == ["pre_projection.weight"]
+
+
+def test_llama_cpp_refuses_one_as_wide_as_its_trunk(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config: dict[str, Any] = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"backbone_hidden_size": ASSISTANT_HIDDEN}))
+
+    def narrow(tensors: dict[str, Tensor]) -> None:
+        tensors["pre_projection.weight"] = torch.zeros(ASSISTANT_HIDDEN, 2 * ASSISTANT_HIDDEN)
+        tensors["post_projection.weight"] = torch.zeros(ASSISTANT_HIDDEN, ASSISTANT_HIDDEN)
+
+    serves = document(["inspect", rewrite(saved, narrow)], capfd)["serves"]
+    assert serves["llama.cpp"].startswith("no: its loader refuses")
+    assert serves["vllm"].startswith("vllm serve")
+
+
+def test_a_config_that_transformers_refuses_exits_with_2(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config: dict[str, Any] = json.loads((saved / "config.json").read_text())
+    config["text_config"]["enable_moe_block"] = True
+    (saved / "config.json").write_text(json.dumps(config))
+    assert main(["inspect", str(saved)]) == 2
+    assert "enable_moe_block" in capfd.readouterr().err
+
+
+def test_whatever_needs_a_head_says_what_it_is_instead(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = str(saved.parent / "out")
+    for command in (
+        ["graft", str(saved), "--from", str(saved), "--out", out],
+        ["export", str(saved), "--out", out],
+        ["generate", str(saved), "--prompt", "a"],
+        ["inspect", str(saved), "--base", str(saved)],
+    ):
+        assert main(command) == 2
+        assert "Gemma 4 assistant" in capfd.readouterr().err
+    assert not Path(out).exists()
