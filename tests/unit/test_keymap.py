@@ -126,6 +126,23 @@ def test_head_keys_are_told_from_the_trunks(family_name: str, key: str, is_head:
     assert HeadLayout(family_of(family_name), "model.", 46).is_head_key(key) is is_head
 
 
+def test_a_trunk_layers_indexer_is_found_by_its_released_name() -> None:
+    layout = HeadLayout(family_of("minimax_m3"), "language_model.model.", 46)
+    layer = "language_model.model.layers.7.self_attn."
+    assert layout.trunk_layer_key(7, "self_attn.indexer.k_norm.weight") == f"{layer}index_k_norm.weight"
+    assert layout.trunk_layer_key(7, "self_attn.k_norm.weight") is None
+
+
+def test_a_shared_expert_is_two_keys_gate_above_up() -> None:
+    layout = HeadLayout(family_of("minimax_m3"), "model.", 46)
+    name, value = "blocks.0.layer.mlp.shared_experts.gate_up_proj.weight", torch.arange(12.0).reshape(6, 2)
+    parts = dict(layout.split(name, value))
+    prefix = "model.mtp.layers.0.transformer_layer.block_sparse_moe.shared_experts."
+    assert parts.keys() == {f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"}
+    assert torch.equal(parts[f"{prefix}gate_proj.weight"], value[:3])
+    assert torch.equal(layout.join(parts)[name], value)
+
+
 def test_glm_shared_keys_repeat_the_trunk() -> None:
     layout = HeadLayout(family_of("glm4_moe"), "model.", 46)
     embed, head = "model.layers.46.embed_tokens.weight", "model.layers.46.shared_head.head.weight"
