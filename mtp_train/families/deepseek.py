@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
 from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table, no
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
@@ -11,25 +9,13 @@ from mtp_train.families.layouts import (
     REPEATED_AFTER_THE_TRUNK,
     after_the_trunk,
     expert_rules,
-    with_layers,
+    sparse_from_the_first,
+    sparse_indexed,
 )
 from mtp_train.families.spec import LLAMA_CPP_POSITIONS, Borrowed, Convention, CountField, Family
 
 _KEY_RULES = after_the_trunk(*expert_rules(AFTER_THE_TRUNK))
 _VLLM = Convention(zero_first_embedding=True)
-
-
-def _sparse_from_the_first(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(text_config, num_modules, first_k_dense_replace=0)
-
-
-def _sparse_indexed(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(
-        text_config,
-        num_modules,
-        mlp_layer_types=["sparse"] * num_modules,
-        layer_types=["indexed_attention"] * num_modules,
-    )
 
 
 DEEPSEEK_V3 = Family(
@@ -44,7 +30,7 @@ DEEPSEEK_V3 = Family(
     shared_keys=REPEATED_AFTER_THE_TRUNK,
     default=Convention(),
     conventions={"vllm": _VLLM, "sglang": Convention()},
-    head_layer_config=_sparse_from_the_first,
+    head_layer_config=sparse_from_the_first,
     borrowed=Borrowed(
         python_module="transformers.models.deepseek_v3.modeling_deepseek_v3",
         layer="DeepseekV3DecoderLayer",
@@ -66,7 +52,7 @@ DEEPSEEK_V32 = Family(
     shared_keys=REPEATED_AFTER_THE_TRUNK,
     default=Convention(),
     conventions={"vllm": _VLLM, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
-    head_layer_config=_sparse_indexed,
+    head_layer_config=sparse_indexed,
     borrowed=Borrowed(
         python_module="transformers.models.deepseek_v32.modeling_deepseek_v32",
         layer="DeepseekV32DecoderLayer",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
 from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
@@ -11,32 +9,15 @@ from mtp_train.families.layouts import (
     REPEATED_AFTER_THE_TRUNK,
     after_the_trunk,
     expert_rules,
-    with_layers,
+    sparse,
+    sparse_from_the_first,
+    sparse_indexed,
 )
 from mtp_train.families.spec import LLAMA_CPP_POSITIONS, Borrowed, Convention, CountField, Family
 
 _KEY_RULES = after_the_trunk(*expert_rules(AFTER_THE_TRUNK))
 # vLLM recycles the state before shared_head.norm, SGLang and llama.cpp the one after it.
 _VLLM_BEFORE_NORM = Convention(recycle="before_final_norm", zero_first_embedding=True)
-
-
-def _sparse_from_the_first(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    # The head's layer is a mixture of experts also where the trunk's first layers are dense.
-    return with_layers(text_config, num_modules, first_k_dense_replace=0)
-
-
-def _sparse(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(text_config, num_modules, mlp_layer_types=["sparse"] * num_modules)
-
-
-def _sparse_indexed(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(
-        text_config,
-        num_modules,
-        mlp_layer_types=["sparse"] * num_modules,
-        layer_types=["indexed_attention"] * num_modules,
-        indexer_types=["full"] * num_modules,
-    )
 
 
 GLM4_MOE = Family(
@@ -51,7 +32,7 @@ GLM4_MOE = Family(
     shared_keys=REPEATED_AFTER_THE_TRUNK,
     default=Convention(),
     conventions={"vllm": _VLLM_BEFORE_NORM, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
-    head_layer_config=_sparse_from_the_first,
+    head_layer_config=sparse_from_the_first,
     borrowed=Borrowed(
         python_module="transformers.models.glm4_moe.modeling_glm4_moe",
         layer="Glm4MoeDecoderLayer",
@@ -73,7 +54,7 @@ GLM4_MOE_LITE = Family(
     shared_keys=REPEATED_AFTER_THE_TRUNK,
     default=Convention(),
     conventions={"vllm": _VLLM_BEFORE_NORM, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
-    head_layer_config=_sparse,
+    head_layer_config=sparse,
     borrowed=Borrowed(
         python_module="transformers.models.glm4_moe_lite.modeling_glm4_moe_lite",
         layer="Glm4MoeLiteDecoderLayer",
@@ -95,7 +76,7 @@ GLM_MOE_DSA = Family(
     shared_keys=REPEATED_AFTER_THE_TRUNK,
     default=Convention(),
     conventions={"vllm": Convention(), "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
-    head_layer_config=_sparse_indexed,
+    head_layer_config=sparse_indexed,
     borrowed=Borrowed(
         python_module="transformers.models.glm_moe_dsa.modeling_glm_moe_dsa",
         layer="GlmMoeDsaDecoderLayer",

@@ -7,22 +7,15 @@ from transformers import PretrainedConfig
 
 from mtp_train.families.blocks import AttentionThenMlp
 from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
-from mtp_train.families.layouts import AFTER_THE_TRUNK, INDEXER, after_the_trunk, expert_rules, with_layers
+from mtp_train.families.layouts import (
+    AFTER_THE_TRUNK,
+    INDEXER,
+    after_the_trunk,
+    expert_rules,
+    sparse,
+    sparse_indexed,
+)
 from mtp_train.families.spec import LLAMA_CPP_POSITIONS, Borrowed, Convention, CountField, Family, KeyRule
-
-
-def _sparse(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(text_config, num_modules, mlp_layer_types=["sparse"] * num_modules)
-
-
-def _sparse_indexed(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(
-        text_config,
-        num_modules,
-        mlp_layer_types=["sparse"] * num_modules,
-        layer_types=["indexed_attention"] * num_modules,
-        indexer_types=["full"] * num_modules,
-    )
 
 
 def _without_streams(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
@@ -54,7 +47,7 @@ HY_V3 = Family(
         "sglang": Convention(),
         "llama.cpp": LLAMA_CPP_POSITIONS,
     },
-    head_layer_config=_sparse,
+    head_layer_config=sparse,
     borrowed=Borrowed(
         python_module="transformers.models.hy_v3.modeling_hy_v3",
         layer="HYV3DecoderLayer",
@@ -88,7 +81,7 @@ HY_V4 = Family(
     ),
     default=Convention(),
     conventions={"vllm": Convention(zero_first_embedding=True), "sglang": Convention()},
-    head_layer_config=_sparse_indexed,
+    head_layer_config=sparse_indexed,
     borrowed=Borrowed(
         python_module="transformers.models.hy_v4.modeling_hy_v4",
         layer="HYV4DecoderLayer",

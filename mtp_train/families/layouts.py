@@ -79,3 +79,34 @@ def with_layers(config: PretrainedConfig, num_layers: int, **fields: object) -> 
     for name, value in {**fields, "num_hidden_layers": num_layers}.items():
         setattr(changed, name, value)
     return changed
+
+
+def sparse(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """Return the config of layers that are all mixtures of experts, whatever the trunk's first ones are."""
+    return with_layers(config, num_layers, mlp_layer_types=["sparse"] * num_layers)
+
+
+def sparse_from_the_first(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """Do the same where the config counts dense layers instead of naming kinds."""
+    return with_layers(config, num_layers, first_k_dense_replace=0)
+
+
+def sparse_indexed(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """Return the config of mixtures whose attention has an indexer of its own in every layer."""
+    return with_layers(
+        config,
+        num_layers,
+        mlp_layer_types=["sparse"] * num_layers,
+        layer_types=["indexed_attention"] * num_layers,
+        indexer_types=["full"] * num_layers,
+    )
+
+
+def sparse_full(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """Return the config of mixtures with full attention, in a trunk that has other kinds too."""
+    return with_layers(
+        config,
+        num_layers,
+        mlp_layer_types=["sparse"] * num_layers,
+        layer_types=["full_attention"] * num_layers,
+    )

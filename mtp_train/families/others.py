@@ -12,6 +12,7 @@ from mtp_train.families.layouts import (
     after_the_trunk,
     beside_the_trunk,
     expert_rules,
+    sparse_full,
     with_layers,
 )
 from mtp_train.families.spec import (
@@ -40,15 +41,6 @@ def _dense_with_rotary(text_config: PretrainedConfig, num_modules: int) -> Pretr
         layer_types=["sliding_attention"] * num_modules,
         mlp_layer_types=["dense"] * num_modules,
         sliding_window=text_config.max_position_embeddings,
-    )
-
-
-def _sparse_full(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(
-        text_config,
-        num_modules,
-        layer_types=["full_attention"] * num_modules,
-        mlp_layer_types=["sparse"] * num_modules,
     )
 
 
@@ -121,7 +113,7 @@ BAILING_HYBRID = Family(
     trunk_rules=(KeyRule(native=f"{_ATTENTION}{{rest}}", ours="layer.self_attn.forget_gate.{rest}"),),
     default=Convention(),
     conventions={**_POST_NORM, "llama.cpp": LLAMA_CPP_POSITIONS},
-    head_layer_config=_sparse_full,
+    head_layer_config=sparse_full,
     borrowed=Borrowed(
         python_module="transformers.models.bailing_hybrid.modeling_bailing_hybrid",
         layer="BailingHybridDecoderLayer",
