@@ -218,7 +218,7 @@ def _pieces(batch: Batch, drafter: HeadDrafter | None, plan: RoundPlan, plain_pl
         return pieces
     hidden_B1D = weight_VD.new_zeros(num_rows, 1, weight_VD.shape[1])
     logits_B1V = trunk.project(hidden_B1D)
-    place = Place(plan.used, plan.pending, batch.last_B, batch.length_B)
+    place = Place(plan.used, plan.pending, batch.last_B, batch.length_B, batch.cache)
 
     def head_alone() -> None:
         stock = drafter.logits
