@@ -101,6 +101,7 @@ _GEMMA4_TRUNK = Family(
     conventions={},
     why_not_run="its releases carry none",
     masks_by_layer_type=True,
+    logit_bound="final_logit_softcapping",
     engines=engine_table(vllm=_NO_HEAD, sglang=_NO_HEAD, llama_cpp=_NO_HEAD, transformers=_NO_HEAD),
 )
 _AS_TRANSFORMERS = AssistantConvention(position_offset=1, more_sliding_keys=1)

@@ -222,6 +222,8 @@ class Family:
     """Whether transformers has the trunk only inside of its vision-language model, which is then loaded whole."""
     trunk_final_norm: str = "norm"
     """The decoder's final norm, by attribute."""
+    logit_bound: str | None = None
+    """Field of the text config with the c of ``c tanh(logits / c)``, where the trunk bounds its logits so."""
     engines: Mapping[str, EngineSupport]
     recurrent: RecurrentKernels | None = None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
 
@@ -124,7 +125,8 @@ class Trunk(nn.Module):
     def project(self, state: Tensor) -> Tensor:
         """Return the logits of states that are normed already: a head's, or :meth:`normed`."""
         logits: Tensor = self.causal_lm.lm_head(state)
-        return logits
+        bound = None if self.family.logit_bound is None else self.config.to_dict().get(self.family.logit_bound)
+        return logits if bound is None else bound * torch.tanh(logits / bound)
 
 
 def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -139,9 +141,10 @@ def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False)
             return stand_in.config_class().from_pretrained(path)
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         return config
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{path}/config.json: transformers refuses it ({error}). Restore the original config."
+            f"{path}/config.json: transformers refuses it ({reason}); expected one that it reads. Restore the original."
         ) from None
 
 

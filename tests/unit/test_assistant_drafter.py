@@ -244,3 +244,13 @@ def test_a_trunk_it_was_not_made_for_is_refused() -> None:
     other = AssistantDrafting(tiny_assistant().bfloat16(), GEMMA4_ASSISTANT)
     with pytest.raises(MtpError, match=r"in torch.bfloat16; expected the trunk's torch.float32"):
         SpeculativeDecoder(trunk(), other, 3, ())
+
+
+@torch.inference_mode()
+def test_a_trunk_s_logits_are_bounded_as_transformers_bounds_them() -> None:
+    gemma = trunk()
+    tokens_1T = torch.arange(7)[None]
+    expected = gemma.causal_lm(tokens_1T).logits
+    bare = gemma.causal_lm.lm_head(gemma.hidden(tokens_1T))
+    torch.testing.assert_close(gemma.logits(gemma.hidden(tokens_1T)), expected, atol=1e-5, rtol=0)
+    assert (bare - expected).abs().max() > 1e-3

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from checkpoints import all_tensors, base_and_finetune, wrap_as_vision_language
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Convention
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.weights.files import open_checkpoint
 from tiny import FAMILY_NAMES, tiny_trunk
@@ -79,3 +81,11 @@ def test_a_head_may_read_the_state_before_the_final_norm(family_name: str) -> No
     assert torch.equal(after, trunk.decoder(TOKENS_1T).last_hidden_state)
     torch.testing.assert_close(trunk.decoder.norm(before), after)
     assert (before - after).abs().max() > 1e-2
+
+
+def test_a_config_that_transformers_refuses_is_named(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    config = json.loads((base / "config.json").read_text()) | {"hidden_size": "wide"}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json: transformers refuses it \(.*hidden_size.*Restore the"):
+        text_config_of(open_checkpoint(base))
