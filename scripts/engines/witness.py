@@ -46,6 +46,8 @@ class Task:
     files: Mapping[str, str]
     """What else the engine's program is given: a binary, the model in a format of its own."""
     work: Path
+    trust_remote_code: bool = False
+    """Whether the engine may run code beside the weights."""
     control: str | None = None
     """The one of ``CONTROLS`` that our side gets wrong on purpose."""
 
@@ -119,6 +121,7 @@ def job_of(task: Task, depth: int) -> dict[str, Any]:
         "max_new_tokens": task.max_new_tokens,
         "dtype": task.dtype,
         "prompts": [list(prompt_ids) for prompt_ids in task.prompts],
+        "trust_remote_code": task.trust_remote_code,
         **task.files,
     }
 

@@ -36,6 +36,7 @@ def load(job):
     return LLM(
         model=job["checkpoint"],
         dtype=job["dtype"],
+        trust_remote_code=job["trust_remote_code"],
         seed=0,
         max_model_len=longest,
         max_num_batched_tokens=max(longest, 512),
