@@ -166,5 +166,7 @@ def _set_fields(directory: Path, text_fields: dict[str, int], released: Any) -> 
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config.get("text_config", config).update(text_fields)
-    config = {name: value for name, value in {**config, **released}.items() if value is not None or name not in released}
+    config = {
+        name: value for name, value in {**config, **released}.items() if value is not None or name not in released
+    }
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
