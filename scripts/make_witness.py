@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=list(SHAPES))
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--steps", type=int, default=250, help="of training")
+    parser.add_argument("--steps", type=int, default=150, help="of training")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     figures = make_witness(arguments.family, arguments.directory, num_steps=arguments.steps, seed=arguments.seed)

@@ -117,24 +117,25 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
             | _ROUTED
             | {
                 "v_head_dim": 32,
-                "sliding_window": 16,
+                "sliding_window": 129,
                 "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
                 "rope_parameters": {
                     kind: {**_ROPE, "partial_rotary_factor": 0.5} for kind in ("full_attention", "sliding_attention")
                 },
             },
             num_modules=3,
-            # The released names; transformers has its own.
+            # The released names; transformers has its own. Its window is one wider than the released number, as
+            # SGLang's is; vLLM's is not. No text is that long here.
             released={
                 "layernorm_epsilon": 1e-5,
                 "rope_theta": 10_000.0,
                 "swa_rope_theta": 10_000.0,
                 "partial_rotary_factor": 0.5,
                 "swa_num_attention_heads": 4,
-                "swa_num_key_value_heads": 2,
+                "swa_num_key_value_heads": 4,
                 "swa_head_dim": 32,
                 "swa_v_head_dim": 32,
-                "sliding_window_size": 16,
+                "sliding_window_size": 128,
                 "add_swa_attention_sink_bias": True,
                 "hybrid_layer_pattern": [0, 1, 1, 0],
                 "moe_layer_freq": [0, 1, 1, 1],
@@ -196,7 +197,8 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
                 "n_routed_experts": 8,
                 "zero_expert_num": 2,
                 "expert_ffn_hidden_size": 128,
-            }
+            },
+            released={"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
         ),
         "bailing_hybrid": WitnessShape(
             fields=_SIZES
