@@ -72,6 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=list(DTYPES), help="of both sides; bfloat16, but float32 for logits")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the engine run code beside the weights")
     parser.add_argument("--work", type=Path, help="keep the jobs, the engine's documents and its logs there")
     parser.add_argument("--date", default=datetime.date.today().isoformat())
     parser.add_argument("--out", type=Path, required=True, help="where the record goes")
@@ -100,6 +101,7 @@ def make_task(arguments: argparse.Namespace, work: Path) -> Task:
         python=arguments.python,
         files={name: str(path.resolve()) for name, path in files.items() if path is not None},
         work=work,
+        trust_remote_code=arguments.trust_remote_code,
     )
 
 

@@ -75,7 +75,12 @@ GLM_MOE_DSA = Family(
     key_rules=_KEY_RULES,
     shared_keys=REPEATED_AFTER_THE_TRUNK,
     default=Convention(),
-    conventions={"vllm": Convention(), "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
+    # vLLM runs DeepSeek V3.2's head here, with that one's wiring.
+    conventions={
+        "vllm": Convention(zero_first_embedding=True),
+        "sglang": Convention(),
+        "llama.cpp": LLAMA_CPP_POSITIONS,
+    },
     head_layer_config=sparse_indexed,
     borrowed=Borrowed(
         python_module="transformers.models.glm_moe_dsa.modeling_glm_moe_dsa",

@@ -80,6 +80,7 @@ MIMO_V2 = Family(
         KeyRule(native=f"{_V2}{{rest}}", ours="layer.{rest}"),
     ),
     # Engines disagree on everything; two of three read the state before the norm. Measure before you serve.
+    # vLLM's window is also one narrower than the others', in trunk and head: it counts the row itself.
     default=Convention(hidden="before_final_norm", recycle="before_final_norm"),
     conventions={
         "vllm": Convention(modules="first"),

@@ -34,13 +34,20 @@ def _never_sparse(text_config: PretrainedConfig, num_modules: int) -> Pretrained
 
 
 def _dense_with_rotary(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    # Only sliding layers know positions in this trunk, so a window over all of them is the head's full attention.
+    # What engines do: a config that says nothing of its own about the head means the trunk's first layer, as a rule a
+    # sliding one. Only sliding layers know positions in this trunk, and the head knows them always, so that its full
+    # attention is a window over all of them. Modules share a window; the releases have one module.
+    fields = text_config.to_dict()
+    kind = (fields.get("mtp_layer_types") or fields["layer_types"])[0]
+    window = (fields.get("mtp_sliding_windows") or [None])[0] or fields["sliding_window"]
+    if kind == "full_attention":
+        window = fields["max_position_embeddings"]
     return with_layers(
         text_config,
         num_modules,
         layer_types=["sliding_attention"] * num_modules,
         mlp_layer_types=["dense"] * num_modules,
-        sliding_window=text_config.max_position_embeddings,
+        sliding_window=window,
     )
 
 
@@ -59,6 +66,7 @@ ERNIE4_5_MOE = Family(
         KeyRule(native="model.mtp_block.{module}.{rest}", ours="layer.{rest}"),
     ),
     final_norm=False,
+    # vLLM's head rotates halves as Llama does, its trunk neighbours, as both do here: its drafts differ in part.
     default=Convention(zero_first_embedding=True),
     conventions={"vllm": Convention(zero_first_embedding=True), "sglang": Convention(zero_first_embedding=True)},
     head_layer_config=_never_sparse,

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from mtp_train.families.qwen3_5 import QWEN3_5
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
@@ -19,6 +18,7 @@ from transformers import (
 )
 
 from demo_maker.tokenizer import MAX_TOKENS, VOCAB_SIZE
+from mtp_train.families.qwen import QWEN3_5
 from mtp_train.heads.module import MtpHead
 from mtp_train.weights.files import INDEX_FILE
 from mtp_train.weights.keymap import HeadLayout

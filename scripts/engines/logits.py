@@ -29,7 +29,7 @@ def own_row_logits(subject: Subject, text: Sequence[int], depth: int) -> list[Te
     instead. The last rows read past the text.
     """
     tokens_1T = torch.tensor([list(text)])
-    hidden_1TD = subject.trunk.hidden(tokens_1T)
+    hidden_1TD = subject.trunk.head_input(subject.trunk.hidden(tokens_1T), subject.head.convention)
     found = []
     for number in range(1, depth + 1):
         step = mtp_step(
@@ -41,7 +41,8 @@ def own_row_logits(subject: Subject, text: Sequence[int], depth: int) -> list[Te
             mask_BTS=None,
             cache=None,
         )
-        found.append(subject.trunk.logits(step.logit_hidden_BTD)[0])
+        module = subject.head.module_for(number)
+        found.append(module.project(step.logit_hidden_BTD, subject.trunk.project)[0])
         hidden_1TD = step.recycled_BTD
     return found
 

@@ -54,14 +54,15 @@ def replayed(trunk: Trunk, head: MtpHead, text: Text, leading_row: bool) -> Iter
     tokens = [*text.prompt_ids, *text.token_ids]
     num_prompt = len(text.prompt_ids)
     hidden_TD = trunk.hidden(torch.tensor([tokens]))[0]
+    read_TD = trunk.head_input(hidden_TD, head.convention)
     for position, token in enumerate(text.token_ids):
         yield position, 0, token, trunk.logits(hidden_TD[num_prompt + position - 1])
     for start, one in zip(text.starts, text.rounds, strict=True):
         if one.drafts:
             known = tokens[: num_prompt + start]
-            states = draft_states(trunk, head, hidden_TD[: len(known) - 1], [*known, *one.drafts], leading_row)
+            states = draft_states(trunk, head, read_TD[: len(known) - 1], [*known, *one.drafts], leading_row)
             for depth, (token, state_D) in enumerate(zip(one.drafts, states, strict=True), start=1):
-                yield start + depth - 1, depth, token, trunk.logits(state_D)
+                yield start + depth - 1, depth, token, head.module_for(depth).project(state_D, trunk.project)
 
 
 def draft_states(
@@ -72,7 +73,7 @@ def draft_states(
     Args:
         trunk: The trunk, for its embedding.
         head: The head.
-        hidden_TD: The trunk's states of all tokens but the last committed one.
+        hidden_TD: What the head reads of the trunk: a state of every token but the last committed one.
         tokens: All committed tokens, then the drafts.
         leading_row: See :func:`misses`.
     """

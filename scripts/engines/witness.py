@@ -18,7 +18,7 @@ from engines.logits import judge_logits, own_row_logits, read_logits
 from engines.ours import Subject, decode, load_subject
 from engines.replay import misses
 from engines.traces import Text, after_first_round, count, cut, read_texts
-from engines.verdict import judge, worst
+from engines.verdict import Miss, judge, worst
 from mtp_train import __version__
 from mtp_train.weights.files import Checkpoint
 
@@ -46,6 +46,8 @@ class Task:
     files: Mapping[str, str]
     """What else the engine's program is given: a binary, the model in a format of its own."""
     work: Path
+    trust_remote_code: bool = False
+    """Whether the engine may run code beside the weights."""
     control: str | None = None
     """The one of ``CONTROLS`` that our side gets wrong on purpose."""
 
@@ -119,6 +121,7 @@ def job_of(task: Task, depth: int) -> dict[str, Any]:
         "max_new_tokens": task.max_new_tokens,
         "dtype": task.dtype,
         "prompts": [list(prompt_ids) for prompt_ids in task.prompts],
+        "trust_remote_code": task.trust_remote_code,
         **task.files,
     }
 
@@ -131,17 +134,20 @@ def compare_decoding(task: Task, depth: int, document: Mapping[str, Any]) -> dic
     eos_ids = frozenset(document["eos_ids"])
     theirs = [cut(text, task.max_new_tokens, eos_ids) for text in theirs]
     ours = _decode(task, [text.prompt_ids for text in theirs], depth, eos_ids)
-    found = [
-        misses(task.fp32.trunk, task.fp32.head, texts, dtype=DTYPES[task.dtype], leading_row=task.leading_row)
-        for texts in (ours, theirs)
-    ]
+    our_misses = _misses(task, ours)
+    their_misses = our_misses if ours == theirs else _misses(task, theirs)
     return {
-        **judge(ours, theirs, *found, most_steps=MOST_STEPS[task.dtype]),
+        **judge(ours, theirs, our_misses, their_misses, most_steps=MOST_STEPS[task.dtype]),
         "ours": count(ours, depth),
         "theirs": count(theirs, depth),
         "eos_ids": sorted(eos_ids),
         "engine_counters": document["counters"],
     }
+
+
+def _misses(task: Task, texts: Sequence[Text]) -> list[Miss]:
+    subject = task.fp32
+    return misses(subject.trunk, subject.head, texts, dtype=DTYPES[task.dtype], leading_row=task.leading_row)
 
 
 def _decode(task: Task, prompts: Sequence[Sequence[int]], depth: int, eos_ids: frozenset[int]) -> list[Text]:

@@ -100,6 +100,7 @@ HANDS = {
         proj="mtp.fc",
         layer_prefix="mtp.layers.0.",
         config={"layer_types": SLIDING, "mlp_layer_types": ["dense"]},
+        window=8,
     ),
     "ernie4_5_moe": ByHand(
         classes="ernie4_5_moe",

@@ -181,7 +181,7 @@ def shape_subject(name: str, *, dtype: torch.dtype | None, device: torch.device,
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch.manual_seed(seed)
     trunk = _random_trunk(shape, dtype, device)
-    head = _random_head(trunk)
+    head = random_head(trunk)
     with torch.no_grad():
         embedding_VD = trunk.causal_lm.get_input_embeddings().weight
         trunk.lm_head_VD.copy_(embedding_VD.roll(1, dims=0))
@@ -199,7 +199,7 @@ def trained_subject(
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     trunk = _random_trunk(SHAPES[name], torch.float32, device)
-    head = _random_head(trunk)
+    head = random_head(trunk)
     chain = Chain.one_cycle(trunk.lm_head_VD.shape[0], CHAIN_NOISE, generator)
     loss = train(trunk, head, chain, num_steps, generator, on_step)
     facts = {"model": f"{name}, trained for {num_steps} steps", "head": "trained with it", "last_loss": round(loss, 3)}
@@ -214,11 +214,11 @@ def _random_trunk(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tru
     return Trunk(model, family).eval()
 
 
-def _random_head(trunk: Trunk) -> MtpHead:
-    """Return a head of one module, its matrices drawn as transformers draws the trunk's, its norms the identity."""
+def random_head(trunk: Trunk, num_modules: int = 1) -> MtpHead:
+    """Return a head, its matrices drawn as transformers draws the trunk's, its norms the identity."""
     weight = trunk.lm_head_VD
     with torch.device(weight.device):
-        head = MtpHead(trunk.family, trunk.config, num_modules=1, convention=trunk.family.default)
+        head = MtpHead(trunk.family, trunk.config, num_modules=num_modules, convention=trunk.family.default)
     for parameter in head.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=trunk.config.initializer_range)

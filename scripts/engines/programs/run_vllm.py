@@ -25,6 +25,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 COUNTERS = "vllm:spec_decode_num_"
@@ -32,10 +33,13 @@ COUNTERS = "vllm:spec_decode_num_"
 
 def load(job):
     """Return an engine that drafts with the checkpoint's own head."""
+    # What it takes for latent attention where a CPU has AMX knows no fp32. Other attention is not affected.
+    attention = {"attention_backend": "CPU_MLA"} if current_platform.is_cpu() else {}
     longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 2 * job["depth"]
     return LLM(
         model=job["checkpoint"],
         dtype=job["dtype"],
+        trust_remote_code=job["trust_remote_code"],
         seed=0,
         max_model_len=longest,
         max_num_batched_tokens=max(longest, 512),
@@ -45,7 +49,8 @@ def load(job):
         async_scheduling=False,
         disable_log_stats=False,
         skip_tokenizer_init=True,
-        speculative_config={"method": "mtp", "num_speculative_tokens": job["depth"]},
+        **attention,
+        speculative_config={"method": "mtp", "num_speculative_tokens": job["depth"], **attention},
     )
 
 

@@ -1,0 +1,33 @@
+#!/usr/bin/env python
+"""Make a small trained checkpoint of a family, with its head, that engines load on a CPU.
+
+    python scripts/make_witness.py qwen3_next DIR
+
+The same family and seed give the same weights on one machine. ``scripts/engine_parity.py`` then compares an engine with
+our decoder on it, on ``DIR/prompts.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from witness_maker.making import make_witness
+from witness_maker.shapes import SHAPES
+
+
+def main() -> None:
+    """Make what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", choices=list(SHAPES))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--steps", type=int, default=150, help="of training")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    figures = make_witness(arguments.family, arguments.directory, num_steps=arguments.steps, seed=arguments.seed)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

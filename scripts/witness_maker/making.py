@@ -1,0 +1,172 @@
+"""Make, train, spoil a little and save: a trunk and the head that drafts for it, right most of the time.
+
+Shapes: B rows, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+
+from mtp_inference.bench.chain import Chain, train
+from mtp_inference.bench.subject import random_head
+from mtp_train.families import FAMILIES, Family
+from mtp_train.heads.diagnose import layout_of
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.step import unroll
+from mtp_train.heads.trunk import Trunk
+from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
+from mtp_train.weights.writing import write_json
+from witness_maker.shapes import SHAPES, WitnessShape
+from witness_maker.words import WORDS, word_tokenizer
+
+PROMPTS_FILE = "prompts.json"
+NUM_PROMPTS, PROMPT_TOKENS = 12, 24
+NOISE = 0.05
+"""How often a text does not go on as its chain has it."""
+MOST_RIGHT = 0.7
+"""A head that drafts more than this rightly is spoilt until it does not: engines must agree on wrong drafts too."""
+SPOILING_STEP = 0.25
+MOST_STEPS_OF_SPOILING = 40
+SMALL, LARGE = 0.1, 0.3
+ROUTING = ("correction_bias", "expert_bias", "sinks")
+"""Ends of names of tensors that begin at zero, or anywhere, and that training hardly moves."""
+
+
+def make_witness(name: str, directory: Path, *, num_steps: int, seed: int) -> dict[str, float]:
+    """Write a checkpoint of a family, with its head, a tokenizer and prompts that suit it.
+
+    Args:
+        name: The family.
+        directory: Where it goes; files of the same names there are replaced.
+        num_steps: Training steps.
+        seed: Of weights and texts.
+
+    Returns:
+        The last loss, the spoiling applied, and how many of the head's first drafts are right after it.
+    """
+    shape = SHAPES[name]
+    family = next(family for family in FAMILIES if family.name == name)
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    trunk = random_trunk(family, shape)
+    head = random_head(trunk, shape.num_modules)
+    for module in (trunk, head):
+        _stir(module, generator)
+    chain = Chain.one_cycle(len(WORDS), NOISE, generator)
+    loss = train(trunk, head, chain, num_steps, generator, lambda: None)
+    for weight_VD in head.own_lm_heads(shape.num_modules) or []:
+        weight_VD.data.copy_(trunk.lm_head_VD).add_(_noise_like(weight_VD, generator), alpha=SMALL)
+    spoiling, right = spoil(trunk, head, chain, generator)
+    save(trunk, head, shape, directory)
+    word_tokenizer().save_pretrained(directory)
+    write_json(directory / PROMPTS_FILE, chain.draw(NUM_PROMPTS, PROMPT_TOKENS, generator).tolist())
+    return {"loss": loss, "spoiling": spoiling, "right": right}
+
+
+def random_trunk(family: Family, shape: WitnessShape) -> Trunk:
+    """Return an untrained trunk in fp32."""
+    config = _config(family, shape)
+    if family.trunk_class is not None:
+        model: Any = family.trunk_class.model_class()(config)
+    else:
+        auto = AutoModelForImageTextToText if family.only_with_vision else AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.float32)
+    return Trunk(model, family).eval()
+
+
+def _config(family: Family, shape: WitnessShape) -> PretrainedConfig:
+    if family.trunk_class is not None:
+        return family.trunk_class.config_class()(**shape.fields)
+    kind = shape.config_type or family.model_types[0]
+    fields = shape.fields if shape.wrapper is None else {"text_config": dict(shape.fields), **shape.wrapper}
+    config: PretrainedConfig = AutoConfig.for_model(kind, **fields)
+    return config
+
+
+def _stir(module: nn.Module, generator: torch.Generator) -> None:
+    """Move what would else be the identity or zero, so that it shows where an engine leaves it out."""
+    with torch.no_grad():
+        for part in module.modules():
+            if type(part).__name__.endswith("Norm"):
+                part.weight.add_(LARGE * torch.randn(part.weight.shape, generator=generator))
+        for name, value in [*module.named_parameters(), *module.named_buffers()]:
+            if name.endswith(ROUTING):
+                value.copy_(SMALL * torch.randn(value.shape, generator=generator))
+
+
+def spoil(trunk: Trunk, head: MtpHead, chain: Chain, generator: torch.Generator) -> tuple[float, float]:
+    """Add noise to a head's matrices, step by step, until it drafts ``MOST_RIGHT`` at most rightly.
+
+    Returns:
+        The noise, in units of each matrix's own spread, and the share of first drafts that are right.
+    """
+    tokens_BT = chain.draw(16, 64, generator)
+    matrices = {name: value for name, value in head.named_parameters() if value.ndim > 1 and "lm_head" not in name}
+    trained = {name: value.clone() for name, value in matrices.items()}
+    noise = {name: _noise_like(value, generator) for name, value in matrices.items()}
+    for step in range(MOST_STEPS_OF_SPOILING):
+        for name, value in matrices.items():
+            value.data.copy_(trained[name]).add_(noise[name], alpha=step * SPOILING_STEP)
+        right = share_right(trunk, head, chain, tokens_BT)
+        if right <= MOST_RIGHT:
+            break
+    return step * SPOILING_STEP, right
+
+
+def _noise_like(value: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(value.shape, generator=generator) * value.std()
+
+
+@torch.no_grad()
+def share_right(trunk: Trunk, head: MtpHead, chain: Chain, tokens_BT: Tensor) -> float:
+    """Return how often the first draft is what the chain says comes after the token that the head reads."""
+    hidden_BTD = trunk.head_input(trunk.hidden(tokens_BT), head.convention)
+    (state_BTD,) = unroll(
+        head,
+        hidden_BTD,
+        tokens_BT,
+        trunk.embed,
+        num_depths=1,
+        positions_BT=torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT),
+        document_BT=torch.zeros_like(tokens_BT),
+    )
+    drafted_BT = head.module_for(1).project(state_BTD, trunk.project).argmax(dim=-1)[:, :-1]
+    return (drafted_BT == chain.successor_V[tokens_BT[:, 1:]]).float().mean().item()
+
+
+def save(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path) -> None:
+    """Write trunk and head in the layout of a release, in bf16."""
+    trunk.causal_lm.to(torch.bfloat16).save_pretrained(directory)
+    family = trunk.family
+    _set_fields(directory, family.count_as_field(shape.num_modules), shape.released)
+    tensors = load_file(directory / SINGLE_FILE)
+    layout = layout_of(open_checkpoint(directory))
+    for name, value in head.state_dict().items():
+        tensors |= {key: part.to(torch.bfloat16).contiguous() for key, part in layout.split(name, value)}
+    for shared in family.shared_keys:
+        source = layout.trunk_key(shared, tensors)
+        for module in range(shape.num_modules):
+            native = shared.native.format(
+                trunk=layout.trunk_prefix, layer=layout.num_hidden_layers + module, module=module
+            )
+            tensors[native] = tensors[source].clone()
+    save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
+    for name, text in shape.code.items():
+        (directory / name).write_text(text, encoding="utf-8")
+
+
+def _set_fields(directory: Path, text_fields: dict[str, int], released: Any) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.get("text_config", config).update(text_fields)
+    config = {
+        name: value for name, value in {**config, **released}.items() if value is not None or name not in released
+    }
+    path.write_text(json.dumps(config, indent=2), encoding="utf-8")

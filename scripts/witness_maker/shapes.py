@@ -1,0 +1,242 @@
+"""Sizes of a small model of each family, such that engines' CPU kernels take them.
+
+What those want: attention heads of 32 or more, linear-attention heads of 128, a latent cache of 512 + 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from witness_maker.words import VOCAB_SIZE
+
+
+@dataclass(frozen=True, kw_only=True)
+class WitnessShape:
+    """A model to make."""
+
+    fields: Mapping[str, Any]
+    """Of its text config."""
+    config_type: str | None = None
+    """Model type of the config that transformers builds; None for the family's own."""
+    wrapper: Mapping[str, Any] | None = None
+    """Fields beside the text config, where the model exists only inside of a vision-language one."""
+    num_modules: int = 1
+    """Modules of the head."""
+    released: Mapping[str, Any] = field(default_factory=dict)
+    """What config.json says in releases, where transformers writes something else; None removes a field."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """Python files beside the weights, name to text."""
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_GATED_DELTA = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+}
+# Every expert is chosen: engines run Gated DeltaNet in bf16, where rounding would send tokens to others.
+_ALL_OF_FOUR = {
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
+_EIGHT_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+# One dense layer, then mixtures of eight experts in two groups.
+_ROUTED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 1,
+}
+_LATENT = {
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "rope_parameters": _ROPE,
+}
+# The released names of what transformers does always.
+_ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
+    {
+        "qwen3_5": WitnessShape(fields=_SIZES | _GATED_DELTA),
+        "qwen3_5_moe": WitnessShape(fields=_SIZES | _GATED_DELTA | _ALL_OF_FOUR),
+        "qwen3_next": WitnessShape(fields=_SIZES | _GATED_DELTA | _ALL_OF_FOUR),
+        "glm4_moe": WitnessShape(fields=_SIZES | _ROUTED | {"first_k_dense_replace": 1}),
+        "deepseek_v3": WitnessShape(
+            fields=_SIZES | _ROUTED | _LATENT | {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+            released=_ROUTER,
+        ),
+        "glm4_moe_lite": WitnessShape(
+            fields=_SIZES | _ROUTED | _LATENT, released={**_ROUTER, "first_k_dense_replace": 1}
+        ),
+        "mimo": WitnessShape(
+            fields={name: value for name, value in _SIZES.items() if name != "head_dim"}
+            | {"num_nextn_predict_layers": 1, "rope_parameters": _ROPE},
+            released={
+                "model_type": "mimo",
+                "architectures": ["MiMoForCausalLM"],
+                "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+            },
+            code={
+                "configuration_mimo.py": (
+                    "from transformers import Qwen2Config\n\n\n"
+                    'class MiMoConfig(Qwen2Config):\n    model_type = "mimo"\n'
+                )
+            },
+        ),
+        "mimo_v2_flash": WitnessShape(
+            fields=_SIZES
+            | _ROUTED
+            | {
+                "v_head_dim": 32,
+                "sliding_window": 129,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+                "rope_parameters": {
+                    kind: {**_ROPE, "partial_rotary_factor": 0.5} for kind in ("full_attention", "sliding_attention")
+                },
+            },
+            num_modules=3,
+            # The released names; transformers has its own. Its window is one wider than the released number, as
+            # SGLang's is; vLLM's is not. No text is that long here.
+            released={
+                "layernorm_epsilon": 1e-5,
+                "rope_theta": 10_000.0,
+                "swa_rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.5,
+                "swa_num_attention_heads": 4,
+                "swa_num_key_value_heads": 4,
+                "swa_head_dim": 32,
+                "swa_v_head_dim": 32,
+                "sliding_window_size": 128,
+                "add_swa_attention_sink_bias": True,
+                "hybrid_layer_pattern": [0, 1, 1, 0],
+                "moe_layer_freq": [0, 1, 1, 1],
+                **_ROUTER,
+            },
+        ),
+        "hy_v3": WitnessShape(
+            fields=_SIZES | _EIGHT_EXPERTS | {"num_nextn_predict_layers": 1, "rope_parameters": _ROPE},
+            released={"first_k_dense_replace": 1, "expert_hidden_dim": 128, "route_norm": True, "qk_norm": True},
+        ),
+        "exaone_moe": WitnessShape(
+            fields=_SIZES
+            | _EIGHT_EXPERTS
+            | {
+                "sliding_window": 16,
+                "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+                "num_nextn_predict_layers": 1,
+                "rope_parameters": _ROPE,
+            }
+        ),
+        "ernie4_5_moe": WitnessShape(
+            fields=_SIZES
+            | {
+                "moe_num_experts": 8,
+                "moe_k": 2,
+                "moe_intermediate_size": 128,
+                "moe_num_shared_experts": 1,
+                "num_nextn_predict_layers": 1,
+                "rope_parameters": _ROPE,
+            }
+        ),
+        "nemotron_h": WitnessShape(
+            fields=_SIZES
+            | {
+                "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+                "num_hidden_layers": 5,
+                "ssm_state_size": 64,
+                "mamba_num_heads": 8,
+                "mamba_head_dim": 32,
+                "n_groups": 2,
+                "chunk_size": 16,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 2,
+                "n_group": 1,
+                "topk_group": 1,
+                "moe_intermediate_size": 128,
+                "moe_shared_expert_intermediate_size": 128,
+                "num_nextn_predict_layers": 1,
+            }
+        ),
+        "longcat_flash": WitnessShape(
+            fields=_SIZES
+            | _LATENT
+            | {
+                "num_layers": 2,
+                "num_hidden_layers": 4,
+                "ffn_hidden_size": 256,
+                "moe_topk": 2,
+                "n_routed_experts": 8,
+                "zero_expert_num": 2,
+                "expert_ffn_hidden_size": 128,
+            },
+            released={"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+        ),
+        "bailing_hybrid": WitnessShape(
+            fields=_SIZES
+            | {name: value for name, value in _ROUTED.items() if name != "n_routed_experts"}
+            | {name: value for name, value in _LATENT.items() if name != "q_lora_rank"}
+            | {
+                "num_local_experts": 8,
+                "first_k_dense_replace": 1,
+                "layer_group_size": 2,
+                "n_group": 2,
+                "topk_group": 1,
+            }
+        ),
+        "step3p7": WitnessShape(
+            config_type="step3p7",
+            wrapper={"vision_config": {"width": 32, "layers": 1, "heads": 2, "image_size": 28, "patch_size": 14}},
+            fields=_SIZES
+            | {
+                "pad_token_id": 0,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 128,
+                "share_expert_dim": 128,
+                "sliding_window": 16,
+                "num_sliding_attention_heads": 8,
+                "layer_types": [
+                    "full_attention",
+                    "sliding_attention",
+                    "sliding_attention",
+                    "full_attention",
+                ],
+                "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+                "mtp_layer_types": ["sliding_attention"] * 3,
+                "mtp_mlp_layer_types": ["dense"] * 3,
+                "num_nextn_predict_layers": 3,
+                "rope_theta": 10_000.0,
+            },
+            num_modules=3,
+        ),
+    }
+)

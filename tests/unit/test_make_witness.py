@@ -1,0 +1,82 @@
+"""The checkpoints that are made for engines to load: complete, readable as text, the same every time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from mtp_train.families import FAMILIES
+from mtp_train.heads.diagnose import diagnose_head
+from mtp_train.weights.files import open_checkpoint
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def maker() -> Iterator[None]:
+    """Make ``scripts/witness_maker`` importable for the tests of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield
+
+
+def make(name: str, directory: Path, seed: int = 0) -> Any:
+    from witness_maker.making import make_witness
+
+    make_witness(name, directory, num_steps=1, seed=seed)
+    return open_checkpoint(directory)
+
+
+def test_a_witness_holds_its_whole_head_and_prompts_that_read_back_as_the_same_tokens(tmp_path: Path) -> None:
+    checkpoint = make("glm4_moe", tmp_path)
+    assert diagnose_head(checkpoint).complete
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    prompts = json.loads((tmp_path / "prompts.json").read_text())
+    assert len(prompts) == 12
+    for prompt_ids in prompts:
+        assert tokenizer(tokenizer.decode(prompt_ids))["input_ids"] == prompt_ids
+
+
+def test_the_same_seed_makes_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
+    one, again, other = (make("mimo", tmp_path / str(number), seed) for number, seed in enumerate((1, 1, 2)))
+    keys = sorted(one.tensors)
+    assert all(torch.equal(one.read(key), again.read(key)) for key in keys)
+    assert not all(torch.equal(one.read(key), other.read(key)) for key in keys)
+
+
+def test_a_released_config_says_what_the_release_says(tmp_path: Path) -> None:
+    checkpoint = make("mimo", tmp_path)
+    assert checkpoint.config["model_type"] == "mimo"
+    assert checkpoint.family.name == "mimo"
+    assert (tmp_path / "configuration_mimo.py").is_file()
+
+
+def test_every_shape_is_one_of_a_family_that_runs() -> None:
+    from witness_maker.shapes import SHAPES
+
+    assert set(SHAPES) <= {family.name for family in FAMILIES if family.borrowed is not None}
+
+
+def test_spoiling_stops_where_the_head_is_no_longer_too_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtp_inference.bench.chain import Chain
+    from mtp_inference.bench.subject import random_head
+    from mtp_train.heads.trunk import Trunk
+    from tiny import tiny_trunk
+    from witness_maker import making
+
+    trunk: Trunk = tiny_trunk("qwen3_5")
+    head = random_head(trunk)
+    before = {name: value.clone() for name, value in head.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    shares = iter([0.9, 0.8, 0.5])
+    monkeypatch.setattr(making, "share_right", lambda *_: next(shares))
+    noise, right = making.spoil(trunk, head, Chain.one_cycle(67, 0.05, generator), generator)
+    assert (noise, right) == (2 * making.SPOILING_STEP, 0.5)
+    moved = {name for name, value in head.named_parameters() if not torch.equal(value, before[name])}
+    assert moved == {name for name, value in before.items() if value.ndim > 1}
