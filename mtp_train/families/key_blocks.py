@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+MOST_MODULES = 8
 BLOCK_CACHE_LAYER = "MiniMaxM3VLSparseCacheLayer"
 """The class of transformers' caches for such layers; by name, as it comes with the model."""
 
@@ -89,8 +90,8 @@ class BlockIndexer(nn.Module):
             layer: Any = past_key_values.layers[self.layer_idx]
             positions_BS = layer.update_positions(position_ids)
             key_B1SX = layer.update_index(key_B1SX)
-        # A row of a later module stands a little past its place; one block more has room for that.
-        num_blocks = key_B1SX.shape[2] // self.block_size + 2
+        # A row of a later module stands up to as many positions past its place as there are modules.
+        num_blocks = (key_B1SX.shape[2] + MOST_MODULES) // self.block_size + 1
         if num_blocks <= self.num_chosen:
             return None
         scores_BHTS = query_BHTX.float() @ key_B1SX.float().transpose(-1, -2)

@@ -25,7 +25,7 @@ from tiny import ALL_FAMILIES
 
 NEW_TOKENS = 24
 PROMPT = [5, 9, 3, 44, 60]
-SHORT = {**LEARNS, "train__max_steps": 20, "evaluate__arms": ["none", "graft", "retrained"]}
+SHORT = {**LEARNS, "train__max_steps": 40, "evaluate__arms": ["none", "graft", "retrained"]}
 
 
 @pytest.mark.parametrize("family_name", ALL_FAMILIES)

@@ -109,7 +109,9 @@ def mixed_requests(name: str) -> list[Request]:
     ]
     for index, place in ((0, 20), (8, 11)):
         plain = plain_text(name, requests[index].prompt_ids)
-        stop_token = next(token for token in plain[place:] if token not in plain[:place])
+        # A text that has said all its tokens by then ends earlier.
+        fresh = (token for start in range(place, 0, -1) for token in plain[start:] if token not in plain[:start])
+        stop_token = next(fresh)
         requests[index] = dataclasses.replace(requests[index], stop_token_ids=frozenset([stop_token]))
     plain = plain_text(name, requests[7].prompt_ids)
     requests[7] = dataclasses.replace(requests[7], stop=("no such text", letters(plain[14:17])))
