@@ -107,12 +107,10 @@ def mixed_requests(name: str) -> list[Request]:
         Request(prompt_ids=prompt(8), max_new_tokens=28, depth=2),
         Request(prompt_ids=prompt(12), max_new_tokens=28, depth=7),
     ]
-    for index, place in ((0, 20), (8, 11)):
+    for index, place in ((0, 20), (8, 11)):  # or earlier, in a text that has said all its tokens by then
         plain = plain_text(name, requests[index].prompt_ids)
-        # A text that has said all its tokens by then ends earlier.
         fresh = (token for start in range(place, 0, -1) for token in plain[start:] if token not in plain[:start])
-        stop_token = next(fresh)
-        requests[index] = dataclasses.replace(requests[index], stop_token_ids=frozenset([stop_token]))
+        requests[index] = dataclasses.replace(requests[index], stop_token_ids=frozenset([next(fresh)]))
     plain = plain_text(name, requests[7].prompt_ids)
     requests[7] = dataclasses.replace(requests[7], stop=("no such text", letters(plain[14:17])))
     return requests
