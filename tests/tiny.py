@@ -97,5 +97,8 @@ def _randomize(module: nn.Module, seed: int) -> None:
                 parameter.copy_(noise - 3)
             elif parameter.ndim > 1:
                 parameter.copy_(WEIGHT_STD * noise)
+            elif name.endswith(("bias", "sinks")):
+                # These start at random, or as whatever the memory held.
+                parameter.copy_(0.1 * noise)
             else:
                 parameter.add_(0.1 * noise)

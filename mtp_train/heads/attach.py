@@ -98,7 +98,7 @@ def _init_fresh(head: MtpHead, std: float, seed: int) -> None:
         for name, parameter in head.named_parameters():
             if parameter.ndim > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.zero_()
 
 

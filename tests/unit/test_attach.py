@@ -24,7 +24,7 @@ from mtp_train.heads.attach import HeadPlan, build_head, fresh_plan, graft_plan,
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
-from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
 
 BIAS = "layers.3.mlp.gate.e_score_correction_bias"
 
@@ -198,6 +198,18 @@ def test_fresh_biases_are_zero(tmp_path: Path) -> None:
     biases = {name: value for name, value in head.state_dict().items() if name.endswith("bias")}
     assert len(biases) == 4
     assert [name for name, value in biases.items() if value.any()] == []
+
+
+@pytest.mark.skipif("mimo_v2_flash" not in ALL_FAMILIES, reason="this transformers has no MiMo-V2")
+def test_fresh_sinks_draw_as_a_score_of_zero(tmp_path: Path) -> None:
+    """Their layer makes them of whatever the memory held."""
+    checkpoint = without_head("mimo_v2_flash", tmp_path / "trunk")
+    used = [torch.full((length,), torch.nan) for length in range(1, 64)]
+    del used
+    head = build(fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=1), checkpoint)
+    sinks = {name: value for name, value in head.state_dict().items() if name.endswith("sinks")}
+    assert sinks
+    assert [name for name, value in sinks.items() if value.any()] == []
 
 
 def test_a_fresh_head_has_the_trunks_dtype_and_declares_itself(tmp_path: Path) -> None:
