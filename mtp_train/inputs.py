@@ -18,6 +18,7 @@ from mtp_train.data.split import split_by_group
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.demo import resolve
 from mtp_train.errors import CheckpointError, DataError, RecipeError
+from mtp_train.families.spec import Convention
 from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.recipe import Recipe
@@ -95,6 +96,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     # Raises where the head cannot be run.
     _ = finetune.family.classes
     head_plan = plan_head(recipe, finetune, base)
+    require_unroll(recipe, head_plan.family.convention(head_plan.convention), head_plan.num_modules)
     require_arms(recipe, finetune)
     require_draft_vocab(recipe, int(finetune.text_config["vocab_size"]))
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
@@ -134,6 +136,21 @@ def plan_head(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None) -> 
     # A graft without a base is refused when the recipe is read.
     donor = finetune if recipe.head.init == "native" or base is None else base
     return graft_plan(finetune, donor, convention)
+
+
+def require_unroll(recipe: Recipe, convention: Convention, num_modules: int) -> None:
+    """Check that the depths of the head can see one another as the recipe says.
+
+    Raises:
+        RecipeError: They cannot.
+    """
+    if recipe.objective.unroll == "fastmtp" and num_modules > 1 and convention.modules == "each":
+        raise RecipeError(
+            [
+                f"objective.unroll: 'fastmtp' with a head of {num_modules} chained modules, whose depths see rows "
+                "of their own anyway; expected exact. Write objective.unroll: exact."
+            ]
+        )
 
 
 def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:

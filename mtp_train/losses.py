@@ -81,6 +81,25 @@ def chain_losses(tv_KN: Tensor, row_weight_KN: Tensor) -> tuple[Tensor, Tensor]:
     return _to_targets(loss_KS), _to_targets(slope_KS)
 
 
+def survivors(hit_KN: Tensor) -> Tensor:
+    """Say which rows decoding from the head's own drafts would reach.
+
+    Where depth k drafts greedily what the text says, depth k + 1 reads the same token whether it is told the text or
+    the draft. Where it does not, the draft is rejected, nothing after it counts, and p after it is unknown. So to read
+    the head's own drafts is to read the text and to leave out what comes after a wrong draft.
+
+    Args:
+        hit_KN: bool, whether the head's most probable token is the target, at target rows.
+
+    Returns:
+        bool, shape (K, N): all depths before it were hits at its start; True at depth 1.
+    """
+    hit_KS = _to_starts(hit_KN)
+    reached_KS = torch.ones_like(hit_KS)
+    reached_KS[1:] = hit_KS[:-1].cumprod(dim=0).bool()
+    return _to_targets(reached_KS)
+
+
 def _to_starts(aligned_KN: Tensor) -> Tensor:
     """Undo :func:`align_to_targets`, on sequences that may be flattened: what crosses from one to the next weighs 0."""
     return torch.stack([row_N.roll(-depth) for depth, row_N in enumerate(aligned_KN, start=1)])
@@ -102,9 +121,11 @@ class _FrozenHeadLoss(torch.autograd.Function):
         row_weight_KN: Tensor,
         kind: LossKind,
         temperature: float,
+        on_policy: bool,
     ) -> tuple[Tensor, Tensor]:
         gradient_KND = torch.zeros_like(student_KND)
         loss_KN = torch.zeros_like(row_weight_KN)
+        hit_KN = torch.zeros_like(row_weight_KN, dtype=torch.bool)
         used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1)
         with torch.autocast(student_KND.device.type, enabled=False):
             for rows_C in used_N.split(CHUNK_ROWS):
@@ -112,11 +133,15 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 for depth in range(len(student_KND)):
                     output_VD = lm_head_VD if own_heads is None else own_heads[depth]
                     logits_CV = student_KND[depth, rows_C].to(output_VD.dtype) @ output_VD.T
+                    if on_policy:
+                        hit_KN[depth, rows_C] = logits_CV.argmax(dim=-1) == targets_N[rows_C]
                     row = row_losses(kind, logits_CV, teacher_CV, targets_N[rows_C], temperature)
                     loss_KN[depth, rows_C] = row.loss_C
                     step_CD = row.gradient_CV.to(output_VD.dtype) @ output_VD
                     gradient_KND[depth, rows_C] = step_CD.to(student_KND.dtype)
                     del logits_CV, row
+        if on_policy:
+            row_weight_KN = row_weight_KN * survivors(hit_KN)
         slope_KN = row_weight_KN
         if kind == "e2e_tv":
             loss_KN, slope_KN = chain_losses(loss_KN, row_weight_KN)
@@ -129,7 +154,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, _grad_sum_K: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_KND,) = ctx.saved_tensors
-        return gradient_KND * grad_total, None, None, None, None, None, None, None
+        return gradient_KND * grad_total, None, None, None, None, None, None, None, None
 
 
 def frozen_head_loss(
@@ -142,6 +167,7 @@ def frozen_head_loss(
     kind: LossKind,
     temperature: float = 1.0,
     own_heads: Sequence[Tensor] | None = None,
+    on_policy: bool = False,
 ) -> LossTerms:
     """Return the weighted loss of all depths, rows chunked by target position.
 
@@ -154,8 +180,17 @@ def frozen_head_loss(
         kind: See ``losses_rows.py``; ``e2e_tv``: :func:`chain_losses`.
         temperature: Softens both p and q of every loss but ``ce``.
         own_heads: Each depth's own output matrix, frozen, where the head does not share the trunk's.
+        on_policy: Rows past a wrong draft of their start lose nothing, see :func:`survivors`.
     """
     total, sum_K = _FrozenHeadLoss.apply(
-        student_KND, teacher_ND.detach(), lm_head_VD.detach(), own_heads, targets_N, row_weight_KN, kind, temperature
+        student_KND,
+        teacher_ND.detach(),
+        lm_head_VD.detach(),
+        own_heads,
+        targets_N,
+        row_weight_KN,
+        kind,
+        temperature,
+        on_policy,
     )
     return LossTerms(total, sum_K)

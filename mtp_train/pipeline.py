@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mtp_inference import Request, SpeculativeDecoder
-from mtp_train.data.frequency import frequent_tokens
+from mtp_train.data.frequency import frequent_tokens, keep_targets
 from mtp_train.data.pack import global_batches
 from mtp_train.data.regenerated import RegeneratedStore, regenerate
 from mtp_train.data.tokenize import Document
@@ -275,12 +275,19 @@ def train_stage(
     """Train the head and save it as the run's artifact."""
     accelerator.gradient_accumulation_steps = inputs.plan.accumulation
     head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
+    draft_vocab = chosen_vocab(recipe, inputs, documents, len(trunk.lm_head_VD))
+    if draft_vocab is not None and recipe.objective.vocab == "draft":
+        documents = keep_targets(documents, set(draft_vocab.tolist()))
     module = HeadTraining(
         trunk,
         head,
         num_depths=recipe.head.num_depths,
         kind=loss_kind(recipe),
         temperature=recipe.objective.temperature,
+        on_policy=recipe.objective.on_policy,
+        apart=recipe.objective.unroll == "fastmtp",
+        recompute=recipe.train.gradient_checkpointing,
+        draft_vocab=draft_vocab if recipe.objective.vocab == "draft" else None,
     ).to(accelerator.device)
     task = progress.add_task("training the head", total=inputs.plan.max_steps)
 
@@ -312,18 +319,21 @@ def train_stage(
         on_step=lambda done: progress.update(task, completed=done),
     )
     if accelerator.is_main_process:
-        save_artifact(trained_artifact(recipe, inputs, head, documents, len(trunk.lm_head_VD)), run_dir / HEAD)
+        save_artifact(trained_artifact(recipe, inputs, head, draft_vocab), run_dir / HEAD)
 
 
-def trained_artifact(
-    recipe: Recipe, inputs: Inputs, head: MtpHead, documents: Sequence[Document], vocab_size: int
-) -> Artifact:
+def chosen_vocab(recipe: Recipe, inputs: Inputs, documents: Sequence[Document], vocab_size: int) -> torch.Tensor | None:
+    """Return the tokens that the head may draft, int32 and ascending; None for all."""
+    if recipe.head.draft_vocab is None:
+        return None
+    return torch.tensor(
+        frequent_tokens(documents, recipe.head.draft_vocab, vocab_size, inputs.eos_ids), dtype=torch.int32
+    )
+
+
+def trained_artifact(recipe: Recipe, inputs: Inputs, head: MtpHead, draft_vocab: torch.Tensor | None) -> Artifact:
     """Put the trained weights into the head directory's form."""
     plan = inputs.head_plan
-    vocab = None
-    if recipe.head.draft_vocab is not None:
-        found = frequent_tokens(documents, recipe.head.draft_vocab, vocab_size, inputs.eos_ids)
-        vocab = torch.tensor(found, dtype=torch.int32)
     return Artifact(
         family=plan.family,
         layout=plan.layout,
@@ -332,7 +342,7 @@ def trained_artifact(
         convention=plan.convention,
         head=trained_head(plan, head.state_dict()),
         notes={"trunk": recipe.model.trunk, "head_from": recipe.model.head_from, "steps": recipe.train.max_steps},
-        draft_vocab=vocab,
+        draft_vocab=draft_vocab,
     )
 
 

@@ -116,8 +116,13 @@ class ObjectiveSection:
     """Softens p and q, in every loss but `ce`."""
     depth_decay: Annotated[float, Bound(above=0, max=1)] = 0.6
     """Depth k weighs this to the power k - 1, all weights scaled to sum 1."""
-    unroll: Literal["exact"] = "exact"
-    """How depths read one another in training: as they do in decoding."""
+    unroll: Literal["exact", "fastmtp"] = "exact"
+    """How depths see one another in training. `exact`: as they do in decoding. `fastmtp`: each only rows of its own
+    depth, at positions that do not advance; for heads of one module, and for comparison."""
+    on_policy: bool = False
+    """Let depth k + 1 read the head's own draft: what follows a wrong draft, and would be rejected, is left out."""
+    vocab: Literal["all", "draft"] = "all"
+    """The tokens p and q are distributions over: all, or the `head.draft_vocab` most frequent ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +141,8 @@ class TrainSection:
     """Steps over which the learning rate rises linearly."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """The learning rate after the warm-up: down to 0 along a cosine, or level."""
+    gradient_checkpointing: bool = False
+    """Keep less of the head's forward pass and run it a second time instead: less memory, slower steps."""
     weight_decay: Annotated[float, Bound(min=0)] = 0.0
     """AdamW's decay, on matrices only."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.95)

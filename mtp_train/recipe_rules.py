@@ -147,6 +147,24 @@ def _temperature_is_used(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@_reads("objective.vocab", "head.draft_vocab")
+def _draft_vocab_is_named(recipe: Recipe) -> Iterator[str]:
+    if recipe.objective.vocab == "draft" and recipe.head.draft_vocab is None:
+        yield (
+            "objective.vocab: 'draft' while head.draft_vocab is null; expected a number of tokens there. Write one, or "
+            "objective.vocab: all."
+        )
+
+
+@_reads("objective.on_policy", "head.num_depths")
+def _on_policy_has_a_second_depth(recipe: Recipe) -> Iterator[str]:
+    if recipe.objective.on_policy and recipe.head.num_depths == 1:
+        yield (
+            "objective.on_policy: true with head.num_depths 1, which reads no draft; expected 2 or more. Write "
+            "objective.on_policy: false."
+        )
+
+
 @_reads("data.regenerate", "data.sources")
 def _sources_can_be_answered(recipe: Recipe) -> Iterator[str]:
     for index, source in enumerate(recipe.data.sources):

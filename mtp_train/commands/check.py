@@ -12,7 +12,7 @@ from mtp_train.demo import resolve
 from mtp_train.families import family_for
 from mtp_train.heads.diagnose import head_shapes
 from mtp_train.heads.trunk import Trunk, empty_trunk, trunk_config
-from mtp_train.inputs import require_draft_vocab
+from mtp_train.inputs import require_draft_vocab, require_unroll
 from mtp_train.losses import CHUNK_ROWS
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe
@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per process, estimated; activations assume one micro-batch and no gradient checkpointing."""
+    """Bytes per process, estimated."""
 
     trunk_parameters: int
     head_parameters: int
@@ -85,7 +85,8 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_json(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
-    family.convention(recipe.head.convention)
+    num_modules = family.declared_modules(raw) or 1
+    require_unroll(recipe, family.convention(recipe.head.convention), num_modules)
     # Raises where the head cannot be run.
     _ = family.classes
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
@@ -93,7 +94,7 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     require_draft_vocab(recipe, text_config.vocab_size)
     plan = make_plan(recipe, world_size)
     trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
-    head = head_shapes(family, text_config, family.declared_modules(raw) or 1)
+    head = head_shapes(family, text_config, num_modules)
     memory = estimate_memory(recipe, trunk, head, plan)
     experts = int(text_config.num_experts_per_tok) if any(".experts." in name for name in head) else 1
     sizes = Sizes(
@@ -112,6 +113,11 @@ def estimate_memory(recipe: Recipe, trunk: Trunk, head: Mapping[str, Size], plan
     trunk_itemsize = 4 if recipe.model.dtype == "float32" else 2
     rows = plan.micro_batch_sequences * plan.seq_len_tokens
     depths, hidden, vocab = recipe.head.num_depths, trunk.config.hidden_size, trunk.config.vocab_size
+    if recipe.objective.vocab == "draft":
+        vocab = recipe.head.draft_vocab or vocab
+    # The backward pass needs about 30 hidden-sized states per row and depth, of which all but two and the keys and
+    # values can be made again, depth by depth.
+    states = 30 + 4 * depths if recipe.train.gradient_checkpointing else 30 * depths
     return MemoryEstimate(
         trunk_parameters=trunk_parameters,
         head_parameters=head_parameters,
@@ -120,6 +126,6 @@ def estimate_memory(recipe: Recipe, trunk: Trunk, head: Mapping[str, Size], plan
         head_and_optimizer_bytes=head_parameters * 16,
         # Teacher, student, gradient and one temporary of a chunk, in fp32.
         loss_bytes=CHUNK_ROWS * vocab * 4 * 4,
-        # About 30 hidden-sized states kept per row and depth for the backward pass, and the unroll's masks.
-        activation_bytes=rows * depths * hidden * 4 * 30 + rows * plan.seq_len_tokens * depths * (depths + 1) // 2,
+        # With the unroll's masks.
+        activation_bytes=rows * hidden * 4 * states + rows * plan.seq_len_tokens * depths * (depths + 1) // 2,
     )

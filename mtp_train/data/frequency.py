@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from mtp_train.data.tokenize import Document
 
@@ -31,3 +32,21 @@ def frequent_tokens(documents: Sequence[Document], size: int, vocab_size: int, a
     )
     ranked = sorted(range(vocab_size), key=lambda token: (token not in always, -counts[token], token))
     return sorted(ranked[:size])
+
+
+def keep_targets(documents: Sequence[Document], vocab: Collection[int]) -> list[Document]:
+    """Return the documents with no targets but tokens of ``vocab``: others a head of that vocabulary cannot draft.
+
+    Documents that are left without a target are left out.
+    """
+    kept = [
+        replace(
+            document,
+            loss_mask=tuple(
+                is_target and token in vocab
+                for token, is_target in zip(document.input_ids, document.loss_mask, strict=True)
+            ),
+        )
+        for document in documents
+    ]
+    return [document for document in kept if document.has_target()]

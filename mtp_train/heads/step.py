@@ -6,9 +6,12 @@ Shapes: B rows, T tokens of this call, S keys seen (cached and new), D hidden, K
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -118,11 +121,16 @@ def unroll(
     num_depths: int,
     positions_BT: Tensor,
     document_BT: Tensor,
+    apart: bool = False,
+    recompute: bool = False,
 ) -> list[Tensor]:
     """Draft ``num_depths`` tokens from every row at once, with each depth seeing exactly what it sees in decoding.
 
     A ``recursive`` head re-uses its module: depth k sees the depth-1 rows of the prefix and its own start's rows of
     depth 2..k. A ``chained`` head runs module k over its own rows. Tokens are teacher-forced.
+
+    With ``apart`` each depth of a recursive head sees rows of its own depth instead, at positions that do not advance
+    (as FastMTP trains, arXiv:2509.18362, section 3.2; in decoding there are no such rows).
 
     Args:
         head: The head.
@@ -132,27 +140,51 @@ def unroll(
         num_depths: K.
         positions_BT: int, restarting at each document.
         document_BT: int, document number, ``PADDING_DOCUMENT`` on padding.
+        apart: See above; changes nothing in a chain, whose modules see their own rows anyway.
+        recompute: Keep no activations of a depth but its results and its keys; the backward pass runs it again.
 
     Returns:
         K tensors (B, T, D): the state for the logits of depth k at each start row.
     """
     prefix_BTT = prefix_mask(document_BT)
+    apart = apart and head.unroll == "recursive"
     cache = _unsliding_cache(head.config)
     outputs: list[Tensor] = []
     for depth in range(1, num_depths + 1):
-        seen_depths = depth if head.unroll == "recursive" else 1
-        step = mtp_step(
+        if apart:
+            cache = _unsliding_cache(head.config)
+        seen_depths = 1 if apart or head.unroll == "chained" else depth
+        run = partial(
+            mtp_step,
             head,
-            hidden_BTD,
-            embed(input_tokens(tokens_BT, depth)),
             depth=depth,
-            positions_BT=positions_BT + (depth - 1),
+            positions_BT=positions_BT if apart else positions_BT + (depth - 1),
             mask_BTS=unroll_mask(prefix_BTT, seen_depths, head.sliding_window(depth)),
-            cache=cache,
         )
+        embed_BTD = embed(input_tokens(tokens_BT, depth))
+        if recompute:
+            step = checkpoint(_rerunnable(run, cache), hidden_BTD, embed_BTD, use_reentrant=False)
+        else:
+            step = run(hidden_BTD, embed_BTD, cache=cache)
         hidden_BTD = step.recycled_BTD
         outputs.append(step.logit_hidden_BTD)
     return outputs
+
+
+def _rerunnable(run: Callable[..., StepOutput], cache: Cache) -> Callable[[Tensor, Tensor], StepOutput]:
+    """Return ``run`` as the backward pass may run it again: with the cache as it was, and without appending to it."""
+    before = _copied(cache)
+    caches = iter([cache])
+
+    def rerun(hidden_BTD: Tensor, embed_BTD: Tensor) -> StepOutput:
+        return run(hidden_BTD, embed_BTD, cache=next(caches, None) or _copied(before))
+
+    return rerun
+
+
+def _copied(cache: Cache) -> Cache:
+    # Layers append by building a new tensor: the copy and the original part at the next keys.
+    return Cache(layers=[copy(layer) for layer in cache.layers])
 
 
 def _unsliding_cache(config: PretrainedConfig) -> Cache:

@@ -5,8 +5,9 @@ Shapes: B packed rows, T tokens, K depths, N = B * T target rows, D hidden.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from mtp_train.heads.alignment import shift_left, valid_targets
@@ -35,8 +36,13 @@ class AlignedRows(NamedTuple):
     valid_KN: Tensor
 
 
-def aligned_rows(trunk: Trunk, head: MtpHead, batch: Batch, num_depths: int) -> AlignedRows:
-    """Run trunk and head over packed rows and line the depths up by target row."""
+def aligned_rows(
+    trunk: Trunk, head: MtpHead, batch: Batch, num_depths: int, *, apart: bool = False, recompute: bool = False
+) -> AlignedRows:
+    """Run trunk and head over packed rows and line the depths up by target row.
+
+    ``apart`` and ``recompute`` are :func:`mtp_train.heads.step.unroll`'s.
+    """
     hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
     starts = unroll(
         head,
@@ -46,6 +52,8 @@ def aligned_rows(trunk: Trunk, head: MtpHead, batch: Batch, num_depths: int) -> 
         num_depths=num_depths,
         positions_BT=batch.positions_BT,
         document_BT=batch.document_BT,
+        apart=apart,
+        recompute=recompute,
     )
     valid = [valid_targets(batch.document_BT, batch.loss_mask_BT, depth + 1) for depth in range(num_depths)]
     return AlignedRows(
@@ -65,9 +73,26 @@ class HeadTraining(nn.Module):
         num_depths: K.
         kind: The loss.
         temperature: Softens p and q of every loss but ``ce``.
+        on_policy: Leave out what comes after a wrong draft (``losses.survivors``).
+        apart: Depths see rows of their own depth only (``heads.step.unroll``).
+        recompute: Spend a second forward pass of the head instead of memory (``heads.step.unroll``).
+        draft_vocab: int, shape (R,), ascending: p and q are distributions over these tokens alone, and no other token
+            may be a target. None for all.
     """
 
-    def __init__(self, trunk: Trunk, head: MtpHead, *, num_depths: int, kind: LossKind, temperature: float) -> None:
+    def __init__(
+        self,
+        trunk: Trunk,
+        head: MtpHead,
+        *,
+        num_depths: int,
+        kind: LossKind,
+        temperature: float,
+        on_policy: bool = False,
+        apart: bool = False,
+        recompute: bool = False,
+        draft_vocab: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.trunk = trunk.requires_grad_(False).eval()
         self.head = head
@@ -77,6 +102,10 @@ class HeadTraining(nn.Module):
         self.num_depths = num_depths
         self.kind = kind
         self.temperature = temperature
+        self.on_policy = on_policy
+        self.apart = apart
+        self.recompute = recompute
+        self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
 
     def train(self, mode: bool = True) -> HeadTraining:
         """Put the head, and only the head, in training mode."""
@@ -98,14 +127,22 @@ class HeadTraining(nn.Module):
                 targets in the whole step.
         """
         batch = Batch(tokens_BT, positions_BT, document_BT, loss_mask_BT)
-        rows = aligned_rows(self.trunk, self.head, batch, self.num_depths)
+        rows = aligned_rows(self.trunk, self.head, batch, self.num_depths, apart=self.apart, recompute=self.recompute)
+        lm_head_VD, own_heads = self.trunk.lm_head_VD, self.head.own_lm_heads(self.num_depths)
+        targets_N, vocab_R = rows.targets_N, cast("Tensor | None", self.draft_vocab)
+        if vocab_R is not None:
+            lm_head_VD = lm_head_VD[vocab_R]
+            own_heads = None if own_heads is None else [own_VD[vocab_R] for own_VD in own_heads]
+            # Of other tokens the place is wrong, but they are nobody's targets.
+            targets_N = torch.searchsorted(vocab_R, targets_N).clamp(max=len(vocab_R) - 1)
         return frozen_head_loss(
             rows.student_KND,
             rows.teacher_ND,
-            self.trunk.lm_head_VD,
-            rows.targets_N,
+            lm_head_VD,
+            targets_N,
             rows.valid_KN.float() * scale_K[:, None],
             kind=self.kind,
             temperature=self.temperature,
-            own_heads=self.head.own_lm_heads(self.num_depths),
+            own_heads=own_heads,
+            on_policy=self.on_policy,
         )

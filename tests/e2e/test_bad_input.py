@@ -18,7 +18,8 @@ from damages import DAMAGES, Damage, poison
 from mtp_train.cli import main
 from mtp_train.weights import artifact as artifact_module
 from mtp_train.weights import export as export_module
-from runs import tree, write_recipe
+from runs import tree, write_inputs, write_recipe
+from tiny import ALL_FAMILIES
 
 Capture = pytest.CaptureFixture[str]
 # Where, what was found, what was expected, what to do about it.
@@ -306,6 +307,15 @@ def test_a_run_that_met_a_full_disk_goes_on_to_its_export(
     assert tree(run_dir / "head") == whole
     assert main(["run", str(tmp_path / "again" / "recipe.yaml")]) == 0
     assert tree(run_dir / "export") == tree(finished / "run" / "export")
+
+
+@pytest.mark.skipif("step3p7" not in ALL_FAMILIES, reason="this transformers has no Step-3.7")
+def test_a_chain_of_modules_is_not_trained_as_one(tmp_path: Path, capfd: Capture) -> None:
+    inputs = write_inputs(tmp_path / "in", "step3p7")
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", objective__unroll="fastmtp")
+    message = refusal(["check", recipe], capfd)
+    assert message.startswith("objective.unroll: 'fastmtp' with a head of 3 chained modules")
+    assert FOUR_ANSWERS.fullmatch(message)
 
 
 # What is no bad input

@@ -69,6 +69,14 @@ def test_check_counts_parameters_and_memory(recipe: Path, inputs: Path, capfd: C
     assert found["recipe"]["train"]["max_steps"] == 30
 
 
+def test_check_knows_what_saves_memory(recipe: Path, capfd: Capture) -> None:
+    whole = document(["check", recipe], capfd)["memory"]
+    again = document(["check", recipe, "train.gradient_checkpointing=true"], capfd)["memory"]
+    few = document(["check", recipe, "objective.vocab=draft", "head.draft_vocab=64"], capfd)["memory"]
+    assert again["activation_bytes"] < whole["activation_bytes"]
+    assert few["loss_bytes"] < whole["loss_bytes"] / 2
+
+
 def test_check_touches_no_weights(recipe: Path, inputs: Path, tmp_path: Path, capfd: Capture) -> None:
     hollow = Path(shutil.copytree(inputs, tmp_path / "in"))
     emptied = list(hollow.rglob("*.safetensors"))

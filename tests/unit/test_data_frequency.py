@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtp_train.data.frequency import frequent_tokens
+from mtp_train.data.frequency import frequent_tokens, keep_targets
 from mtp_train.data.tokenize import Document
 
 
@@ -26,3 +26,14 @@ def test_ties_and_places_left_go_to_the_lower_ids() -> None:
 def test_tokens_that_end_a_text_are_always_in() -> None:
     text = [document(6, 6, 6, 4, 4, targets="xxxxx")]
     assert frequent_tokens(text, 2, 10, always={9}) == [6, 9]
+
+
+def test_only_kept_tokens_stay_targets_and_what_has_none_left_goes() -> None:
+    text = [
+        document(1, 2, 3, 4, 3, targets="..xxx"),
+        document(1, 2, 4, 4, targets="..xx"),
+        document(3, 3, 4, targets="xx."),
+    ]
+    (kept,) = keep_targets(text, {2, 3})
+    assert (tuple(kept.input_ids), tuple(kept.loss_mask)) == ((1, 2, 3, 4, 3), (False, False, True, False, True))
+    assert len(keep_targets(text, {3, 4})) == 2

@@ -118,7 +118,7 @@ def test_bound_admits_what_it_describes(bound: Bound, inside: list[float], outsi
         ("data.sources=[]", "data.sources: a list of 0; expected a list of 1 or more items, each a section."),
         ("evaluate.arms=[]", "evaluate.arms: a list of 0; expected a list of 1 or more items, each one of none, "),
         ("seed=-1", "seed: -1; expected a whole number from 0 to 4294967295."),
-        ("objective.unroll=fast", "objective.unroll: 'fast'; expected exact, the one choice there is."),
+        ("objective.unroll=fast", "objective.unroll: 'fast'; expected one of exact, fastmtp. Did you mean fastmtp?"),
         ("head.lora={r: 8}", "head.lora: a section; expected null, the one choice there is."),
     ],
 )
@@ -160,6 +160,8 @@ def test_limits_that_are_included_are_accepted(depth_decay: str) -> None:
         (["train.warmup_steps=10"], "train.warmup_steps", "or train longer"),
         (["data.seq_len_tokens=4"], "data.seq_len_tokens", "or lower head.num_depths"),
         (["objective.loss=ce", "objective.temperature=2"], "objective.temperature", "or write objective.loss: kl"),
+        (["objective.vocab=draft"], "objective.vocab", "or objective.vocab: all"),
+        (["objective.on_policy=true", "head.num_depths=1"], "objective.on_policy", "objective.on_policy: false"),
         (["data.regenerate={}", "data.sources.0.format=text"], "data.sources.0.format", "data.regenerate: null"),
     ],
 )
@@ -182,6 +184,8 @@ def test_contradictions_are_refused_with_their_cure(overrides: list[str], path: 
         ["train.warmup_steps=9"],
         ["data.seq_len_tokens=5", "train.tokens_per_step=5"],
         ["objective.loss=kl", "objective.temperature=2"],
+        ["objective.vocab=draft", "head.draft_vocab=100"],
+        ["objective.on_policy=true", "head.num_depths=2"],
         ["data.regenerate={enabled: false}", "data.sources.0.format=text"],
         ["model.adapter=lora", "objective.loss=ce"],
     ],
