@@ -11,7 +11,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from mtp_inference import Sampling, plain_greedy
 from mtp_inference.batch import NO_TOKEN, Batch, RoundPlan
-from mtp_inference.cache import AttentionStore, WindowCache
+from mtp_inference.cache import AttentionStore, CompressedStore, WindowCache
 from mtp_inference.chooser import Chooser, Drafts
 from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
 from mtp_inference.recurrent_cache import RecurrentStore
@@ -200,7 +200,7 @@ def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: i
 
     def note(kind: str, ours: Tensor, expected: Tensor) -> None:
         assert ours.shape == expected.shape, kind
-        error = float((ours - expected).abs().max() / expected.abs().max())
+        error = float((ours - expected).abs().max() / expected.abs().max()) if expected.numel() else 0.0
         errors[kind] = max(error, errors.get(kind, 0.0))
 
     for ours, expected in zip(cache.layers, plain.layers, strict=True):
@@ -215,5 +215,12 @@ def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: i
             slots = torch.arange(len(tokens) - expected.keys.shape[2], len(tokens)) % ours.size
             note("keys", ours.keys[row, :, slots], expected.keys[0])
             note("values", ours.values[row, :, slots], expected.values[0])
+            if isinstance(ours, CompressedStore):
+                for name, entries_1EX in expected.compressed_kv.items():
+                    note("entries", ours.entries_BEX[name][row, : entries_1EX.shape[1]], entries_1EX[0])
+                    # What has not filled a group yet.
+                    inputs_1NX = torch.cat([expected.buffer_kv[name], expected.buffer_gate[name]], dim=-1)
+                    places = torch.arange(len(tokens) - inputs_1NX.shape[1], len(tokens)) % ours.num_inputs
+                    note("inputs", ours.inputs_BSX[name][row, places], inputs_1NX[0])
     assert errors, "some layer keeps a state"
     return errors

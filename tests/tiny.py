@@ -43,6 +43,7 @@ CACHE_KINDS = {
     "sinks": "mimo_v2_flash",
     "mamba": "nemotron_h",
     "blocks": "minimax_m3",
+    "compressed": "deepseek_v4",
 }
 CACHE_KINDS = {kind: name for kind, name in CACHE_KINDS.items() if name in (*ALL_FAMILIES, "mistral", "qwen2")}
 """What a trunk keeps, and the name of a tiny trunk that keeps it. ``sliding`` and ``mixed`` belong to no family and
@@ -97,8 +98,13 @@ def _randomize(module: nn.Module, seed: int) -> None:
                 parameter.copy_(noise - 3)
             elif parameter.ndim > 1:
                 parameter.copy_(WEIGHT_STD * noise)
-            elif name.endswith(("bias", "sinks")):
+            elif name.endswith(("bias", "sinks", "base", "scale")):
                 # These start at random, or as whatever the memory held.
-                parameter.copy_(0.1 * noise)
+                parameter.copy_(0.1 * noise + name.endswith("scale"))
             else:
                 parameter.add_(0.1 * noise)
+        for name, buffer in module.named_buffers():
+            if name.endswith("tid2eid"):
+                # Which experts a token goes to: different ones.
+                first_V1 = torch.randint(4, (len(buffer), 1), generator=generator)
+                buffer.copy_((first_V1 + torch.arange(buffer.shape[1])) % 4)

@@ -5,13 +5,14 @@ Every forward is a window (see ``window.py``): announce it with :meth:`WindowCac
 window writes over what was rejected. Recurrent layers go back in ``recurrent_cache.py``. Rows are independent: they may
 stand at different positions and keep different numbers of tokens.
 
-Shapes: B rows, T tokens of the window, S slots, H heads.
+Shapes: B rows, T tokens of the window, S slots, H heads, X width, G groups, N positions of a group, E entries.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import (
@@ -25,6 +26,7 @@ from transformers.cache_utils import (
 from mtp_inference.recurrent_cache import RecurrentLayers, RecurrentStore, States
 from mtp_inference.window import Window, announced
 from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.compressed_keys import COMPRESSED_CACHE_LAYERS
 from mtp_train.families.key_blocks import BLOCK_CACHE_LAYER
 from mtp_train.heads.step import KeysWritten
 
@@ -142,6 +144,61 @@ class BlockStore(IndexedStore):
         return self.positions_BS[window.rows, : min(window.used, self.size)]
 
 
+class CompressedStore(AttentionStore):
+    """A layer that sees compressed keys beside a sliding window (``mtp_train.families.compressed_keys``).
+
+    Inputs and entries have slots by position, as keys have, under the name of the compressor that they belong to.
+
+    Args:
+        num_rows: B.
+        capacity: Positions that a row may reach.
+        max_window: Longest window that will run.
+        sliding_window: How many positions a token sees.
+        group_size: N.
+    """
+
+    last_to_write = False
+    needs_mask = True
+
+    def __init__(self, num_rows: int, capacity: int, max_window: int, sliding_window: int, group_size: int) -> None:
+        super().__init__(num_rows, min(capacity, sliding_window + max_window), sliding_window)
+        self.group_size = group_size
+        # A window begins inside of a group, and the group before is read too.
+        self.num_inputs = max_window + 2 * group_size
+        # A window may begin one more that no row will fill.
+        self.num_entries = capacity // group_size + 2
+        self.inputs_BSX: dict[str, Tensor] = {}
+        self.entries_BEX: dict[str, Tensor] = {}
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the buffer; keys are values too."""
+        super().lazy_initialization(key_states, value_states)
+        self.values = self.keys
+
+    def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`EntryStore`."""
+        window = announced(self.window)
+        if name not in self.inputs_BSX:
+            self.inputs_BSX[name] = inputs_BTX.new_zeros(self.num_rows, self.num_inputs, inputs_BTX.shape[-1])
+        buffer_BSX = self.inputs_BSX[name]
+        buffer_BSX[window.row_index_B1, window.slots_BT(self.num_inputs)] = inputs_BTX
+        device = inputs_BTX.device
+        # So many groups a window of this length can fill at most, wherever it begins.
+        places_G = torch.arange(-1, -(-window.num_tokens // self.group_size), device=device)
+        groups_BG = window.positions_BT[:, :1] // self.group_size + places_G
+        positions_BGN = groups_BG[..., None] * self.group_size + torch.arange(self.group_size, device=device)
+        return groups_BG, buffer_BSX[window.row_index_B1[..., None], positions_BGN % self.num_inputs]
+
+    def write_entries(self, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
+        """See :class:`EntryStore`."""
+        window = announced(self.window)
+        if name not in self.entries_BEX:
+            self.entries_BEX[name] = entries_BGX.new_zeros(self.num_rows, self.num_entries, entries_BGX.shape[-1])
+        buffer_BEX = self.entries_BEX[name]
+        buffer_BEX[window.row_index_B1, groups_BG % self.num_entries] = entries_BGX
+        return buffer_BEX[window.rows, : window.used // self.group_size]
+
+
 class WindowCache(Cache):
     """Buffers for a batch of rows, run a window at a time.
 
@@ -161,6 +218,9 @@ class WindowCache(Cache):
         self.num_rows = num_rows
         self.capacity = capacity
         self.max_window = max_window
+        # Layers of one kind share a mask.
+        attention = [one for one in self.layers if isinstance(one, AttentionStore)]
+        self._kinds_with_mask = {one.kind for one in attention if one.needs_mask}
         self._recurrent = RecurrentLayers([one for one in self.layers if isinstance(one, RecurrentStore)], num_rows)
 
     def begin(self, window: Window) -> dict[str, Tensor | None]:
@@ -180,7 +240,8 @@ class WindowCache(Cache):
             if isinstance(layer, AttentionStore):
                 layer.window = window
                 if layer.kind not in masks:
-                    masks[layer.kind] = window.mask(layer.size, layer.sliding_window, layer.needs_mask)
+                    always = layer.kind in self._kinds_with_mask
+                    masks[layer.kind] = window.mask(layer.size, layer.sliding_window, always)
         return masks
 
     def commit(self, num_kept_B: Tensor | None) -> None:
@@ -203,6 +264,8 @@ def _store(layer: Any, index: int, num_rows: int, capacity: int, max_window: int
         return IndexedStore(num_rows, capacity)
     if type(layer).__name__ == BLOCK_CACHE_LAYER:
         return BlockStore(num_rows, capacity)
+    if type(layer).__name__ in COMPRESSED_CACHE_LAYERS:
+        return CompressedStore(num_rows, capacity, max_window, layer.sliding_window, layer.compress_rate)
     if type(layer).__name__ == "DummyLayer":
         # By name: transformers before 5.18 has no such class.
         return layer

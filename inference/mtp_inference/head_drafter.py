@@ -48,7 +48,7 @@ class _HeadDrafter:
         self.head = head
         self.logits = logits
         self.depth = depth
-        weight = head.module_for(1).proj.weight
+        weight = next(head.parameters())
         self.dtype = weight.dtype
         self.cache = WindowCache(
             head.config,
@@ -58,7 +58,7 @@ class _HeadDrafter:
             capacity=size.capacity + size.num_pending + 2 * SPARE_SLOTS,
             max_window=max(KEYS_CHUNK, size.num_pending + depth),
         )
-        self.pending = Pending(size, weight.device, weight.shape[0], weight.dtype)
+        self.pending = Pending(size, weight.device, head.state_width, weight.dtype)
 
     def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
         """See :class:`Drafter`."""
@@ -160,7 +160,7 @@ class ChainedDrafter(_HeadDrafter):
 
     def __init__(self, trunk: Trunk, head: MtpHead, logits: LogitsFn, size: Size, depth: int) -> None:
         super().__init__(trunk, head, logits, size, depth)
-        self.carried_KB1D = head.module_for(1).proj.weight.new_zeros(depth, size.num_rows, 1, trunk.config.hidden_size)
+        self.carried_KB1D = next(head.parameters()).new_zeros(depth, size.num_rows, 1, head.state_width)
         """At k-1: the input of module k at row s-(k-1). Unused for k = 1."""
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:

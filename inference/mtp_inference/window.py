@@ -76,7 +76,7 @@ class Window:
         Args:
             size: Slots of the layer's buffer; S is the part of it in use.
             sliding_window: How many positions a token sees, itself included; None for all.
-            always: Whether the layer wants a mask in any case.
+            always: Whether the layer wants a mask in any case, and one for each row.
         """
         if self.keys_only and not always:
             return None
@@ -86,7 +86,7 @@ class Window:
             return None
         slots_S = torch.arange(min(self.used, size), device=self.positions_BT.device)
         # Rows that stand at the same place share a mask.
-        positions_BT = self.positions_BT if self.start is None else self.positions_BT[:1]
+        positions_BT = self.positions_BT if self.start is None or always else self.positions_BT[:1]
         seen_by_B1T1 = positions_BT[:, None, :, None]
         if sliding_window is None:
             return slots_S <= seen_by_B1T1

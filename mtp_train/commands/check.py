@@ -112,7 +112,7 @@ def estimate_memory(recipe: Recipe, trunk: Trunk, head: Mapping[str, Size], plan
     head_parameters = sum(shape.numel() for shape in head.values())
     trunk_itemsize = 4 if recipe.model.dtype == "float32" else 2
     rows = plan.micro_batch_sequences * plan.seq_len_tokens
-    depths, hidden, vocab = recipe.head.num_depths, trunk.config.hidden_size, trunk.config.vocab_size
+    depths, hidden, vocab = recipe.head.num_depths, trunk.family.state_width(trunk.config), trunk.config.vocab_size
     if recipe.objective.vocab == "draft":
         vocab = recipe.head.draft_vocab or vocab
     # The backward pass needs about 30 hidden-sized states per row and depth, of which all but two and the keys and

@@ -15,7 +15,7 @@ from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.finite import find_non_finite
 from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import LM_HEAD, native_head_of, plain_tensor, require_same_trunk_shape, trunk_tensors
+from mtp_train.weights.native import native_head_of, plain_tensor, require_same_trunk_shape, trunk_tensors
 from mtp_train.weights.quantised import is_scale, read_plain_in_blocks
 
 Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "stripped", "none"]
@@ -110,8 +110,9 @@ def head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
 def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, progress: Progress) -> TrunkChange:
     """Compare two trunks of the same shape, a block of a tensor in memory at a time."""
     ours, theirs = trunk_tensors(checkpoint, layout), trunk_tensors(base, layout_of(base))
-    if LM_HEAD in checkpoint.tensors and LM_HEAD in base.tensors:
-        ours, theirs = ours | {LM_HEAD: LM_HEAD}, theirs | {LM_HEAD: LM_HEAD}
+    lm_head = layout.family.lm_head_key
+    if lm_head in checkpoint.tensors and lm_head in base.tensors:
+        ours, theirs = ours | {lm_head: lm_head}, theirs | {lm_head: lm_head}
     changed, largest = 0, 0.0
     # Quantised differently, they share less than all names, and one side may be in FP8.
     names = [name for name in sorted(ours.keys() & theirs.keys()) if not is_scale(ours[name], checkpoint.tensors)]

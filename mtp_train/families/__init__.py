@@ -6,6 +6,7 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.assistants import Assistant as Assistant
 from mtp_train.families.assistants import assistant_for as assistant_for
 from mtp_train.families.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
+from mtp_train.families.deepseek_v4 import DEEPSEEK_V4
 from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
 from mtp_train.families.headless import HEADLESS
 from mtp_train.families.hunyuan import HY_V3, HY_V4
@@ -31,6 +32,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_NEXT,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
+    DEEPSEEK_V4,
     GLM4_MOE,
     GLM4_MOE_LITE,
     GLM_MOE_DSA,

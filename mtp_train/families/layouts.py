@@ -58,17 +58,12 @@ def after_the_trunk(*layer_rules: KeyRule, final_norm: str = "shared_head.norm")
 
 def repeated_embedding(native: str) -> SharedKey:
     """Return the rule for a head's copy of the trunk's embedding."""
-    embedding = "{trunk}embed_tokens.weight"
-    return SharedKey(native=native, trunk=embedding, tied_trunk=embedding)
+    return SharedKey(native=native, trunk="{trunk}embed_tokens.weight")
 
 
 REPEATED_AFTER_THE_TRUNK = (
     repeated_embedding(f"{AFTER_THE_TRUNK}embed_tokens.weight"),
-    SharedKey(
-        native=f"{AFTER_THE_TRUNK}shared_head.head.weight",
-        trunk="lm_head.weight",
-        tied_trunk="{trunk}embed_tokens.weight",
-    ),
+    SharedKey(native=f"{AFTER_THE_TRUNK}shared_head.head.weight", trunk="lm_head.weight"),
 )
 """DeepSeek's releases repeat the embedding and the lm_head in the head's layer."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import transformers
@@ -60,9 +61,7 @@ class SharedKey:
 
     native: str
     trunk: str
-    """The trunk key it repeats, ``{trunk}`` allowed."""
-    tied_trunk: str
-    """The trunk key to read where ``trunk`` is absent because embedding and lm_head are tied."""
+    """The trunk key it repeats, ``{trunk}`` allowed; the embedding where that key is absent, as in tied models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +122,29 @@ class Borrowed:
         norm: nn.Module = self.cls(self.norm)(config.hidden_size, eps=eps)
         return norm
 
+    def make_mixer(self, config: PretrainedConfig, name: str) -> nn.Module:
+        """Build what makes one state of several streams, randomly initialised."""
+        mixer: nn.Module = self.cls(name)(config)
+        return mixer
+
     def make_rotary(self, config: PretrainedConfig) -> nn.Module | None:
         """Build the rotary embedding, if there is one."""
         return None if self.rotary is None else self.cls(self.rotary)(config=config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """Residual streams that a trunk keeps side by side (hyper-connections, arXiv:2512.24880), its head reads unmixed.
+
+    States that the head reads and recycles are then as wide as all of them together.
+    """
+
+    count: str
+    """Field of the text config with their number."""
+    mixer: str
+    """Class of the borrowed module that makes one state of them, before the final norm."""
+    trunk_mixer: str
+    """The trunk's own, by attribute of the decoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +205,12 @@ class Family:
     """Decoder prefixes this family's checkpoints use, longest first."""
     embed_key: str = "{trunk}embed_tokens.weight"
     """The trunk's input embedding, by which its prefix is told."""
+    other_embed_keys: Mapping[str, str] = field(default_factory=dict)
+    """The same under prefixes where it is called otherwise."""
+    lm_head_key: str = "lm_head.weight"
+    """The trunk's lm_head, where it is stored."""
+    saved_names: Mapping[str, str] = field(default_factory=dict)
+    """Parts of trunk keys that transformers' own save leaves otherwise than a release has them: its words to those."""
     head_prefixes: tuple[str, ...]
     """Every key under one of these belongs to the head (placeholders as in KeyRule)."""
     key_rules: tuple[KeyRule, ...]
@@ -195,8 +220,8 @@ class Family:
     number), where the head's rules do not say so already. An adapter's modules are found by them."""
     num_sublayers: Callable[[RawConfig], int] = lambda config: 1
     """Numbered sublayers of one head module, from the raw text config."""
-    concat: Literal["embed_first", "hidden_first"] = "embed_first"
-    """Order of the two normed halves that ``proj`` reads."""
+    concat: Literal["embed_first", "hidden_first", "sum"] = "embed_first"
+    """Order of the two normed halves that ``proj`` reads; ``sum``: each has its own projection, and these add up."""
     final_norm: bool = True
     """Whether a norm stands between the head's layer and the lm_head."""
     own_lm_head: bool = False
@@ -214,6 +239,8 @@ class Family:
     """Rows of positions the rotary embedding takes: 3 where it counts time, height and width (all equal for text)."""
     rotary_by_layer_type: bool = False
     """Whether the rotary embedding is told the type of the layer it is for."""
+    rotary_kind: str | None = None
+    """What the layer and the rotary embedding call the one for the head, where they have several."""
     masks_by_layer_type: bool = False
     """Whether the trunk takes ready masks as a mapping from layer type, as transformers' mixed trunks do."""
     trunk_class: TrunkClass | None = None
@@ -222,6 +249,10 @@ class Family:
     """Whether transformers has the trunk only inside of its vision-language model, which is then loaded whole."""
     trunk_final_norm: str = "norm"
     """The decoder's final norm, by attribute."""
+    streams: Streams | None = None
+    """None where the trunk has one residual stream, or the head reads them mixed."""
+    running_windows: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What the trunk's layers need around a forward over windows (rows at different positions, our own cache)."""
     logit_bound: str | None = None
     """Field of the text config with the c of ``c tanh(logits / c)``, where the trunk bounds its logits so."""
     engines: Mapping[str, EngineSupport]
@@ -256,6 +287,15 @@ class Family:
     def reads_before_norm(self) -> bool:
         """Whether any wiring of the head reads the trunk before its final norm."""
         return any(one.hidden == "before_final_norm" for one in (self.default, *self.conventions.values()))
+
+    def embedding(self, trunk_prefix: str) -> str:
+        """Return the key of the trunk's input embedding in a checkpoint with this prefix."""
+        return self.other_embed_keys.get(trunk_prefix, self.embed_key).format(trunk=trunk_prefix)
+
+    def state_width(self, text_config: PretrainedConfig) -> int:
+        """Return the width of the states that the head reads and recycles."""
+        count = 1 if self.streams is None else text_config.to_dict()[self.streams.count]
+        return int(count * text_config.hidden_size)
 
     def convention(self, name: str) -> Convention:
         """Return the wiring for ``auto`` (this family's default) or for an engine.

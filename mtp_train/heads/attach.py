@@ -17,7 +17,7 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.weights.artifact import Artifact, load_artifact
 from mtp_train.weights.files import SAFETENSORS_DTYPES, Checkpoint
 from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import LM_HEAD, NativeHead, head_config_fields, native_head_of, require_same_trunk_shape
+from mtp_train.weights.native import NativeHead, head_config_fields, native_head_of, require_same_trunk_shape
 from mtp_train.weights.writing import PendingTensor, held_tensor
 
 
@@ -77,7 +77,8 @@ def fresh_plan(checkpoint: Checkpoint, text_config: PretrainedConfig, convention
     head = MtpHead(family, text_config, num_modules=1, convention=family.default)
     _init_fresh(head, text_config.initializer_range, seed)
     if family.own_lm_head:
-        output_VD = checkpoint.read(LM_HEAD if LM_HEAD in checkpoint.tensors else layout.embed_key)
+        stored = family.lm_head_key in checkpoint.tensors
+        output_VD = checkpoint.read(family.lm_head_key if stored else layout.embed_key)
         for weight_VD in head.own_lm_heads(1) or []:
             weight_VD.data.copy_(output_VD)
     trained = dict(head.named_parameters())
@@ -98,8 +99,10 @@ def _init_fresh(head: MtpHead, std: float, seed: int) -> None:
         for name, parameter in head.named_parameters():
             if parameter.ndim > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-            elif name.endswith(("bias", "sinks")):
+            elif name.endswith(("bias", "sinks", "base")):
                 parameter.zero_()
+            elif name.endswith("scale"):
+                parameter.fill_(1.0)
 
 
 def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> MtpHead:

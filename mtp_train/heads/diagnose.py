@@ -72,7 +72,7 @@ def layout_of(checkpoint: Checkpoint) -> HeadLayout:
         CheckpointError: No embedding under any of the family's prefixes, or no layer count in the config.
     """
     family = checkpoint.family
-    embed_keys = {prefix: family.embed_key.format(trunk=prefix) for prefix in family.trunk_prefixes}
+    embed_keys = {prefix: family.embedding(prefix) for prefix in family.trunk_prefixes}
     for prefix, embed_key in embed_keys.items():
         if embed_key in checkpoint.tensors:
             num_layers = checkpoint.text_config.get("num_hidden_layers")

@@ -78,5 +78,5 @@ def isolated_hidden(trunk: Trunk, tokens_BT: Tensor, document_BT: Tensor) -> Ten
             for index, (row, start, length) in enumerate(group):
                 hidden_BTD[row, start : start + length] = hidden_NLD[index, :length]
     if hidden_BTD is None:
-        return trunk.embed(tokens_BT).detach().zero_()
+        return trunk.embed(tokens_BT).new_zeros(*tokens_BT.shape, trunk.family.state_width(trunk.config))
     return hidden_BTD

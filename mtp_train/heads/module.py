@@ -19,7 +19,8 @@ class HeadModule(nn.Module):
 
     ``u = proj([embed_norm(e), hidden_norm(h)])`` (or the other order), ``z = layer(u)``, ``o = final_norm(z)`` (``z``
     where the family has no such norm). The embedding is the trunk's and is not held here, nor is the lm_head but where
-    the family gives each module its own.
+    the family gives each module its own. Where the trunk has streams, each of them is such an ``h``, the layer hands on
+    as many, and ``o`` is of what a mixer makes of them.
     """
 
     def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
@@ -27,8 +28,16 @@ class HeadModule(nn.Module):
         hidden_size = layer_config.hidden_size
         self.embed_norm = family.classes.make_norm(layer_config)
         self.hidden_norm = family.classes.make_norm(layer_config)
-        self.proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.sums = family.concat == "sum"
+        if self.sums:
+            self.token_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+            self.hidden_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        else:
+            self.proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.layer = family.classes.make_layer(layer_config, module_idx)
+        self.mixer: nn.Module | None = None
+        if family.streams is not None:
+            self.mixer = family.classes.make_mixer(layer_config, family.streams.mixer)
         self.final_norm = family.classes.make_norm(layer_config) if family.final_norm else nn.Identity()
         self.lm_head: nn.Linear | None = None
         if family.own_lm_head:
@@ -36,9 +45,20 @@ class HeadModule(nn.Module):
         self.embed_first = family.concat == "embed_first"
 
     def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
-        """Return ``u``, the input of the decoder layer."""
+        """Return ``u``, the input of the decoder layer: (B, T, D), or (B, T, streams, D)."""
+        if self.mixer is not None:
+            hidden_BTD = hidden_BTD.unflatten(-1, (-1, embed_BTD.shape[-1]))
+            embed_BTD = embed_BTD.unsqueeze(-2)
         halves = [self.embed_norm(embed_BTD), self.hidden_norm(hidden_BTD)]
+        if self.sums:
+            return self.token_proj(halves[0]) + self.hidden_proj(halves[1])
         return self.proj(torch.cat(halves if self.embed_first else halves[::-1], dim=-1))
+
+    def finish(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``o`` and ``z`` of the layer's output, (B, T, width): streams are mixed in ``o``, joined in ``z``."""
+        if self.mixer is None:
+            return self.final_norm(block), block
+        return self.final_norm(self.mixer(block)), block.flatten(-2)
 
     def project(self, state: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the logits of ``final_norm``'s results: by its own lm_head if it has one, else by ``shared``."""
@@ -77,6 +97,11 @@ class MtpHead(nn.Module):
     def module_for(self, depth: int) -> HeadModule:
         """Return the module that drafts at ``depth`` (1-based)."""
         return cast(HeadModule, self.blocks[0 if self.unroll == "recursive" else depth - 1])
+
+    @property
+    def state_width(self) -> int:
+        """The width of the states that it reads and recycles."""
+        return self.family.state_width(self.config)
 
     def own_lm_heads(self, num_depths: int) -> list[Tensor] | None:
         """Return the output matrix (V, D) of each depth, None where all depths use the trunk's."""

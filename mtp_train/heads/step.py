@@ -55,7 +55,8 @@ def mtp_step(
         cache: Keys and values of earlier rows; the new ones are appended. None for a first and only depth.
 
     Returns:
-        The state for the logits and the state to recycle, each of shape (B, T, D).
+        The state for the logits and the state to recycle, each of shape (B, T, D). Where the trunk has streams, what is
+        read and recycled is as wide as all of them.
     """
     module = head.module_for(depth)
     if head.convention.zero_first_embedding:
@@ -70,7 +71,7 @@ def mtp_step(
     )
     if head.family.classes.more_outputs:
         block_BTD = block_BTD[0]
-    normed_BTD = module.final_norm(block_BTD)
+    normed_BTD, block_BTD = module.finish(block_BTD)
     recycled = {"after_final_norm": normed_BTD, "before_final_norm": block_BTD, "trunk": hidden_BTD}
     return StepOutput(normed_BTD, recycled[head.convention.recycle])
 
@@ -101,12 +102,15 @@ def mtp_keys(
 
 def _position_embeddings(
     head: MtpHead, depth: int, fused_BTD: Tensor, positions_BT: Tensor
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor] | dict[str, tuple[Tensor, Tensor]] | None:
     if head.rotary is None:
         return None
     positions_BT = positions_BT + head.convention.position_offset
     if head.family.rotary_axes > 1:
         positions_BT = positions_BT.expand(head.family.rotary_axes, -1, -1)
+    kind = head.family.rotary_kind
+    if kind is not None:
+        return {kind: head.rotary(fused_BTD, positions_BT, kind)}
     layer_type = (head.layer_type(depth),) if head.family.rotary_by_layer_type else ()
     embeddings: tuple[Tensor, Tensor] = head.rotary(fused_BTD, positions_BT, *layer_type)
     return embeddings

@@ -33,7 +33,7 @@ class Trunk(nn.Module):
 
         self._before_norm: Tensor | None = None
         if family.reads_before_norm:
-            self._final_norm.register_forward_pre_hook(self._keep_norm_input)
+            (self._final_norm if self._mixer is None else self._mixer).register_forward_pre_hook(self._keep_norm_input)
 
     @property
     def causal_lm(self) -> Any:
@@ -50,8 +50,15 @@ class Trunk(nn.Module):
         norm: nn.Module = self.decoder.get_submodule(self.family.trunk_final_norm)
         return norm
 
+    @property
+    def _mixer(self) -> nn.Module | None:
+        streams = self.family.streams
+        return None if streams is None else self.decoder.get_submodule(streams.trunk_mixer)
+
     def _keep_norm_input(self, _norm: nn.Module, inputs: tuple[Tensor]) -> None:
-        (self._before_norm,) = inputs
+        (state,) = inputs
+        # Streams are joined: (B, T, streams, D) becomes (B, T, width).
+        self._before_norm = state if self._mixer is None else state.flatten(2)
 
     def _last_state(self, output: Any) -> Tensor:
         """Return the hidden state of a forward of the decoder: before its final norm where a head may read that."""
@@ -79,6 +86,8 @@ class Trunk(nn.Module):
     def hidden(self, tokens_BT: Tensor, *, mask_BT: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Return the last hidden state, which :meth:`logits` and :meth:`head_input` read. Shape (B, T, D).
 
+        Of a trunk with streams D is the width of all of them.
+
         Args:
             tokens_BT: int tokens.
             mask_BT: 1 on tokens, 0 on right padding; None where there is none.
@@ -101,17 +110,21 @@ class Trunk(nn.Module):
             cache: Earlier tokens' state; it knows where the window goes.
         """
         by_type = self.family.masks_by_layer_type
-        output = self.decoder(
-            input_ids=tokens_BT,
-            position_ids=positions_BT,
-            attention_mask=masks if by_type else next(iter(masks.values())),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        with self.family.running_windows():
+            output = self.decoder(
+                input_ids=tokens_BT,
+                position_ids=positions_BT,
+                attention_mask=masks if by_type else next(iter(masks.values())),
+                past_key_values=cache,
+                use_cache=True,
+            )
         return self._last_state(output)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return what the lm_head reads of hidden states of any leading shape."""
+        if self._mixer is not None:
+            streams_1NSD = hidden.reshape(1, -1, hidden.shape[-1] // self.config.hidden_size, self.config.hidden_size)
+            hidden = self._mixer(streams_1NSD).reshape(*hidden.shape[:-1], -1)
         return self._final_norm(hidden) if self.family.reads_before_norm else hidden
 
     def head_input(self, hidden: Tensor, convention: Convention) -> Tensor:

@@ -24,8 +24,9 @@ def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, ou
         OutputExistsError: ``out`` exists.
         CheckpointError: The disk is full, or a head tensor has another shape than its head says.
     """
+    lm_head = layout.family.lm_head_key.removesuffix("weight")
     # A wrapper may put its own name before the lm_head too.
-    ends = (layout.embed_key, "lm_head.", "language_model.lm_head.")
+    ends = (layout.embed_key, lm_head, f"language_model.{lm_head}")
     tensors = [stored_tensor(source, key, key) for key in sorted(source.tensors) if key.startswith(ends)]
     tensors += [*head.tensors, *shared_tensors(source, layout, head)]
     documents = patched_documents(source, layout, head)

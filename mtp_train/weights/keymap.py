@@ -69,7 +69,7 @@ class HeadLayout:
     @property
     def embed_key(self) -> str:
         """The native key of the trunk's input embedding."""
-        return self.family.embed_key.format(trunk=self.trunk_prefix)
+        return self.family.embedding(self.trunk_prefix)
 
     def trunk_layer_key(self, layer: int, tail: str) -> str | None:
         """Return the native key of a trunk layer's tensor, where a rule says it: one for the trunk, or one for a head
@@ -97,7 +97,7 @@ class HeadLayout:
     def trunk_key(self, shared: SharedKey, trunk_keys: Iterable[str]) -> str:
         """Return the trunk key to copy for a shared key."""
         key = shared.trunk.format(trunk=self.trunk_prefix)
-        return key if key in set(trunk_keys) else shared.tied_trunk.format(trunk=self.trunk_prefix)
+        return key if key in set(trunk_keys) else self.embed_key
 
     def map_key(self, key: str) -> Mapped | None:
         """Return what a native key means, or None where no rule claims it."""

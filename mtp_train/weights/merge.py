@@ -132,7 +132,8 @@ class _Plan:
         self.changes: dict[str, _Change] = {}
         self._embedding = layout.embed_key
         self._tied = bool(source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings")))
-        self._tied |= LM_HEAD not in source.tensors
+        self._lm_head = layout.family.lm_head_key
+        self._tied |= self._lm_head not in source.tensors
         names = [*adapter.replacements, *(f"{pair.module}.weight" for pair in adapter.pairs)]
         self._embedding_is_adapted = any(self.home(name) == self._embedding for name in names)
 
@@ -149,6 +150,8 @@ class _Plan:
             candidates.append(self.layout.trunk_layer_key(int(of_layer["layer"]), of_layer["tail"]) or name)
         if bare in _EMBEDDINGS:
             candidates.append(self._embedding)
+        if bare == LM_HEAD:
+            candidates.append(self._lm_head)
         return next((key for key in candidates if key in self.source.tensors), None)
 
     def replace(self, name: str, key: str) -> None:
@@ -268,8 +271,8 @@ class _Plan:
             trunk_key = None if shared is None else self.layout.trunk_key(shared, self.source.tensors)
             if trunk_key in self.changes:
                 self.changes[key] = self.changes[trunk_key]
-        if self._tied and LM_HEAD in self.source.tensors and self._embedding in self.changes:
-            self.changes[LM_HEAD] = self.changes[self._embedding]
+        if self._tied and self._lm_head in self.source.tensors and self._embedding in self.changes:
+            self.changes[self._lm_head] = self.changes[self._embedding]
 
 
 def _adds(value: Tensor) -> RowChange:

@@ -23,8 +23,6 @@ from mtp_train.weights.quantised import (
 )
 from mtp_train.weights.writing import PendingTensor
 
-LM_HEAD = "lm_head.weight"
-
 
 @dataclass(frozen=True)
 class NativeHead:
@@ -109,11 +107,19 @@ def plain_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
 
 
 def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
-    """Return the decoder's tensors, key without its prefix to the full key. Leaves out the lm_head: it may be tied."""
-    prefix = layout.trunk_prefix
-    return {
-        key[len(prefix) :]: key for key in checkpoint.tensors if key.startswith(prefix) and not layout.is_head_key(key)
-    }
+    """Return the decoder's tensors, the name that a release gives each, without its prefix, to the full key.
+
+    Leaves out the lm_head: it may be tied.
+    """
+    prefix, family = layout.trunk_prefix, layout.family
+    found = {}
+    for key in checkpoint.tensors:
+        if key.startswith(prefix) and not layout.is_head_key(key) and key != family.lm_head_key:
+            name = key[len(prefix) :]
+            for saved, released in family.saved_names.items():
+                name = name.replace(saved, released)
+            found[name] = key
+    return found
 
 
 def require_same_trunk_shape(

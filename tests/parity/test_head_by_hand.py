@@ -34,14 +34,15 @@ NUM_TOKENS, ATOL = 11, 1e-5
 class ByHand:
     """Where one family's release keeps the first module, and what its layer is called in transformers.
 
-    ``norms`` are the embedding's, the hidden state's and the last one (None: there is none); ``renamed`` are parts of
-    the layer's keys that the release calls otherwise.
+    ``norms`` are the embedding's, the hidden state's and the last one (None: there is none); two ``proj`` are one for
+    the embedding and one for every stream of the hidden state; ``renamed`` are parts of the layer's keys that the
+    release calls otherwise.
     """
 
     classes: str
     layer: Callable[[Any, Any], nn.Module]
     norms: tuple[str, str, str | None]
-    proj: str
+    proj: str | tuple[str, str]
     layer_prefix: str
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -173,6 +174,35 @@ HANDS = {
         },
         plus_one=True,
     ),
+    "deepseek_v4": ByHand(
+        classes="deepseek_v4",
+        layer=lambda classes, config: classes.DeepseekV4DecoderLayer(config, 0),
+        norms=("enorm", "hnorm", "norm"),
+        proj=("e_proj", "h_proj"),
+        layer_prefix="mtp.0.",
+        config={"layer_types": SLIDING, "mlp_layer_types": ["moe"]},
+        renamed={
+            "attn_norm": "input_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "hc_attn_": "attn_hc.",
+            "hc_ffn_": "ffn_hc.",
+            "attn.attn_sink": "attn.sinks",
+            "attn.q_norm": "attn.q_a_norm",
+            "attn.wkv": "attn.kv_proj",
+            "attn.wq_a": "attn.q_a_proj",
+            "attn.wq_b": "attn.q_b_proj",
+            "attn.wo_a": "attn.o_a_proj",
+            "attn.wo_b": "attn.o_b_proj",
+            "attn.": "self_attn.",
+            "ffn.gate.bias": "ffn.gate.e_score_correction_bias",
+            "ffn.": "mlp.",
+            ".w1.": ".gate_proj.",
+            ".w3.": ".up_proj.",
+            ".w2.": ".down_proj.",
+        },
+        rotary_type="main",
+        window=8,
+    ),
     "glm_moe_dsa": ByHand(
         classes="glm_moe_dsa",
         layer=lambda classes, config: classes.GlmMoeDsaDecoderLayer(config, 0),
@@ -234,13 +264,19 @@ def forward_by_hand(
         key = f"{name}.weight"
         return tensors[key] if key in tensors else tensors[hand.layer_prefix + key]
 
+    has_streams = isinstance(hand.proj, tuple)
+    if has_streams:
+        hidden, embeds = hidden.unflatten(-1, (-1, embeds.shape[-1])), embeds[:, :, None]
     eps = config.to_dict()[hand.eps]
     embed_norm, hidden_norm, last_norm = hand.norms
     halves = [
         rms_norm(embeds, part(embed_norm), eps, hand.plus_one),
         rms_norm(hidden, part(hidden_norm), eps, hand.plus_one),
     ]
-    state = torch.cat(halves[::-1] if hand.hidden_first else halves, dim=-1) @ part(hand.proj).T
+    if isinstance(hand.proj, tuple):
+        state = sum(half @ part(name).T for half, name in zip(halves, hand.proj, strict=True))
+    else:
+        state = torch.cat(halves[::-1] if hand.hidden_first else halves, dim=-1) @ part(hand.proj).T
     num_rows = state.shape[1]
     seen = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
     if hand.window is not None:
@@ -249,10 +285,26 @@ def forward_by_hand(
     rest: dict[str, Any] = {"attention_mask": mask, "position_ids": torch.arange(num_rows)[None]}
     if hand.classes != "nemotron_h":
         kind = () if hand.rotary_type is None else (hand.rotary_type,)
-        rest["position_embeddings"] = trunk.decoder.rotary_emb(state, rest["position_ids"], *kind)
+        rotated = trunk.decoder.rotary_emb(state, rest["position_ids"], *kind)
+        rest["position_embeddings"] = {hand.rotary_type: rotated} if has_streams else rotated
     output = layer.eval()(state, **rest)
     output = output[0] if isinstance(output, tuple) else output
+    if has_streams:
+        output = mix_streams(output, *(tensors[f"mtp.0.hc_head_{one}"] for one in ("fn", "scale", "base")), config)
     return output if last_norm is None else rms_norm(output, part(last_norm), eps, hand.plus_one)
+
+
+def mix_streams(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: Any) -> Tensor:
+    joined = streams.flatten(2)
+    weights = torch.sigmoid(rms_norm(joined, torch.ones(()), config.rms_norm_eps, False) @ fn.T * scale + base)
+    return ((weights + config.hc_eps)[..., None] * streams).sum(2)
+
+
+def swap_halves(head: MtpHead) -> None:
+    module: Any = head.blocks[0]
+    if module.sums:
+        module.token_proj, module.hidden_proj = module.hidden_proj, module.token_proj
+    module.embed_first = not module.embed_first
 
 
 def load(family_name: str, path: Path) -> tuple[Trunk, MtpHead]:
@@ -272,7 +324,7 @@ def test_depth_1_is_the_forward_written_out(family_name: str, spoilt: bool, tmp_
     tokens_1T = torch.randint(VOCAB_SIZE, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(3))
     hidden_1TD = trunk.head_input(trunk.hidden(tokens_1T), head.convention)
     if spoilt:
-        head.blocks[0].embed_first = not head.blocks[0].embed_first
+        swap_halves(head)
     (ours_1TD,) = unroll(
         head,
         hidden_1TD,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mtp_inference.verify
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder, compare, plain_greedy
+from mtp_inference.cache import CompressedStore
 from mtp_inference.delta import DeltaWindow
 from mtp_inference.draft import DrafterMaker
 from mtp_inference.recurrent import Undecided
@@ -173,6 +174,22 @@ def test_a_state_that_keeps_rejected_drafts_is_found(
     is_plain, rounds = run_rounds("recurrent", [3])
     assert not is_plain
     assert max(errors[broken] for rows in rounds for errors in rows) > 1000 * STATE_TOLERANCE
+
+
+def test_a_compressed_key_of_a_rejected_draft_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = CompressedStore.write_entries
+
+    def keep_the_first(store: CompressedStore, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
+        before_BEX = store.entries_BEX[name].clone() if name in store.entries_BEX else None
+        found_BEX = write(store, name, groups_BG, entries_BGX)
+        if before_BEX is not None:
+            store.entries_BEX[name].copy_(torch.where(before_BEX == 0, store.entries_BEX[name], before_BEX))
+        return found_BEX
+
+    monkeypatch.setattr(CompressedStore, "write_entries", keep_the_first)
+    is_plain, rounds = run_rounds("compressed", [3])
+    assert not is_plain
+    assert max(errors["entries"] for rows in rounds for errors in rows) > 1000 * STATE_TOLERANCE
 
 
 # transformers' indexer of blocks refuses positions past the last key by itself.

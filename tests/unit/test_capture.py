@@ -147,8 +147,8 @@ def test_a_replayed_round_draws_what_python_drew(name: str, drafting: str, as_on
     assert_replays_as_it_runs(trunk_of(name), DRAFTING[drafting](name), requests_of(3, SAMPLED), as_on_a_gpu)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2"])
-def test_sliding_windows_replay(name: str, as_on_a_gpu: list[RecordedGraph]) -> None:
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "deepseek_v4"])
+def test_sliding_windows_and_compressed_keys_replay(name: str, as_on_a_gpu: list[RecordedGraph]) -> None:
     assert name in CACHE_KINDS.values()
     assert_replays_as_it_runs(trunk_of(name), ModelDrafting(nearly(name)), requests_of(3, Sampling()), as_on_a_gpu)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtp_train.heads.alignment import PADDING_DOCUMENT
+from mtp_train.heads.alignment import PADDING_DOCUMENT, prefix_mask
 from mtp_train.heads.isolate import Segment, group_by_length, isolated_hidden, segments
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_trunk
 
+# The last compresses keys in groups, of which none may be of two documents.
+ISOLATED = (*FAMILY_NAMES, "deepseek_v4")
 P = PADDING_DOCUMENT
 # Two rows: three documents and padding; a document as long as the row.
 DOCUMENT = [[0] * 5 + [1] * 3 + [2] * 2 + [P] * 2, [0] * 12]
@@ -40,7 +42,7 @@ def test_groups_are_of_similar_length_and_fit_when_padded() -> None:
     assert lengths(max_tokens=4) == []
 
 
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("family_name", ISOLATED)
 def test_packed_documents_have_the_states_they_have_alone(family_name: str) -> None:
     trunk = tiny_trunk(family_name).requires_grad_()
     tokens_BT = packed_tokens()
@@ -52,7 +54,7 @@ def test_packed_documents_have_the_states_they_have_alone(family_name: str) -> N
     assert not hidden_BTD[0, 10:].any()
 
 
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("family_name", ISOLATED)
 def test_the_whole_row_at_once_would_leak(family_name: str) -> None:
     trunk = tiny_trunk(family_name)
     tokens_BT = packed_tokens()
@@ -64,7 +66,21 @@ def test_the_whole_row_at_once_would_leak(family_name: str) -> None:
         assert leak_L.min() > 1e-2
 
 
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_masks_and_positions_would_not_keep_compressed_keys_apart() -> None:
+    """Groups are counted from the beginning of the row, whatever the mask says: hence a row for each document."""
+    trunk = tiny_trunk("deepseek_v4")
+    tokens_BT, document_BT = packed_tokens()[:1], torch.tensor(DOCUMENT[:1])
+    isolated_BTD = isolated_hidden(trunk, tokens_BT, document_BT)
+    mask_B1TT = torch.zeros(1, 1, 12, 12).masked_fill(~prefix_mask(document_BT)[:, None], -torch.inf)
+    positions_BT = torch.tensor([[*range(5), *range(3), *range(2), 0, 0]])
+    trunk.decoder(tokens_BT, attention_mask={"any": mask_B1TT}, position_ids=positions_BT, use_cache=False)
+    masked_BTD = trunk._last_state(None)
+    torch.testing.assert_close(masked_BTD[0, :5], isolated_BTD[0, :5], **TOLERANCE)
+    for _, start, length in PLACES[1:3]:
+        assert (masked_BTD - isolated_BTD)[0, start + 1 : start + length].abs().amax(-1).min() > 1e-2
+
+
+@pytest.mark.parametrize("family_name", ISOLATED)
 def test_no_document_moves_when_another_changes(family_name: str) -> None:
     trunk = tiny_trunk(family_name)
     tokens_BT = packed_tokens()

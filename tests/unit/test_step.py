@@ -23,6 +23,8 @@ from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
 NUM_TOKENS, NUM_DEPTHS = 9, 3
 BLOCKS = [name for name in ("minimax_m3",) if name in ALL_FAMILIES]
 """Heads that see chosen blocks of keys only."""
+STREAMS = "deepseek_v4"
+"""A head that reads several states of the trunk side by side, and hands on as many."""
 CHAINS = ["chained", *(f"chained_{name}" for name in BLOCKS)]
 TOLERANCE = {"atol": 1e-5, "rtol": 0}
 FIRST_ROW_EMBEDDING = Convention(recycle="after_final_norm", zero_first_embedding=True)
@@ -56,8 +58,8 @@ def one_document(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, num_depths: int
 
 def step_alone(
     trunk: Trunk, head: MtpHead, hidden_1SD: Tensor, tokens_1S: Tensor, depth: int, first: int = 0
-) -> Tensor:
-    """Run one depth over rows at positions ``first``, ``first + 1``, ... without a cache; return (2, S, D)."""
+) -> tuple[Tensor, Tensor]:
+    """Run one depth over rows from position ``first`` on, without a cache; return its two states, (S, D) each."""
     num_rows = hidden_1SD.shape[1]
     step = mtp_step(
         head,
@@ -68,7 +70,7 @@ def step_alone(
         mask_BTS=torch.ones(1, num_rows, num_rows, dtype=torch.bool).tril(),
         cache=None,
     )
-    return torch.cat([step.logit_hidden_BTD, step.recycled_BTD])
+    return step.logit_hidden_BTD[0], step.recycled_BTD[0]
 
 
 def draft_recursive(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, start: int) -> list[Tensor]:
@@ -95,7 +97,7 @@ def draft_chained(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, start: int, nu
     return states
 
 
-@pytest.mark.parametrize("family_name", [*FAMILY_NAMES, *BLOCKS])
+@pytest.mark.parametrize("family_name", [*FAMILY_NAMES, *BLOCKS, STREAMS])
 @torch.inference_mode()
 def test_unroll_drafts_from_every_start_as_decoding_does(family_name: str) -> None:
     trunk, head = models(family_name)
@@ -118,7 +120,7 @@ def test_a_chain_of_modules_drafts_from_every_start_as_decoding_does(name: str) 
             torch.testing.assert_close(states[depth][0, start], expected_D, **TOLERANCE)
 
 
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("family_name", [*FAMILY_NAMES, STREAMS])
 @torch.inference_mode()
 def test_a_recursive_head_is_not_a_chain_of_one_module(family_name: str) -> None:
     """Here the two ways of seeing must differ from depth 2 on, or the tests above could not tell them apart."""
@@ -149,7 +151,7 @@ def test_blocks_of_keys_go_by_position(family_name: str, monkeypatch: pytest.Mon
     assert (states[2][0, 4] - expected[2]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", [*FAMILY_NAMES, *BLOCKS, *CHAINS])
+@pytest.mark.parametrize("name", [*FAMILY_NAMES, *BLOCKS, STREAMS, *CHAINS])
 @torch.inference_mode()
 def test_packed_documents_unroll_as_they_do_alone(name: str) -> None:
     trunk, head = models(name)
@@ -158,7 +160,7 @@ def test_packed_documents_unroll_as_they_do_alone(name: str) -> None:
     padding_12 = torch.zeros(1, 2, dtype=torch.long)
     packed = unroll(
         head,
-        torch.cat([*(trunk.hidden(piece) for piece in pieces), torch.zeros(1, 2, 32)], dim=1),
+        torch.cat([*(trunk.hidden(piece) for piece in pieces), torch.zeros(1, 2, head.state_width)], dim=1),
         torch.cat([*pieces, padding_12], dim=1),
         trunk.embed,
         num_depths=num_depths,
@@ -185,7 +187,7 @@ def test_each_module_of_a_chain_is_its_own() -> None:
 
 def single_step(trunk: Trunk, head: MtpHead, token: int, position: int) -> Tensor:
     hidden_11D = torch.linspace(-1, 1, 32)[None, None]
-    return step_alone(trunk, head, hidden_11D, torch.tensor([[token]]), depth=1, first=position)
+    return torch.cat(step_alone(trunk, head, hidden_11D, torch.tensor([[token]]), depth=1, first=position))
 
 
 @pytest.mark.parametrize(

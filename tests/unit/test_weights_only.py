@@ -22,14 +22,12 @@ from runs import document, tiny_mapping
 WEIGHTS_ONLY = {family.name: family for family in FAMILIES if family.borrowed is None}
 # The rest of the layer stands for any tensors a release has there.
 LAYER = {
-    "deepseek_v4": ("mtp.0.attn.wq_a.weight", "mtp.0.hc_head_fn"),
     "inkling": (
         "model.mtp.layers.0.transformer_block.attn.wq_du.weight",
         "model.mtp.chain_norm.weight",
     ),
 }
 SPELT_OUT = {
-    "deepseek_v4": ["mtp.0.e_proj", "mtp.0.h_proj", "mtp.0.enorm", "mtp.0.hnorm", "mtp.0.norm"],
     "inkling": [f"model.mtp.layers.0.{name}" for name in ("input_proj", "embed_norm", "hidden_norm")],
 }
 

@@ -1,0 +1,130 @@
+"""DeepSeek V4: several residual streams and compressed attention in the trunk, and a head that reads the streams.
+
+V4.1 has another model type and no such head.
+"""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from mtp_train.families.compressed_keys import compressing_in_windows
+from mtp_train.families.engines import HEAD_IGNORED, EngineSupport, engine_table
+from mtp_train.families.layouts import with_layers
+from mtp_train.families.spec import Borrowed, Convention, CountField, Family, KeyRule, SharedKey, Streams
+
+_MODULE, _TRUNK_LAYER = "mtp.{module}.", "{trunk}layers.{layer}."
+_EXPERTS, _GATE_UP = f"{_MODULE}ffn.experts.", "layer.mlp.experts.gate_up_proj"
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn.q_norm": "self_attn.q_a_norm",
+    "attn.kv_norm": "self_attn.kv_norm",
+    "attn.wq_a": "self_attn.q_a_proj",
+    "attn.wq_b": "self_attn.q_b_proj",
+    "attn.wkv": "self_attn.kv_proj",
+    "attn.wo_a": "self_attn.o_a_proj",
+    "attn.wo_b": "self_attn.o_b_proj",
+    "ffn.gate": "mlp.gate",
+    "ffn.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "ffn.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "ffn.shared_experts.w3": "mlp.shared_experts.up_proj",
+}
+"""What a release calls the matrices and norms of any layer, and transformers."""
+_COMPRESSOR_NAMES = {
+    "attn.compressor.wkv": "self_attn.compressor.kv_proj",
+    "attn.compressor.wgate": "self_attn.compressor.gate_proj",
+    "attn.indexer.compressor.wkv": "self_attn.compressor.indexer.kv_proj",
+    "attn.indexer.compressor.wgate": "self_attn.compressor.indexer.gate_proj",
+    "attn.indexer.wq_b": "self_attn.compressor.indexer.q_b_proj",
+    "attn.indexer.weights_proj": "self_attn.compressor.indexer.scorer.weights_proj",
+}
+"""The same of what only the trunk's layers have."""
+_EXPERT_NAMES = {
+    "w1": "mlp.experts.{expert}.gate_proj",
+    "w2": "mlp.experts.{expert}.down_proj",
+    "w3": "mlp.experts.{expert}.up_proj",
+}
+# All read the streams before they are mixed, and hand on the layer's.
+_STREAMS = Convention(hidden="before_final_norm", recycle="before_final_norm")
+_VLLM = Convention(hidden="before_final_norm", recycle="before_final_norm", zero_first_embedding=True)
+_LLAMA_CPP = Convention(hidden="before_final_norm", recycle="before_final_norm", position_offset=1)
+
+
+def _weights(layer: str, names: dict[str, str]) -> tuple[KeyRule, ...]:
+    return tuple(
+        KeyRule(native=f"{layer}{native}.weight", ours=f"layer.{ours}.weight") for native, ours in names.items()
+    )
+
+
+def _sliding(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    """Return what vLLM builds the head's layers from: they compress nothing, and none routes by token."""
+    return with_layers(
+        text_config,
+        num_modules,
+        layer_types=["sliding_attention"] * num_modules,
+        mlp_layer_types=["moe"] * num_modules,
+    )
+
+
+DEEPSEEK_V4 = Family(
+    name="deepseek_v4",
+    title="DeepSeek V4",
+    model_types=("deepseek_v4",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers",),
+    # A release has no prefix; transformers' own save adds one, and does not find back to all of the release's names.
+    trunk_prefixes=("model.", ""),
+    other_embed_keys={"": "embed.weight"},
+    lm_head_key="head.weight",
+    saved_names={"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."},
+    head_prefixes=("mtp.",),
+    key_rules=(
+        KeyRule(native=f"{_MODULE}e_proj.weight", ours="token_proj.weight"),
+        KeyRule(native=f"{_MODULE}h_proj.weight", ours="hidden_proj.weight"),
+        KeyRule(native=f"{_MODULE}enorm.weight", ours="embed_norm.weight"),
+        KeyRule(native=f"{_MODULE}hnorm.weight", ours="hidden_norm.weight"),
+        KeyRule(native=f"{_MODULE}norm.weight", ours="final_norm.weight"),
+        *(KeyRule(native=f"{_MODULE}hc_head_{one}", ours=f"mixer.hc_{one}") for one in ("fn", "base", "scale")),
+        *(
+            KeyRule(native=f"{_MODULE}hc_{part}_{one}", ours=f"layer.{part}_hc.{one}")
+            for part in ("attn", "ffn")
+            for one in ("fn", "base", "scale")
+        ),
+        KeyRule(native=f"{_MODULE}attn.attn_sink", ours="layer.self_attn.sinks"),
+        KeyRule(native=f"{_MODULE}ffn.gate.bias", ours="layer.mlp.gate.e_score_correction_bias"),
+        KeyRule(native=f"{_EXPERTS}{{expert}}.w1.weight", ours=_GATE_UP, stack="experts_concat", order=0),
+        KeyRule(native=f"{_EXPERTS}{{expert}}.w3.weight", ours=_GATE_UP, stack="experts_concat", order=1),
+        KeyRule(native=f"{_EXPERTS}{{expert}}.w2.weight", ours="layer.mlp.experts.down_proj", stack="experts"),
+        KeyRule(native=f"{_EXPERTS}{{rest}}", ours="layer.mlp.experts.{rest}"),
+        *_weights(_MODULE, _LAYER_NAMES),
+    ),
+    shared_keys=(
+        SharedKey(native=f"{_MODULE}emb.tok_emb.weight", trunk="embed.weight"),
+        SharedKey(native=f"{_MODULE}head.weight", trunk="head.weight"),
+    ),
+    trunk_rules=(
+        *_weights(_TRUNK_LAYER, _LAYER_NAMES | _COMPRESSOR_NAMES),
+        *_weights(f"{_TRUNK_LAYER}ffn.experts.{{expert}}.", _EXPERT_NAMES),
+    ),
+    concat="sum",
+    default=_VLLM,
+    conventions={"vllm": _VLLM, "sglang": _STREAMS, "llama.cpp": _LLAMA_CPP},
+    head_layer_config=_sliding,
+    borrowed=Borrowed(
+        python_module="transformers.models.deepseek_v4.modeling_deepseek_v4",
+        layer="DeepseekV4DecoderLayer",
+        norm="DeepseekV4RMSNorm",
+        rotary="DeepseekV4RotaryEmbedding",
+    ),
+    rotary_kind="main",
+    streams=Streams(count="hc_mult", mixer="DeepseekV4HyperHead", trunk_mixer="hc_head"),
+    running_windows=compressing_in_windows,
+    engines=engine_table(
+        transformers=HEAD_IGNORED,
+        llama_cpp=EngineSupport(
+            True,
+            "python convert_hf_to_gguf.py {path} --mtp --outfile mtp.gguf && llama-server -m model.gguf -md mtp.gguf "
+            "--spec-type draft-mtp --spec-draft-n-max {depth}",
+        ),
+    ),
+)
