@@ -122,11 +122,6 @@ class Borrowed:
         norm: nn.Module = self.cls(self.norm)(config.hidden_size, eps=eps)
         return norm
 
-    def make_mixer(self, config: PretrainedConfig, name: str) -> nn.Module:
-        """Build what makes one state of several streams, randomly initialised."""
-        mixer: nn.Module = self.cls(name)(config)
-        return mixer
-
     def make_rotary(self, config: PretrainedConfig) -> nn.Module | None:
         """Build the rotary embedding, if there is one."""
         return None if self.rotary is None else self.cls(self.rotary)(config=config)

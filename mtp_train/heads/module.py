@@ -37,7 +37,7 @@ class HeadModule(nn.Module):
         self.layer = family.classes.make_layer(layer_config, module_idx)
         self.mixer: nn.Module | None = None
         if family.streams is not None:
-            self.mixer = family.classes.make_mixer(layer_config, family.streams.mixer)
+            self.mixer = family.classes.cls(family.streams.mixer)(layer_config)
         self.final_norm = family.classes.make_norm(layer_config) if family.final_norm else nn.Identity()
         self.lm_head: nn.Linear | None = None
         if family.own_lm_head:
