@@ -16,7 +16,7 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import trunk_config
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout, Mapped
-from mtp_train.weights.quantised import is_scale
+from mtp_train.weights.quantised import is_scale, plain_shape
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
         return _diagnose_by_rules(layout, declared, found, mapped, num_modules)
     needed = layout.native_shapes(head_shapes(layout.family, text_config_of(checkpoint), num_modules))
     shape_errors = tuple(
-        f"{key}: found {list(checkpoint.tensors[key].shape)}, expected {list(needed[key])}"
+        f"{key}: found {list(plain_shape(key, checkpoint.tensors))}, expected {list(needed[key])}"
         for key in found
-        if key in needed and checkpoint.tensors[key].shape != needed[key]
+        if key in needed and plain_shape(key, checkpoint.tensors) != needed[key]
     )
     return HeadDiagnosis(
         declared_modules=declared,

@@ -27,11 +27,12 @@ from mtp_train.weights.files import (
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead, stored_tensor
 from mtp_train.weights.quantised import (
-    FP8_DTYPES,
     MODELOPT_FILE,
+    PLAIN_DTYPES,
     leave_alone,
     leave_alone_in_modelopt,
     plain_modules,
+    scale_of,
 )
 from mtp_train.weights.writing import PendingTensor, new_directory, patch_safetensors, write_json, write_safetensors
 
@@ -101,7 +102,7 @@ def _sort_by_place(
         elif pending.origin == (source.path, pending.key):
             # It is there already, as it is to be.
             continue
-        elif stored.dtype in FP8_DTYPES and pending.dtype not in FP8_DTYPES:
+        elif pending.dtype in PLAIN_DTYPES and scale_of(pending.key, source.tensors) is not None:
             raise CheckpointError(
                 f"{source.path}: its own head is stored in {stored.dtype} ({pending.key}); expected a head in plain "
                 "floats, or none, in the place of a new one. Put the new head on the unquantised checkpoint."

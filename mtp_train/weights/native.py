@@ -15,8 +15,10 @@ from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.quantised import (
     FP8_DTYPES,
     PLAIN_DTYPES,
-    SCALE_SUFFIX,
+    SCALE_SUFFIXES,
+    is_packed,
     is_scale,
+    plain_shape,
     quant_method,
     read_plain_in_blocks,
     scale_of,
@@ -42,7 +44,7 @@ def native_head_of(
 ) -> NativeHead:
     """Take the head of one checkpoint, its keys renamed for another. Loads nothing yet.
 
-    Weights in FP8 become bf16, and their scales go, unless the head stays where it is.
+    Weights in FP8 and FP4 become bf16, and their scales go, unless the head stays where it is.
 
     Args:
         source: A checkpoint whose head is complete (``diagnose_head``).
@@ -84,23 +86,23 @@ def stored_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
 
 
 def plain_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
-    """Return a tensor of a checkpoint, verbatim, or in bf16 where it is stored in FP8.
+    """Return a tensor of a checkpoint, verbatim, or in bf16 where it is stored in FP8 or FP4.
 
     Raises:
         CheckpointError: It is stored in FP8 without scales for its blocks.
     """
     info = source.tensors[key]
-    if info.dtype not in FP8_DTYPES:
+    if info.dtype not in FP8_DTYPES and not is_packed(key, source.tensors):
         return stored_tensor(source, key, new_key)
     if scale_of(key, source.tensors) is None:
         raise CheckpointError(
-            f"{source.path}: {key} is stored in {info.dtype} without {SCALE_SUFFIX}; expected scales for its blocks. "
-            "Take the head of the unquantised base."
+            f"{source.path}: {key} is stored in {info.dtype} without {SCALE_SUFFIXES[0]}; expected scales for its "
+            "blocks. Take the head of the unquantised base."
         )
     return PendingTensor(
         new_key,
         "BF16",
-        info.shape,
+        plain_shape(key, source.tensors),
         load=lambda: torch.cat([block.bfloat16() for block in read_plain_in_blocks(source, key)]),
         blocks=lambda: read_plain_in_blocks(source, key),
     )

@@ -1,8 +1,8 @@
 """Quantised checkpoints: their trunk's bytes are kept, their head is kept or written in plain floats.
 
 A head in plain floats must be named in the quantisation config, or an engine looks for scales that it has not. Every
-method has a field for that and a way to match names in it. Weights in FP8 with a scale for each block are the one kind
-that is read here; a head packed in any other way is refused by its unknown keys.
+method has a field for that and a way to match names in it. Weights in FP8 with a scale for each block are read here,
+and DeepSeek V4's experts in FP4; a head packed in any other way is refused by its unknown keys.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ from torch import Tensor
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import RawConfig
-from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.files import Checkpoint, TensorInfo
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.writing import PendingTensor
 
 QUANTISATION = "quantization_config"
 MODELOPT_FILE = "hf_quant_config.json"
-SCALE_SUFFIX = "weight_scale_inv"
+SCALE_SUFFIXES = ("weight_scale_inv", "scale")
+"""What follows a module's name in the key of its weight's scales; DeepSeek V4 has the second."""
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
+_FP4_DTYPE = "I8"
+"""A byte holds two values of a row, the first in its lower half. There is a scale for 32 values of a row."""
+_FP4_BLOCK = (1, 32)
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 Groups = Mapping[str, Sequence[str]]
 
 
@@ -168,41 +173,63 @@ def _extend(settings: dict[str, Any], method: _Method, groups: Groups) -> bool:
 
 
 def scale_of(key: str, tensors: Iterable[str]) -> str | None:
-    """Return the key of the block scales of an FP8 weight, None for a weight without."""
-    scale = key.removesuffix("weight") + SCALE_SUFFIX
-    return scale if key.endswith(".weight") and scale in tensors else None
+    """Return the key of the block scales of a weight, None for a weight without."""
+    module = key.removesuffix("weight")
+    scales = (module + suffix for suffix in SCALE_SUFFIXES if key.endswith(".weight"))
+    return next((scale for scale in scales if scale in tensors), None)
 
 
 def is_scale(key: str, tensors: Iterable[str]) -> bool:
-    """Whether a key holds the block scales of an FP8 weight that is there."""
-    return key.endswith(f".{SCALE_SUFFIX}") and key.removesuffix(SCALE_SUFFIX) + "weight" in tensors
+    """Whether a key holds the block scales of a weight that is there."""
+    return any(
+        key.endswith(f".{suffix}") and key.removesuffix(suffix) + "weight" in tensors for suffix in SCALE_SUFFIXES
+    )
+
+
+def is_packed(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether a weight is stored in FP4, two values in a byte."""
+    return tensors[key].dtype == _FP4_DTYPE and scale_of(key, tensors) is not None
+
+
+def plain_shape(key: str, tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
+    """Return the shape of a weight in plain floats."""
+    shape = tensors[key].shape
+    return (*shape[:-1], 2 * shape[-1]) if is_packed(key, tensors) else shape
 
 
 def read_plain_in_blocks(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
-    """Yield a weight in blocks of rows; an FP8 weight multiplied with its block scales, in fp32.
+    """Yield a weight in blocks of rows; one in FP8 or FP4 multiplied with its block scales, in fp32.
 
     Raises:
         CheckpointError: The scales do not fit the weight.
     """
     scale = scale_of(key, checkpoint.tensors)
-    if scale is None or checkpoint.tensors[key].dtype not in FP8_DTYPES:
+    packed = is_packed(key, checkpoint.tensors)
+    if scale is None or not (packed or checkpoint.tensors[key].dtype in FP8_DTYPES):
         yield from checkpoint.read_in_blocks(key)
         return
     scales = checkpoint.read(scale).float()
     block_rows, block_columns = _block_size(checkpoint, key, scales)
     first = 0
     for block in checkpoint.read_in_blocks(key):
-        rows = torch.arange(first, first + len(block)) // block_rows
-        columns = torch.arange(block.shape[1]) // block_columns
-        yield block.float() * scales[rows][:, columns]
-        first += len(block)
+        values = _unpacked(block) if packed else block.float()
+        rows = torch.arange(first, first + len(values)) // block_rows
+        columns = torch.arange(values.shape[1]) // block_columns
+        yield values * scales[rows][:, columns]
+        first += len(values)
+
+
+def _unpacked(block: Tensor) -> Tensor:
+    halves = torch.stack([block.view(torch.uint8) & 15, block.view(torch.uint8) >> 4], dim=-1).flatten(-2)
+    values = torch.tensor(_FP4_VALUES)
+    return torch.cat([values, -values])[halves.long()]
 
 
 def _block_size(checkpoint: Checkpoint, key: str, scales: Tensor) -> tuple[int, int]:
     holder = _holder(checkpoint.config)
     declared = None if holder is None else holder[QUANTISATION].get("weight_block_size")
-    shape = checkpoint.tensors[key].shape
-    rows, columns = declared or (128, 128)
+    shape = plain_shape(key, checkpoint.tensors)
+    rows, columns = _FP4_BLOCK if is_packed(key, checkpoint.tensors) else declared or (128, 128)
     if len(shape) != 2 or tuple(scales.shape) != (-(-shape[0] // rows), -(-shape[1] // columns)):
         raise CheckpointError(
             f"{checkpoint.path}: {key} is {list(shape)} with scales {list(scales.shape)}; expected one for each block "

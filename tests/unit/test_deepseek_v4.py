@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_quantised import FP8, configure, to_fp8
 from torch import Tensor
 
 from adapters import write_adapter
@@ -37,6 +39,19 @@ def as_released(path: Path) -> Path:
         renamed[key.replace("hc_head.hc_", "hc_head_").replace(".attn.norm.", ".attn.kv_norm.")] = value
     save_file(renamed, path / SINGLE_FILE, metadata={"format": "pt"})
     return path
+
+
+def to_fp4(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a matrix with two values in a byte, a scale for 32 values of a row, and what both stand for."""
+    grid_16 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    grid_16 = torch.cat([grid_16, -grid_16])
+    parts = []
+    for block in value.split(32, dim=1):
+        scale = torch.exp2((block.abs().amax(1, keepdim=True) / 6).log2().ceil())
+        codes = ((block / scale)[..., None] - grid_16).abs().argmin(-1)
+        parts.append((codes[:, 0::2] | codes[:, 1::2] << 4, scale, grid_16[codes] * scale))
+    packed, scales, plain = (torch.cat(one, dim=1) for one in zip(*parts, strict=True))
+    return packed.to(torch.uint8).view(torch.int8), scales.to(torch.float8_e8m0fnu), plain
 
 
 def loaded(path: Path) -> tuple[Trunk, MtpHead]:
@@ -78,6 +93,24 @@ def test_a_release_decodes_and_says_what_transformers_save_says(tmp_path: Path) 
         assert compare(result.token_ids, plain_greedy(trunk, prompt, 20, ()), trunk, prompt).verdict == "identical"
         texts.append((result.token_ids, result.accepted_per_pos))
     assert texts[0] == texts[1]
+
+
+def test_a_release_s_experts_in_fp4_and_its_other_matrices_in_fp8_are_read(tmp_path: Path, capfd: Capture) -> None:
+    base, finetune = base_and_finetune(tmp_path, NAME)
+    tensors, plain = all_tensors(as_released(base)), {}
+    for key in [key for key in tensors if re.search(r"(_proj|\.w\w+)\.weight$", key)]:
+        pack = to_fp4 if ".experts." in key else to_fp8
+        tensors[key], tensors[key.removesuffix("weight") + "scale"], plain[key] = pack(tensors[key])
+    save_file(tensors, base / SINGLE_FILE, metadata={"format": "pt"})
+    configure(base, FP8)
+    assert document(["inspect", base], capfd)["status"] == "healthy"
+    document(["graft", finetune, "--from", base, "--out", tmp_path / "out"], capfd)
+    written = all_tensors(tmp_path / "out")
+    head = {key: value for key, value in plain.items() if key.startswith("mtp.")}
+    assert {"mtp.0.e_proj.weight", "mtp.0.attn.wkv.weight", "mtp.0.ffn.experts.3.w2.weight"} <= head.keys()
+    assert all(torch.equal(written[key], value.bfloat16()) for key, value in head.items())
+    assert not any(key.endswith(".scale") for key in written)
+    assert document(["inspect", tmp_path / "out"], capfd)["status"] == "healthy"
 
 
 def test_an_adapter_of_the_lm_head_and_of_an_indexer_is_merged(tmp_path: Path) -> None:
