@@ -6,9 +6,10 @@ reading the output matrix, and few tokens make up most of a text.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from mtp_train.data.tokenize import Document
 
@@ -24,12 +25,10 @@ def frequent_tokens(documents: Sequence[Document], size: int, vocab_size: int, a
         vocab_size: Tokens that there are.
         always: Tokens that are in whatever their count: those that end a text.
     """
-    counts = Counter(
-        token
-        for document in documents
-        for token, is_target in zip(document.input_ids, document.loss_mask, strict=True)
-        if is_target
-    )
+    counts_V = np.zeros(vocab_size, dtype=np.int64)
+    for document in documents:
+        np.add.at(counts_V, document.input_ids[document.loss_mask], 1)
+    counts = counts_V.tolist()
     ranked = sorted(range(vocab_size), key=lambda token: (token not in always, -counts[token], token))
     return sorted(ranked[:size])
 
@@ -39,14 +38,9 @@ def keep_targets(documents: Sequence[Document], vocab: Collection[int]) -> list[
 
     Documents that are left without a target are left out.
     """
+    vocab_ids = np.array(sorted(vocab))
     kept = [
-        replace(
-            document,
-            loss_mask=tuple(
-                is_target and token in vocab
-                for token, is_target in zip(document.input_ids, document.loss_mask, strict=True)
-            ),
-        )
+        replace(document, loss_mask=document.loss_mask & np.isin(document.input_ids, vocab_ids))
         for document in documents
     ]
     return [document for document in kept if document.has_target()]

@@ -2,40 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtp_train.data.chat import chat_tokens, eos_token, raw_tokens
+import numpy as np
+from numpy.typing import NDArray
+
+from mtp_train.data.chat import chat_documents, eos_token, raw_tokens
 from mtp_train.data.records import Chat, PromptResponse, Record
 from mtp_train.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Tokens = tuple[list[int], list[bool]]
+"""Token ids, and which of them may be targets."""
+
 FIRST_TARGET = 2
 """Index of the first token that any depth can predict: depth 1 at row 0 predicts token 2."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, init=False, slots=True)
 class Document:
-    """Hold tokens that attend to one another and to nothing else.
+    """Hold tokens that attend to one another and to nothing else, at 5 bytes a token.
 
     Args:
-        input_ids: The tokens.
+        input_ids: The tokens, kept as int32.
         loss_mask: True where the token may be a target.
         group: Documents of one group are held out together.
-        id: The record's id; pieces of a split text add ``/0``, ``/1``, ...
+        id: The record's id; pieces of a split text, and turns of a parted chat, add ``/0``, ``/1``, ...
     """
 
-    input_ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
     group: str
     id: str
 
+    def __init__(self, input_ids: Sequence[int], loss_mask: Sequence[bool], group: str, id: str) -> None:
+        object.__setattr__(self, "input_ids", np.array(input_ids, dtype=np.int32))
+        object.__setattr__(self, "loss_mask", np.array(loss_mask, dtype=np.bool_))
+        object.__setattr__(self, "group", group)
+        object.__setattr__(self, "id", id)
+
     def has_target(self) -> bool:
         """Say whether depth 1 has at least one target."""
-        return any(self.loss_mask[FIRST_TARGET:])
+        return bool(self.loss_mask[FIRST_TARGET:].any())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +62,8 @@ class TokenizeCounts:
     """Chats and responses cut at ``seq_len_tokens``."""
     split: int
     """Plain texts parted into several documents."""
+    parted: int
+    """Chats of several documents, as the template drops thinking from earlier turns."""
     dropped: int
     """Records without a single target (no assistant turn, or none left after the cut)."""
 
@@ -66,27 +80,29 @@ def tokenize_records(
         DataError: A record does not fit the tokenizer, or no record has a target.
     """
     documents: list[Document] = []
-    num_records = truncated = split = dropped = 0
+    num_records = truncated = split = parted = dropped = 0
     for record in records:
         num_records += 1
-        token_ids, mask = _tokenize(record, tokenizer)
-        too_long = len(token_ids) > seq_len_tokens
+        texts = _tokenize(record, tokenizer)
+        too_long = sum(len(token_ids) > seq_len_tokens for token_ids, _ in texts)
         if isinstance(record.content, (Chat, PromptResponse)):
-            pieces = _split(token_ids[:seq_len_tokens], mask[:seq_len_tokens], record, seq_len_tokens)
             truncated += too_long
+            parted += len(texts) > 1
+            pieces = [(token_ids[:seq_len_tokens], mask[:seq_len_tokens]) for token_ids, mask in texts]
         else:
-            pieces = _split(token_ids, mask, record, seq_len_tokens)
             split += too_long
-        kept = [piece for piece in pieces if piece.has_target()]
+            pieces = [piece for token_ids, mask in texts for piece in _split(token_ids, mask, seq_len_tokens)]
+        kept = [document for document in _documents(pieces, record) if document.has_target()]
         dropped += not kept
         documents += kept
     counts = TokenizeCounts(
         records=num_records,
         documents=len(documents),
         tokens=sum(len(document.input_ids) for document in documents),
-        target_tokens=sum(sum(document.loss_mask[FIRST_TARGET:]) for document in documents),
+        target_tokens=sum(int(document.loss_mask[FIRST_TARGET:].sum()) for document in documents),
         truncated=truncated,
         split=split,
+        parted=parted,
         dropped=dropped,
     )
     if not documents:
@@ -98,17 +114,17 @@ def tokenize_records(
     return documents, counts
 
 
-def _tokenize(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+def _tokenize(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
     content = record.content
     if isinstance(content, Chat):
-        return chat_tokens(tokenizer, content.messages, record.where)
+        return chat_documents(tokenizer, content.messages, record.where)
     eos = eos_token(tokenizer)
     if isinstance(content, PromptResponse):
         prompt_ids = raw_tokens(tokenizer, content.prompt)
         response_ids = _closed(raw_tokens(tokenizer, content.response, start=False), eos)
-        return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
+        return [(prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids))]
     token_ids = _closed(raw_tokens(tokenizer, content.text), eos)
-    return token_ids, [True] * len(token_ids)
+    return [(token_ids, [True] * len(token_ids))]
 
 
 def _closed(token_ids: list[int], eos: int) -> list[int]:
@@ -116,16 +132,13 @@ def _closed(token_ids: list[int], eos: int) -> list[int]:
     return token_ids if token_ids[-1:] == [eos] else [*token_ids, eos]
 
 
-def _split(token_ids: list[int], mask: list[bool], record: Record, seq_len_tokens: int) -> list[Document]:
-    if len(token_ids) <= seq_len_tokens:
-        return [Document(tuple(token_ids), tuple(mask), record.group, record.id)]
+def _split(token_ids: list[int], mask: list[bool], seq_len_tokens: int) -> list[Tokens]:
     starts = range(0, len(token_ids), seq_len_tokens)
-    return [
-        Document(
-            tuple(token_ids[start : start + seq_len_tokens]),
-            tuple(mask[start : start + seq_len_tokens]),
-            record.group,
-            f"{record.id}/{piece}",
-        )
-        for piece, start in enumerate(starts)
-    ]
+    return [(token_ids[start : start + seq_len_tokens], mask[start : start + seq_len_tokens]) for start in starts]
+
+
+def _documents(pieces: list[Tokens], record: Record) -> list[Document]:
+    """Return one document a piece; several are numbered."""
+    if len(pieces) == 1:
+        return [Document(*pieces[0], record.group, record.id)]
+    return [Document(*piece, record.group, f"{record.id}/{number}") for number, piece in enumerate(pieces)]

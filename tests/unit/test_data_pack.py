@@ -46,19 +46,37 @@ def test_a_packed_row_is_the_one_written_by_hand() -> None:
     assert sequence.loss_mask_T.tolist() == [letter == "x" for letter in expected[3]]
 
 
-def test_a_document_goes_to_the_first_sequence_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_goes_where_it_leaves_the_least_room(monkeypatch: pytest.MonkeyPatch) -> None:
     class InOrder:
         def permutation(self, number: int) -> np.ndarray:
             return np.arange(number)
 
     monkeypatch.setattr(pack_module, "_generator", lambda seed, epoch: InOrder())
-    documents = of_lengths(4, 3, 2, 1, 5)
+    documents = of_lengths(1, 3, 2, 1, 5)
+    # Longest first: 5, then 3 and 2 together; the first 1 fills up the sequence of the 5, the last that of 3 and 2.
     rows = contents(pack_documents(documents, 6, pack=True, seed=0, epoch=0))
-    assert rows == [[1, 1, 1, 1, 3, 3], [2, 2, 2, 4, 0, 0], [5, 5, 5, 5, 5, 0]]
-    # With one sequence open at a time the third document no longer finds the first sequence.
-    monkeypatch.setattr(pack_module, "OPEN_SEQUENCES", 1)
+    assert rows == [[5, 5, 5, 5, 5, 1], [2, 2, 2, 3, 3, 4]]
+    # Documents of another pool are not waited for.
+    monkeypatch.setattr(pack_module, "POOLED_DOCUMENTS", 2)
     rows = contents(pack_documents(documents, 6, pack=True, seed=0, epoch=0))
-    assert rows == [[1, 1, 1, 1, 0, 0], [2, 2, 2, 3, 3, 4], [5, 5, 5, 5, 5, 0]]
+    assert rows == [[2, 2, 2, 1, 0, 0], [3, 3, 4, 0, 0, 0], [5, 5, 5, 5, 5, 0]]
+
+
+def test_little_of_a_sequence_stays_empty() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(4.0, 0.7, 6000), 4, 256).astype(int)
+    documents = of_lengths(*lengths.tolist())
+
+    def used(epoch: int) -> tuple[float, list[PackedSequence]]:
+        sequences = pack_documents(documents, 256, pack=True, seed=0, epoch=epoch)
+        return sum(lengths) / (256 * len(sequences)), sequences
+
+    share, sequences = used(0)
+    assert share > 0.99
+    # Neither the order of the sequences nor the company of a document goes by length or repeats.
+    longest = [int(sequence.positions_T.max()) for sequence in sequences]
+    assert abs(np.corrcoef(longest, np.arange(len(longest)))[0, 1]) < 0.1
+    together = [{frozenset(row) for row in contents(used(epoch)[1])} for epoch in (0, 1)]
+    assert len(together[0] & together[1]) < len(together[0]) / 4
 
 
 def test_no_document_is_split_or_lost() -> None:
@@ -68,7 +86,7 @@ def test_no_document_is_split_or_lost() -> None:
     for sequence in sequences:
         for number in range(sequence.document_T.max() + 1):
             found.append(tuple(sequence.input_ids_T[sequence.document_T == number].tolist()))
-    assert sorted(found) == sorted(document.input_ids for document in documents)
+    assert sorted(found) == sorted(tuple(document.input_ids.tolist()) for document in documents)
     assert len(sequences) < 40
 
 

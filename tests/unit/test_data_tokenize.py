@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from byte_tokenizer import CHATML, CHATML_MARKED, CHATML_REFUSES, CHATML_STRIPS_THINKING, byte_tokenizer
+from byte_tokenizer import (
+    CHATML,
+    CHATML_MARKED,
+    CHATML_NEVER_THINKS_ALOUD,
+    CHATML_REFUSES,
+    CHATML_STRIPS_THINKING,
+    CHATML_STRIPS_THINKING_MARKED,
+    byte_tokenizer,
+)
 from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.errors import DataError
@@ -19,7 +27,7 @@ def records(*contents: Content) -> list[Record]:
 
 
 def text(document: Document, tokenizer: PreTrainedTokenizerFast) -> str:
-    return str(tokenizer.decode(list(document.input_ids)))
+    return str(tokenizer.decode(document.input_ids))
 
 
 def one(content: Content, tokenizer: PreTrainedTokenizerFast, seq_len_tokens: int = 512) -> Document:
@@ -29,9 +37,7 @@ def one(content: Content, tokenizer: PreTrainedTokenizerFast, seq_len_tokens: in
 
 
 def targets(document: Document, tokenizer: PreTrainedTokenizerFast) -> str:
-    return str(
-        tokenizer.decode([t for t, wanted in zip(document.input_ids, document.loss_mask, strict=True) if wanted])
-    )
+    return str(tokenizer.decode(document.input_ids[document.loss_mask]))
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
@@ -47,12 +53,84 @@ def test_thinking_is_a_target() -> None:
     assert targets(one(chat("hi", "<think>hm</think>yes"), tokenizer), tokenizer) == "<think>hm</think>yes<|im_end|>"
 
 
-def test_a_template_that_strips_earlier_thinking_is_refused_where_it_does() -> None:
-    tokenizer = byte_tokenizer(CHATML_STRIPS_THINKING)
-    single = one(chat("hi", "<think>hm</think>yes"), tokenizer)
-    assert targets(single, tokenizer) == "<think>hm</think>yes<|im_end|>"
-    with pytest.raises(DataError, match=r"f, record 1, message 2: .*strip thinking.*Use data.regenerate"):
-        one(chat("hi", "<think>hm</think>yes", "more", "no"), tokenizer)
+@pytest.mark.parametrize("template", [CHATML_STRIPS_THINKING, CHATML_STRIPS_THINKING_MARKED])
+def test_turns_whose_thinking_is_dropped_later_are_learnt_where_they_were_said(template: str) -> None:
+    tokenizer = byte_tokenizer(template)
+    content = chat("hi", "<think>hm</think>yes", "more", "<think>so</think>no", "bye")
+    documents, counts = tokenize_records(records(content), tokenizer, 512)
+    assert [(document.id, targets(document, tokenizer)) for document in documents] == [
+        ("f#1/0", "<think>hm</think>yes<|im_end|>"),
+        ("f#1/1", "<think>so</think>no<|im_end|>"),
+    ]
+    # The history as a server writes it when the second turn is asked for.
+    asked = tokenizer.apply_chat_template(list(content.messages[:3]), tokenize=False, add_generation_prompt=True)
+    assert text(documents[1], tokenizer).startswith(asked + "<think>so</think>no")
+    assert "hm" not in asked
+    assert (counts.parted, counts.documents, counts.records) == (1, 2, 1)
+    assert {document.group for document in documents} == {"g1"}
+
+
+@pytest.mark.parametrize("template", [CHATML_STRIPS_THINKING, CHATML_STRIPS_THINKING_MARKED])
+def test_turns_that_stay_as_they_were_share_a_document(template: str) -> None:
+    tokenizer = byte_tokenizer(template)
+    content = chat("hi", "yes", "more", "<think>so</think>no", "and", "fine")
+    documents, _ = tokenize_records(records(content), tokenizer, 512)
+    learnt = [targets(document, tokenizer) for document in documents]
+    assert learnt == ["<think>so</think>no<|im_end|>", "yes<|im_end|>fine<|im_end|>"]
+
+
+def test_thinking_that_a_template_always_drops_is_put_back_where_it_is_said() -> None:
+    tokenizer = byte_tokenizer(CHATML_NEVER_THINKS_ALOUD)
+    content = chat("hi", "<think>\nhm\n</think>\n\nyes", "more", "so\n</think>\n\nno")
+    documents, _ = tokenize_records(records(content), tokenizer, 512)
+    for document, said, end in zip(documents, ("hm", "so"), ("yes", "no"), strict=True):
+        whole = text(document, tokenizer)
+        assert whole.endswith(f"<|im_start|>assistant\n<think>\n{said}\n</think>\n\n{end}<|im_end|>")
+        assert targets(document, tokenizer) == f"{said}\n</think>\n\n{end}<|im_end|>"
+        assert whole.count("<think>") == 1
+    apart = Chat(
+        ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "reasoning_content": "hm"})
+    )
+    assert targets(one(apart, tokenizer), tokenizer) == "hm\n</think>\n\nyes<|im_end|>"
+    # A turn without thinking stays as the template writes it.
+    assert targets(one(chat("hi", "yes"), tokenizer), tokenizer) == "yes<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("opening", "written", "said"),
+    [
+        # As DeepSeek V3.1 writes it: the prompt asks for an answer without thinking.
+        ("</think>", "</think>{{ message.content.split('</think>')[-1] }}", "yes"),
+        # Kimi K2 Thinking: a turn that has been said has thought nothing.
+        ("", "<think></think>{{ message.content.split('</think>')[-1] }}", "<think>hm</think>yes"),
+        # Nemotron Nano 2: the turn is put after a prompt that opens the thinking, whatever it opens itself.
+        ("<think>", "<think>{{ message.content }}", "hm</think>yes"),
+    ],
+)
+def test_thinking_is_learnt_as_the_prompt_asks_for_it(opening: str, written: str, said: str) -> None:
+    prompt = "<|im_start|>assistant\n"
+    tokenizer = byte_tokenizer(
+        "{% for message in messages %}{% if message.role == 'user' %}<|im_start|>user\n{{ message.content }}"
+        f"{{% else %}}{prompt}{written}{{% endif %}}<|im_end|>\n{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{prompt}{opening}{{% endif %}}"
+    )
+    document = one(chat("hi", "<think>hm</think>yes"), tokenizer)
+    assert targets(document, tokenizer) == f"{said}<|im_end|>"
+    assert text(document, tokenizer).rstrip("\n").endswith(f"{prompt}{opening}{said}<|im_end|>")
+
+
+def test_marks_say_what_is_said_where_the_prompt_does_not() -> None:
+    tokenizer = byte_tokenizer(
+        CHATML_MARKED.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>bot\n{% endif %}")
+    )
+    document = one(chat("hi", "yes", "more", "no"), tokenizer)
+    assert targets(document, tokenizer) == "yes<|im_end|>no<|im_end|>"
+
+
+def test_a_turn_that_does_not_follow_its_prompt_is_refused() -> None:
+    tokenizer = byte_tokenizer(CHATML.replace("<|im_start|>assistant\n", "<|im_start|>bot\n"))
+    with pytest.raises(DataError, match=r"f, record 1, message 2: .*after the prompt for it; .*Use data.regenerate"):
+        one(chat("hi", "yes"), tokenizer)
 
 
 def test_a_token_that_straddles_the_end_of_the_prompt_is_no_target() -> None:
@@ -66,7 +144,7 @@ def test_a_response_and_its_end_are_targets_and_the_prompt_is_not() -> None:
     tokenizer = byte_tokenizer()
     document = one(PromptResponse("ab", "cd"), tokenizer)
     assert text(document, tokenizer) == "abcd<|im_end|>"
-    assert document.loss_mask == (False, False, True, True, True)
+    assert document.loss_mask.tolist() == [False, False, True, True, True]
     assert (document.id, document.group) == ("f#1", "g1")
 
 
@@ -124,7 +202,9 @@ def test_a_chat_needs_a_chat_template() -> None:
 
 @pytest.mark.parametrize("template", [CHATML_REFUSES, CHATML_REFUSES + "{% generation %}{% endgeneration %}"])
 def test_what_a_template_refuses_is_named(template: str) -> None:
-    with pytest.raises(DataError, match=r"f, record 1: the chat template refuses it \(roles must alternate\);"):
+    with pytest.raises(
+        DataError, match=r"f, record 1, message 2: the chat template refuses it \(roles must alternate\);"
+    ):
         one(chat("hi", "hello"), byte_tokenizer(template))
 
 

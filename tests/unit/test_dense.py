@@ -105,7 +105,8 @@ def test_real_rows_are_those_that_training_counts(family_name: str) -> None:
     assert all(value is not None and 0 < value < 1 for value in metrics.overlap)
     entropies = []
     for document in documents:
-        log_p_TV = torch.log_softmax(trunk.logits(trunk.hidden(torch.tensor([document.input_ids])))[0], dim=-1)
+        tokens_1T = torch.from_numpy(document.input_ids)[None].long()
+        log_p_TV = torch.log_softmax(trunk.logits(trunk.hidden(tokens_1T))[0], dim=-1)
         entropies += (-(log_p_TV.exp() * log_p_TV).sum(-1))[1:-1].tolist()
     assert len(entropies) == 7
     assert metrics.target_entropy == pytest.approx(sum(entropies) / 7, rel=1e-4)

@@ -178,5 +178,5 @@ def test_arms_draft_as_deep_as_the_head_was_trained_unless_told() -> None:
 def test_dense_figures_are_taken_on_the_output_and_not_on_the_prompt() -> None:
     prompts = [Prompt("a", "g", (1, 2, 3)), Prompt("b", "g", (4,))]
     documents = own_text(prompts, [(5, 6, 7), (8, 9)], seq_len_tokens=5)
-    assert [document.input_ids for document in documents] == [(1, 2, 3, 5, 6), (4, 8, 9)]
-    assert [document.loss_mask for document in documents] == [(False,) * 3 + (True,) * 2, (False, True, True)]
+    assert [document.input_ids.tolist() for document in documents] == [[1, 2, 3, 5, 6], [4, 8, 9]]
+    assert [document.loss_mask.tolist() for document in documents] == [[False] * 3 + [True] * 2, [False, True, True]]

@@ -136,7 +136,7 @@ def test_the_gradient_is_that_of_the_mean_over_the_steps_targets() -> None:
     found, sums_K = one_step(module, sequences_of(documents, pack=False), used)
     losses: list[list[Tensor]] = [[], [], []]
     for document in documents:
-        tokens_1T = torch.tensor([document.input_ids])
+        tokens_1T = torch.from_numpy(document.input_ids)[None].long()
         batch = {"num_depths": NUM_DEPTHS, "positions_BT": torch.arange(tokens_1T.shape[1])[None]}
         states = unroll_alone(module, tokens_1T, **batch)
         for depth in range(NUM_DEPTHS):
