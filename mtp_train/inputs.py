@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
+from mtp_train.data.mixture import mix
 from mtp_train.data.prompts import Prompt, build_prompts, choose_prompts, continuation_prompts
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.regenerated import RESPONSE_ROOM_TOKENS
@@ -212,18 +213,22 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:
 
 
 def read_records(recipe: Recipe) -> list[Record]:
-    """Read every source of the recipe, in its order."""
-    records: list[Record] = []
-    for number, source in enumerate(recipe.data.sources):
-        records += load_records(
+    """Read every source of the recipe, in its order, and mix them where they have weights."""
+    sources = [
+        load_records(
             resolve(source.path),
+            config=source.config,
             split=source.split,
             format=source.format,
             group_field=recipe.data.group_field,
             name=f"data.sources.{number} ({source.path})",
             max_records=recipe.data.max_documents,
+            streaming=source.streaming,
         )
-    return records
+        for number, source in enumerate(recipe.data.sources)
+    ]
+    weights = [source.weight for source in recipe.data.sources if source.weight is not None]
+    return mix(sources, weights, recipe.seed) if weights else [record for records in sources for record in records]
 
 
 def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:

@@ -19,10 +19,8 @@ from accelerate.utils import InitProcessGroupKwargs
 from rich.console import Console
 from rich.progress import Progress
 
-from mtp_inference import Request, SpeculativeDecoder
 from mtp_train.data.frequency import frequent_tokens, keep_targets
 from mtp_train.data.pack import global_batches
-from mtp_train.data.regenerated import RegeneratedStore, regenerate
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, MtpError, OutputExistsError, RecipeError, TrainingError
 from mtp_train.evaluation import evaluate_run
@@ -32,7 +30,8 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.inputs import Inputs, evaluation_dtype, gather_inputs
 from mtp_train.losses import LossKind
-from mtp_train.recipe import Recipe, RegenerateSpec
+from mtp_train.recipe import Recipe
+from mtp_train.regeneration import regenerate_stage
 from mtp_train.report.table import summary
 from mtp_train.report.write import write_report
 from mtp_train.run_dir import (
@@ -54,7 +53,7 @@ from mtp_train.weights.artifact import Artifact, load_artifact, save_artifact
 from mtp_train.weights.files import read_json
 from mtp_train.weights.writing import full_disk_is_named
 
-HEAD, STATE, DATA, EXPORT = "head", "state", "data", "export"
+HEAD, STATE, EXPORT = "head", "state", "export"
 # Evaluation runs on the main process while the others wait; no collective may time out meanwhile.
 _PATIENCE = timedelta(hours=24)
 
@@ -201,45 +200,8 @@ def make_documents(
     """Return what to train on: the trunk's own responses, or the sources' text as it is."""
     if recipe.data.regenerate is None or not recipe.data.regenerate.enabled:
         return list(inputs.documents)
-    store = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
-    documents, _ = store.to_documents(recipe.data.seq_len_tokens)
+    documents, _ = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
     return documents
-
-
-def regenerate_stage(
-    recipe: Recipe,
-    settings: RegenerateSpec,
-    run_dir: Path,
-    inputs: Inputs,
-    trunk: Trunk,
-    accelerator: Accelerator,
-    progress: Progress,
-) -> RegeneratedStore:
-    """Let the trunk answer the training prompts; those answered before are left alone."""
-    rank, world = accelerator.process_index, accelerator.num_processes
-    store = RegeneratedStore(run_dir / DATA, rank=rank, world=world)
-    task = progress.add_task("regenerating responses", total=None)
-
-    decoder = SpeculativeDecoder(trunk, None, 0, inputs.eos_ids, max_batch=settings.batch_size)
-
-    def generate(batch: list[list[int]], limits: list[int]) -> list[list[int]]:
-        requests = [Request(prompt_ids=ids, max_new_tokens=n) for ids, n in zip(batch, limits, strict=True)]
-        return [list(result.token_ids) for result in decoder.generate(requests)]
-
-    regenerate(
-        inputs.prompts,
-        store,
-        generate,
-        seq_len_tokens=recipe.data.seq_len_tokens,
-        batch_size=settings.batch_size,
-        max_new_tokens=settings.max_new_tokens,
-        eos_ids=inputs.eos_ids,
-        rank=rank,
-        world=world,
-        on_batch=lambda done, total: progress.update(task, completed=done, total=total),
-    )
-    accelerator.wait_for_everyone()
-    return store
 
 
 def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
@@ -258,8 +220,7 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
     if accelerator.is_main_process:
         claim(run_dir, recipe, provenance(recipe, inputs))
     accelerator.wait_for_everyone()
-    store = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
-    _, counts = store.to_documents(recipe.data.seq_len_tokens)
+    _, counts = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
     return asdict(counts)
 
 

@@ -15,6 +15,7 @@ Count = Annotated[int, Bound(min=1)]
 Depth = Annotated[int, Bound(min=1, max=7)]
 Share = Annotated[float, Bound(above=0, below=1)]
 Positive = Annotated[float, Bound(above=0)]
+UpToOne = Annotated[float, Bound(above=0, max=1)]
 Momentum = Annotated[float, Bound(min=0, below=1)]
 GreedyOnly = Annotated[float, Bound(min=0, max=0)]
 
@@ -63,16 +64,25 @@ class SourceSpec:
     """One source of records."""
 
     path: str
-    """A local .json, .jsonl, .parquet or .txt file, the hub id of a dataset, or `demo:NAME`."""
+    """A .json, .jsonl, .parquet or .txt file (.gz, .xz, .bz2 and .zst too), a directory or a glob of files of one kind,
+    the hub id of a dataset, or `demo:NAME`."""
+    config: str | None = None
+    """The configuration of a hub dataset; null takes the one that it opens by default."""
     split: str = "train"
     """A split of the dataset; slices such as `train[:1000]` are allowed."""
     format: Literal["auto", "messages", "prompt_response", "text"] = "auto"
     """How the columns are read; `auto` goes by their names."""
+    weight: Positive | None = None
+    """Share of the records that come from this source, relative to the other weights: as many as can be without taking
+    one twice, chosen by `seed`. On every source or on none; null takes all records of all sources."""
+    streaming: bool = False
+    """Whether to read no more of it than `data.max_documents`, without a copy in the cache: for a source that is too
+    large to download."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegenerateSpec:
-    """Responses written by the trunk itself, greedily, in place of those in the sources."""
+    """Responses written by the trunk itself in place of those in the sources: greedily, or sampled."""
 
     enabled: bool = True
     """Whether to regenerate; if not, the sources' own responses are trained on."""
@@ -80,8 +90,18 @@ class RegenerateSpec:
     """Prompts to answer; null answers all."""
     max_new_tokens: Count = 256
     """Longest response, in tokens."""
-    batch_size: Count = 16
-    """Prompts answered side by side on each process."""
+    batch_size: Count | None = None
+    """Prompts answered side by side on each process; null is 16."""
+    temperature: Annotated[float, Bound(min=0)] = 0.0
+    """0 is greedy. Above 0 every prompt has noise of its own, fixed by `seed`: what is generated again is the same."""
+    top_p: UpToOne = 1.0
+    """Sample from the fewest tokens whose probabilities reach this sum."""
+    top_k: Annotated[int, Bound(min=0)] = 0
+    """Sample from the k most probable tokens; 0 from all."""
+    min_p: Annotated[float, Bound(min=0, below=1)] = 0.0
+    """Sample from tokens at least this probable, relative to the most probable one."""
+    max_repeated: UpToOne | None = None
+    """Responses in which more than this share of the 8-grams occurred before are not trained on; null keeps them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +109,7 @@ class DataSection:
     """What is trained on, and what is held out of it."""
 
     sources: Annotated[tuple[SourceSpec, ...], Bound(min=1)]
-    """Where the records come from; their records are pooled."""
+    """Where the records come from; pooled, or mixed by `weight`."""
     regenerate: RegenerateSpec | None = None
     """Train on what the trunk says itself; null trains on the sources' own responses."""
     seq_len_tokens: Count = 512

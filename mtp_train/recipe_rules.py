@@ -173,3 +173,54 @@ def _sources_can_be_answered(recipe: Recipe) -> Iterator[str]:
                 f"data.sources.{index}.format: 'text' while data.regenerate is on; expected records with a prompt to "
                 "answer. Write data.regenerate: null, or use chats or prompt and response records."
             )
+
+
+@_reads("data.sources")
+def _mixture_is_whole(recipe: Recipe) -> Iterator[str]:
+    sources = recipe.data.sources
+    weighted = [index for index, source in enumerate(sources) if source.weight is not None]
+    if weighted and len(sources) == 1:
+        yield (
+            "data.sources.0.weight: set on the only source; expected another to mix it with. Leave it out; "
+            "data.max_documents limits a source."
+        )
+    elif weighted and len(weighted) < len(sources):
+        bare = next(index for index in range(len(sources)) if index not in weighted)
+        yield (
+            f"data.sources.{bare}.weight: null while data.sources.{weighted[0]}.weight is set; expected a weight on "
+            "every source or on none. Add it, or remove the others."
+        )
+
+
+@_reads("data.sources", "data.max_documents")
+def _stream_has_an_end(recipe: Recipe) -> Iterator[str]:
+    for index, source in enumerate(recipe.data.sources):
+        if not source.streaming:
+            continue
+        if recipe.data.max_documents is None:
+            yield (
+                f"data.sources.{index}.streaming: true while data.max_documents is null; expected to be told where to "
+                "stop reading. Set data.max_documents."
+            )
+        if "[" in source.split:
+            yield (
+                f"data.sources.{index}.split: {source.split!r} of a stream; expected a whole split. Leave the slice "
+                "out: data.max_documents says how much is read."
+            )
+
+
+@_reads("data.regenerate")
+def _filters_have_something_to_filter(recipe: Recipe) -> Iterator[str]:
+    settings = recipe.data.regenerate
+    if settings is None or settings.temperature > 0:
+        return
+    for name, value, off in (
+        ("top_p", settings.top_p, 1.0),
+        ("top_k", settings.top_k, 0),
+        ("min_p", settings.min_p, 0.0),
+    ):
+        if value != off:
+            yield (
+                f"data.regenerate.{name}: {value} with data.regenerate.temperature: 0, which takes the most probable "
+                f"token whatever it says; expected {off}. Leave it out, or raise the temperature."
+            )

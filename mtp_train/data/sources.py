@@ -1,11 +1,13 @@
-"""Read records from a local file or a dataset of the hub, through the `datasets` library."""
+"""Read records from local files or a dataset of the hub, through the `datasets` library."""
 
 from __future__ import annotations
 
+import glob
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import datasets
 
@@ -14,6 +16,9 @@ from mtp_train.errors import DataError
 
 Format = Literal["auto", "messages", "prompt_response", "text"]
 
+COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
+KNOWN_FILES = "a .json, .jsonl, .parquet or .txt file (.gz, .xz, .bz2 or .zst too)"
+SMALL_FILE_BYTES = 64
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 MESSAGE_COLUMNS = ("messages", "conversations")
 RESPONSE_COLUMNS = ("response", "completion")
@@ -23,97 +28,162 @@ KNOWN_COLUMNS = "`messages` or `conversations`, `prompt` with `response` or `com
 def load_records(
     path: str,
     *,
+    config: str | None = None,
     split: str = "train",
     format: Format = "auto",
     group_field: str | None = None,
     name: str | None = None,
     max_records: int | None = None,
+    streaming: bool = False,
 ) -> list[Record]:
     """Read one source.
 
     Args:
-        path: A local .json, .jsonl, .parquet or .txt file (paragraphs, parted by blank lines, are its records), or
-            the id of a dataset on the hub.
-        split: A split of the dataset, slices allowed (``train[:1000]``). A local file has the one split ``train``.
+        path: A local .json, .jsonl, .parquet or .txt file (paragraphs, parted by blank lines, are its records), plain
+            or compressed; a directory or a glob of files of one kind; or the id of a dataset on the hub.
+        config: The configuration of a dataset on the hub, or of a directory that has some.
+        split: A split of the dataset, slices allowed (``train[:1000]``). Local files have the one split ``train``; in
+            a directory, their names say.
         format: How to read the columns; ``auto`` goes by their names.
         group_field: The column whose value groups records; None groups records that repeat a prompt.
         name: What to call the source in record ids and messages; the path where it is None.
         max_records: Read no more than the first ``max_records``.
+        streaming: Whether to read what is asked for alone, and to keep no copy in the cache.
 
     Raises:
         DataError: There is no such file or dataset, it is empty, its columns are of no format or of several, or a
             record is malformed.
     """
     name = name or path
-    table = _read(path, split, name)
-    columns = _content_columns(table.column_names, format, name)
-    if group_field is not None and group_field not in table.column_names:
+    files = _local_files(path, name)
+    if files is not None and config is not None and not Path(path).expanduser().is_dir():
+        raise DataError(f"{name}: config {config!r} of local files; expected null, as they have none. Leave it out.")
+    names, rows = _read(path, files, config, split, name, max_records, streaming)
+    columns = _content_columns(names, format, name)
+    if group_field is not None and group_field not in names:
         raise DataError(
-            f"{name}: no column {group_field!r}, the columns are {_listed(table.column_names)}; expected "
+            f"{name}: no column {group_field!r}, the columns are {_listed(names)}; expected "
             "data.group_field to name a column. Correct it, or leave it out."
         )
-    num_records = len(table) if max_records is None else min(max_records, len(table))
-    wanted = list(dict.fromkeys([*columns, *([group_field] if group_field else [])]))
+    if isinstance(rows, datasets.Dataset):
+        # Other columns may hold images, which take long to read.
+        rows = rows.select_columns(list(dict.fromkeys([*columns, *([group_field] if group_field else [])])))
     records = []
-    for number, row in enumerate(table.select_columns(wanted).select(range(num_records)), start=1):
+    for number, row in enumerate(rows, start=1):
         where = f"{name}, record {number}"
         content = _parse_content(row, columns, where)
-        group = content_group(content) if group_field is None else _parse_group(row[group_field], group_field, where)
+        group = (
+            content_group(content) if group_field is None else _parse_group(row.get(group_field), group_field, where)
+        )
         records.append(Record(id=f"{name}#{number}", group=group, content=content))
     return records
 
 
-def _read(path: str, split: str, name: str) -> datasets.Dataset:
-    file = Path(path).expanduser()
-    suffix = file.suffix.lower()
-    is_local = file.exists() or suffix in BUILDERS or path.startswith(("/", "./", "../", "~"))
-    if is_local:
-        _check_file(file, name)
+def _read(
+    path: str,
+    files: Sequence[Path] | None,
+    config: str | None,
+    split: str,
+    name: str,
+    max_records: int | None,
+    streaming: bool,
+) -> tuple[list[str], Iterable[dict[str, Any]]]:
+    """Return the names of the columns, and the rows."""
     try:
-        # The hub's ids are read by their own builders; a local file by that of its suffix.
-        if not is_local:
-            table = datasets.load_dataset(path, split=split)
-        elif suffix == ".txt":
-            table = datasets.load_dataset("text", data_files=str(file), split=split, sample_by="paragraph")
+        table = _open(path, files, config, split, streaming)
+        if isinstance(table, datasets.IterableDataset):
+            rows = list(islice(table, max_records))
+            names, num_rows = list(rows[0]) if rows else [], len(rows)
         else:
-            table = datasets.load_dataset(BUILDERS[suffix], data_files=str(file), split=split)
+            names, num_rows = table.column_names, len(table)
+            rows = table if max_records is None else table.select(range(min(max_records, num_rows)))
     # The JSON builder lets StopIteration out on a file without a row.
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
-        if is_local and file.read_bytes().strip() in (b"", b"[]"):
+        if files is not None and all(_is_empty(file) for file in files):
             raise _empty(name) from error
-        raise _unreadable(name, file if is_local else None, error) from error
-    if len(table) == 0:
+        raise _unreadable(name, files, error) from error
+    if num_rows == 0:
         raise _empty(name)
-    return table
+    return names, rows
 
 
-def _check_file(file: Path, name: str) -> None:
-    if not file.exists():
-        raise DataError(f"{name}: no such file; expected a .json, .jsonl, .parquet or .txt file. Check data.sources.")
-    if file.is_dir():
-        raise DataError(f"{name}: a directory; expected a file. List its files one by one in data.sources.")
-    if file.suffix.lower() not in BUILDERS:
+def _open(
+    path: str, files: Sequence[Path] | None, config: str | None, split: str, streaming: bool
+) -> datasets.Dataset | datasets.IterableDataset:
+    """Open a dataset of the hub or a directory by its own builder, and files by that of their kind."""
+    if files is None:
+        return datasets.load_dataset(path, config, split=split, streaming=streaming)
+    kind = BUILDERS[_suffix(files[0])]
+    options = {"sample_by": "paragraph"} if kind == "text" else {}
+    where = Path(path).expanduser()
+    if where.is_dir():
+        return datasets.load_dataset(str(where), config, split=split, streaming=streaming, **options)
+    names = [str(file) for file in files]
+    return datasets.load_dataset(kind, data_files=names, split=split, streaming=streaming, **options)
+
+
+def _local_files(path: str, name: str) -> list[Path] | None:
+    """Return the files that a path stands for, in order; None for a dataset of the hub.
+
+    Raises:
+        DataError: There is none, or they cannot be read as one source.
+    """
+    where = Path(path).expanduser()
+    if where.is_dir():
+        inside = sorted(file.relative_to(where) for file in where.rglob("*") if _suffix(file) in BUILDERS)
+        files = [where / file for file in inside if not any(part.startswith(".") for part in file.parts)]
+    elif where.exists():
+        files = [where]
+    elif glob.has_magic(path):
+        files = sorted(file for file in map(Path, glob.glob(str(where), recursive=True)) if file.is_file())
+    elif _suffix(where) in BUILDERS or path.startswith(("/", "./", "../", "~")):
+        files = []
+    else:
+        return None
+    if not files:
+        raise DataError(f"{name}: no such file; expected {KNOWN_FILES}. Check data.sources.")
+    kinds = {BUILDERS.get(_suffix(file)): file for file in files}
+    if None in kinds:
+        raise DataError(f"{kinds[None]}: a file of an unknown kind; expected {KNOWN_FILES}. Convert or rename it.")
+    if len(kinds) > 1:
         raise DataError(
-            f"{name}: a file of an unknown kind; expected .json, .jsonl, .parquet or .txt. Convert or rename it."
+            f"{name}: files of several kinds ({', '.join(file.name for file in kinds.values())}); expected one. Name "
+            "those of one kind by a glob, such as 'directory/**/*.jsonl', and the others in a source of their own."
         )
+    return files
+
+
+def _suffix(file: Path) -> str:
+    """Return the suffix that says what a file holds, that of a compression left out."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSIONS), "")
 
 
 def _empty(name: str) -> DataError:
     return DataError(f"{name}: no record; expected at least one. Remove the source, or check its split.")
 
 
-def _unreadable(name: str, file: Path | None, error: Exception) -> DataError:
+def _is_empty(file: Path) -> bool:
+    return file.stat().st_size < SMALL_FILE_BYTES and file.read_bytes().strip() in (b"", b"[]")
+
+
+def _unreadable(name: str, files: Sequence[Path] | None, error: Exception) -> DataError:
     """Word the failure of a load; for JSON lines, name the line that is at fault."""
     cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
-    if file is None:
+    if files is None:
         return DataError(
             f"{name}: cannot be read ({cause}); expected a local file, or a dataset of the hub with that split. Check "
             "the spelling, the split and the network."
         )
-    line = _first_bad_line(file) if file.suffix.lower() == ".jsonl" else None
-    where = name if line is None else f"{name}, line {line}"
+    if "zstd" in cause:
+        return DataError(f"{name}: compressed by Zstandard; expected the package that reads it. pip install zstandard.")
+    for file in files:
+        line = _first_bad_line(file) if file.suffix.lower() == ".jsonl" else None
+        if line is not None:
+            name = f"{name if len(files) == 1 else file}, line {line}"
+            break
     return DataError(
-        f"{where}: cannot be read ({cause}); expected a well-formed {file.suffix.lower()} file, whose one split is "
+        f"{name}: cannot be read ({cause}); expected a well-formed {_suffix(files[0])} file, whose one split is "
         "`train`. Repair the file, or correct the split."
     )
 
@@ -162,7 +232,7 @@ def _content_columns(columns: Sequence[str], format: Format, name: str) -> tuple
 
 
 def _parse_content(row: dict[str, object], columns: tuple[str, ...], where: str) -> Content:
-    values = [row[column] for column in columns]
+    values = [row.get(column) for column in columns]
     if columns[0] in MESSAGE_COLUMNS:
         return parse_messages(values[0], where)
     texts = [parse_text(value, column, where) for value, column in zip(values, columns, strict=True)]

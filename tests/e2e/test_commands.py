@@ -107,7 +107,7 @@ def test_a_run_goes_on_from_regenerated_responses(
     data = {"enabled": True, "max_new_tokens": 6, "batch_size": 2}
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", data__regenerate=data)
     counts = document(["regenerate", recipe], capfd)
-    (file,) = (tmp_path / "run" / "data").glob("*.jsonl")
+    (file,) = (tmp_path / "run" / "data").glob("*/*.jsonl")
     written = file.read_bytes()
     assert counts["responses"] == len(written.splitlines())
     assert not (tmp_path / "run" / "head").exists()
@@ -129,6 +129,27 @@ def test_a_run_goes_on_from_regenerated_responses(
     assert main(["run", str(recipe)]) in (0, 3)
     assert sorted(file.read_bytes().splitlines()) == sorted(written.splitlines())
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["stage"] == "done"
+
+
+def test_sampled_responses_are_the_same_again_and_others_by_another_seed(
+    inputs: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    data = {"enabled": True, "max_new_tokens": 6, "batch_size": 2, "temperature": 2.0, "top_p": 0.99}
+
+    def responses(name: str, *overrides: str) -> tuple[str, dict[str, Any], list[bytes]]:
+        recipe = write_recipe(tmp_path / f"{name}.yaml", inputs, tmp_path / name, data__regenerate=data)
+        document(["regenerate", recipe, *overrides], capfd)
+        (file,) = (tmp_path / name / "data").glob("*/*.jsonl")
+        settings = json.loads((file.parent / "settings.json").read_text())
+        return file.parent.name, settings, sorted(file.read_bytes().splitlines())
+
+    one, again = responses("one"), responses("again", "data.regenerate.batch_size=7")
+    assert one == again
+    assert (one[1]["temperature"], one[1]["top_p"], one[1]["seed"]) == (2.0, 0.99, 0)
+    for override in ("seed=1", "data.regenerate.top_k=2"):
+        key, _, rows = responses(override, override)
+        assert key != one[0]
+        assert rows != one[2]
 
 
 def test_regenerate_needs_a_recipe_that_regenerates(inputs: Path, tmp_path: Path, capfd: Capture) -> None:

@@ -94,8 +94,8 @@ def head(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def responses(run_dir: Path, rank: int = 0, world: int = 1) -> list[str]:
     """Return the responses that a process has stored so far, sorted."""
-    path = run_dir / "data" / f"regenerated-{rank:05d}-of-{world:05d}.jsonl"
-    return sorted(path.read_text().splitlines()) if path.exists() else []
+    paths = run_dir.glob(f"data/*/regenerated-{rank:05d}-of-{world:05d}.jsonl")
+    return sorted(line for path in paths for line in path.read_text().splitlines())
 
 
 def test_two_processes_train_as_one_does(recipe: Path, unbroken: Path, tmp_path: Path) -> None:

@@ -5,13 +5,8 @@ from pathlib import Path
 import pytest
 
 from mtp_train.data.prompts import Prompt
-from mtp_train.data.regenerated import (
-    RegenerateCounts,
-    RegeneratedRow,
-    RegeneratedStore,
-    batches_by_length,
-    regenerate,
-)
+from mtp_train.data.regenerated import Question, RegenerateCounts, batches_by_length, regenerate
+from mtp_train.data.responses import RegeneratedStore
 from mtp_train.errors import DataError
 
 EOS = 0
@@ -22,16 +17,14 @@ class Speaker:
     """Answer ``[7, length, first token, EOS, 99]``; remember the batches, and stop for good after some of them."""
 
     def __init__(self, num_batches: int = 1000) -> None:
-        self.batches: list[list[list[int]]] = []
-        self.limits: list[int] = []
+        self.batches: list[list[Question]] = []
         self.num_batches = num_batches
 
-    def __call__(self, prompts: list[list[int]], limits: list[int]) -> list[list[int]]:
+    def __call__(self, questions: list[Question]) -> list[list[int]]:
         if len(self.batches) == self.num_batches:
             raise KeyboardInterrupt
-        self.batches.append(prompts)
-        self.limits += limits
-        return [[7, len(prompt), prompt[0], EOS, 99] for prompt in prompts]
+        self.batches.append(questions)
+        return [[7, len(question.prompt_ids), question.prompt_ids[0], EOS, 99] for question in questions]
 
 
 def answer(
@@ -42,6 +35,7 @@ def answer(
     rank: int = 0,
     world: int = 1,
     seq_len_tokens: int = 64,
+    seed: int = 0,
 ) -> RegenerateCounts:
     return regenerate(
         prompts,
@@ -51,56 +45,10 @@ def answer(
         batch_size=1,
         max_new_tokens=32,
         eos_ids={EOS},
+        seed=seed,
         rank=rank,
         world=world,
     )
-
-
-def row(name: str, *response_ids: int, prompt_ids: tuple[int, ...] = (1, 2), finished: bool = True) -> RegeneratedRow:
-    return RegeneratedRow(name, "g", prompt_ids, response_ids, finished)
-
-
-def test_rows_come_back_sorted_and_whole(tmp_path: Path) -> None:
-    store = RegeneratedStore(tmp_path / "new" / "data")
-    rows = [row("b", 3, 4), row("a\n\u00e9", 5, finished=False)]
-    store.append(rows[:1])
-    store.append(rows[1:])
-    assert store.path.name == "regenerated-00000-of-00001.jsonl"
-    assert RegeneratedStore(store.directory).rows() == rows[::-1]
-    assert store.done_ids() == {"b", "a\n\u00e9"}
-
-
-def test_a_torn_last_line_is_dropped_on_opening(tmp_path: Path) -> None:
-    store = RegeneratedStore(tmp_path)
-    store.append([row("a", 3, 4), row("b", 5, 6)])
-    content = store.path.read_bytes()
-    for torn in range(1, len(content)):
-        store.path.write_bytes(content[:torn])
-        reopened = RegeneratedStore(tmp_path)
-        whole = content[:torn].count(b"\n")
-        assert reopened.done_ids() == {"a", "b"} - ({"b"} if whole < 2 else set()) - ({"a"} if whole < 1 else set())
-        reopened.append([row("c", 7, 8)])
-        assert "c" in reopened.done_ids()
-
-
-def test_a_reader_leaves_out_a_line_that_another_process_is_writing(tmp_path: Path) -> None:
-    other = RegeneratedStore(tmp_path, rank=1, world=2)
-    other.append([row("a", 3, 4)])
-    with other.path.open("ab") as file:
-        file.write(b'{"id": "b", "gro')
-    store = RegeneratedStore(tmp_path, rank=0, world=2)
-    assert store.done_ids() == {"a"}
-    assert other.path.read_bytes().endswith(b'"gro')
-
-
-@pytest.mark.parametrize("line", ["nonsense", '{"id": "a"}', "[1]", '{"id": "a", "group": "g", "prompt_ids": 1}'])
-def test_a_line_that_is_not_ours_is_named(tmp_path: Path, line: str) -> None:
-    store = RegeneratedStore(tmp_path)
-    store.append([row("a", 3, 4)])
-    with store.path.open("a") as file:
-        file.write(line + "\n")
-    with pytest.raises(DataError, match=r"00001\.jsonl, line 2: cannot be read \(.+\); expected a response that"):
-        store.rows()
 
 
 def test_batches_hold_prompts_of_like_length_whatever_the_order() -> None:
@@ -134,7 +82,7 @@ def test_a_response_without_an_end_is_unfinished(tmp_path: Path) -> None:
     regenerate(
         PROMPTS[:1],
         store,
-        lambda prompts, limits: [[5] * limit for _, limit in zip(prompts, limits, strict=True)],
+        lambda questions: [[5] * question.max_new_tokens for question in questions],
         seq_len_tokens=64,
         batch_size=1,
         max_new_tokens=3,
@@ -147,7 +95,23 @@ def test_a_response_without_an_end_is_unfinished(tmp_path: Path) -> None:
 def test_no_response_goes_past_the_sequence(tmp_path: Path) -> None:
     speaker = Speaker()
     answer(RegeneratedStore(tmp_path), speaker, seq_len_tokens=20)
-    assert sorted(set(speaker.limits)) == [17, 18, 19]
+    limits = {question.max_new_tokens for batch in speaker.batches for question in batch}
+    assert sorted(limits) == [17, 18, 19]
+
+
+def test_every_prompt_has_noise_of_its_own_whatever_it_is_answered_with(tmp_path: Path) -> None:
+    speaker = Speaker()
+    answer(RegeneratedStore(tmp_path / "all"), speaker)
+    seeds = [question.seed for batch in speaker.batches for question in batch]
+    assert len(set(seeds)) == 20
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    answer(RegeneratedStore(tmp_path / "some"), Speaker(), PROMPTS[7:])
+    rows = {row.id: row.seed for row in RegeneratedStore(tmp_path / "all").rows()}
+    assert set(rows.values()) == set(seeds)
+    some = {row.id: row.seed for row in RegeneratedStore(tmp_path / "some").rows()}
+    assert some.items() < rows.items()
+    answer(RegeneratedStore(tmp_path / "other"), Speaker(), seed=1)
+    assert set(rows.values()).isdisjoint(row.seed for row in RegeneratedStore(tmp_path / "other").rows())
 
 
 def test_a_killed_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
@@ -211,29 +175,10 @@ def test_a_missing_response_is_a_bug_that_shows(tmp_path: Path) -> None:
         regenerate(
             PROMPTS,
             RegeneratedStore(tmp_path),
-            lambda prompts, limit: [[1, 2]] * (len(prompts) - 1),
+            lambda questions: [[1, 2]] * (len(questions) - 1),
             seq_len_tokens=64,
             batch_size=1,
             max_new_tokens=8,
             eos_ids={EOS},
         )
     assert RegeneratedStore(tmp_path).rows() == []
-
-
-def test_documents_learn_the_response_alone(tmp_path: Path) -> None:
-    store = RegeneratedStore(tmp_path)
-    store.append([row("a", 3, 4, EOS), row("b", EOS), row("c", 5, 6, 7, 8, finished=False), row("d")])
-    documents, counts = store.to_documents(5)
-    assert [(d.id, d.group, d.input_ids, d.loss_mask) for d in documents] == [
-        ("a", "g", (1, 2, 3, 4, EOS), (False, False, True, True, True)),
-        ("c", "g", (1, 2, 5, 6, 7), (False, False, True, True, True)),
-    ]
-    assert (counts.responses, counts.documents, counts.response_tokens) == (4, 2, 6)
-    assert (counts.too_short, counts.truncated, counts.unfinished) == (2, 1, 1)
-
-
-def test_responses_that_are_all_too_short_are_refused(tmp_path: Path) -> None:
-    store = RegeneratedStore(tmp_path)
-    store.append([row("a", EOS), row("b")])
-    with pytest.raises(DataError, match=r"2 responses, 2 of them under 2 tokens; expected .*data.regenerate off"):
-        store.to_documents(64)

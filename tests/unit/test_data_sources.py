@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,101 @@ def test_every_kind_of_local_file_is_read(tmp_path: Path) -> None:
     assert texts[".txt"] == [PlainText("one\nstill one"), PlainText("two")]
 
 
+@pytest.mark.parametrize(("suffix", "module"), [(".gz", gzip), (".xz", lzma), (".bz2", bz2)])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_compressed_files_are_read(tmp_path: Path, suffix: str, module: Any, streaming: bool) -> None:
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(module.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    (tmp_path / f"a.txt{suffix}").write_bytes(module.compress(b"one\n\ntwo\n"))
+    for kind in ("jsonl", "txt"):
+        records = load_records(str(tmp_path / f"a.{kind}{suffix}"), streaming=streaming)
+        assert [record.content for record in records] == [PlainText("one"), PlainText("two")]
+
+
+def test_a_file_whose_compression_needs_a_package_names_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x04")
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst: (compressed by Zstandard.*pip install|cannot be read)"):
+        load_records(str(tmp_path / "a.jsonl.zst"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_directories_and_globs_are_one_source_in_the_order_of_the_names(tmp_path: Path, streaming: bool) -> None:
+    for number in (2, 0, 1):
+        write_lines(tmp_path / f"part-{number}.jsonl", [{"text": f"{number}"}])
+    (tmp_path / ".part-3.jsonl").write_text("hidden")
+    (tmp_path / "README.md").write_text("what this is")
+    for path in (tmp_path, tmp_path / "*.jsonl", tmp_path / "**" / "part-*.jsonl"):
+        records = load_records(str(path), streaming=streaming)
+        assert [record.content for record in records] == [PlainText(f"{number}") for number in range(3)]
+        assert [record.id for record in records] == [f"{path}#{number}" for number in (1, 2, 3)]
+
+
+def test_a_directory_of_compressed_files_is_read(tmp_path: Path) -> None:
+    for number in (1, 0):
+        (tmp_path / f"part-{number}.jsonl.gz").write_bytes(gzip.compress(b'{"text": "%d"}\n' % number))
+    assert [record.content for record in load_records(str(tmp_path))] == [PlainText("0"), PlainText("1")]
+
+
+def test_other_columns_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a", "image": "b", "module": "m"}])
+    read: list[list[str]] = []
+    select = datasets.Dataset.select_columns
+
+    def noted(table: datasets.Dataset, names: list[str]) -> datasets.Dataset:
+        read.append(names)
+        return select(table, names)
+
+    monkeypatch.setattr(datasets.Dataset, "select_columns", noted)
+    assert len(load_records(path, group_field="module")) == 1
+    assert read == [["text", "module"]]
+
+
+def test_the_splits_of_a_directory_are_kept_apart(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        write_lines(tmp_path / "data" / f"{split}-00000-of-00001.jsonl", [{"text": split}])
+    assert [record.content for record in load_records(str(tmp_path))] == [PlainText("train")]
+    assert [record.content for record in load_records(str(tmp_path), split="test")] == [PlainText("test")]
+
+
+def test_files_of_several_kinds_are_refused(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "b.txt").write_text("b")
+    with pytest.raises(DataError, match=r"files of several kinds \(a\.jsonl, b\.txt\); expected one.*by a glob"):
+        load_records(str(tmp_path))
+    assert len(load_records(str(tmp_path / "*.txt"))) == 1
+    with pytest.raises(DataError, match=r"none\*\.txt: no such file"):
+        load_records(str(tmp_path / "none*.txt"))
+
+
+def test_a_broken_line_is_found_among_several_files(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n{"text')
+    with pytest.raises(DataError, match=r"b\.jsonl, line 2: cannot be read"):
+        load_records(str(tmp_path / "*.jsonl"))
+
+
+def test_a_configuration_is_that_of_a_dataset(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    with pytest.raises(DataError, match="config 'en' of local files; expected null"):
+        load_records(path, config="en")
+    header = "---\nconfigs:\n- config_name: en\n  data_files: a.jsonl\n- config_name: de\n  data_files: b.jsonl\n---\n"
+    (tmp_path / "README.md").write_text(header)
+    write_lines(tmp_path / "b.jsonl", [{"text": "b"}])
+    assert [record.content for record in load_records(str(tmp_path), config="de")] == [PlainText("b")]
+
+
+def test_a_stream_reads_no_more_than_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 3)
+    (tmp_path / "b.jsonl").write_text("broken")
+    path = str(tmp_path / "*.jsonl")
+    streamed = load_records(path, max_records=2, streaming=True)
+    assert streamed == load_records(path, max_records=3, streaming=True)[:2]
+    assert [record.id for record in streamed] == [f"{path}#1", f"{path}#2"]
+    for reading in ({"streaming": True}, {"max_records": 2}):
+        with pytest.raises(DataError, match=r"b\.jsonl, line 1: cannot be read"):
+            load_records(path, **reading)
+
+
 def test_ids_count_from_one_under_the_given_name(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
     assert [record.id for record in load_records(path)] == [f"{path}#1", f"{path}#2"]
@@ -93,10 +191,10 @@ def test_a_format_given_settles_columns_of_several(tmp_path: Path) -> None:
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: no such file; expected a \.json"):
         load_records(str(tmp_path / "none.jsonl"))
-    with pytest.raises(DataError, match="a directory; expected a file"):
+    with pytest.raises(DataError, match=r"no such file; expected a \.json"):
         load_records(str(tmp_path))
     (tmp_path / "a.csv").write_text("text\na\n")
-    with pytest.raises(DataError, match=r"a\.csv: a file of an unknown kind; expected \.json"):
+    with pytest.raises(DataError, match=r"a\.csv: a file of an unknown kind; expected a \.json"):
         load_records(str(tmp_path / "a.csv"))
 
 

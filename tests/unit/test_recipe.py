@@ -163,6 +163,15 @@ def test_limits_that_are_included_are_accepted(depth_decay: str) -> None:
         (["objective.vocab=draft"], "objective.vocab", "or objective.vocab: all"),
         (["objective.on_policy=true", "head.num_depths=1"], "objective.on_policy", "objective.on_policy: false"),
         (["data.regenerate={}", "data.sources.0.format=text"], "data.sources.0.format", "data.regenerate: null"),
+        (["data.sources.0.weight=2"], "data.sources.0.weight", "Leave it out"),
+        (["data.sources=[{path: a, weight: 1}, {path: b}]"], "data.sources.1.weight", "or remove the others"),
+        (["data.sources.0.streaming=true"], "data.sources.0.streaming", "Set data.max_documents"),
+        (
+            ["data.sources.0={path: a, streaming: true, split: 'train[:9]'}", "data.max_documents=9"],
+            "data.sources.0.split",
+            "Leave the slice out",
+        ),
+        (["data.regenerate={top_p: 0.9}"], "data.regenerate.top_p", "or raise the temperature"),
     ],
 )
 def test_contradictions_are_refused_with_their_cure(overrides: list[str], path: str, cure: str) -> None:
@@ -187,6 +196,9 @@ def test_contradictions_are_refused_with_their_cure(overrides: list[str], path: 
         ["objective.vocab=draft", "head.draft_vocab=100"],
         ["objective.on_policy=true", "head.num_depths=2"],
         ["data.regenerate={enabled: false}", "data.sources.0.format=text"],
+        ["data.sources=[{path: a, weight: 1}, {path: b, weight: 0.1}]"],
+        ["data.sources.0.streaming=true", "data.max_documents=9"],
+        ["data.regenerate={temperature: 0.7, top_p: 0.9, top_k: 20, min_p: 0.1}"],
         ["model.adapter=lora", "objective.loss=ce"],
     ],
 )

@@ -1,0 +1,201 @@
+"""The trunk's own responses, stored line by line, and read back after any kill.
+
+One line of a file is ``{"id", "group", "prompt_ids", "response_ids", "finished", "seed"}``. Every process appends to a
+file of its own; all files of the directory are read together, so that a run resumes with another number of processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mtp_train.acceptance import repeated_ngram_share
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import DataError
+
+MIN_RESPONSE_TOKENS = 2
+"""Shorter responses teach nothing about drafting: there is nothing to draft after their first token."""
+FILE_PATTERN = "regenerated-*-of-*.jsonl"
+BLOCK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class RegeneratedRow:
+    """Hold one response.
+
+    Args:
+        id: The record's id.
+        group: The record's group.
+        prompt_ids: What was asked.
+        response_ids: What the trunk said, its end-of-text token included.
+        finished: Whether it ended by itself.
+        seed: What fixed its noise; without meaning where it is greedy.
+    """
+
+    id: str
+    group: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    finished: bool
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseCounts:
+    """Say what the stored responses are like."""
+
+    responses: int
+    documents: int
+    response_tokens: int
+    too_short: int
+    """Responses under ``MIN_RESPONSE_TOKENS``; no document is made of them."""
+    truncated: int
+    """Responses cut at ``seq_len_tokens``."""
+    unfinished: int
+    """Responses that ran into the limit of new tokens."""
+    repetitive: int
+    """Responses whose share of repeated 8-grams is above ``max_repeated``; no document is made of them."""
+    past_the_turn: int
+    """Responses with a special token of their prompt in them, such as one that opens a turn: they go on where they
+    should have ended."""
+
+
+class RegeneratedStore:
+    """Keep responses in a directory, one file per process.
+
+    Opening drops a last line that a kill tore.
+
+    Args:
+        directory: Made if need be.
+        rank: This process.
+        world: Number of processes.
+    """
+
+    def __init__(self, directory: Path, *, rank: int = 0, world: int = 1) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.path = directory / f"regenerated-{rank:05d}-of-{world:05d}.jsonl"
+        if self.path.exists():
+            os.truncate(self.path, _whole_bytes(self.path))
+
+    def __iter__(self) -> Iterator[RegeneratedRow]:
+        """Read the rows of all processes one by one, each id once.
+
+        Raises:
+            DataError: A line is not one of ours.
+        """
+        seen: set[str] = set()
+        for path in sorted(self.directory.glob(FILE_PATTERN)):
+            with path.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    # Another process may be writing its last line.
+                    if line.endswith(b"\n"):
+                        row = _parse_row(line, f"{path}, line {number}")
+                        if row.id not in seen:
+                            seen.add(row.id)
+                            yield row
+
+    def rows(self) -> list[RegeneratedRow]:
+        """Return the rows of all processes, sorted by id."""
+        return sorted(self, key=lambda row: row.id)
+
+    def append(self, rows: Sequence[RegeneratedRow]) -> None:
+        """Add rows to this process's file; they are on the disk when this returns."""
+        text = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
+        with self.path.open("ab") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def to_documents(
+        self, seq_len_tokens: int, *, max_repeated: float | None = None, special_ids: Collection[int] = ()
+    ) -> tuple[list[Document], ResponseCounts]:
+        """Return the stored responses as documents whose targets are the response tokens.
+
+        Args:
+            seq_len_tokens: Longer texts are cut.
+            max_repeated: Responses with a larger share of repeated 8-grams are left out; None takes all.
+            special_ids: The tokenizer's special tokens, to be counted.
+
+        Raises:
+            DataError: No response can be learnt from.
+        """
+        tally = Counter(responses=0)
+        documents = []
+        for row in self:
+            num_tokens = len(row.response_ids)
+            too_short = num_tokens < MIN_RESPONSE_TOKENS
+            repetitive = max_repeated is not None and (repeated_ngram_share([row.response_ids]) or 0.0) > max_repeated
+            document = _document(row, seq_len_tokens)
+            is_kept = not too_short and not repetitive and document.has_target()
+            if is_kept:
+                documents.append(document)
+            tally.update(
+                responses=1,
+                documents=is_kept,
+                response_tokens=int(document.loss_mask.sum()) if is_kept else 0,
+                too_short=too_short,
+                truncated=is_kept and len(row.prompt_ids) + num_tokens > seq_len_tokens,
+                unfinished=not row.finished,
+                repetitive=repetitive,
+                past_the_turn=_goes_on(row, special_ids),
+            )
+        if not documents:
+            raise DataError(
+                f"{self.directory}: {tally['responses']} responses, {tally['too_short']} of them under "
+                f"{MIN_RESPONSE_TOKENS} tokens and {tally['repetitive']} repetitive; expected at least one to learn "
+                "from. Check the trunk's chat template and its end-of-text token, or switch data.regenerate off."
+            )
+        return sorted(documents, key=lambda document: document.id), ResponseCounts(**tally)
+
+
+def settings_key(settings: Mapping[str, object]) -> str:
+    """Return the name of the responses to some settings (plain JSON values): other settings find none of them."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _document(row: RegeneratedRow, seq_len_tokens: int) -> Document:
+    token_ids = row.prompt_ids + row.response_ids
+    mask = (False,) * len(row.prompt_ids) + (True,) * len(row.response_ids)
+    return Document(token_ids[:seq_len_tokens], mask[:seq_len_tokens], row.group, row.id)
+
+
+def _goes_on(row: RegeneratedRow, special_ids: Collection[int]) -> bool:
+    """Say whether special tokens of the prompt are said again; the one that ends the response may be."""
+    return not set(row.prompt_ids).intersection(special_ids).isdisjoint(row.response_ids[:-1])
+
+
+def _whole_bytes(path: Path) -> int:
+    """Return the length of a file up to and with its last line end, read from behind: it may be large."""
+    start = path.stat().st_size
+    with path.open("rb") as file:
+        while start:
+            start = max(start - BLOCK_BYTES, 0)
+            file.seek(start)
+            line_end = file.read(BLOCK_BYTES).rfind(b"\n")
+            if line_end >= 0:
+                return start + line_end + 1
+    return 0
+
+
+def _parse_row(line: bytes, where: str) -> RegeneratedRow:
+    try:
+        fields = json.loads(line)
+        return RegeneratedRow(
+            id=str(fields["id"]),
+            group=str(fields["group"]),
+            prompt_ids=tuple(int(token) for token in fields["prompt_ids"]),
+            response_ids=tuple(int(token) for token in fields["response_ids"]),
+            finished=bool(fields["finished"]),
+            seed=int(fields["seed"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{where}: cannot be read ({error}); expected a response that `regenerate` wrote. Delete the line: its "
+            "prompt will be answered again."
+        ) from error
