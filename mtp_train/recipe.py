@@ -82,7 +82,11 @@ class SourceSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegenerateSpec:
-    """Responses written by the trunk itself in place of those in the sources: greedily, or sampled."""
+    """Responses written by the trunk itself in place of those in the sources: greedily, or sampled.
+
+    The built-in decoder writes them; or a server that speaks OpenAI's API (vLLM, SGLang, llama.cpp), where `endpoint`
+    names one.
+    """
 
     enabled: bool = True
     """Whether to regenerate; if not, the sources' own responses are trained on."""
@@ -91,9 +95,9 @@ class RegenerateSpec:
     max_new_tokens: Count = 256
     """Longest response, in tokens."""
     batch_size: Count | None = None
-    """Prompts answered side by side on each process; null is 16."""
+    """Prompts answered side by side by the built-in decoder on each process; null is 16."""
     temperature: Annotated[float, Bound(min=0)] = 0.0
-    """0 is greedy. Above 0 every prompt has noise of its own, fixed by `seed`: what is generated again is the same."""
+    """0 is greedy. Above 0 every prompt has a seed of its own, made from `seed` and recorded with the response."""
     top_p: UpToOne = 1.0
     """Sample from the fewest tokens whose probabilities reach this sum."""
     top_k: Annotated[int, Bound(min=0)] = 0
@@ -102,6 +106,15 @@ class RegenerateSpec:
     """Sample from tokens at least this probable, relative to the most probable one."""
     max_repeated: UpToOne | None = None
     """Responses in which more than this share of the 8-grams occurred before are not trained on; null keeps them."""
+    endpoint: str | None = None
+    """The server's address up to and with its version, such as `http://localhost:8000/v1`. It must serve the trunk: its
+    answers to a few prompts are compared with what the trunk would say."""
+    model: str | None = None
+    """What the server calls the trunk; null where it serves one model."""
+    concurrency: Count | None = None
+    """Requests to the server in flight, over all processes; null is 32."""
+    api_key_env: str | None = None
+    """The environment variable with the server's key; the key itself is written nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

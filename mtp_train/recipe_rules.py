@@ -210,6 +210,30 @@ def _stream_has_an_end(recipe: Recipe) -> Iterator[str]:
 
 
 @_reads("data.regenerate")
+def _server_settings_are_used(recipe: Recipe) -> Iterator[str]:
+    settings = recipe.data.regenerate
+    if settings is None:
+        return
+    if settings.endpoint is not None and settings.batch_size is not None:
+        yield (
+            f"data.regenerate.batch_size: {settings.batch_size} with data.regenerate.endpoint: the server batches by "
+            "itself; expected null. Use data.regenerate.concurrency."
+        )
+    if settings.endpoint is not None and not settings.endpoint.startswith(("http://", "https://")):
+        yield (
+            f"data.regenerate.endpoint: {settings.endpoint!r}; expected an address that starts with http:// or "
+            "https://. Write http://localhost:8000/v1, say."
+        )
+    of_servers = {"model": settings.model, "concurrency": settings.concurrency, "api_key_env": settings.api_key_env}
+    for name, value in of_servers.items():
+        if settings.endpoint is None and value is not None:
+            yield (
+                f"data.regenerate.{name}: {value!r} while data.regenerate.endpoint is null; expected a server to use "
+                "it with. Name the server, or leave it out."
+            )
+
+
+@_reads("data.regenerate")
 def _filters_have_something_to_filter(recipe: Recipe) -> Iterator[str]:
     settings = recipe.data.regenerate
     if settings is None or settings.temperature > 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,9 +12,13 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from mtp_inference import Request, Sampling, SpeculativeDecoder
-from mtp_train.data.regenerated import Question, regenerate
+from mtp_train.data.endpoint import Endpoint
+from mtp_train.data.prompts import choose_prompts
+from mtp_train.data.regenerated import Question, fitting_prompts, regenerate
 from mtp_train.data.responses import RegeneratedStore, ResponseCounts, settings_key
+from mtp_train.data.served import PROBE_PROMPTS, missing_prompts, probe, regenerate_served
 from mtp_train.data.tokenize import Document
+from mtp_train.errors import DataError
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs
 from mtp_train.recipe import Recipe, RegenerateSpec
@@ -21,7 +27,8 @@ from mtp_train.weights.writing import write_json
 
 DATA = "data"
 SETTINGS_FILE, COUNTS_FILE = "settings.json", "counts.json"
-BATCH_SIZE = 16
+BATCH_SIZE, CONCURRENCY = 16, 32
+"""Where the recipe names none."""
 
 
 def regenerate_stage(
@@ -46,19 +53,16 @@ def regenerate_stage(
     if accelerator.is_main_process:
         write_json(directory / SETTINGS_FILE, deciding)
     task = progress.add_task("regenerating responses", total=None)
-    regenerate(
-        inputs.prompts,
-        store,
-        decoder_fn(settings, inputs, trunk),
-        seq_len_tokens=recipe.data.seq_len_tokens,
-        batch_size=settings.batch_size or BATCH_SIZE,
-        max_new_tokens=settings.max_new_tokens,
-        eos_ids=inputs.eos_ids,
-        seed=recipe.seed,
-        rank=accelerator.process_index,
-        world=accelerator.num_processes,
-        on_batch=lambda done, total: progress.update(task, completed=done, total=total),
-    )
+
+    def on_progress(done: int, total: int) -> None:
+        progress.update(task, completed=done, total=total)
+
+    if settings.endpoint is None:
+        answer_by_decoder(recipe, settings, inputs, trunk, store, accelerator, on_progress)
+    else:
+        said = answer_by_server(recipe, settings, inputs, trunk, store, accelerator, on_progress)
+        if said and accelerator.is_main_process:
+            progress.console.print(said)
     accelerator.wait_for_everyone()
     documents, counts = store.to_documents(
         recipe.data.seq_len_tokens,
@@ -67,7 +71,8 @@ def regenerate_stage(
     )
     if accelerator.is_main_process:
         write_json(directory / COUNTS_FILE, asdict(counts))
-        progress.console.print(f"Responses: {', '.join(f'{value} {name}' for name, value in shown(counts).items())}.")
+        found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in asdict(counts).items() if value)
+        progress.console.print(f"{directory}: {found}.")
     return documents, counts
 
 
@@ -76,19 +81,37 @@ def deciding_settings(recipe: Recipe, settings: RegenerateSpec, inputs: Inputs) 
     return {
         "trunk": checkpoint_identity(recipe.model.trunk, inputs.finetune)["sha256"],
         "adapter": recipe.model.adapter,
+        "dtype": recipe.model.dtype,
         "seq_len_tokens": recipe.data.seq_len_tokens,
         "max_new_tokens": settings.max_new_tokens,
+        **sampling_of(settings),
+        "seed": recipe.seed if settings.temperature else None,
+        "answered_by": "decoder" if settings.endpoint is None else "server",
+    }
+
+
+def sampling_of(settings: RegenerateSpec) -> dict[str, float]:
+    """Return how tokens are chosen."""
+    return {
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         "top_k": settings.top_k,
         "min_p": settings.min_p,
-        "seed": recipe.seed if settings.temperature else None,
     }
 
 
-def decoder_fn(settings: RegenerateSpec, inputs: Inputs, trunk: Trunk) -> Callable[[list[Question]], list[list[int]]]:
-    """Return the built-in decoder as what answers a batch of questions."""
-    decoder = SpeculativeDecoder(trunk, None, 0, inputs.eos_ids, max_batch=settings.batch_size or BATCH_SIZE)
+def answer_by_decoder(
+    recipe: Recipe,
+    settings: RegenerateSpec,
+    inputs: Inputs,
+    trunk: Trunk,
+    store: RegeneratedStore,
+    accelerator: Accelerator,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Let the built-in decoder answer this process's prompts."""
+    batch_size = settings.batch_size or BATCH_SIZE
+    decoder = SpeculativeDecoder(trunk, None, 0, inputs.eos_ids, max_batch=batch_size)
 
     def generate(questions: list[Question]) -> list[list[int]]:
         requests = [
@@ -107,9 +130,85 @@ def decoder_fn(settings: RegenerateSpec, inputs: Inputs, trunk: Trunk) -> Callab
         ]
         return [list(result.token_ids) for result in decoder.generate(requests)]
 
-    return generate
+    regenerate(
+        inputs.prompts,
+        store,
+        generate,
+        seq_len_tokens=recipe.data.seq_len_tokens,
+        batch_size=batch_size,
+        max_new_tokens=settings.max_new_tokens,
+        eos_ids=inputs.eos_ids,
+        seed=recipe.seed,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
+        on_batch=on_progress,
+    )
 
 
-def shown(counts: ResponseCounts) -> dict[str, int]:
-    """Return the counts that say something, by name."""
-    return {name.replace("_", " "): value for name, value in asdict(counts).items() if value}
+def answer_by_server(
+    recipe: Recipe,
+    settings: RegenerateSpec,
+    inputs: Inputs,
+    trunk: Trunk,
+    store: RegeneratedStore,
+    accelerator: Accelerator,
+    on_progress: Callable[[int, int], None],
+) -> str:
+    """Let the recipe's server answer this process's prompts, once it has proved to serve the trunk.
+
+    Returns:
+        What came of it, for the log; nothing where no prompt was left to answer.
+
+    Raises:
+        DataError: It does not serve the trunk, or fails for good.
+    """
+    rank, world = accelerator.process_index, accelerator.num_processes
+    room = recipe.data.seq_len_tokens
+    missing = missing_prompts(inputs.prompts, store, seq_len_tokens=room, rank=rank, world=world)
+    if not missing:
+        return ""
+    endpoint = Endpoint(
+        str(settings.endpoint),
+        inputs.tokenizer,
+        inputs.eos_ids,
+        len(trunk.lm_head_VD),
+        api_key=api_key(settings),
+        concurrency=max(1, (settings.concurrency or CONCURRENCY) // world),
+    )
+    with contextlib.closing(endpoint):
+        endpoint.choose_model(settings.model)
+        asked = choose_prompts(fitting_prompts(inputs.prompts, room), PROBE_PROMPTS, recipe.seed)
+        agreement = probe(endpoint, trunk, asked, seq_len_tokens=room)
+        counts = regenerate_served(
+            missing,
+            store,
+            endpoint,
+            sampling_of(settings),
+            seq_len_tokens=room,
+            max_new_tokens=settings.max_new_tokens,
+            eos_ids=inputs.eos_ids,
+            seed=recipe.seed,
+            on_prompt=on_progress,
+        )
+    facts = {"url": endpoint.url, "model": endpoint.model, "prompts_as": endpoint.prompts_as, "agreement": agreement}
+    write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", {**facts, **asdict(counts)})
+    refused = f", {counts.refused} refused ({counts.refusal})" if counts.refused else ""
+    return f"{endpoint.url} agrees with the trunk in {agreement:.1%} of tokens; {counts.generated} answered{refused}."
+
+
+def api_key(settings: RegenerateSpec) -> str | None:
+    """Return the server's key.
+
+    Raises:
+        DataError: The variable that should hold it does not.
+    """
+    if settings.api_key_env is None:
+        return None
+    # A line end would not fit into a header, and be told with the key.
+    key = os.environ.get(settings.api_key_env, "").strip()
+    if not key:
+        raise DataError(
+            f"data.regenerate.api_key_env: the variable {settings.api_key_env} is not set; expected the server's key "
+            "in it. Set it, or leave api_key_env out."
+        )
+    return key

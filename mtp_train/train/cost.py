@@ -68,7 +68,9 @@ def estimate_cost(recipe: Recipe, plan: Plan, sizes: Sizes) -> Cost:
     """Estimate a run; evaluation is left out."""
     tokens, depths = plan.total_tokens, recipe.head.num_depths
     regenerate = recipe.data.regenerate
-    written = (regenerate.max_prompts or 0) * regenerate.max_new_tokens if regenerate and regenerate.enabled else 0
+    # A server's work is not this run's.
+    is_ours = regenerate is not None and regenerate.enabled and regenerate.endpoint is None
+    written = (regenerate.max_prompts or 0) * regenerate.max_new_tokens if regenerate and is_ours else 0
     teacher = 0 if recipe.objective.loss == "ce" else 1
     return Cost(
         regenerate_flops=2 * (sizes.trunk + sizes.lm_head) * written,

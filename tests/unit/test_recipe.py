@@ -172,6 +172,17 @@ def test_limits_that_are_included_are_accepted(depth_decay: str) -> None:
             "Leave the slice out",
         ),
         (["data.regenerate={top_p: 0.9}"], "data.regenerate.top_p", "or raise the temperature"),
+        (
+            ["data.regenerate={endpoint: 'http://a/v1', batch_size: 4}"],
+            "data.regenerate.batch_size",
+            "Use data.regenerate.concurrency",
+        ),
+        (
+            ["data.regenerate={endpoint: 'localhost:8000'}"],
+            "data.regenerate.endpoint",
+            "Write http://localhost:8000/v1",
+        ),
+        (["data.regenerate={concurrency: 4}"], "data.regenerate.concurrency", "Name the server"),
     ],
 )
 def test_contradictions_are_refused_with_their_cure(overrides: list[str], path: str, cure: str) -> None:
@@ -199,6 +210,7 @@ def test_contradictions_are_refused_with_their_cure(overrides: list[str], path: 
         ["data.sources=[{path: a, weight: 1}, {path: b, weight: 0.1}]"],
         ["data.sources.0.streaming=true", "data.max_documents=9"],
         ["data.regenerate={temperature: 0.7, top_p: 0.9, top_k: 20, min_p: 0.1}"],
+        ["data.regenerate={endpoint: 'https://a/v1', concurrency: 4, model: a, api_key_env: KEY}"],
         ["model.adapter=lora", "objective.loss=ce"],
     ],
 )

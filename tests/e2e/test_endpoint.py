@@ -1,0 +1,78 @@
+"""Regeneration by a server of the trunk gives what the built-in decoder gives, and by another model nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from byte_tokenizer import byte_tokenizer
+from mtp_train.cli import main
+from mtp_train.families import FAMILIES
+from mtp_train.heads.trunk import load_trunk
+from openai_server import Served, openai_server, served_by
+from runs import document, write_recipe
+
+FAMILY = next(family for family in FAMILIES if family.name == "qwen3_5")
+EOS = int(byte_tokenizer().eos_token_id)
+WRITTEN = {"enabled": True, "max_new_tokens": 6}
+
+
+@contextmanager
+def serving(checkpoint: Path) -> Iterator[Served]:
+    with openai_server(served_by(load_trunk(checkpoint, FAMILY, dtype="float32"), [EOS])) as served:
+        yield served
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    (file,) = run_dir.glob("data/*/regenerated-*.jsonl")
+    return sorted((json.loads(line) for line in file.read_text().splitlines()), key=lambda row: str(row["id"]))
+
+
+def test_a_server_of_the_trunk_answers_as_the_built_in_decoder_does(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_THE_TEST", "secret\n")
+    here = write_recipe(tmp_path / "here.yaml", inputs, tmp_path / "here", data__regenerate=WRITTEN)
+    expected = document(["regenerate", here], capfd)
+    with serving(inputs / "finetune") as served:
+        asking = {**WRITTEN, "endpoint": served.url, "concurrency": 3, "api_key_env": "KEY_OF_THE_TEST"}
+        there = write_recipe(tmp_path / "there.yaml", inputs, tmp_path / "there", data__regenerate=asking)
+        assert document(["regenerate", there], capfd) == expected
+        assert rows(tmp_path / "there") == rows(tmp_path / "here")
+        asked = len(served.payloads)
+        # The probe, and every prompt once; then nothing is left to ask for.
+        assert asked == min(16, expected["responses"]) + expected["responses"]
+        assert document(["regenerate", there], capfd) == expected
+        assert len(served.payloads) == asked
+    assert {headers["Authorization"] for headers in served.headers} == {"Bearer secret"}
+    (facts,) = (json.loads(path.read_text()) for path in (tmp_path / "there").glob("data/*/server-*.json"))
+    assert (facts["model"], facts["agreement"], facts["prompts_as"]) == ("trunk", 1.0, "token ids")
+    assert (facts["generated"], facts["refused"]) == (expected["responses"], 0)
+    written = "".join(path.read_text() for path in (tmp_path / "there").rglob("*") if path.is_file())
+    assert "secret" not in written
+
+
+def test_a_server_of_another_model_writes_nothing(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serving(inputs / "base") as served:
+        asking = {**WRITTEN, "endpoint": served.url}
+        recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", data__regenerate=asking)
+        assert main(["regenerate", str(recipe)]) == 2
+    assert "does not serve the trunk as trunk" in capfd.readouterr().err
+    assert list((tmp_path / "run").glob("data/*/regenerated-*.jsonl")) == []
+
+
+def test_a_key_that_is_not_there_is_asked_for(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KEY_OF_THE_TEST", raising=False)
+    asking = {**WRITTEN, "endpoint": "http://localhost/v1", "api_key_env": "KEY_OF_THE_TEST"}
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", data__regenerate=asking)
+    assert main(["regenerate", str(recipe)]) == 2
+    assert "data.regenerate.api_key_env: the variable KEY_OF_THE_TEST is not set" in capfd.readouterr().err
