@@ -8,7 +8,8 @@ from mtp_train.families.assistants import assistant_for as assistant_for
 from mtp_train.families.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
 from mtp_train.families.deepseek_v4 import DEEPSEEK_V4
 from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
-from mtp_train.families.headless import HEADLESS
+from mtp_train.families.headless import HEADLESS, NOT_ATTACHED
+from mtp_train.families.headless import refuse_unserved_heads as refuse_unserved_heads
 from mtp_train.families.hunyuan import HY_V3, HY_V4
 from mtp_train.families.longcat import LONGCAT_FLASH
 from mtp_train.families.mimo import MIMO, MIMO_V2
@@ -76,7 +77,7 @@ def family_for(config: RawConfig, *, where: str) -> Family:
     if model_type in HEADLESS:
         raise UnsupportedModelError(
             f"{where}: model_type '{model_type}': {HEADLESS[model_type]}; expected a model that has a head to put back "
-            "or retrain. A head has to be attached to this one first, which this version does not do."
+            f"or retrain. {NOT_ATTACHED}"
         )
     known = ", ".join(f"{family.title} ({', '.join(family.model_types)})" for family in FAMILIES)
     raise UnsupportedModelError(

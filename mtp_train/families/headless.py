@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.spec import RawConfig, raw_text_config
+
 _NONE = "its releases carry no MTP head"
 _ASSISTED = f"{_NONE}: its drafter is a checkpoint of its own, the assistant"
 
@@ -16,3 +19,31 @@ HEADLESS: Mapping[str, str] = {
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _ASSISTED),
 }
 """Value of ``model_type`` to the reason."""
+
+NOT_ATTACHED = "A head has to be attached to this one first, which this version does not do."
+
+
+def refuse_unserved_heads(config: RawConfig, *, where: str) -> None:
+    """Refuse a model whose heads are of a kind that no engine loads, by its config or Meta's ``params.json``.
+
+    Raises:
+        UnsupportedModelError: It is one.
+    """
+    found = _unserved_heads(raw_text_config(config))
+    if found is not None:
+        raise UnsupportedModelError(
+            f"{where}: has {found}, which vLLM, SGLang, llama.cpp and transformers leave unread; expected a head that "
+            f"one of them serves. {NOT_ATTACHED}"
+        )
+
+
+def _unserved_heads(config: RawConfig) -> str | None:
+    # Gloeckle et al. 2024 (arXiv:2404.19737): the heads stand beside the last layer and read no drafted token.
+    future = config.get("n_future_tokens")
+    if isinstance(future, int) and future > 1:
+        return f"{future - 1} extra heads of Meta's multi-token prediction (n_future_tokens {future})"
+    if config.get("model_type") == "medusa" or config.get("medusa_num_heads"):
+        return "Medusa heads"
+    if config.get("model_type") == "mlp_speculator":
+        return "an MLP speculator"
+    return None

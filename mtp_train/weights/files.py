@@ -20,11 +20,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtp_train.errors import CheckpointError
-from mtp_train.families import Family, RawConfig, family_for, raw_text_config
+from mtp_train.families import Family, RawConfig, family_for, raw_text_config, refuse_unserved_heads
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+OWN_CONFIG_FILE = "params.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 # safetensors' names for the dtypes that weights come in.
@@ -184,12 +185,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: The directory, config, index or a shard is missing or damaged, or the weights are pickles.
+        UnsupportedModelError: Its heads are of a kind that no engine loads.
     """
     if not path.is_dir():
         raise CheckpointError(
             f"{path}: not a directory; expected a checkpoint directory or a hub id (owner/name). Check the spelling."
         )
-    config = read_json(path / CONFIG_FILE)
+    config = _read_config(path)
     # transformers reads the single file first where both exist, and so do we.
     if (path / SINGLE_FILE).is_file():
         return Checkpoint(path, config, None, scan_safetensors(path / SINGLE_FILE))
@@ -205,6 +207,22 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise CheckpointError(
         f"{path}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}. Point at the directory that holds them."
     )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config_file = path / CONFIG_FILE
+    # Meta's releases have another file, or a directory for each of several models.
+    own = [] if config_file.is_file() else [*path.glob(OWN_CONFIG_FILE), *path.glob(f"*/{OWN_CONFIG_FILE}")]
+    configs = {file.parent: read_json(file) for file in sorted(own) or [config_file]}
+    # Before any look at the weights: those are pickles, and to convert them would not help.
+    for directory, config in configs.items():
+        refuse_unserved_heads(config, where=str(directory))
+    if own:
+        raise CheckpointError(
+            f"{path}: in the layout of its authors' own code ({OWN_CONFIG_FILE}, no {CONFIG_FILE}); expected a "
+            "transformers checkpoint. Convert it once with transformers' script for the model, in a place you trust."
+        )
+    return configs[path]
 
 
 def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]:

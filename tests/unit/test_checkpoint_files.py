@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,44 @@ def test_an_index_that_lists_a_tensor_its_shard_lacks_is_refused(checkpoint: Pat
 def test_pickled_weights_are_refused(checkpoint: Path) -> None:
     (checkpoint / SINGLE_FILE).rename(checkpoint / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"weights are pickles \(pytorch_model\.bin\), which can run code"):
+        open_checkpoint(checkpoint)
+
+
+HEADS_OF_META = r"extra heads of Meta's multi-token prediction \(n_future_tokens 4\), which vLLM, .* A head has to be"
+
+
+def test_meta_s_multi_token_release_is_recognised_and_not_unpickled(tmp_path: Path) -> None:
+    futures: dict[str, dict[str, int]] = {"7B_1T_1": {}, "7B_1T_4": {"n_future_tokens": 4}}
+    for name, future in futures.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "params.json").write_text(json.dumps({"dim": 64, "n_layers": 4} | future))
+        (tmp_path / name / "consolidated.pth").write_bytes(b"not even a pickle")
+    for location in (tmp_path, tmp_path / "7B_1T_4"):
+        with pytest.raises(UnsupportedModelError, match="7B_1T_4: has 3 " + HEADS_OF_META):
+            open_checkpoint(location)
+    with pytest.raises(CheckpointError, match=r"7B_1T_1: in the layout of its authors' own code \(params\.json"):
+        open_checkpoint(tmp_path / "7B_1T_1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"n_future_tokens": 4}, "has 3 " + HEADS_OF_META),
+        ({"medusa_num_heads": 5}, "has Medusa heads, which vLLM"),
+        ({"model_type": "mlp_speculator"}, "has an MLP speculator, which vLLM"),
+    ],
+)
+def test_heads_that_no_engine_loads_are_recognised_whatever_holds_the_weights(
+    fields: dict[str, Any], named: str, checkpoint: Path
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"n_future_tokens": 1}))
+    open_checkpoint(checkpoint)
+    (checkpoint / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(UnsupportedModelError, match=named):
+        open_checkpoint(checkpoint)
+    (checkpoint / SINGLE_FILE).rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModelError, match=named):
         open_checkpoint(checkpoint)
 
 
