@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 
-def write_adapter(checkpoint: Path, out: Path, **settings: Any) -> PeftModel:
-    """Save a random adapter of a checkpoint's text model; return the model that wears it, unmerged."""
+def write_adapter(checkpoint: Path, out: Path, auto: Any = AutoModelForCausalLM, **settings: Any) -> PeftModel:
+    """Save a random adapter of a checkpoint's model, loaded by ``auto``; return the model that wears it, unmerged."""
     torch.manual_seed(5)
     config = LoraConfig(**{"r": 4, "lora_alpha": 12, "init_lora_weights": False, **settings})
     with warnings.catch_warnings():
         # peft warns of what it saves for an embedding, and of tied weights.
         warnings.simplefilter("ignore")
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config)
+        model = get_peft_model(auto.from_pretrained(checkpoint), config)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and ("lora_" not in name or "bias" in name or "magnitude" in name):
                 parameter.data += 0.1 * torch.randn(parameter.shape)

@@ -13,18 +13,35 @@ from mtp_train.families.layouts import INDEXER, with_layers
 from mtp_train.families.spec import Borrowed, Convention, CountField, Family, KeyRule
 
 _MODULE = "{trunk}mtp.layers.{module}."
-_LAYER = f"{_MODULE}transformer_layer."
-_MOE, _SHARED = f"{_LAYER}block_sparse_moe.", "shared_experts."
-_GATE_UP = "layer.mlp.experts.gate_up_proj"
-_SHARED_GATE_UP = "layer.mlp.shared_experts.gate_up_proj.weight"
+_TRUNK_LAYER = "{trunk}layers.{layer}."
 # vLLM reads the trunk after its final norm and hands on the layer's own output.
 _VLLM = Convention(recycle="before_final_norm", zero_first_embedding=True)
 
 
-def _indexer_rules(layer: str) -> tuple[KeyRule, ...]:
-    return tuple(
-        KeyRule(native=f"{layer}self_attn.index_{part}.{{rest}}", ours=f"layer.self_attn.indexer.{part}.{{rest}}")
-        for part in ("q_proj", "k_proj", "q_norm", "k_norm")
+def _gate_up_rules(native: str, ours: str) -> tuple[KeyRule, ...]:
+    """Two matrices of a release that transformers merges into one."""
+    merged = f"{ours}gate_up_proj.weight"
+    return (
+        KeyRule(native=f"{native}gate_proj.weight", ours=merged, stack="concat", order=0),
+        KeyRule(native=f"{native}up_proj.weight", ours=merged, stack="concat", order=1),
+    )
+
+
+def _layer_rules(layer: str) -> tuple[KeyRule, ...]:
+    moe, experts, shared = f"{layer}block_sparse_moe.", "layer.mlp.experts.", "shared_experts."
+    gate_up = f"{experts}gate_up_proj"
+    return (
+        KeyRule(native=f"{moe}experts.{{expert}}.w1.weight", ours=gate_up, stack="experts_concat", order=0),
+        KeyRule(native=f"{moe}experts.{{expert}}.w3.weight", ours=gate_up, stack="experts_concat", order=1),
+        KeyRule(native=f"{moe}experts.{{expert}}.w2.weight", ours=f"{experts}down_proj", stack="experts"),
+        *_gate_up_rules(f"{moe}{shared}", f"layer.mlp.{shared}"),
+        KeyRule(native=f"{moe}e_score_correction_bias", ours="layer.mlp.gate.e_score_correction_bias"),
+        KeyRule(native=f"{moe}{{rest}}", ours="layer.mlp.{rest}"),
+        *(
+            KeyRule(native=f"{layer}self_attn.index_{part}.{{rest}}", ours=f"layer.self_attn.indexer.{part}.{{rest}}")
+            for part in ("q_proj", "k_proj", "q_norm", "k_norm")
+        ),
+        KeyRule(native=f"{layer}{{rest}}", ours="layer.{rest}"),
     )
 
 
@@ -57,17 +74,14 @@ MINIMAX_M3 = Family(
         KeyRule(native=f"{_MODULE}enorm.weight", ours="embed_norm.weight"),
         KeyRule(native=f"{_MODULE}hnorm.weight", ours="hidden_norm.weight"),
         KeyRule(native=f"{_MODULE}final_layernorm.weight", ours="final_norm.weight"),
-        KeyRule(native=f"{_MOE}experts.{{expert}}.w1.weight", ours=_GATE_UP, stack="experts_concat", order=0),
-        KeyRule(native=f"{_MOE}experts.{{expert}}.w3.weight", ours=_GATE_UP, stack="experts_concat", order=1),
-        KeyRule(native=f"{_MOE}experts.{{expert}}.w2.weight", ours="layer.mlp.experts.down_proj", stack="experts"),
-        KeyRule(native=f"{_MOE}{_SHARED}gate_proj.weight", ours=_SHARED_GATE_UP, stack="concat", order=0),
-        KeyRule(native=f"{_MOE}{_SHARED}up_proj.weight", ours=_SHARED_GATE_UP, stack="concat", order=1),
-        KeyRule(native=f"{_MOE}e_score_correction_bias", ours="layer.mlp.gate.e_score_correction_bias"),
-        KeyRule(native=f"{_MOE}{{rest}}", ours="layer.mlp.{rest}"),
-        *_indexer_rules(_LAYER),
-        KeyRule(native=f"{_LAYER}{{rest}}", ours="layer.{rest}"),
+        *_layer_rules(f"{_MODULE}transformer_layer."),
     ),
-    trunk_rules=_indexer_rules("{trunk}layers.{layer}."),
+    # Layers without experts stand only in the trunk.
+    trunk_rules=(*_gate_up_rules(f"{_TRUNK_LAYER}mlp.", "layer.mlp."), *_layer_rules(_TRUNK_LAYER)),
+    wrapper_names={
+        "vision_tower.layers.": "vision_tower.vision_model.encoder.layers.",
+        "multi_modal_projector.merge_linear_": "patch_merge_mlp.linear_",
+    },
     default=_VLLM,
     conventions={"vllm": _VLLM},
     head_layer_config=_sparse,

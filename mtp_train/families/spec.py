@@ -213,6 +213,9 @@ class Family:
     trunk_rules: tuple[KeyRule, ...] = ()
     """Parts of the trunk's layers that a release calls otherwise than transformers (``{layer}`` is the layer's own
     number), where the head's rules do not say so already. An adapter's modules are found by them."""
+    wrapper_names: Mapping[str, str] = field(default_factory=dict)
+    """What parts of the wrapper beside the language model are called in transformers, ``model.`` left out, and in a
+    release where that differs: beginnings of names. An adapter's modules are found by them."""
     num_sublayers: Callable[[RawConfig], int] = lambda config: 1
     """Numbered sublayers of one head module, from the raw text config."""
     concat: Literal["embed_first", "hidden_first", "sum"] = "embed_first"

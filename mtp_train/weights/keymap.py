@@ -71,19 +71,25 @@ class HeadLayout:
         """The native key of the trunk's input embedding."""
         return self.family.embedding(self.trunk_prefix)
 
-    def trunk_layer_key(self, layer: int, tail: str) -> str | None:
-        """Return the native key of a trunk layer's tensor, where a rule says it: one for the trunk, or one for a head
-        that is kept as one more layer.
+    def trunk_layer_keys(self, layer: int, tail: str) -> list[str]:
+        """Return the native keys that keep a trunk layer's tensor, where rules say it: the trunk's own, or those of a
+        head that is kept as one more layer.
+
+        Several are rows one below the other; ``{expert}`` stays in a key that each expert has its own of.
 
         Args:
             layer: The layer's number.
             tail: The tensor's name inside of transformers' layer.
         """
-        for rule in (*self.family.trunk_rules, *(rule for rule, _, _ in self._rules)):
-            match = self._pattern(rule.ours).match(f"layer.{tail}")
-            if match is not None and rule.stack == "none" and "{layer}" in rule.native:
-                return rule.native.format(**match.groupdict(), trunk=self.trunk_prefix, layer=layer)
-        return None
+        for rules in (self.family.trunk_rules, [rule for rule, _, _ in self._rules]):
+            numbered = [rule for rule in rules if "{layer}" in rule.native]
+            found = [(rule, match) for rule in numbered if (match := self._pattern(rule.ours).match(f"layer.{tail}"))]
+            if found:
+                first, match = found[0]
+                places = {**match.groupdict(), "trunk": self.trunk_prefix, "layer": layer, "expert": "{expert}"}
+                same = sorted((rule for rule, _ in found if rule.ours == first.ours), key=lambda rule: rule.order)
+                return [rule.native.format(**places) for rule in same]
+        return []
 
     def is_head_key(self, key: str) -> bool:
         """Whether a native key belongs to the head (known or not)."""

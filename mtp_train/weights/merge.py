@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -133,33 +132,52 @@ class _Plan:
         self._embedding = layout.embed_key
         self._tied = bool(source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings")))
         self._lm_head = layout.family.lm_head_key
-        self._tied |= self._lm_head not in source.tensors
+        self._tied |= self.home(LM_HEAD) is None
         names = [*adapter.replacements, *(f"{pair.module}.weight" for pair in adapter.pairs)]
         self._embedding_is_adapted = any(self.home(name) == self._embedding for name in names)
 
     def home(self, name: str) -> str | None:
-        """Return the stored key of a parameter.
+        """Return the stored key of a parameter, None where there is none or its parts are stored apart.
 
-        A wrapper puts another prefix before it than a text-only model, and some releases call a layer's parts, or the
-        embedding, otherwise than transformers does.
+        A wrapper puts another prefix before it than a text-only model, and some releases call parts of it or of a
+        layer, or the embedding, otherwise than transformers does.
         """
-        bare = _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
-        of_layer = _OF_A_LAYER.match(bare)
+        bare, of_rules = self._bare(name), self._of_rules(name)
         candidates = [name, self.layout.trunk_prefix + bare, bare]
-        if of_layer is not None:
-            candidates.append(self.layout.trunk_layer_key(int(of_layer["layer"]), of_layer["tail"]) or name)
+        if len(of_rules) == 1:
+            candidates += of_rules
         if bare in _EMBEDDINGS:
             candidates.append(self._embedding)
         if bare == LM_HEAD:
-            candidates.append(self._lm_head)
+            candidates += [self._lm_head, f"language_model.{LM_HEAD}"]
+        for ours, native in self.layout.family.wrapper_names.items():
+            if bare.startswith(ours):
+                candidates.append(native + bare.removeprefix(ours))
         return next((key for key in candidates if key in self.source.tensors), None)
+
+    def _rows_of(self, name: str, num_rows: int) -> Iterator[tuple[str, slice]]:
+        """Yield a parameter's rows with its name, or with the keys of its parts where a release keeps those apart."""
+        parts = [] if self.home(name) is not None else self._of_rules(name)
+        keys = parts if all(key in self.source.tensors for key in parts) else []
+        size = num_rows // max(1, len(keys))
+        for place, key in enumerate(keys or [name]):
+            yield key, slice(place * size, (place + 1) * size)
+
+    def _bare(self, name: str) -> str:
+        return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
+
+    def _of_rules(self, name: str) -> list[str]:
+        of_layer = _OF_A_LAYER.match(self._bare(name))
+        return [] if of_layer is None else self.layout.trunk_layer_keys(int(of_layer["layer"]), of_layer["tail"])
 
     def replace(self, name: str, key: str) -> None:
         """Put a tensor of the adapter in the place of a stored one."""
         stored = self.adapter.weights.stored
-        change = self._change(name, stored.tensors[key].shape)
-        if change is not None:
-            change.replacement = partial(stored.read_rows, key)
+        num_rows, *columns = stored.tensors[key].shape
+        for home, rows in self._rows_of(name, num_rows):
+            change = self._change(home, (rows.stop - rows.start, *columns))
+            if change is not None:
+                change.replacement = _reads_rows(stored, key, rows.start)
 
     def step(self, name: str, shape: tuple[int, ...], step: RowChange) -> None:
         """Add something to a stored tensor."""
@@ -177,11 +195,8 @@ class _Plan:
         if fused is not None and self.home(name) is None:
             self._add_to_fused(pair, fused["experts"], int(fused["expert"]), fused["part"])
             return
-        self.step(
-            name,
-            (pair.left.shape[0], pair.right.shape[1]),
-            _adds_product(pair.left.load, pair.right.load, pair.scale, pair.magnitude),
-        )
+        for home, rows in self._rows_of(name, pair.left.shape[0]):
+            self.step(home, (rows.stop - rows.start, pair.right.shape[1]), _adds_rows_of_product(pair, rows))
 
     def _add_experts(self, name: str, pair: LowRank) -> None:
         """Peft's adapter on a fused parameter: experts are stacked in the rank, A by expert, B by rank."""
@@ -190,17 +205,17 @@ class _Plan:
         if self.home(name) is not None:
             self.step(name, (num_experts, num_rows, num_columns), _adds_expert_products(pair))
             return
-        parts = _FUSED[pair.parameter]
-        if self.home(f"{pair.module}.{num_experts}.{parts[0]}.weight") is not None:
+        parts = self._of_rules(name) or [f"{pair.module}.{{expert}}.{part}.weight" for part in _FUSED[pair.parameter]]
+        if self.home(parts[0].format(expert=num_experts)) is not None:
             raise CheckpointError(
                 f"{self.adapter.path}: adapts {num_experts} experts of {pair.module}, {self.source.path} has more; "
                 "expected as many. Merge into the base that the adapter was trained on."
             )
+        size = num_rows // len(parts)
         for expert in range(num_experts):
             for place, part in enumerate(parts):
-                key, size = f"{pair.module}.{expert}.{part}.weight", num_rows // len(parts)
                 rows = slice(place * size, (place + 1) * size)
-                self.step(key, (size, num_columns), _adds_one_expert_product(pair, expert, rows))
+                self.step(part.format(expert=expert), (size, num_columns), _adds_one_expert_product(pair, expert, rows))
 
     def _add_to_fused(self, pair: LowRank, experts: str, expert: int, part: str) -> None:
         """An adapter on one expert's own layer, where the checkpoint stacks the experts."""
@@ -275,6 +290,10 @@ class _Plan:
             self.changes[self._lm_head] = self.changes[self._embedding]
 
 
+def _reads_rows(stored: Checkpoint, key: str, start: int) -> Callable[[int, int], Tensor]:
+    return lambda first, stop: stored.read_rows(key, start + first, start + stop)
+
+
 def _adds(value: Tensor) -> RowChange:
     return lambda first, block: block + value[first : first + len(block)]
 
@@ -292,6 +311,11 @@ def _adds_product(
         return merged * (magnitude[rows] / torch.linalg.vector_norm(merged, dim=1))[:, None]
 
     return step
+
+
+def _adds_rows_of_product(pair: LowRank, rows: slice) -> RowChange:
+    magnitude = None if pair.magnitude is None else pair.magnitude[rows]
+    return _adds_product(lambda: pair.left.load()[rows], pair.right.load, pair.scale, magnitude)
 
 
 def _by_expert(pair: LowRank) -> tuple[Tensor, Tensor]:

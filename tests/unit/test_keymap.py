@@ -126,11 +126,16 @@ def test_head_keys_are_told_from_the_trunks(family_name: str, key: str, is_head:
     assert HeadLayout(family_of(family_name), "model.", 46).is_head_key(key) is is_head
 
 
-def test_a_trunk_layers_indexer_is_found_by_its_released_name() -> None:
+def test_a_trunk_layers_tensors_are_found_by_their_released_names() -> None:
     layout = HeadLayout(family_of("minimax_m3"), "language_model.model.", 46)
-    layer = "language_model.model.layers.7.self_attn."
-    assert layout.trunk_layer_key(7, "self_attn.indexer.k_norm.weight") == f"{layer}index_k_norm.weight"
-    assert layout.trunk_layer_key(7, "self_attn.k_norm.weight") is None
+    layer = "language_model.model.layers.7."
+    for ours, native in {
+        "self_attn.indexer.k_norm.weight": ["self_attn.index_k_norm.weight"],
+        "mlp.gate_up_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+        "mlp.experts.gate_up_proj": [f"block_sparse_moe.experts.{{expert}}.{part}.weight" for part in ("w1", "w3")],
+    }.items():
+        assert layout.trunk_layer_keys(7, ours) == [layer + name for name in native]
+    assert HeadLayout(family_of("qwen3_5"), "model.", 46).trunk_layer_keys(7, "self_attn.k_norm.weight") == []
 
 
 def test_a_shared_expert_is_two_keys_gate_above_up() -> None:

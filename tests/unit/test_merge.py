@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForImageTextToText
 
 from adapters import rename_keys, rewrite_config, write_adapter
 from checkpoints import (
@@ -64,7 +64,7 @@ def merged_by_peft(model: Any) -> dict[str, Tensor]:
 def assert_like_peft(out: Path, model: Any) -> None:
     """What transformers loads from our checkpoint is what peft merges."""
     expected = merged_by_peft(model)
-    found = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    found = type(model.get_base_model()).from_pretrained(out).state_dict()
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, atol=2e-6, rtol=0, msg=key)
@@ -143,6 +143,33 @@ def test_what_peft_adapts_by_all_linear_has_a_home(family_name: str, tmp_path: P
     model = write_adapter(base, tmp_path / "lora", target_modules=TARGETS.get(family_name, "all-linear"))
     merge(base, tmp_path / "lora", tmp_path / "out")
     assert_like_peft(tmp_path / "out", model)
+
+
+# Settings of an adapter, and the stored tensors that it moves.
+MINIMAX: dict[str, tuple[dict[str, Any], str]] = {
+    "linear": (
+        {"target_modules": "all-linear"},
+        r"self_attn.*proj\.w|mlp\.(gate|up|down)_proj|shared.*proj|fc\d\.w|linear_\d\.w",
+    ),
+    "dora": ({"target_modules": ["gate_up_proj"], "use_dora": True}, r"(gate|up)_proj"),
+    "experts": ({"target_modules": ["o_proj"], "target_parameters": EXPERTS}, r"o_proj|\.w[123]|gate\.weight"),
+    "whole": (
+        {"target_modules": ["o_proj"], "modules_to_save": ["shared_experts.gate_up_proj", "lm_head"]},
+        r"o_proj|shared.*(gate|up)_proj|lm_head",
+    ),
+}
+
+
+@pytest.mark.skipif("minimax_m3" not in ALL_FAMILIES, reason="this transformers does not run MiniMax-M3")
+@pytest.mark.parametrize(("settings", "moved"), MINIMAX.values(), ids=MINIMAX.keys())
+def test_what_transformers_merges_is_cut_into_the_parts_that_a_release_keeps(
+    settings: dict[str, Any], moved: str, tmp_path: Path
+) -> None:
+    base = with_head(tmp_path, "minimax_m3")
+    model = write_adapter(base, tmp_path / "lora", AutoModelForImageTextToText, **settings)
+    merge(base, tmp_path / "lora", tmp_path / "out")
+    assert_like_peft(tmp_path / "out", model)
+    assert_only_trunk_moved(tmp_path / "out", base, rf"^(?!.*\.mtp\.).*({moved})")
 
 
 def test_stacked_experts_stay_stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
