@@ -37,8 +37,10 @@ def export_gguf(source: Path, out: Path, *, kind: GgufKind, progress: Progress) 
     found = head_to_export(source)
     refuse_with_adapter(source, found)
     trunk, head = found.trunk, found.head
-    record = gguf_head_for(str(trunk.text_config.get("model_type")), where=str(trunk.path))
-    config = text_config_of(trunk).to_dict()
+    record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
+    text_config = text_config_of(trunk)
+    # With what transformers leaves aside; a config that names its layers one by one does not count them.
+    config = {**trunk.text_config, **text_config.to_dict(), "num_hidden_layers": text_config.num_hidden_layers}
     tensors = gguf_tensors(trunk, layout_of(trunk), head, record, config)
     tokenizer = load_tokenizer(trunk, trust_remote_code=False)
     name = f"mtp-{checkpoint_name(trunk.path)}.gguf"

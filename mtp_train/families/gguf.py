@@ -1,15 +1,12 @@
 """What llama.cpp must be told to load a head on its own: tensor names and metadata, one record per model type.
 
-Read from llama.cpp's converter (``--mtp``) and loaders. Everything is keyed by the checkpoint's own names, and nothing
-here needs the ``gguf`` package. A family has no record where llama.cpp has no graph for its head.
+A family has no record where llama.cpp has no graph for its head.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.gguf_fields import (
@@ -31,49 +28,26 @@ from mtp_train.families.gguf_fields import (
     whole,
     yarn_log_multiplier,
 )
+from mtp_train.families.gguf_head import (
+    ATTENTION,
+    BEFORE_FFN,
+    DENSE,
+    EACH_EXPERT,
+    INDEXER,
+    LATENT_ATTENTION,
+    NEXTN,
+    PARTS,
+    POST_ATTENTION,
+    ROUTER,
+    Cut,
+    GgufHead,
+    weights,
+)
+from mtp_train.families.gguf_mixed import MIXED
+from mtp_train.families.spec import Family
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A native tensor that GGUF keeps as two."""
-
-    how: Literal["halves", "latent_kv"]
-    """``halves``: along the next to last axis. ``latent_kv``: a head's key part, transposed, and its value part."""
-    names: tuple[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GgufHead:
-    """How the heads of some model types are named and described in GGUF."""
-
-    arch: str
-    """llama.cpp's name of the architecture, and the prefix of ``fields``."""
-    pre_tokenizer: str
-    """llama.cpp's name of the pre-tokenizer. Its converter knows one by a hash of what the tokenizer makes of a text,
-    which fails for a tokenizer with one token more. Loaders want a name they know; a draft is made of token ids."""
-    names: Mapping[str, str]
-    """Native head key without its root, to the name within its block. ``{expert}``: one each, stacked."""
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
-    """The same for native tensors that become two."""
-    fields: Mapping[str, Field]
-    """Metadata. Counts of blocks and head modules are the writer's."""
-    roots: tuple[str, ...] = ("{trunk}layers.{layer}.",)
-    """What native head keys start with, longest first. One without a number belongs to the first module."""
-    norm_offset: float = 0.0
-    """Added to every norm's weight: 1 where a checkpoint stores w and the model computes with 1 + w."""
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Kind of special token to its text, where the tokenizer's own files do not say it."""
-
-
-TRUNK_NAMES: Mapping[str, str] = {
-    "{trunk}embed_tokens.weight": "token_embd.weight",
-    "{trunk}norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-"""Trunk tensors that go along because loaders insist on them; a tied lm_head is not there and not missed."""
-
-
-def gguf_head_for(model_type: str, *, where: str) -> GgufHead:
+def gguf_head_for(family: Family, model_type: str, *, where: str) -> GgufHead:
     """Return the record of a text config's model type.
 
     Raises:
@@ -81,84 +55,24 @@ def gguf_head_for(model_type: str, *, where: str) -> GgufHead:
     """
     if model_type in GGUF_HEADS:
         return GGUF_HEADS[model_type]
+    llama_cpp = family.engines["llama.cpp"]
+    if not llama_cpp.supported:
+        raise UnsupportedModelError(
+            f"{where}: llama.cpp does not draft with a head of {family.title}: {llama_cpp.text}; expected a model with "
+            "a yes under 'GGUF sidecar' in the README. Export without --gguf, for another engine."
+        )
     raise UnsupportedModelError(
-        f"{where}: no GGUF layout is known for the head of model_type '{model_type}'; expected one of "
-        f"{', '.join(sorted(GGUF_HEADS))}. Export without --gguf and try llama.cpp's own converter."
+        f"{where}: no GGUF layout is known here for the head of model_type '{model_type}'; expected one of "
+        f"{', '.join(sorted(GGUF_HEADS))}. Export without --gguf and use llama.cpp's own converter with --mtp."
     )
 
-
-def _weights(names: Mapping[str, str]) -> dict[str, str]:
-    return {f"{native}.weight": f"{ours}.weight" for native, ours in names.items()}
-
-
-_NEXTN = _weights(
-    {
-        "eh_proj": "nextn.eh_proj",
-        "enorm": "nextn.enorm",
-        "hnorm": "nextn.hnorm",
-        "embed_tokens": "nextn.embed_tokens",
-        "shared_head.norm": "nextn.shared_head_norm",
-        "shared_head.head": "nextn.shared_head_head",
-    }
-)
-_ATTENTION = {
-    **_weights(
-        {
-            "input_layernorm": "attn_norm",
-            "self_attn.q_proj": "attn_q",
-            "self_attn.k_proj": "attn_k",
-            "self_attn.v_proj": "attn_v",
-            "self_attn.o_proj": "attn_output",
-            "self_attn.q_norm": "attn_q_norm",
-            "self_attn.k_norm": "attn_k_norm",
-        }
-    ),
-    "self_attn.q_proj.bias": "attn_q.bias",
-    "self_attn.k_proj.bias": "attn_k.bias",
-    "self_attn.v_proj.bias": "attn_v.bias",
-}
-_LATENT_ATTENTION = _weights(
-    {
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.q_a_proj": "attn_q_a",
-        "self_attn.q_a_layernorm": "attn_q_a_norm",
-        "self_attn.q_b_proj": "attn_q_b",
-        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-        "self_attn.o_proj": "attn_output",
-    }
-)
-_INDEXER = {
-    **_weights(
-        {
-            "self_attn.indexer.wq_b": "indexer.attn_q_b",
-            "self_attn.indexer.wk": "indexer.attn_k",
-            "self_attn.indexer.k_norm": "indexer.k_norm",
-            "self_attn.indexer.weights_proj": "indexer.proj",
-        }
-    ),
-    "self_attn.indexer.k_norm.bias": "indexer.k_norm.bias",
-}
-# The norm before the feed-forward part has two names, by what stood first in llama.cpp's own model.
-_POST_ATTENTION = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
-_BEFORE_FFN = {"post_attention_layernorm.weight": "ffn_norm.weight"}
-_PARTS = ("gate", "up", "down")
-_DENSE = {f"mlp.{part}_proj.weight": f"ffn_{part}.weight" for part in _PARTS}
-_EACH_EXPERT = {f"mlp.experts.{{expert}}.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in _PARTS}
-_ROUTER = {
-    "mlp.gate.weight": "ffn_gate_inp.weight",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    **_EACH_EXPERT,
-    **{f"mlp.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in _PARTS},
-}
 
 _QWEN = GgufHead(
     arch="qwen35",
     pre_tokenizer="qwen35",
     roots=("mtp.layers.{module}.", "mtp."),
     names={
-        **_weights(
+        **weights(
             {
                 "fc": "nextn.eh_proj",
                 "pre_fc_norm_embedding": "nextn.enorm",
@@ -166,9 +80,9 @@ _QWEN = GgufHead(
                 "norm": "nextn.shared_head_norm",
             }
         ),
-        **_ATTENTION,
-        **_POST_ATTENTION,
-        **_DENSE,
+        **ATTENTION,
+        **POST_ATTENTION,
+        **DENSE,
     },
     norm_offset=1.0,
     fields={
@@ -188,12 +102,12 @@ _QWEN_MOE = dataclasses.replace(
     _QWEN,
     arch="qwen35moe",
     names={
-        **{native: ours for native, ours in _QWEN.names.items() if native not in _DENSE},
+        **{native: ours for native, ours in _QWEN.names.items() if native not in DENSE},
         "mlp.gate.weight": "ffn_gate_inp.weight",
-        **_EACH_EXPERT,
+        **EACH_EXPERT,
         "mlp.experts.down_proj": "ffn_down_exps.weight",
         "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
-        **{f"mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in _PARTS},
+        **{f"mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in PARTS},
     },
     cuts={"mlp.experts.gate_up_proj": Cut("halves", ("ffn_gate_exps.weight", "ffn_up_exps.weight"))},
     fields={
@@ -213,7 +127,7 @@ _GLM_TOKENS = {"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom
 _GLM4_MOE = GgufHead(
     arch="glm4moe",
     pre_tokenizer="glm4",
-    names={**_NEXTN, **_ATTENTION, **_POST_ATTENTION, **_ROUTER},
+    names={**NEXTN, **ATTENTION, **POST_ATTENTION, **ROUTER},
     special_tokens=_GLM_TOKENS,
     fields={
         **DECODER,
@@ -231,7 +145,7 @@ _GLM4_MOE = GgufHead(
 _LATENT = GgufHead(
     arch="deepseek2",
     pre_tokenizer="glm4",
-    names={**_NEXTN, **_LATENT_ATTENTION, **_BEFORE_FFN, **_ROUTER},
+    names={**NEXTN, **LATENT_ATTENTION, **BEFORE_FFN, **ROUTER},
     cuts={"self_attn.kv_b_proj.weight": Cut("latent_kv", ("attn_k_b.weight", "attn_v_b.weight"))},
     special_tokens=_GLM_TOKENS,
     fields={
@@ -262,7 +176,7 @@ _SPARSE_FIELDS: Mapping[str, Field] = {
 _GLM_DSA = dataclasses.replace(
     _LATENT,
     arch="glm-dsa",
-    names={**_LATENT.names, **_INDEXER},
+    names={**_LATENT.names, **INDEXER},
     fields={
         **_SPARSE_FIELDS,
         "rope.dimension_count": rotated("qk_rope_head_dim", 1.0),
@@ -273,7 +187,7 @@ _DEEPSEEK_V32 = dataclasses.replace(
     _LATENT,
     arch="deepseek32",
     pre_tokenizer="deepseek-v3",
-    names={**_LATENT.names, **_INDEXER},
+    names={**_LATENT.names, **INDEXER},
     special_tokens={},
     # Its loader has no function of its own to fall back on.
     fields={**_SPARSE_FIELDS, "expert_gating_func": router(default="sigmoid")},
@@ -283,14 +197,14 @@ _HY_V3 = GgufHead(
     arch="hy_v3",
     pre_tokenizer="hunyuan-dense",
     names={
-        **_NEXTN,
+        **NEXTN,
         "final_layernorm.weight": "nextn.shared_head_norm.weight",
-        **_ATTENTION,
-        **_BEFORE_FFN,
+        **ATTENTION,
+        **BEFORE_FFN,
         "mlp.router.gate.weight": "ffn_gate_inp.weight",
         "mlp.expert_bias": "exp_probs_b",
-        **_EACH_EXPERT,
-        **{f"mlp.shared_mlp.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in _PARTS},
+        **EACH_EXPERT,
+        **{f"mlp.shared_mlp.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in PARTS},
     },
     fields={
         **DECODER,
@@ -311,5 +225,6 @@ GGUF_HEADS: Mapping[str, GgufHead] = {
     "glm_moe_dsa": _GLM_DSA,
     "deepseek_v32": _DEEPSEEK_V32,
     "hy_v3": _HY_V3,
+    **MIXED,
 }
 """Text-config model type to its record."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.spec import RawConfig
 
-Value = int | float | bool | str | list[int] | list[bool]
+Value = int | float | bool | str | list[int] | list[bool] | list[float]
 Field = Callable[[RawConfig], Value | None]
 """A text config, defaults filled in, to a value; None writes nothing. The Python type decides the stored one."""
 
@@ -31,21 +31,21 @@ def whole(*names: str, default: int | None = None) -> Field:
     return read
 
 
-def real(name: str, default: float | None = None) -> Field:
-    """Read a float."""
+def real(*names: str, default: float | None = None) -> Field:
+    """Read a float: the first of these config fields that is there."""
 
     def read(config: RawConfig) -> Value | None:
-        value = config.get(name, default)
+        value = next((config[name] for name in names if name in config), default)
         return None if value is None else float(value)
 
     return read
 
 
-def flag(name: str, default: bool | None = None) -> Field:
-    """Read a boolean."""
+def flag(*names: str, default: bool | None = None) -> Field:
+    """Read a boolean: the first of these config fields that is there."""
 
     def read(config: RawConfig) -> Value | None:
-        value = config.get(name, default)
+        value = next((config[name] for name in names if name in config), default)
         return None if value is None else bool(value)
 
     return read
@@ -73,14 +73,16 @@ def rotated(dims: str, partial: float) -> Field:
 
     def read(config: RawConfig) -> Value:
         size = config.get(dims) or config["hidden_size"] // config["num_attention_heads"]
-        return int(size * _rope(config).get("partial_rotary_factor", partial))
+        # A release's own field first: transformers may leave it aside.
+        share = config.get("partial_rotary_factor") or rope_of(config).get("partial_rotary_factor", partial)
+        return int(size * share)
 
     return read
 
 
 def sections(config: RawConfig) -> Value | None:
     """Read the split of the rotary dimensions over time, height and width, padded to four."""
-    found = _rope(config).get("mrope_section")
+    found = rope_of(config).get("mrope_section")
     return None if found is None else ([int(size) for size in found] + [0] * 4)[:4]
 
 
@@ -105,7 +107,7 @@ def full_indexers(config: RawConfig) -> Value | None:
 
 def yarn_log_multiplier(config: RawConfig) -> Value | None:
     """Read what yarn multiplies attention by, in the form that llama.cpp keeps for this architecture."""
-    scale = _rope(config).get("mscale_all_dim")
+    scale = rope_of(config).get("mscale_all_dim")
     return None if scale is None else 0.1 * float(scale)
 
 
@@ -129,14 +131,31 @@ def only_if_true(name: str) -> Field:
     return lambda config: True if config.get(name) else None
 
 
+def either(*fields: Field) -> Field:
+    """Read the first of these that says anything."""
+    return lambda config: next((value for read in fields if (value := read(config)) is not None), None)
+
+
+def limits(name: str) -> Field:
+    """Read one bound a block; 0 says that there is none, as of the blocks that the config does not name."""
+
+    def read(config: RawConfig) -> Value | None:
+        found = config.get(name)
+        blocks = config["num_hidden_layers"] + config[NUM_MODULES]
+        return None if found is None else [float(bound or 0.0) for bound in [*found, *[0.0] * blocks][:blocks]]
+
+    return read
+
+
 def always(value: Value) -> Field:
     """Write the same for every model."""
     return lambda config: value
 
 
-def _rope(config: RawConfig) -> RawConfig:
+def rope_of(config: RawConfig, kind: str = "full_attention") -> RawConfig:
+    """Return the rotary embedding's parameters: those of one kind of layer, where kinds have their own."""
     parameters: RawConfig = config.get("rope_parameters") or {}
-    nested: RawConfig = parameters.get("full_attention", parameters)
+    nested: RawConfig = parameters.get(kind, parameters)
     return nested
 
 
@@ -144,7 +163,7 @@ def _rope_real(*names: str, kinds: tuple[str, ...] = ()) -> Field:
     """Read a float of the rotary embedding; where ``kinds`` are named, only under such a scaling."""
 
     def read(config: RawConfig) -> Value | None:
-        rope = _rope(config)
+        rope = rope_of(config)
         value = next((rope[name] for name in names if name in rope), None)
         wanted = not kinds or rope.get("rope_type") in kinds
         return float(value) if wanted and value is not None else None
@@ -152,8 +171,14 @@ def _rope_real(*names: str, kinds: tuple[str, ...] = ()) -> Field:
     return read
 
 
+def window_theta(config: RawConfig) -> Value | None:
+    """Read the base of the rotary embedding in layers with a sliding window."""
+    theta = rope_of(config, "sliding_attention").get("rope_theta")
+    return None if theta is None else float(theta)
+
+
 def _rope_type(config: RawConfig) -> Value | None:
-    kind = _rope(config).get("rope_type", "default")
+    kind = rope_of(config).get("rope_type", "default")
     if kind not in ("default", "linear", "yarn"):
         raise UnsupportedModelError(
             f"config.json: rope_type '{kind}' cannot be written to GGUF here; expected default, linear or yarn. Export "
@@ -163,7 +188,7 @@ def _rope_type(config: RawConfig) -> Value | None:
 
 
 def _original_context(config: RawConfig) -> Value | None:
-    rope = _rope(config)
+    rope = rope_of(config)
     return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "yarn" else None
 
 

@@ -17,8 +17,8 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.errors import CheckpointError
-from mtp_train.families.gguf import GgufHead
 from mtp_train.families.gguf_fields import NUM_MODULES, Value
+from mtp_train.families.gguf_head import GgufHead
 from mtp_train.weights.gguf_tensors import GgufTensor
 from mtp_train.weights.gguf_vocab import add_vocabulary
 

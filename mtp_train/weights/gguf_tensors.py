@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mtp_train.errors import CheckpointError
-from mtp_train.families.gguf import TRUNK_NAMES, Cut, GgufHead
+from mtp_train.families.gguf_head import Cut, GgufHead
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import NativeHead
+from mtp_train.weights.native import LM_HEAD, NativeHead
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
@@ -52,14 +54,31 @@ def gguf_tensors(
         CheckpointError: The record has no name for a tensor of the head.
     """
     found = [*_of_trunk(trunk, layout), *_of_head(trunk, layout, head, record, config)]
-    return [_with_offset(tensor, record.norm_offset) for tensor in found]
+    return [_with_offset(tensor, record.norm_offset) for tensor in found] + _generated(record, config)
+
+
+def trunk_names(layout: HeadLayout) -> Mapping[str, str]:
+    """Return the trunk's tensors that go along because loaders insist on them, with their GGUF names.
+
+    A tied lm_head is not there and not missed.
+    """
+    norm = f"{layout.trunk_prefix}{layout.family.trunk_final_norm}.weight"
+    return {layout.embed_key: "token_embd.weight", norm: "output_norm.weight", LM_HEAD: "output.weight"}
 
 
 def _of_trunk(trunk: Checkpoint, layout: HeadLayout) -> Iterator[GgufTensor]:
-    for template, name in TRUNK_NAMES.items():
-        key = template.format(trunk=layout.trunk_prefix)
+    for key, name in trunk_names(layout).items():
         if key in trunk.tensors:
             yield GgufTensor(name, trunk.tensors[key].shape, _stored_blocks(trunk, key))
+
+
+def _generated(record: GgufHead, config: Mapping[str, Any]) -> list[GgufTensor]:
+    made = {name: make(config) for name, make in record.generated.items()}
+    return [
+        GgufTensor(name, (len(values),), _one_block(partial(torch.tensor, values)))
+        for name, values in made.items()
+        if values is not None
+    ]
 
 
 def _stored_blocks(trunk: Checkpoint, key: str) -> Callable[[], Iterator[Tensor]]:
@@ -71,8 +90,13 @@ def _of_head(
 ) -> Iterator[GgufTensor]:
     """Yield the head's tensors; experts that are stored apart are stacked, in the order of their numbers."""
     stacks: dict[str, dict[int, _Piece]] = {}
+    parts: dict[str, dict[str, _Piece]] = {}
+    part_of = {tail: name for name, tails in record.joined.items() for tail in tails}
     for key, source in _native_pieces(trunk, layout, head):
-        block, tail = _place(key, layout, record)
+        block, tail = _place(key, layout, record, int(config["num_hidden_layers"]))
+        if tail in part_of:
+            parts.setdefault(f"blk.{block}.{part_of[tail]}", {})[tail] = source
+            continue
         expert = _EXPERT.search(tail)
         for name, piece in _named(key, _EXPERT.sub("{expert}", tail), source, record, config):
             if expert is None:
@@ -82,6 +106,10 @@ def _of_head(
     for name, experts in stacks.items():
         pieces = [experts[number] for number in sorted(experts)]
         yield GgufTensor(name, (len(pieces), *pieces[0].shape), _stacked(pieces))
+    for name, tails in parts.items():
+        pieces = [tails[tail] for tail in record.joined[name.split(".", 2)[2]]]
+        rows = sum(piece.shape[0] for piece in pieces)
+        yield GgufTensor(name, (rows, *pieces[0].shape[1:]), _one_below_the_other(pieces))
 
 
 def _native_pieces(trunk: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[tuple[str, _Piece]]:
@@ -102,7 +130,11 @@ def _stacked(pieces: Iterable[_Piece]) -> Callable[[], Iterator[Tensor]]:
     return lambda: (block[None] for piece in pieces for block in piece.blocks())
 
 
-def _place(key: str, layout: HeadLayout, record: GgufHead) -> tuple[int, str]:
+def _one_below_the_other(pieces: Iterable[_Piece]) -> Callable[[], Iterator[Tensor]]:
+    return lambda: (block for piece in pieces for block in piece.blocks())
+
+
+def _place(key: str, layout: HeadLayout, record: GgufHead, num_layers: int) -> tuple[int, str]:
     """Return the number of the GGUF block that a native head key belongs to, and the key without its root."""
     for root in record.roots:
         pattern = re.escape(root.replace("{trunk}", layout.trunk_prefix))
@@ -111,7 +143,7 @@ def _place(key: str, layout: HeadLayout, record: GgufHead) -> tuple[int, str]:
         match = re.match(pattern, key)
         if match is not None:
             numbers = match.groupdict()
-            block = int(numbers.get("layer") or layout.num_hidden_layers + int(numbers.get("module") or 0))
+            block = int(numbers.get("layer") or num_layers + int(numbers.get("module") or 0))
             return block, key[match.end() :]
     raise _no_name(key, record)
 
@@ -134,7 +166,10 @@ def _no_name(key: str, record: GgufHead) -> CheckpointError:
     )
 
 
-def _cut(cut: Cut, source: _Piece, config: Mapping[str, Any]) -> tuple[_Piece, _Piece]:
+def _cut(cut: Cut, source: _Piece, config: Mapping[str, Any]) -> tuple[_Piece, ...]:
+    if cut.how in ("query_pairs", "key_pairs"):
+        count = int(config["num_attention_heads" if cut.how == "query_pairs" else "num_key_value_heads"])
+        return (_Piece(source.shape, lambda: (_paired(block, count) for block in source.blocks())),)
     if cut.how == "halves":
         *outer, rows, columns = source.shape
         half = (*outer, rows // 2, columns)
@@ -152,6 +187,10 @@ def _cut(cut: Cut, source: _Piece, config: Mapping[str, Any]) -> tuple[_Piece, _
         _Piece((heads, latent, key_dims), lambda: (block[:, :key_dims].transpose(1, 2) for block in by_head())),
         _Piece((heads, value_dims, latent), lambda: (block[:, key_dims:] for block in by_head())),
     )
+
+
+def _paired(block: Tensor, num_heads: int) -> Tensor:
+    return block.view(num_heads, 2, -1, block.shape[1]).transpose(1, 2).reshape(block.shape)
 
 
 def _with_offset(tensor: GgufTensor, offset: float) -> GgufTensor:

@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 
 from mtp_train.errors import CheckpointError
-from mtp_train.families.gguf import GgufHead
+from mtp_train.families.gguf_head import GgufHead
 from mtp_train.weights.files import read_json
 
 
