@@ -121,7 +121,9 @@ def _add_output(command: argparse.ArgumentParser) -> None:
 
 def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("checkpoint")
-    command.add_argument("--head", help="a head directory or a checkpoint to take the head from (default: its own)")
+    command.add_argument(
+        "--head", help="a head directory, a checkpoint to take one from, or an assistant (default: its own)"
+    )
     command.add_argument("--adapter", metavar="DIR", help="a peft adapter for the trunk, put on unmerged")
     command.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
     command.add_argument("--chat", action="store_true", help="put the prompt through the chat template")

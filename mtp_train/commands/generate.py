@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mtp_inference import MAX_DEPTH, GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder
 from mtp_inference.chooser import DraftSampling
+from mtp_inference.draft import DrafterMaker
 from mtp_inference.requests import MtpMode
+from mtp_train.commands.external import external_drafter
 from mtp_train.data.chat import chat_prompt_tokens, raw_tokens
 from mtp_train.errors import DataError
 from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
@@ -34,6 +36,7 @@ class GenerateRequest:
 
     checkpoint: str
     head: str | None
+    """A head directory, a checkpoint to take the head from, or an external drafter; None for the checkpoint's own."""
     prompts: tuple[str, ...]
     chat: bool
     max_new_tokens: int
@@ -62,19 +65,25 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
         raise DataError(f"--max-new-tokens: {request.max_new_tokens}; expected at least 1. Ask for more tokens.")
     checkpoint = open_location(request.checkpoint)
     adapter = locate_adapter(request.adapter, request.checkpoint) if request.adapter else None
+    external = external_drafter(request.head)
+    family = checkpoint.family if external is None else external.trunk_family(checkpoint)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.float32 if device.type == "cpu" else TORCH_DTYPES[stored_dtype(checkpoint)]
+    dtype = torch.float32 if device.type == "cpu" else TORCH_DTYPES[stored_dtype(checkpoint, family)]
     depth = 0 if request.mtp == "off" else request.depth
-    plan = _head_plan(checkpoint, request.head) if depth else None
+    plan = _head_plan(checkpoint, request.head) if depth and external is None else None
     require_finite_checkpoint(checkpoint, progress)
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
     prompts = [_tokens(tokenizer, request, number) for number in range(len(request.prompts))]
     _refuse_images(checkpoint, prompts)
-    trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype, device=device, adapter=adapter)
-    drafting = None
+    trunk = load_trunk(checkpoint.path, family, dtype=dtype, device=device, adapter=adapter)
+    drafting: DrafterMaker | None = None
     if plan is not None:
         head = build_head(plan, text_config_of(checkpoint), dtype=dtype).to(device).eval()
         drafting = HeadDrafting(head, plan.draft_vocab)
+    elif external is not None and depth:
+        require_finite_checkpoint(external.checkpoint, progress)
+        drafting = external.drafting(dtype=dtype, device=device)
+        progress.console.print(f"drafting with {external.checkpoint.path}, a {external.title}", highlight=False)
     decoder = SpeculativeDecoder(
         trunk,
         drafting,
@@ -95,7 +104,11 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
             for number, prompt_ids in enumerate(prompts)
         ]
     )
-    settings = _settings(request, depth) | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)}
+    settings = _settings(request, depth) | {
+        "external_drafter": None if external is None else external.title,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+    }
     return {"requests": [_document(result) for result in results], "settings": settings}
 
 

@@ -50,7 +50,7 @@ def inspect_assistant(checkpoint: Checkpoint, base: Checkpoint | None, progress:
         trunk_changed=None,
         serves=_serving_commands(checkpoint, assistant, diagnosis),
         cure=None if diagnosis.complete else f"hf download ASSISTANT --local-dir {shlex.quote(str(checkpoint.path))}",
-        runs_here="no: as a head; mtp_inference.AssistantDrafting decodes with it, from Python",
+        runs_here=f"no: as a head; decode with mtp-train generate TRUNK --head {shlex.quote(str(checkpoint.path))}",
         note=f"a {assistant.title}: an external drafter for {assistant.trunk.title} trunks of hidden size {size}, not "
         "a checkpoint with a head; TRUNK stands for the one that it was made for",
     )

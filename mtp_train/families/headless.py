@@ -8,7 +8,7 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.spec import RawConfig, raw_text_config
 
 _NONE = "its releases carry no MTP head"
-_ASSISTED = f"{_NONE}: its drafter is a checkpoint of its own, the assistant"
+_ASSISTED = f"{_NONE}: its drafter is a checkpoint of its own, the assistant, to give to generate as --head"
 
 HEADLESS: Mapping[str, str] = {
     **dict.fromkeys(("llama", "llama4", "llama4_text"), _NONE),

@@ -56,22 +56,26 @@ class HeadDiagnosis:
         return f" (nearest known: {close[0]})" if close else ""
 
 
-def stored_dtype(checkpoint: Checkpoint) -> str:
+def stored_dtype(checkpoint: Checkpoint, family: Family | None = None) -> str:
     """Return the trunk's dtype as stored, in safetensors' spelling: its embedding's.
+
+    Args:
+        checkpoint: The checkpoint.
+        family: Its record, where that is not the one that claims it.
 
     Raises:
         CheckpointError: See :func:`layout_of`.
     """
-    return checkpoint.tensors[layout_of(checkpoint).embed_key].dtype
+    return checkpoint.tensors[layout_of(checkpoint, family).embed_key].dtype
 
 
-def layout_of(checkpoint: Checkpoint) -> HeadLayout:
-    """Return the head's key layout in this checkpoint.
+def layout_of(checkpoint: Checkpoint, family: Family | None = None) -> HeadLayout:
+    """Return the head's key layout in this checkpoint; ``family`` as for :func:`stored_dtype`.
 
     Raises:
         CheckpointError: No embedding under any of the family's prefixes, or no layer count in the config.
     """
-    family = checkpoint.family
+    family = family or checkpoint.family
     embed_keys = {prefix: family.embedding(prefix) for prefix in family.trunk_prefixes}
     for prefix, embed_key in embed_keys.items():
         if embed_key in checkpoint.tensors:

@@ -31,6 +31,7 @@ class Trunk(nn.Module):
         self.model: Any = model
         self.family = family
 
+        self._logit_bound = None if family.logit_bound is None else self.config.to_dict().get(family.logit_bound)
         self._before_norm: Tensor | None = None
         if family.reads_before_norm:
             (self._final_norm if self._mixer is None else self._mixer).register_forward_pre_hook(self._keep_norm_input)
@@ -138,7 +139,7 @@ class Trunk(nn.Module):
     def project(self, state: Tensor) -> Tensor:
         """Return the logits of states that are normed already: a head's, or :meth:`normed`."""
         logits: Tensor = self.causal_lm.lm_head(state)
-        bound = None if self.family.logit_bound is None else self.config.to_dict().get(self.family.logit_bound)
+        bound = self._logit_bound
         return logits if bound is None else bound * torch.tanh(logits / bound)
 
 

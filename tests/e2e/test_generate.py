@@ -84,6 +84,7 @@ def test_generate_states_its_settings(inputs: Path, run_dir: Path, capfd: Captur
     assert settings == {
         "checkpoint": str(inputs / "finetune"),
         "head": head,
+        "external_drafter": None,
         "adapter": None,
         "depth": 2,
         "max_new_tokens": 1,

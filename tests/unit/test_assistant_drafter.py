@@ -33,7 +33,7 @@ from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.assistant import load_assistant
 from mtp_train.heads.trunk import Trunk
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
-from scripted import STATE_TOLERANCE, BatchRun, RandomDrafting, ScriptedDrafting, plain_texts, state_errors
+from scripted import STATE_TOLERANCE, BatchRun, RandomDrafting, ScriptedDrafting, state_errors
 from tiny import SLIDING_WINDOW, VOCAB_SIZE, tiny_trunk
 
 pytestmark = pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
@@ -92,10 +92,10 @@ def stock_drafts(pair: Pair, text: Sequence[int], depth: int) -> list[int]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("max_batch", [1, 3])
-def test_plain_decoding_equals_transformers_own(variant: str, max_batch: int) -> None:
-    decoder = SpeculativeDecoder(trunk(variant), None, 0, (), max_batch=max_batch)
-    for prompt, result in zip(prompts(), decoder.generate(prompts(), max_new_tokens=24), strict=True):
+def test_plain_decoding_equals_transformers_own(variant: str) -> None:
+    short_and_long = prompts(LENGTHS[:3])
+    decoder = SpeculativeDecoder(trunk(variant), None, 0, (), max_batch=2)
+    for prompt, result in zip(short_and_long, decoder.generate(short_and_long, max_new_tokens=24), strict=True):
         model = trunk(variant).causal_lm
         stock = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
         assert list(result.token_ids) == stock[0, len(prompt) :].tolist()
@@ -115,23 +115,25 @@ def test_rejected_drafts_leave_no_trace_in_the_trunks_keys(variant: str) -> None
 
 @functools.cache
 def plain(name: str) -> list[list[int]]:
-    return [plain_greedy(pair(name).trunk, prompt, 24, ()) for prompt in prompts()]
+    """Return the plain texts, as long as seven rounds and what they draft beyond."""
+    return [plain_greedy(pair(name).trunk, prompt, 32, ()) for prompt in prompts()]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("max_batch", [1, 3])
+@pytest.mark.parametrize(("depth", "max_batch"), [(1, 2), (2, 1), (3, 2)])
 @pytest.mark.parametrize("name", [*VARIANTS, "ordered"])
 def test_the_text_is_the_trunks(depth: int, max_batch: int, name: str) -> None:
     decoder = SpeculativeDecoder(pair(name).trunk, pair(name).drafting(), depth, (), max_batch=max_batch)
-    for text, result in zip(plain(name), decoder.generate(prompts(), max_new_tokens=24), strict=True):
-        assert list(result.token_ids) == text
+    results = decoder.generate(prompts(LENGTHS[:3]), max_new_tokens=20)
+    for text, result in zip(plain(name), results, strict=False):
+        assert list(result.token_ids) == text[:20]
         assert result.num_draft_tokens == depth * result.num_drafts > 0
 
 
-def rounds(pair: Pair, convention: str = "auto", depths: Sequence[int] = (3,) * 7) -> list[tuple[list[int], list[int]]]:
+def rounds(name: str, convention: str = "auto", depths: Sequence[int] = (3,) * 7) -> list[tuple[list[int], list[int]]]:
     """Run rounds of every outcome; return the texts before those with drafts, and what each was drafted."""
-    script = ScriptedDrafting(plain_texts(pair.trunk, prompts(), 60), (0, 3, 1, 2), pair.drafting(convention))
-    run = BatchRun(pair.trunk, script, prompts(), depth=3)
+    texts = {tuple(prompt): text for prompt, text in zip(prompts(), plain(name), strict=True)}
+    script = ScriptedDrafting(texts, (0, 3, 1, 2), pair(name).drafting(convention))
+    run = BatchRun(pair(name).trunk, script, prompts(), depth=3)
     seen = []
     for depth in depths:
         before = copy.deepcopy(run.tokens)
@@ -144,7 +146,7 @@ def rounds(pair: Pair, convention: str = "auto", depths: Sequence[int] = (3,) * 
 @needs_witness
 @pytest.mark.parametrize("name", ["shared", "ordered"])
 def test_drafts_are_those_of_transformers(name: str) -> None:
-    seen = rounds(pair(name))
+    seen = rounds(name)
     assert max(len(text) for text, _ in seen) > 3 * SLIDING_WINDOW
     for text, drafts in seen:
         assert drafts == stock_drafts(pair(name), text, 3)
@@ -152,14 +154,14 @@ def test_drafts_are_those_of_transformers(name: str) -> None:
 
 @needs_witness
 def test_rounds_without_drafts_are_not_forgotten() -> None:
-    for text, drafts in rounds(pair(), depths=(3, 0, 0, 3, 0, 3)):
+    for text, drafts in rounds("shared", depths=(3, 0, 0, 3, 0, 3)):
         assert drafts == stock_drafts(pair(), text, 3)
 
 
 @needs_witness
 @pytest.mark.parametrize("convention", ["vllm", "llama.cpp"])
 def test_another_placing_drafts_otherwise(convention: str) -> None:
-    seen = rounds(pair(), convention)
+    seen = rounds("shared", convention)
     same = {len(text): drafts == stock_drafts(pair(), text, 3) for text, drafts in seen}
     assert not all(same.values())
     # llama.cpp's differs in what a full window leaves in sight, vLLM's everywhere.
@@ -172,7 +174,7 @@ def test_another_placing_drafts_otherwise(convention: str) -> None:
 def test_a_trunk_that_shares_no_keys_is_read_at_the_last_layers() -> None:
     """transformers hands out no keys of such a trunk: take them from its cache, which holds short texts whole."""
     both = pair("values_are_keys")
-    short = [(text, drafts) for text, drafts in rounds(both) if len(text) < SLIDING_WINDOW]
+    short = [(text, drafts) for text, drafts in rounds("values_are_keys") if len(text) < SLIDING_WINDOW]
     assert len(short) > 2
     for text, drafts in short:
         cache = DynamicCache(config=both.trunk.config)

@@ -1,0 +1,130 @@
+"""``mtp-train generate --head ASSISTANT``: an external drafter in the place of a head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
+from byte_tokenizer import byte_tokenizer
+from checkpoints import all_tensors
+from gguf_files import VOCAB_SIZE
+from mtp_inference import AssistantDrafting, SpeculativeDecoder, plain_greedy
+from mtp_train.cli import main
+from mtp_train.families.assistants import GEMMA4_ASSISTANT
+from mtp_train.heads.trunk import Trunk
+from mtp_train.weights.files import SINGLE_FILE
+from runs import document
+from tiny import tiny_trunk
+
+pytestmark = pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
+Capture = pytest.CaptureFixture[str]
+PROMPTS = ("the quick brown fox jumps", "a")
+
+
+@pytest.fixture
+def trunk() -> Trunk:
+    return tiny_gemma_trunk(vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture
+def saved_trunk(trunk: Trunk, tmp_path: Path) -> Path:
+    return saved(trunk.causal_lm, tmp_path / "trunk")
+
+
+@pytest.fixture
+def saved_assistant(tmp_path: Path) -> Path:
+    tiny_assistant(vocab_size=VOCAB_SIZE).save_pretrained(tmp_path / "assistant")
+    return tmp_path / "assistant"
+
+
+def saved(model: Any, path: Path) -> Path:
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def generated(trunk: Path, *words: object, capfd: Capture) -> Any:
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    return document(["generate", trunk, *words, *prompts, "--max-new-tokens", 20], capfd)
+
+
+def test_the_text_is_the_trunks_and_the_drafts_are_the_assistants(
+    trunk: Trunk, saved_trunk: Path, saved_assistant: Path, capfd: Capture
+) -> None:
+    prompts = [byte_tokenizer()(prompt)["input_ids"] for prompt in PROMPTS]
+    eos = frozenset([byte_tokenizer().eos_token_id])
+    drafting = AssistantDrafting(tiny_assistant(vocab_size=VOCAB_SIZE), GEMMA4_ASSISTANT)
+    expected = SpeculativeDecoder(trunk, drafting, 2, eos).generate(prompts, max_new_tokens=20)
+    found = generated(saved_trunk, "--head", saved_assistant, "--depth", 2, capfd=capfd)
+    for prompt, one, other in zip(prompts, found["requests"], expected, strict=True):
+        assert one["token_ids"] == plain_greedy(trunk, prompt, 20, eos)
+        assert (one["num_drafts"], one["accepted_per_pos"]) == (other.num_drafts, list(other.accepted_per_pos))
+        assert one["num_draft_tokens"] == 2 * one["num_drafts"] > 0
+    assert found["settings"]["external_drafter"] == "Gemma 4 assistant"
+    plain = generated(saved_trunk, "--head", saved_assistant, "--mtp", "off", capfd=capfd)
+    assert [one["token_ids"] for one in plain["requests"]] == [one["token_ids"] for one in found["requests"]]
+    assert all(one["num_draft_tokens"] == 0 for one in plain["requests"])
+
+
+def test_it_says_what_it_drafts_with(saved_trunk: Path, saved_assistant: Path, capfd: Capture) -> None:
+    argv = ["generate", saved_trunk, "--head", saved_assistant, "--prompt", "a", "--max-new-tokens", 2]
+    assert main([str(word) for word in argv]) == 0
+    # The terminal's width breaks lines; the text itself stays alone on stdout.
+    said = capfd.readouterr()
+    assert "a Gemma 4 assistant" in " ".join(said.err.split())
+    assert "assistant" not in said.out
+
+
+def test_the_language_model_of_a_release_is_decoded(
+    trunk: Trunk, saved_assistant: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision = {**sizes, "num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 16}
+    config = CONFIG_MAPPING["gemma4"](text_config=trunk.config.to_dict(), vision_config=vision, audio_config=None)
+    config.tie_word_embeddings = False
+    whole = AutoModelForCausalLM.from_config(config)
+    whole.get_decoder().load_state_dict(trunk.decoder.state_dict())
+    whole.lm_head.load_state_dict(trunk.causal_lm.lm_head.state_dict())
+    found = generated(saved(whole, tmp_path / "release"), "--head", saved_assistant, capfd=capfd)
+    for prompt, one in zip(PROMPTS, found["requests"], strict=True):
+        tokens = byte_tokenizer()(prompt)["input_ids"]
+        assert one["token_ids"] == plain_greedy(trunk, tokens, 20, [byte_tokenizer().eos_token_id])
+        assert one["num_draft_tokens"] > 0
+
+
+def refusal(trunk: Path, assistant: Path, capfd: Capture) -> str:
+    capfd.readouterr()
+    assert main(["generate", str(trunk), "--head", str(assistant), "--prompt", "a"]) == 2
+    return " ".join(capfd.readouterr().err.split())
+
+
+def test_a_trunk_of_another_kind_is_refused_before_it_is_loaded(
+    saved_assistant: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    other = saved(tiny_trunk("glm4_moe", vocab_size=VOCAB_SIZE).causal_lm, tmp_path / "other")
+    message = refusal(other, saved_assistant, capfd)
+    assert "a Gemma 4 assistant, given for" in message
+    assert "of model_type 'glm4_moe'; expected Gemma 4 (gemma4_text" in message
+
+
+def test_a_damaged_assistant_is_refused(saved_trunk: Path, saved_assistant: Path, capfd: Capture) -> None:
+    tensors = all_tensors(saved_assistant)
+    tensors["pre_projection.weight"][0, 0] = torch.nan
+    save_file(tensors, saved_assistant / SINGLE_FILE, metadata={"format": "pt"})
+    assert "pre_projection.weight holds NaN" in refusal(saved_trunk, saved_assistant, capfd)
+    del tensors["pre_projection.weight"]
+    save_file(tensors, saved_assistant / SINGLE_FILE, metadata={"format": "pt"})
+    assert "keys missing: pre_projection.weight" in refusal(saved_trunk, saved_assistant, capfd)
+
+
+def test_a_trunk_without_its_assistant_says_how_to_give_it(saved_trunk: Path, capfd: Capture) -> None:
+    assert json.loads((saved_trunk / "config.json").read_text())["model_type"] == "gemma4_text"
+    assert main(["generate", str(saved_trunk), "--prompt", "a"]) == 2
+    assert "the assistant, to give to generate as --head" in " ".join(capfd.readouterr().err.split())
