@@ -11,6 +11,7 @@ import torch
 from rich.progress import Progress
 
 from mtp_train.cures import draft_model_flag, export_command, graft_command, named_base, retrain_command
+from mtp_train.families import Family
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.finite import find_non_finite
@@ -18,7 +19,7 @@ from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import native_head_of, plain_tensor, require_same_trunk_shape, trunk_tensors
 from mtp_train.weights.quantised import is_scale, read_plain_in_blocks
 
-Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "stripped", "none"]
+Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "quantised", "stripped", "none"]
 SUGGESTED_DEPTH = 3
 
 
@@ -92,8 +93,14 @@ def inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progress
         trunk_changed=change,
         serves=serving_commands(checkpoint, diagnosis, status),
         cure=find_cure(checkpoint, base, status, stale),
-        runs_here="yes" if layout.family.borrowed is not None else f"no: {layout.family.why_not_run}",
+        runs_here=_runs_here(layout.family, diagnosis),
     )
+
+
+def _runs_here(family: Family, diagnosis: HeadDiagnosis) -> str:
+    if family.borrowed is None:
+        return f"no: {family.why_not_run}"
+    return f"no: {diagnosis.describe()}" if diagnosis.quantised else "yes"
 
 
 def head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
@@ -102,6 +109,8 @@ def head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
         if diagnosis.declared_modules:
             return "declared_but_missing"
         return "stripped" if base_has_head else "none"
+    if diagnosis.quantised:
+        return "quantised"
     if not diagnosis.complete:
         return "partial"
     return "healthy" if diagnosis.declared_modules == diagnosis.present_modules else "undeclared"
@@ -144,8 +153,10 @@ def _same_head(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint) -> 
 def serving_commands(checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: Status) -> dict[str, str]:
     """Return, per engine, the command that serves the checkpoint with its head, or why none does."""
     if status != "healthy":
-        reason = "no: the head is there but config.json does not declare it" if status == "undeclared" else None
-        reason = reason or f"no: {diagnosis.describe()}"
+        reason = {
+            "undeclared": "no: the head is there but config.json does not declare it",
+            "quantised": f"not verified: head quantised with {diagnosis.method}; the cure gives one in plain floats",
+        }.get(status, f"no: {diagnosis.describe()}")
         return dict.fromkeys(checkpoint.family.engines, reason)
     if not holds_layers(checkpoint):
         flag = draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
@@ -172,7 +183,7 @@ def find_cure(checkpoint: Checkpoint, base: Checkpoint | None, status: Status, s
     """Return the next command, None where nothing is wrong."""
     path = str(checkpoint.path)
     donor = str(base.path) if base is not None else named_base(checkpoint.path) or "BASE"
-    if status in ("declared_but_missing", "stripped", "partial"):
+    if status in ("declared_but_missing", "stripped", "partial", "quantised"):
         return graft_command(path, donor)
     if status == "undeclared":
         return export_command(path)

@@ -16,7 +16,7 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import trunk_config
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout, Mapped
-from mtp_train.weights.quantised import is_scale, plain_shape
+from mtp_train.weights.quantised import is_scale, method_of, packed_weight, plain_shape
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,24 @@ class HeadDiagnosis:
     unexpected_keys: tuple[str, ...]
     shape_errors: tuple[str, ...]
     """``key: found [..], expected [..]``."""
+    packed_keys: tuple[str, ...] = ()
+    """Quantised weights in a form that is not read here, and what belongs to them; the weights count as there."""
+    method: str | None = None
+    """What packed them."""
 
     @property
     def complete(self) -> bool:
-        """Whether every needed key is there, fits, and nothing else is."""
-        return bool(self.found_keys) and not (self.missing_keys or self.unexpected_keys or self.shape_errors)
+        """Whether every needed key is there, fits, can be read, and nothing else is."""
+        return bool(self.found_keys) and not (self._damaged or self.packed_keys)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether nothing is wrong with the head but that it is packed."""
+        return bool(self.packed_keys) and not self._damaged
+
+    @property
+    def _damaged(self) -> bool:
+        return bool(self.missing_keys or self.unexpected_keys or self.shape_errors)
 
     def describe(self) -> str:
         """Say in one phrase what is wrong with the head, for an error message."""
@@ -47,6 +60,8 @@ class HeadDiagnosis:
         if self.unexpected_keys:
             named = ", ".join(f"{key}{self._nearest(key)}" for key in self.unexpected_keys[:3])
             return f"unknown head keys {named} ({len(self.unexpected_keys)} in all)"
+        if self.quantised:
+            return f"head quantised with {self.method}, which is not read here ({self.packed_keys[0]})"
         return f"head keys missing: {', '.join(self.missing_keys[:3])} ({len(self.missing_keys)} in all)"
 
     def _nearest(self, unknown: str) -> str:
@@ -148,16 +163,20 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     if layout.family.borrowed is None:
         return _diagnose_by_rules(layout, declared, found, mapped, num_modules)
     needed = layout.native_shapes(head_shapes(layout.family, text_config_of(checkpoint), num_modules))
+    packed = {key: weight for key in mapped if (weight := packed_weight(key)) in needed}
+    weights = set(packed.values())
     shape_errors = tuple(
         f"{key}: found {list(plain_shape(key, checkpoint.tensors))}, expected {list(needed[key])}"
         for key in found
-        if key in needed and plain_shape(key, checkpoint.tensors) != needed[key]
+        if key in needed and key not in weights and plain_shape(key, checkpoint.tensors) != needed[key]
     )
     return HeadDiagnosis(
         declared_modules=declared,
         present_modules=len(present),
         found_keys=found,
-        missing_keys=tuple(sorted(set(needed) - set(found))),
-        unexpected_keys=tuple(sorted(key for key in mapped if key not in needed)),
+        missing_keys=tuple(sorted(set(needed) - set(found) - weights)),
+        unexpected_keys=tuple(sorted(key for key in mapped if key not in needed and key not in packed)),
         shape_errors=shape_errors,
+        packed_keys=tuple(sorted(packed)),
+        method=method_of(checkpoint) if packed else None,
     )

@@ -2,12 +2,13 @@
 
 Trunk bytes are never re-encoded. A file that needs no change is hard-linked (or copied); a shard that already holds
 head tensors of the same shape and dtype is copied and patched in place; head tensors that have no place yet go into one
-more shard that the index names.
+more shard that the index names. A shard with a packed head that a new one replaces is written without it.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ from mtp_train.weights.quantised import (
     PLAIN_DTYPES,
     leave_alone,
     leave_alone_in_modelopt,
+    packed_weight,
     plain_modules,
     scale_of,
 )
@@ -55,7 +57,10 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
         CheckpointError: A head tensor does not fit the one it replaces, or the disk is full.
     """
     tensors = [*head.tensors, *shared_tensors(source, layout, head)]
-    patches, additions = _sort_by_place(source, layout, tensors)
+    dropped = _replaced_packed(source, layout, tensors)
+    patches, additions = _sort_by_place(source, layout, tensors, dropped)
+    trimmed = {source.tensors[key].file for key in dropped}
+    added_to = _new_file(source)
     renames = _shard_names(source, additions)
     documents = patched_documents(source, layout, head)
     with new_directory(out, what="the checkpoint") as directory:
@@ -64,17 +69,19 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
             relative = file.relative_to(source.path)
             target = directory / renames.get(str(relative), str(relative))
             target.parent.mkdir(parents=True, exist_ok=True)
-            if str(relative) in patches:
+            if str(relative) in trimmed:
+                _write_without(source, str(relative), dropped, patches.get(str(relative), []), target)
+            elif str(relative) in patches:
                 shutil.copyfile(file, target)
                 patch_safetensors(target, patches[str(relative)])
             elif str(relative) not in skipped:
                 place_file(file, target, link)
         if additions:
-            write_safetensors(directory / renames.get(HEAD_FILE, HEAD_FILE), additions)
+            write_safetensors(directory / renames.get(added_to, added_to), additions)
         for name, document in documents.items():
             write_json(directory / name, document)
         if source.index is not None or additions:
-            write_json(directory / INDEX_FILE, _index(source, additions, renames))
+            write_json(directory / INDEX_FILE, _index(source, additions, added_to, renames, dropped))
 
 
 def shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[PendingTensor]:
@@ -89,15 +96,33 @@ def shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> 
         yield stored_tensor(source, layout.trunk_key(shared, source.tensors), key)
 
 
+def _replaced_packed(source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor]) -> set[str]:
+    """Return the keys of packed head weights, and of what belongs to them, that new plain ones take the place of."""
+    new = {pending.key for pending in tensors}
+    parts = {key: packed_weight(key) for key in source.tensors if layout.is_head_key(key)}
+    packed = {key for key, weight in parts.items() if weight in new and key not in new}
+    return packed | {weight for weight in map(parts.get, packed) if weight is not None and weight in source.tensors}
+
+
+def _write_without(
+    source: Checkpoint, file: str, dropped: set[str], patches: list[PendingTensor], target: Path
+) -> None:
+    """Write a shard without some of its tensors; not at all where none is left."""
+    patched = {pending.key: pending for pending in patches}
+    keys = [key for key, info in source.tensors.items() if info.file == file and key not in dropped]
+    if keys:
+        write_safetensors(target, [patched.get(key) or stored_tensor(source, key, key) for key in keys])
+
+
 def _sort_by_place(
-    source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor]
+    source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor], dropped: set[str]
 ) -> tuple[dict[str, list[PendingTensor]], list[PendingTensor]]:
     """Split head tensors into those that replace stored ones, by file, and those that have no place yet."""
     patches: dict[str, list[PendingTensor]] = {}
     additions: list[PendingTensor] = []
     for pending in tensors:
         stored = source.tensors.get(pending.key)
-        if stored is None:
+        if stored is None or pending.key in dropped:
             additions.append(pending)
         elif pending.origin == (source.path, pending.key):
             # It is there already, as it is to be.
@@ -115,13 +140,21 @@ def _sort_by_place(
                 f"{pending.dtype} "
                 f"{list(pending.shape)}; expected the same. Use a head of this checkpoint's family and dtype."
             )
-    stray = {key for key in source.tensors if layout.is_head_key(key)} - {pending.key for pending in tensors}
+    new = {pending.key for pending in tensors}
+    stray = {key for key in source.tensors if layout.is_head_key(key)} - new - dropped
     if stray:
         raise CheckpointError(
             f"{source.path}: holds head tensors that the new head lacks ({', '.join(sorted(stray)[:3])}); expected the "
             "same keys. Use a head of this checkpoint's family."
         )
     return patches, additions
+
+
+def _new_file(source: Checkpoint) -> str:
+    """Return a name that no shard has: a head's shard may be there that keeps some of its tensors."""
+    taken = {info.file for info in source.tensors.values()}
+    names = itertools.chain([HEAD_FILE], (f"model-mtp-{number}.safetensors" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def _shard_names(source: Checkpoint, additions: list[PendingTensor]) -> Mapping[str, str]:
@@ -168,9 +201,15 @@ def _with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any
     return config
 
 
-def _index(source: Checkpoint, additions: list[PendingTensor], renames: Mapping[str, str]) -> dict[str, Any]:
-    tensors: dict[str, TensorInfo] = dict(source.tensors)
-    tensors.update({pending.key: pending.info(HEAD_FILE) for pending in additions})
+def _index(
+    source: Checkpoint,
+    additions: list[PendingTensor],
+    added_to: str,
+    renames: Mapping[str, str],
+    dropped: set[str],
+) -> dict[str, Any]:
+    tensors: dict[str, TensorInfo] = {key: info for key, info in source.tensors.items() if key not in dropped}
+    tensors.update({pending.key: pending.info(added_to) for pending in additions})
     old_metadata = (source.index or {}).get("metadata")
     metadata = dict(old_metadata) if isinstance(old_metadata, dict) else {}
     metadata["total_size"] = sum(info.num_bytes for info in tensors.values())

@@ -2,7 +2,8 @@
 
 A head in plain floats must be named in the quantisation config, or an engine looks for scales that it has not. Every
 method has a field for that and a way to match names in it. Weights in FP8 with a scale for each block are read here,
-and DeepSeek V4's experts in FP4; a head packed in any other way is refused by its unknown keys.
+and DeepSeek V4's experts in FP4; a head packed in any other way is recognised, and replaced where a new one takes its
+place.
 """
 
 from __future__ import annotations
@@ -34,6 +35,15 @@ _FP4_DTYPE = "I8"
 _FP4_BLOCK = (1, 32)
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 Groups = Mapping[str, Sequence[str]]
+# What methods keep beside, or instead of, a module's weight: AWQ and GPTQ; compressed-tensors; modelopt; bitsandbytes.
+_PACKED = re.compile(
+    r"(?P<module>.+)\.(?:"
+    r"qweight|qzeros|scales|g_idx"
+    r"|weight_(?:packed|scale|shape|zero_point|g_idx|global_scale|scale_2)"
+    r"|(?:input|output)_(?:scale|global_scale|zero_point)|pre_quant_scale"
+    r"|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+)"
+    r")"
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,20 @@ def quant_method(config: RawConfig) -> str | None:
     """Return the name of a raw config's quantisation method, None where the weights are plain."""
     holder = _holder(config)
     return None if holder is None else str(holder[QUANTISATION].get("quant_method"))
+
+
+def packed_weight(key: str) -> str | None:
+    """Return the key of the weight that a packed tensor stands for or belongs to, None for any other tensor."""
+    match = _PACKED.fullmatch(key)
+    return None if match is None else f"{match['module']}.weight"
+
+
+def method_of(checkpoint: Checkpoint) -> str:
+    """Return the name of the method that packed a checkpoint's weights, for messages."""
+    in_own_file = (
+        "modelopt" if (checkpoint.path / MODELOPT_FILE).is_file() else "a method that config.json does not name"
+    )
+    return quant_method(checkpoint.config) or in_own_file
 
 
 def _holder(config: RawConfig) -> RawConfig | None:

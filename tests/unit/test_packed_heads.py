@@ -1,0 +1,192 @@
+"""Heads that a quantisation method packed: named as such, and replaced by one in plain floats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoints import all_tensors, base_and_finetune, save_with_head, shard
+from mtp_train.cli import main
+from mtp_train.errors import CheckpointError
+from mtp_train.heads.attach import graft_plan
+from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from runs import document
+from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
+
+Capture = pytest.CaptureFixture[str]
+Pack = Callable[[str, tuple[int, ...]], dict[str, Tensor]]
+
+
+def int4(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    rows, columns = shape
+    return {
+        f"{module}.qweight": torch.ones(columns, rows // 8, dtype=torch.int32),
+        f"{module}.qzeros": torch.ones(1, rows // 8, dtype=torch.int32),
+        f"{module}.scales": torch.ones(1, rows, dtype=torch.float16),
+    }
+
+
+def gptq(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    return {**int4(module, shape), f"{module}.g_idx": torch.zeros(shape[1], dtype=torch.int32)}
+
+
+def compressed(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    return {
+        f"{module}.weight_packed": torch.ones(shape[0], shape[1] // 2, dtype=torch.uint8),
+        f"{module}.weight_scale": torch.ones(shape[0], shape[1] // 16).to(torch.float8_e4m3fn),
+        f"{module}.weight_global_scale": torch.ones(1),
+        f"{module}.input_global_scale": torch.ones(1),
+    }
+
+
+def nvfp4(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    # The weight itself, half as wide, under its own name.
+    return {
+        f"{module}.weight": torch.ones(shape[0], shape[1] // 2, dtype=torch.uint8),
+        f"{module}.weight_scale": torch.ones(shape[0], shape[1] // 16).to(torch.float8_e4m3fn),
+        f"{module}.weight_scale_2": torch.ones(()),
+        f"{module}.input_scale": torch.ones(()),
+    }
+
+
+def nf4(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    return {
+        f"{module}.weight": torch.ones(shape[0] * shape[1] // 2, 1, dtype=torch.uint8),
+        f"{module}.weight.absmax": torch.ones(shape[0] * shape[1] // 64),
+        f"{module}.weight.quant_map": torch.ones(16),
+        f"{module}.weight.quant_state.bitsandbytes__nf4": torch.ones(80, dtype=torch.uint8),
+    }
+
+
+METHODS: dict[str, tuple[Pack, dict[str, Any]]] = {
+    "awq": (int4, {"quant_method": "awq", "bits": 4}),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4}),
+    "compressed-tensors": (compressed, {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}),
+    "modelopt": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}),
+    "bitsandbytes": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+}
+
+
+def pack_head(path: Path, method: str = "awq") -> None:
+    """Pack the head's projections."""
+    pack, settings = METHODS[method]
+    layout, tensors = layout_of(open_checkpoint(path)), load_file(path / SINGLE_FILE)
+    plain = [key for key in tensors if layout.is_head_key(key) and key.endswith("_proj.weight")]
+    assert len(plain) >= 7
+    for key in plain:
+        tensors |= pack(key.removesuffix(".weight"), tuple(tensors.pop(key).shape))
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": settings}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    base, _ = base_and_finetune(tmp_path / "packed", "qwen3_5")
+    pack_head(base)
+    return base
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    return base_and_finetune(tmp_path / "original", "qwen3_5")[0]
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_packed_head_is_named_with_its_method_and_its_cure(
+    method: str, family_name: str, tmp_path: Path, capfd: Capture
+) -> None:
+    base, _ = base_and_finetune(tmp_path, family_name)
+    pack_head(base, method)
+    found = document(["inspect", base], capfd)
+    assert found["status"] == "quantised"
+    assert (found["missing_keys"], found["unexpected_keys"], found["shape_errors"]) == ([], [], [])
+    assert f"head quantised with {method}" in found["runs_here"]
+    assert all(text.startswith(f"not verified: head quantised with {method}") for text in found["serves"].values())
+    assert found["cure"] == f"mtp-train graft {base} --from BASE --out {base}-mtp"
+
+
+def test_what_is_lost_beside_is_still_damage(packed: Path, capfd: Capture) -> None:
+    tensors = load_file(packed / SINGLE_FILE)
+    for lost in ("mtp.norm.weight", "mtp.layers.0.mlp.up_proj.qweight"):
+        without = {key: value for key, value in tensors.items() if not key.startswith(lost.rpartition(".")[0])}
+        save_file(without, packed / SINGLE_FILE, metadata={"format": "pt"})
+        found = document(["inspect", packed], capfd)
+        assert (found["status"], len(found["missing_keys"])) == ("partial", 1)
+    tensors["mtp.extra.qweight"] = torch.ones(1, dtype=torch.int32)
+    save_file(tensors, packed / SINGLE_FILE, metadata={"format": "pt"})
+    assert document(["inspect", packed], capfd)["unexpected_keys"] == ["mtp.extra.qweight"]
+
+
+def test_a_config_that_lost_the_method_is_not_asked_for_its_name(packed: Path, capfd: Capture) -> None:
+    config = json.loads((packed / "config.json").read_text())
+    del config["quantization_config"]
+    (packed / "config.json").write_text(json.dumps(config))
+    assert "quantised with a method that config.json does not name" in document(["inspect", packed], capfd)["runs_here"]
+    (packed / "hf_quant_config.json").write_text("{}")
+    assert "quantised with modelopt" in document(["inspect", packed], capfd)["runs_here"]
+
+
+def test_training_and_decoding_say_what_the_head_is(packed: Path, original: Path, capfd: Capture) -> None:
+    for donor in (packed, original):
+        with pytest.raises(CheckpointError, match=r"head quantised with awq, which is not read here \(mtp\.layers\.0"):
+            graft_plan(open_checkpoint(donor), open_checkpoint(packed), "auto")
+    assert main(["generate", str(packed), "--prompt", "a"]) == 2
+    message = " ".join(capfd.readouterr().err.split())
+    assert "head quantised with awq, which is not read here" in message
+    assert "expected a complete head. Point at the base with its original weights." in message
+    assert main(["export", str(packed), "--out", str(packed.parent / "out")]) == 2
+    assert "Use mtp-train graft to put the base's head back." in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_in_plain_floats_takes_its_place(method: str, sharded: bool, original: Path, tmp_path: Path) -> None:
+    packed, _ = base_and_finetune(tmp_path / "packed", "qwen3_5")
+    pack_head(packed, method)
+    before, plain = all_tensors(packed), all_tensors(original)
+    if sharded:
+        shard(packed)
+    out = tmp_path / "out"
+    assert main(["graft", str(packed), "--from", str(original), "--out", str(out)]) == 0
+    written = all_tensors(out)
+    assert written.keys() == plain.keys()
+    for key, value in written.items():
+        expected = plain[key] if key.startswith("mtp.") else before[key]
+        assert torch.equal(value, expected), key
+    assert diagnose_head(open_checkpoint(out)).complete
+    # No file holds what the index does not name, as engines read whole files.
+    in_files = [key for file in out.glob("*.safetensors") for key in load_file(file)]
+    assert sorted(in_files) == sorted(written)
+    index = json.loads((out / INDEX_FILE).read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in written.values())
+    assert "mtp" in json.dumps(json.loads((out / "config.json").read_text())["quantization_config"])
+
+
+def test_a_shard_of_the_head_s_own_keeps_what_is_not_packed(original: Path, tmp_path: Path) -> None:
+    """As where our export was quantised file by file: a new shard must not take the name of the one that stays."""
+    packed = save_with_head(trunk := tiny_trunk("qwen3_5"), tiny_head(trunk), tmp_path / "packed")
+    pack_head(packed)
+    tensors = load_file(packed / SINGLE_FILE)
+    places = {key: "model-mtp.safetensors" if key.startswith("mtp.") else "model-1.safetensors" for key in tensors}
+    for file in set(places.values()):
+        save_file(
+            {key: value for key, value in tensors.items() if places[key] == file}, packed / file, {"format": "pt"}
+        )
+    (packed / SINGLE_FILE).unlink()
+    (packed / INDEX_FILE).write_text(json.dumps({"weight_map": places}))
+    assert main(["graft", str(packed), "--from", str(original), "--out", str(tmp_path / "out")]) == 0
+    written, plain = all_tensors(tmp_path / "out"), all_tensors(original)
+    assert all(torch.equal(written[key], plain[key]) for key in plain)
+    assert {file.name for file in (tmp_path / "out").glob("*.safetensors")} == {
+        *("model-1.safetensors", "model-mtp.safetensors", "model-mtp-2.safetensors"),
+    }
