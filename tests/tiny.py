@@ -96,9 +96,6 @@ def _randomize(module: nn.Module, seed: int) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("A_log"):
                 parameter.copy_(noise - 3)
-            elif name.endswith("sinks"):
-                # A layer that stands alone is not initialised, and these have no value to start from.
-                parameter.copy_(0.1 * noise)
             elif parameter.ndim > 1:
                 parameter.copy_(WEIGHT_STD * noise)
             elif name.endswith(("bias", "sinks", "base", "scale")):
