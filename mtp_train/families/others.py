@@ -66,7 +66,8 @@ ERNIE4_5_MOE = Family(
         KeyRule(native="model.mtp_block.{module}.{rest}", ours="layer.{rest}"),
     ),
     final_norm=False,
-    # vLLM's head rotates halves as Llama does, its trunk neighbours, as both do here: its drafts differ in part.
+    # vLLM's head rotates halves as Llama does, its trunk neighbours, as both do here: its drafts differ in part, and
+    # by nothing else.
     default=Convention(zero_first_embedding=True),
     conventions={"vllm": Convention(zero_first_embedding=True), "sglang": Convention(zero_first_embedding=True)},
     head_layer_config=_never_sparse,
