@@ -15,7 +15,7 @@ from mtp_train.errors import CheckpointError
 from mtp_train.families.gguf_head import Cut, GgufHead
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import LM_HEAD, NativeHead
+from mtp_train.weights.native import NativeHead
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
@@ -62,8 +62,9 @@ def trunk_names(layout: HeadLayout) -> Mapping[str, str]:
 
     A tied lm_head is not there and not missed.
     """
-    norm = f"{layout.trunk_prefix}{layout.family.trunk_final_norm}.weight"
-    return {layout.embed_key: "token_embd.weight", norm: "output_norm.weight", LM_HEAD: "output.weight"}
+    family = layout.family
+    norm = f"{layout.trunk_prefix}{family.trunk_final_norm}.weight"
+    return {layout.embed_key: "token_embd.weight", norm: "output_norm.weight", family.lm_head_key: "output.weight"}
 
 
 def _of_trunk(trunk: Checkpoint, layout: HeadLayout) -> Iterator[GgufTensor]:
