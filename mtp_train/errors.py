@@ -11,6 +11,8 @@ class MtpError(Exception):
     """Report something the user can put right. Ends in exit code 2."""
 
     exit_code = 2
+    reason = "bad_input"
+    """What ``outcome.json`` calls it."""
 
 
 class RecipeError(MtpError):
@@ -49,3 +51,11 @@ class GateRefusedError(MtpError):
     """Report a retrained head that is not better than its baseline. Ends in exit code 3."""
 
     exit_code = 3
+    reason = "gate_refused"
+
+
+class LostProcessError(MtpError):
+    """Report that another process of a run is gone, which is nobody's input. Ends in exit code 1."""
+
+    exit_code = 1
+    reason = "lost_process"

@@ -21,12 +21,34 @@ A recipe says what is learned; a file in `accelerate/` says on which machine, an
 
     accelerate launch --config_file recipes/accelerate/single.yaml -m mtp_train recipes/retrain_head.yaml
 
-`accelerate/ddp.yaml` takes the GPUs of one machine (`--num_processes N` sets how many). `accelerate/cpu_ddp.yaml` runs
-two processes on the CPU, and is right only with `ACCELERATE_USE_CPU=true` in the environment: without it accelerate
-starts two runs that know nothing of each other. Any field can be overridden after the recipe, its value in YAML:
+`accelerate/ddp.yaml` takes the GPUs of one machine (`--num_processes N` sets how many), `accelerate/fsdp2.yaml`,
+`accelerate/zero2.yaml` and `accelerate/zero3.yaml` the same with shards. `accelerate/cpu_ddp.yaml` runs two processes
+on the CPU, and is right only with `ACCELERATE_USE_CPU=true` in the environment: without it accelerate starts two runs
+that know nothing of each other, which are refused. Any field can be overridden after the recipe, its value in YAML:
 `train.lr=5e-4`, `data.sources.0.path=chats.jsonl`, `'evaluate.arms=[none, graft, retrained]'` (a list is replaced as a
 whole); `mtp-train check` prints the recipe that results. Relative paths start at the working directory. A recipe is
 also a program: `./recipes/retrain_head.yaml train.max_steps=300`.
+
+# On many GPUs
+
+`--config_file recipes/accelerate/FILE --num_processes N` chooses how the GPUs of a machine share the work:
+
+| file | in training, every GPU holds | needs |
+|---|---|---|
+| `ddp.yaml` | the trunk; the head with its optimiser state | |
+| `fsdp2.yaml` | a share of both, and one or two layers of the trunk at a time | |
+| `zero2.yaml` | the trunk; the head, a share of its optimiser state | `pip install ".[deepspeed]"` |
+| `zero3.yaml` | a share of both, and one or two layers of the trunk at a time | `pip install ".[deepspeed]"` |
+
+The loss curve is the same on all of them (`train.tokens_per_step` is of all GPUs together), and so is the resume
+state: a run broken off on eight GPUs goes on on one. If a process is lost the launcher ends the others and names it;
+the same command goes on from the last saved state. Every line of `metrics.jsonl` says how many processes trained and
+what wrapped the model; a set-up that accelerate does not give as it was asked for is refused.
+
+Shards make room in training only. Before it every GPU holds the whole trunk to answer its share of the prompts; after
+it the first GPU loads the whole trunk again to evaluate. Without `data.regenerate` the shards are cut in main memory,
+where every process reads the whole trunk. Quantised trunks are not sharded. ZeRO and shards were tested on CPU
+processes.
 
 # Fields
 """

@@ -64,7 +64,10 @@ def isolated_hidden(trunk: Trunk, tokens_BT: Tensor, document_BT: Tensor) -> Ten
     """
     hidden_BTD: Tensor | None = None
     with torch.no_grad():
-        for group in group_by_length(segments(document_BT), tokens_BT.numel()):
+        groups = group_by_length(segments(document_BT), tokens_BT.numel())
+        # Asked before the first forward: where processes wait for one another, they do so in the same order.
+        spare_calls = trunk.calls_together(len(groups)) - len(groups)
+        for group in groups:
             longest = group[0].length
             rows_NL = tokens_BT.new_zeros(len(group), longest)
             mask_NL = tokens_BT.new_zeros(len(group), longest)
@@ -77,6 +80,8 @@ def isolated_hidden(trunk: Trunk, tokens_BT: Tensor, document_BT: Tensor) -> Ten
                 hidden_BTD = hidden_NLD.new_zeros(*tokens_BT.shape, hidden_NLD.shape[-1])
             for index, (row, start, length) in enumerate(group):
                 hidden_BTD[row, start : start + length] = hidden_NLD[index, :length]
+        for _ in range(spare_calls):
+            trunk.hidden(tokens_BT[:1, :1])
     if hidden_BTD is None:
         return trunk.embed(tokens_BT).new_zeros(*tokens_BT.shape, trunk.family.state_width(trunk.config))
     return hidden_BTD

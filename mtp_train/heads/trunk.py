@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ class Trunk(nn.Module):
         super().__init__()
         self.model: Any = model
         self.family = family
+        self.calls_together: Callable[[int], int] = int
+        """From the forwards that this process needs to those that it must make: where the trunk is in shards, every
+        process lends its own in each of them."""
 
         self._logit_bound = None if family.logit_bound is None else self.config.to_dict().get(family.logit_bound)
         self._before_norm: Tensor | None = None
@@ -45,6 +48,12 @@ class Trunk(nn.Module):
     def decoder(self) -> Any:
         """The language model without its lm_head."""
         return self.causal_lm.get_decoder()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's layers."""
+        layers: nn.ModuleList = self.decoder.layers
+        return layers
 
     @property
     def _final_norm(self) -> nn.Module:

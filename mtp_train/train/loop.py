@@ -17,10 +17,12 @@ from mtp_train.data.pack import PackedSequence, collate, count_targets
 from mtp_train.errors import TrainingError
 from mtp_train.losses import depth_weights
 from mtp_train.recipe import Recipe
+from mtp_train.train.launch import clip_gradient, prepare, run_facts
 from mtp_train.train.log import RunLog
 from mtp_train.train.module import HeadTraining
 from mtp_train.train.plan import Plan, learning_rate
-from mtp_train.train.state import load_state, save_state
+from mtp_train.train.shard import whole_state
+from mtp_train.train.state import load_moments, load_weights, save_state
 
 BatchFn = Callable[[int], Sequence[PackedSequence]]
 
@@ -58,8 +60,8 @@ def train_head(
     state_dir: Path,
     make_log: Callable[[int], RunLog | None],
     on_step: Callable[[int], None],
-) -> None:
-    """Train the head from the newest saved state to the last step; the trained weights stay in ``module.head``.
+) -> dict[str, Tensor]:
+    """Train the head from the newest saved state to the last step.
 
     Args:
         module: Trunk and head.
@@ -71,16 +73,20 @@ def train_head(
         make_log: Given the step resumed from, opens the log (None on ranks that do not log).
         on_step: Called after each step with the number of steps done, for a progress bar.
 
+    Returns:
+        The trained weights, whole on every rank; ``module`` may be left in shards.
+
     Raises:
-        TrainingError: The loss or the gradient is not finite.
+        TrainingError: The loss or the gradient is not finite, or the ranks are not joined.
     """
     head = module.head
-    optimizer = make_optimizer(head, recipe)
-    first_step = load_state(state_dir, head, optimizer)
+    first_step = load_weights(state_dir, head)
     if first_step >= plan.max_steps:
-        return
-    wrapped, prepared = accelerator.prepare(module, optimizer)
-    facts = run_facts(accelerator, wrapped)
+        return whole_state(head)
+    wrapped, prepared = prepare(module, make_optimizer(head, recipe), accelerator, plan, recipe.train.max_grad_norm)
+    if first_step:
+        load_moments(state_dir, first_step, head, prepared)
+    facts = run_facts(accelerator, wrapped, recipe.train.precision)
     log = make_log(first_step)
     on_step(first_step)
     window = Window.empty(module.num_depths)
@@ -92,20 +98,26 @@ def train_head(
         sums_K, norm = optimise(wrapped, prepared, accelerator, recipe, plan, sequences)
         gather(window, sums_K, sequences, accelerator)
         done = step + 1
-        if not math.isfinite(norm) or not all(math.isfinite(value) for value in window.loss_sum_K):
-            raise TrainingError(
-                f"step {done}: loss {window.loss_sum_K}, gradient norm {norm}; expected finite numbers. Lower "
-                "train.lr, or check the data of this step; the last saved state is untouched."
-            )
+        require_finite(done, window, norm)
         if log is not None and (done % recipe.train.log_steps == 0 or done == plan.max_steps):
             log.log(done, log_line(window, recipe, norm, learning_rate(recipe, step)) | facts)
             window = Window.empty(module.num_depths)
-        if (done % recipe.train.save_steps == 0 or done == plan.max_steps) and accelerator.is_main_process:
-            save_state(state_dir, done, head, optimizer)
+        if done % recipe.train.save_steps == 0 or done == plan.max_steps:
+            save_state(state_dir, done, head, prepared, writes=accelerator.is_main_process)
         on_step(done)
     accelerator.wait_for_everyone()
     if log is not None:
         log.close()
+    return whole_state(head)
+
+
+def require_finite(done: int, window: Window, norm: float) -> None:
+    """Raise a TrainingError where a step ended in numbers that nothing can be learned from."""
+    if not math.isfinite(norm) or not all(math.isfinite(value) for value in window.loss_sum_K):
+        raise TrainingError(
+            f"step {done}: loss {window.loss_sum_K}, gradient norm {norm}; expected finite numbers. Lower "
+            "train.lr, or check the data of this step; the last saved state is untouched."
+        )
 
 
 def optimise(
@@ -142,7 +154,7 @@ def optimise(
             accelerator.backward(terms.total)
             sums_K += terms.sum_K
             if accelerator.sync_gradients:
-                norm = float(accelerator.clip_grad_norm_(wrapped.parameters(), recipe.train.max_grad_norm))
+                norm = clip_gradient(accelerator, wrapped, recipe.train.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
     return sums_K, norm
@@ -175,15 +187,4 @@ def log_line(window: Window, recipe: Recipe, norm: float, lr: float) -> dict[str
         "tokens": window.tokens,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(window.tokens / seconds, 1),
-    }
-
-
-def run_facts(accelerator: Accelerator, wrapped: nn.Module) -> dict[str, Any]:
-    """Say what the launcher really gave: several wrong set-ups of accelerate run as one process without a word."""
-    return {
-        "world_size": accelerator.num_processes,
-        "distributed_type": str(accelerator.distributed_type.value),
-        "wrapper": type(wrapped).__name__,
-        "mixed_precision": accelerator.mixed_precision,
-        "device": str(accelerator.device),
     }

@@ -78,6 +78,7 @@ class HeadTraining(nn.Module):
         recompute: Spend a second forward pass of the head instead of memory (``heads.step.unroll``).
         draft_vocab: int, shape (R,), ascending: p and q are distributions over these tokens alone, and no other token
             may be a target. None for all.
+        compute_dtype: What matrices are multiplied in, wherever weights are held in more; None for the weights' own.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class HeadTraining(nn.Module):
         apart: bool = False,
         recompute: bool = False,
         draft_vocab: Tensor | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.trunk = trunk.requires_grad_(False).eval()
@@ -105,6 +107,7 @@ class HeadTraining(nn.Module):
         self.on_policy = on_policy
         self.apart = apart
         self.recompute = recompute
+        self.compute_dtype = compute_dtype
         self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
 
     def train(self, mode: bool = True) -> HeadTraining:
@@ -127,7 +130,11 @@ class HeadTraining(nn.Module):
                 targets in the whole step.
         """
         batch = Batch(tokens_BT, positions_BT, document_BT, loss_mask_BT)
-        rows = aligned_rows(self.trunk, self.head, batch, self.num_depths, apart=self.apart, recompute=self.recompute)
+        # Here and not by accelerate: FSDP2's and DeepSpeed's own mixed precision round the loss's inputs and weights.
+        with torch.autocast(tokens_BT.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
+            rows = aligned_rows(
+                self.trunk, self.head, batch, self.num_depths, apart=self.apart, recompute=self.recompute
+            )
         lm_head_VD, own_heads = self.trunk.lm_head_VD, self.head.own_lm_heads(self.num_depths)
         targets_N, vocab_R = rows.targets_N, cast("Tensor | None", self.draft_vocab)
         if vocab_R is not None:

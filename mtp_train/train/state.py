@@ -10,11 +10,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mtp_train.errors import TrainingError
+from mtp_train.train.moments import FIELDS, Moments, moments_of
+from mtp_train.train.shard import whole_state
 from mtp_train.weights.files import SAFETENSORS_DTYPES, read_json
 from mtp_train.weights.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 
@@ -32,11 +33,24 @@ def latest_step(state_dir: Path) -> int:
     return found[-1][0] if found else 0
 
 
-def save_state(state_dir: Path, step: int, head: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Save the state after ``step`` optimiser steps, then remove older ones."""
+def save_state(state_dir: Path, step: int, head: nn.Module, optimizer: Any, *, writes: bool = True) -> None:
+    """Save the state after ``step`` optimiser steps, then remove older ones.
+
+    Every process must call it, to give its shards; one of them writes. What is written knows nothing of processes.
+
+    Args:
+        state_dir: Where states live.
+        step: Steps done.
+        head: The head, sharded or whole.
+        optimizer: AdamW, prepared by accelerate or not.
+        writes: Whether this process is the one that writes.
+    """
+    weights = whole_state(head)
     moments, numbers = _flatten_optimizer(head, optimizer)
-    with new_directory(state_dir / f"step-{step:08d}", what="the resume state") as directory:
-        write_safetensors(directory / _WEIGHTS, _pending(head.state_dict()))
+    if not writes:
+        return
+    with new_directory(_step_directory(state_dir, step), what="the resume state") as directory:
+        write_safetensors(directory / _WEIGHTS, _pending(weights))
         write_safetensors(directory / _OPTIMIZER, _pending(moments))
         write_json(directory / _META, {"step": step, "optimizer": numbers})
     for old_step, path in _step_directories(state_dir):
@@ -44,8 +58,11 @@ def save_state(state_dir: Path, step: int, head: nn.Module, optimizer: torch.opt
             shutil.rmtree(path)
 
 
-def load_state(state_dir: Path, head: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest state into head and optimiser and return its step, 0 where there is none.
+def load_weights(state_dir: Path, head: nn.Module) -> int:
+    """Load the newest state's weights into a head that is not wrapped yet.
+
+    Returns:
+        Its step, 0 where there is none.
 
     Raises:
         TrainingError: The state is of another head.
@@ -53,41 +70,47 @@ def load_state(state_dir: Path, head: nn.Module, optimizer: torch.optim.Optimize
     step = latest_step(state_dir)
     if step == 0:
         return 0
-    path = state_dir / f"step-{step:08d}"
+    path = _step_directory(state_dir, step)
     weights = load_file(path / _WEIGHTS)
     if weights.keys() != head.state_dict().keys():
         raise TrainingError(
             f"{path}: holds the state of another head; expected this recipe's. Use another run_dir or remove this one."
         )
     head.load_state_dict(weights)
-    moments, numbers = load_file(path / _OPTIMIZER), read_json(path / _META)["optimizer"]
-    for name, parameter in _trained(head):
-        if name not in numbers:
-            continue
-        entry: dict[str, Any] = {}
-        for field in ("exp_avg", "exp_avg_sq"):
-            entry[field] = moments[f"{name}.{field}"].to(parameter.device)
-        entry["step"] = torch.tensor(float(numbers[name]))
-        optimizer.state[parameter] = entry
     return step
+
+
+def load_moments(state_dir: Path, step: int, head: nn.Module, optimizer: Any) -> None:
+    """Load a step's moments into an optimiser, after accelerate has prepared it."""
+    path = _step_directory(state_dir, step)
+    values, numbers = load_file(path / _OPTIMIZER), read_json(path / _META)["optimizer"]
+    into = moments_of(optimizer)
+    for name, parameter in _trained(head):
+        if name in numbers:
+            fields = {field: values[f"{name}.{field}"] for field in FIELDS}
+            into.put(parameter, Moments(float(numbers[name]), fields))
+
+
+def _step_directory(state_dir: Path, step: int) -> Path:
+    return state_dir / f"step-{step:08d}"
 
 
 def _trained(head: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
 
 
-def _flatten_optimizer(head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:
+def _flatten_optimizer(head: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Name AdamW's moments by parameter. The step count of a parameter is the optimiser's own (bias correction)."""
-    moments: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     numbers: dict[str, float] = {}
+    source = moments_of(optimizer)
     for name, parameter in _trained(head):
-        entry = optimizer.state.get(parameter)
+        moments = source.get(parameter)
         # A parameter that no loss has reached has no moments yet.
-        if not entry:
-            continue
-        moments |= {f"{name}.{field}": entry[field] for field in ("exp_avg", "exp_avg_sq")}
-        numbers[name] = float(entry["step"])
-    return moments, numbers
+        if moments is not None:
+            values |= {f"{name}.{field}": value for field, value in moments.values.items()}
+            numbers[name] = moments.step
+    return values, numbers
 
 
 def _pending(tensors: dict[str, Tensor]) -> list[PendingTensor]:

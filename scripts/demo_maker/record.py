@@ -22,9 +22,11 @@ from mtp_train.heads.attach import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs, gather_inputs
-from mtp_train.pipeline import load_run_trunk, make_accelerator, make_documents, train_stage
+from mtp_train.pipeline import load_run_trunk, make_documents
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import load_recipe
+from mtp_train.train.launch import make_accelerator
+from mtp_train.training import train_stage
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.writing import write_json
 
@@ -60,7 +62,7 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
 
 
 def _record(arm: str, recipe: Recipe, texts: Texts, progress: Progress) -> tuple[dict[str, Any], dict[str, Any]]:
-    accelerator = make_accelerator(recipe)
+    accelerator = make_accelerator()
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     trunk = load_run_trunk(recipe, inputs, accelerator)
     run_dir = Path(recipe.run_dir)

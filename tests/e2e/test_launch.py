@@ -12,20 +12,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from launching import DEADLINE_SECONDS, environment, head, launch, metrics, outcome, responses
 from mtp_train.cli import main
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
-from mtp_train.weights.artifact import WEIGHTS_FILE
 from runs import GETS_NO_BETTER, LEARNS, tree, write_inputs, write_recipe
 
-ROOT = Path(__file__).parents[2]
-MACHINES = ROOT / "recipes" / "accelerate"
-DEADLINE_SECONDS, POLL_SECONDS = 300.0, 0.01
+POLL_SECONDS = 0.01
 # Small files beside the weights: they make an export take long enough to be killed in the middle.
 NUM_NOTES = 3000
 # Batches of two prompts, so that two processes share the regeneration and a kill can fall between batches.
@@ -57,45 +53,6 @@ def unbroken(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["exit_code"] == 0
     return run_dir
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """Return this environment without what a launcher set in it, and without an accelerator."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "inference")])
-    return {**kept, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
-
-
-def launch(machine: str, recipe: Path, run_dir: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Start a recipe with accelerate's launcher and wait for it."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(MACHINES / machine)]
-    return subprocess.run(
-        [*launcher, "-m", "mtp_train", str(recipe), f"run_dir={run_dir}", "--json"],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_SECONDS,
-    )
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def outcome(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "outcome.json").read_text())
-    return found
-
-
-def head(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "head" / WEIGHTS_FILE)
-
-
-def responses(run_dir: Path, rank: int = 0, world: int = 1) -> list[str]:
-    """Return the responses that a process has stored so far, sorted."""
-    paths = run_dir.glob(f"data/*/regenerated-{rank:05d}-of-{world:05d}.jsonl")
-    return sorted(line for path in paths for line in path.read_text().splitlines())
 
 
 def test_two_processes_train_as_one_does(recipe: Path, unbroken: Path, tmp_path: Path) -> None:

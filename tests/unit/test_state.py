@@ -9,7 +9,7 @@ from torch import nn
 
 from mtp_train.errors import TrainingError
 from mtp_train.train import state as state_module
-from mtp_train.train.state import latest_step, load_state, save_state
+from mtp_train.train.state import latest_step, load_moments, load_weights, save_state
 
 
 class Net(nn.Module):
@@ -37,6 +37,14 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: in
         net(torch.randn(4, 3, generator=torch.Generator().manual_seed(step))).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def load_state(state_dir: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load both halves, with nothing wrapped in between."""
+    step = load_weights(state_dir, net)
+    if step:
+        load_moments(state_dir, step, net, optimizer)
+    return step
 
 
 def saved(state_dir: Path) -> list[str]:
@@ -123,6 +131,13 @@ def test_a_state_killed_half_way_is_not_there(tmp_path: Path, monkeypatch: pytes
     assert load_state(tmp_path, *net_and_optimizer(2)) == 1
     save_state(tmp_path, 2, net, optimizer)
     assert latest_step(tmp_path) == 2
+
+
+def test_a_process_that_does_not_write_leaves_nothing(tmp_path: Path) -> None:
+    net, optimizer = net_and_optimizer(1)
+    train(net, optimizer, 0, 1)
+    save_state(tmp_path, 1, net, optimizer, writes=False)
+    assert latest_step(tmp_path) == 0
 
 
 def test_the_state_of_another_head_is_refused(tmp_path: Path) -> None:

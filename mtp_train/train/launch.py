@@ -1,0 +1,179 @@
+"""What the launcher asked for, what accelerate made of it, and a module prepared for it.
+
+Several wrong set-ups of accelerate run on without a word, as processes that know nothing of one another or without the
+sharding that was asked for. Here each of them is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch import nn
+
+from mtp_train.errors import LostProcessError, TrainingError
+from mtp_train.train.module import HeadTraining
+from mtp_train.train.moments import ZeroMoments
+from mtp_train.train.plan import Plan
+from mtp_train.train.shard import shard_layers, shards_trunk
+
+# Evaluation runs on the main process while the others wait; no collective may time out meanwhile.
+_PATIENCE = timedelta(hours=24)
+_ZERO_STAGES = (2, 3)
+
+
+def make_accelerator() -> Accelerator:
+    """Build the accelerator that the launcher's settings ask for.
+
+    Precision is not its matter: :class:`HeadTraining` casts by itself, the same under every wrapper. FSDP2's and
+    DeepSpeed's own mixed precision would round the inputs of the loss and the head's weights.
+
+    Raises:
+        TrainingError: The launcher's settings and what accelerate made of them differ.
+    """
+    if _asked_for("ACCELERATE_USE_DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
+        raise TrainingError(
+            "launcher: asks for DeepSpeed, which is not installed; expected it to be. Run pip install "
+            '"mtp-train[deepspeed]", or launch with recipes/accelerate/fsdp2.yaml, which needs nothing more.'
+        )
+    # accelerate names no backend for DeepSpeed on a machine without an accelerator.
+    on_cpu = _asked_for("ACCELERATE_USE_DEEPSPEED") and not torch.accelerator.is_available()
+    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=_PATIENCE)
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[group])
+    require_as_asked(accelerator)
+    if accelerator.distributed_type is DistributedType.FSDP:
+        from accelerate.utils import disable_fsdp_ram_efficient_loading
+
+        # transformers would give all processes but the first a trunk of random numbers to decode with.
+        disable_fsdp_ram_efficient_loading()
+        accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        # transformers would load every trunk as partitions, also those that decode.
+        unset_hf_deepspeed_config()
+    return accelerator
+
+
+def _asked_for(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() == "true"
+
+
+def require_as_asked(accelerator: Accelerator) -> None:
+    """Check that accelerate joined all processes and shards as the launcher's settings say.
+
+    Raises:
+        TrainingError: It does not.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise TrainingError(
+            f"launcher: started {launched} processes, of which accelerate joins {accelerator.num_processes}; expected "
+            "one group. On CPUs set ACCELERATE_USE_CPU=true and use recipes/accelerate/cpu_ddp.yaml."
+        )
+    found = accelerator.distributed_type
+    for variable, asked in (
+        ("ACCELERATE_USE_FSDP", DistributedType.FSDP),
+        ("ACCELERATE_USE_DEEPSPEED", DistributedType.DEEPSPEED),
+    ):
+        if _asked_for(variable) and found is not asked:
+            raise TrainingError(
+                f"launcher: asks for {asked.value}, accelerate gives {found.value}; expected what was asked for. "
+                "accelerate shards on GPUs only: on CPUs use recipes/accelerate/cpu_ddp.yaml."
+            )
+    if found is DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version != 2:
+        raise TrainingError(
+            "launcher: asks for FSDP 1; expected FSDP 2. Set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does."
+        )
+    if found is DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage not in _ZERO_STAGES:
+        raise TrainingError(
+            f"launcher: asks for ZeRO stage {accelerator.state.deepspeed_plugin.zero_stage}; expected 2 or 3. Use "
+            "recipes/accelerate/zero2.yaml or zero3.yaml."
+        )
+
+
+@contextlib.contextmanager
+def lost_process_is_named() -> Iterator[None]:
+    """Say what a broken connection means: gloo's own words are of sockets. NCCL leaves the ending to the launcher.
+
+    Raises:
+        LostProcessError: Another process went away.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
+            raise
+        raise LostProcessError(
+            "launcher: another process of this run is gone (killed, out of memory, or ended by an error that stands "
+            "above); expected all of them to the end. Start the same command again: it goes on from the last saved "
+            "state."
+        ) from error
+
+
+def prepare(
+    module: HeadTraining, optimizer: torch.optim.Optimizer, accelerator: Accelerator, plan: Plan, max_grad_norm: float
+) -> tuple[nn.Module, Any]:
+    """Wrap module and optimiser for the launcher's set-up; a sharded trunk is sharded layer by layer first.
+
+    Raises:
+        TrainingError: Several processes, and no wrapper that joins them.
+    """
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        _configure_deepspeed(module, accelerator, plan, max_grad_norm)
+    if shards_trunk(accelerator):
+        shard_layers(module, accelerator)
+    else:
+        module.to(accelerator.device)
+    wrapped, prepared = accelerator.prepare(module, optimizer)
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        ZeroMoments(prepared.optimizer).make_room()
+    if accelerator.num_processes > 1 and type(wrapped) is HeadTraining:
+        raise TrainingError(
+            f"launcher: {accelerator.num_processes} processes ({accelerator.distributed_type.value}), and accelerate "
+            "wrapped nothing: each would train alone. Use a file of recipes/accelerate."
+        )
+    return wrapped, prepared
+
+
+def _configure_deepspeed(module: HeadTraining, accelerator: Accelerator, plan: Plan, max_grad_norm: float) -> None:
+    """Tell DeepSpeed what it does by itself: accumulation and clipping."""
+    settings = accelerator.state.deepspeed_plugin.deepspeed_config
+    settings |= {
+        "train_micro_batch_size_per_gpu": plan.micro_batch_sequences,
+        "train_batch_size": plan.sequences_per_step,
+        "gradient_accumulation_steps": plan.accumulation,
+        "gradient_clipping": max_grad_norm,
+    }
+    # DeepSpeed allocates this many elements whatever the model; a head often has fewer.
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    settings["zero_optimization"].setdefault("reduce_bucket_size", min(trained, 200_000_000))
+
+
+def clip_gradient(accelerator: Accelerator, wrapped: nn.Module, max_grad_norm: float) -> float:
+    """Scale the gradient down to the norm and return what it was; DeepSpeed has clipped it in its backward."""
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        engine: Any = wrapped
+        return float(engine.get_global_grad_norm())
+    return float(accelerator.clip_grad_norm_(wrapped.parameters(), max_grad_norm))
+
+
+def run_facts(accelerator: Accelerator, wrapped: nn.Module, precision: str) -> dict[str, Any]:
+    """Say what the launcher really gave."""
+    kind = str(accelerator.distributed_type.value)
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        kind += f" ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
+    return {
+        "world_size": accelerator.num_processes,
+        "distributed_type": kind,
+        "wrapper": type(wrapped).__name__,
+        "precision": precision,
+        "device": str(accelerator.device),
+    }

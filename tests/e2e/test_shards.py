@@ -1,0 +1,200 @@
+"""One recipe on every machine setting: whole or in shards, unbroken or killed, it ends with the same head."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from launching import COMMAND_LINE, DEADLINE_SECONDS, ROOT, environment, head, metrics, outcome, start
+from mtp_train.errors import GateRefusedError
+from mtp_train.recipe_io import load_recipe
+from mtp_train.train.launch import make_accelerator
+from runs import run_quietly, tiny_recipe, tree, write_inputs, write_recipe
+from sharded_families import CASES, train
+
+pytestmark = pytest.mark.slow
+PROGRAM, FAMILIES_PROGRAM = (ROOT / "tests" / name for name in ("cpu_shards.py", "sharded_families.py"))
+TWO = ("--num_processes", "2")
+STEPS, SAVE_STEPS, DIES_BEFORE = 8, 3, 5
+SHORT = {
+    "data__regenerate": {"enabled": True, "max_new_tokens": 16},
+    "train__max_steps": STEPS,
+    "train__save_steps": SAVE_STEPS,
+    "train__lr": 1e-2,
+    "train__tokens_per_step": 384,
+    "evaluate__prompts": 2,
+    "evaluate__max_new_tokens": 8,
+}
+
+
+class Setup(NamedTuple):
+    """A machine setting, and what a run on two processes of it must say of itself."""
+
+    machine: str
+    distributed_type: str
+    wrapper: str
+    variables: dict[str, str]
+
+
+CPU = {"ACCELERATE_USE_CPU": "true"}
+DDP = Setup("cpu_ddp.yaml", "MULTI_CPU", "DistributedDataParallel", CPU)
+FSDP2 = Setup("fsdp2.yaml", "FSDP", "FSDPHeadTraining", CPU)
+ZERO2 = Setup("zero2.yaml", "DEEPSPEED ZeRO-2", "DeepSpeedEngine", {})
+ZERO3 = Setup("zero3.yaml", "DEEPSPEED ZeRO-3", "DeepSpeedEngine", {})
+with_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed: not installed")
+
+
+def cases(*setups: Setup) -> pytest.MarkDecorator:
+    """Run a test on each; those of DeepSpeed are skipped by name where it is not installed."""
+    return pytest.mark.parametrize(
+        "setup",
+        [
+            pytest.param(one, id=one.machine, marks=with_deepspeed if one.wrapper == "DeepSpeedEngine" else ())
+            for one in setups
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("shards") / "in", num_records=48)
+
+
+@pytest.fixture(scope="module")
+def one_process(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of one process that nothing disturbed."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    recipe = tiny_recipe(inputs, run_dir, **SHORT)
+    # Whether the head got better is not the matter here.
+    with contextlib.suppress(GateRefusedError):
+        run_quietly(recipe)
+    return run_dir
+
+
+def run_on(setup: Setup, inputs: Path, run_dir: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    recipe = write_recipe(run_dir.parent / "recipe.yaml", inputs, run_dir, **SHORT)
+    return start(setup.machine, PROGRAM, recipe, "--json", flags=TWO, **setup.variables, **variables)
+
+
+@cases(DDP, FSDP2, ZERO2, ZERO3)
+def test_the_same_recipe_gives_the_same_run_killed_or_not(
+    setup: Setup, inputs: Path, one_process: Path, tmp_path: Path
+) -> None:
+    unbroken, killed = tmp_path / "unbroken" / "run", tmp_path / "killed" / "run"
+    for run_dir in (unbroken, killed):
+        run_dir.parent.mkdir()
+    done = run_on(setup, inputs, unbroken)
+    assert outcome(unbroken)["stage"] == "done", done.stderr
+    lines, expected = metrics(unbroken), metrics(one_process)
+    facts = {(line["world_size"], line["distributed_type"], line["wrapper"]) for line in lines}
+    assert facts == {(2, setup.distributed_type, setup.wrapper)}
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for field in ("loss", "loss_depth_1", "loss_depth_2", "grad_norm", "lr", "tokens"):
+        assert [line[field] for line in lines] == pytest.approx([line[field] for line in expected], abs=1e-4), field
+    torch.testing.assert_close(head(unbroken), head(one_process), atol=1e-4, rtol=1e-4)
+    # Whole, and of no number of processes: another set-up could go on from it.
+    torch.testing.assert_close(state(unbroken, STEPS), state(one_process, STEPS), atol=1e-4, rtol=1e-4)
+
+    lost = run_on(setup, inputs, killed, DIES=f"1:{DIES_BEFORE}")
+    assert lost.returncode == 1
+    assert "Signal 9 (SIGKILL) received" in lost.stderr
+    assert [path.name for path in (killed / "state").iterdir()] == [f"step-{SAVE_STEPS:08d}"]
+    assert not (killed / "head").exists()
+    done = run_on(setup, inputs, killed)
+    assert outcome(killed)["stage"] == "done", done.stderr
+    assert [line["loss"] for line in metrics(killed)] == [line["loss"] for line in lines]
+    found, kept = head(killed), head(unbroken)
+    assert all(torch.equal(found[key], kept[key]) for key in kept)
+
+
+def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Return a resume state: weights, moments and each parameter's own count of steps."""
+    directory = run_dir / "state" / f"step-{step:08d}"
+    counts = json.loads((directory / "state.json").read_text())["optimizer"]
+    return {
+        **load_file(directory / "head.safetensors"),
+        **load_file(directory / "optimizer.safetensors"),
+        **{f"{name}.step": torch.tensor(count) for name, count in counts.items()},
+    }
+
+
+def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_process: Path, tmp_path: Path) -> None:
+    """Nobody launched these two: the one that is left must end by itself, and say why."""
+    run_dir = tmp_path / "run"
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **SHORT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    variables = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        # accelerate's own default, by which all but the first process would answer prompts with random weights.
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        **CPU,
+    }
+    joined = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DIES": f"1:{DIES_BEFORE}"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(recipe), "--json"],
+            env=environment(RANK=rank, LOCAL_RANK=rank, **joined, **variables),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        said = [process.communicate(timeout=DEADLINE_SECONDS)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [1, -signal.SIGKILL], said
+    message = "mtp-train: launcher: another process of this run is gone"
+    assert said[0].count(message) == 1
+    assert "Traceback" not in said[0]
+    found = outcome(run_dir)
+    assert (found["exit_code"], found["reason"], found["stage"]) == (1, "lost_process", "train")
+
+    with contextlib.suppress(GateRefusedError):
+        run_quietly(load_recipe(recipe))
+    assert {line["world_size"] for line in metrics(run_dir)} == {1, 2}
+    torch.testing.assert_close(head(run_dir), head(one_process), atol=1e-4, rtol=1e-4)
+
+
+def test_sharding_that_accelerate_leaves_out_is_refused(inputs: Path, tmp_path: Path) -> None:
+    """On CPUs accelerate takes FSDP2 for data parallelism and says nothing."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **SHORT)
+    done = start("fsdp2.yaml", *COMMAND_LINE, recipe, flags=TWO, **CPU)
+    assert done.returncode == 1
+    message = "launcher: asks for FSDP, accelerate gives MULTI_CPU; expected what was asked for."
+    assert outcome(tmp_path / "run")["message"].startswith(message)
+    assert done.stderr.count(f"mtp-train: {message}") == 1
+    assert list(tree(tmp_path / "run")) == ["outcome.json"]
+
+
+@cases(FSDP2, ZERO3)
+def test_every_family_trains_in_shards_as_it_does_whole(setup: Setup, tmp_path: Path) -> None:
+    done = start(setup.machine, FAMILIES_PROGRAM, tmp_path / "trained.json", flags=TWO, **setup.variables)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "trained.json").read_text())
+    accelerator = make_accelerator()
+    expected = {case: train(case, accelerator) for case in CASES}
+    assert {case: one["losses"] for case, one in found.items()} == {
+        case: pytest.approx(one.losses, abs=1e-4) for case, one in expected.items()
+    }
+    for case, one in expected.items():
+        assert one.held == one.whole == found[case]["whole"], case
+        # Some matrices do not divide evenly.
+        assert found[case]["held"] < 0.6 * one.whole, case
+        assert found[case]["left"] == 0, case

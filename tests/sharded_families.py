@@ -1,0 +1,143 @@
+"""Two optimiser steps of every family's tiny model under whatever launcher started this; a file gets what came of it.
+
+The documents of a step differ in number and length, so that processes run the trunk a different number of times.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+
+from cpu_shards import pretend_to_have_gpus
+from mtp_train.data.pack import PackedSequence, pack_documents
+from mtp_train.data.tokenize import Document
+from mtp_train.heads.trunk import Trunk
+from mtp_train.train.launch import make_accelerator
+from mtp_train.train.loop import train_head
+from mtp_train.train.module import HeadTraining
+from mtp_train.train.plan import make_plan
+from mtp_train.train.shard import give_up_shards, shards_trunk
+from runs import tiny_recipe
+from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
+
+SEQ_LEN, NUM_DEPTHS, SEQUENCES, STEPS = 24, 2, 4, 2
+LENGTHS = (24, 24, 3, 5, 7, 9, 23)
+TIED, HALF, RECOMPUTED = "qwen3_5, tied", "qwen3_5, bfloat16", "qwen3_5, recomputed"
+CASES = (*ALL_FAMILIES, TIED, HALF, RECOMPUTED)
+
+
+class Lines:
+    """A log that keeps the losses."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def log(self, _step: int, line: dict[str, Any]) -> None:
+        self.losses.append(line["loss"])
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def sequences(step: int) -> Sequence[PackedSequence]:
+    generator = torch.Generator().manual_seed(step)
+    documents = [
+        Document(tuple(torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()), (True,) * length, "d", "g")
+        for length in LENGTHS
+    ]
+    packed = pack_documents(documents, SEQ_LEN, pack=True, seed=0, epoch=0)
+    assert len(packed) == SEQUENCES
+    return packed
+
+
+def held(trunk: Trunk) -> int:
+    """Return how many of the trunk's numbers are in this process."""
+    parts = [
+        parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.data for parameter in trunk.parameters()
+    ]
+    return sum((part.to_local() if isinstance(part, DTensor) else part).numel() for part in parts)
+
+
+class Trained(NamedTuple):
+    """What came of a case."""
+
+    losses: list[float]
+    whole: int
+    """Numbers in the trunk."""
+    held: int
+    """Of them in this process, between steps."""
+    left: int
+    """Of them in this process, after they were given up."""
+
+
+def train(case: str, accelerator: Accelerator) -> Trained:
+    """Train a case for two steps."""
+    name = case.split(", ")[0]
+    trunk = tiny_trunk(name, tied=case == TIED)
+    if case == HALF:
+        trunk.to(torch.bfloat16)
+    whole = held(trunk)
+    module = HeadTraining(
+        trunk,
+        tiny_head(trunk),
+        num_depths=NUM_DEPTHS,
+        kind="kl",
+        temperature=1.0,
+        recompute=case == RECOMPUTED,
+        compute_dtype=torch.bfloat16 if case == HALF else None,
+    )
+    recipe = tiny_recipe(
+        Path("anywhere"),
+        Path("anywhere"),
+        head__num_depths=NUM_DEPTHS,
+        data__seq_len_tokens=SEQ_LEN,
+        train__tokens_per_step=SEQUENCES * SEQ_LEN,
+        train__max_steps=STEPS,
+        train__save_steps=STEPS,
+    )
+    lines = Lines()
+    plan = make_plan(recipe, accelerator.num_processes)
+    accelerator.gradient_accumulation_steps = plan.accumulation
+    with tempfile.TemporaryDirectory() as directory:
+        train_head(
+            module,
+            recipe=recipe,
+            plan=plan,
+            batch_fn=sequences,
+            accelerator=accelerator,
+            state_dir=Path(directory),
+            make_log=lambda _step: lines,
+            on_step=lambda _done: None,
+        )
+        accelerator.wait_for_everyone()
+    kept = held(trunk)
+    if shards_trunk(accelerator):
+        give_up_shards(trunk, accelerator)
+    reference = weakref.ref(trunk)
+    del trunk, module
+    gc.collect()
+    left = reference()
+    return Trained(lines.losses, whole, kept, 0 if left is None else held(left))
+
+
+if __name__ == "__main__":
+    pretend_to_have_gpus()
+    joined = make_accelerator()
+    if joined.distributed_type is DistributedType.DEEPSPEED:
+        # Everything here is small enough for DeepSpeed to keep it whole.
+        settings = joined.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        settings["stage3_param_persistence_threshold"] = 0
+    found = {case: train(case, joined)._asdict() for case in CASES}
+    if joined.is_main_process:
+        Path(sys.argv[1]).write_text(json.dumps(found))

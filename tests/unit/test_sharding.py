@@ -1,0 +1,150 @@
+"""What a launcher asked for against what accelerate gives, and what a trunk in shards asks of its processes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+
+from mtp_train.errors import LostProcessError, TrainingError
+from mtp_train.heads.isolate import isolated_hidden
+from mtp_train.train.launch import lost_process_is_named, make_accelerator, prepare, require_as_asked
+from mtp_train.train.module import HeadTraining
+from mtp_train.train.shard import shard_layers, shards_trunk
+from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
+
+
+def joined(kind: DistributedType, **plugins: Any) -> Any:
+    """Return what the checks read of an accelerator of two processes."""
+    return SimpleNamespace(
+        num_processes=2, distributed_type=kind, state=SimpleNamespace(**plugins), device=torch.device("cpu")
+    )
+
+
+FSDP = {"fsdp_plugin": SimpleNamespace(fsdp_version=2)}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"deepspeed_plugin": SimpleNamespace(zero_stage=stage)}
+
+
+@pytest.fixture
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+@pytest.mark.usefixtures("two_processes")
+@pytest.mark.parametrize(
+    ("variable", "given", "in_shards"),
+    [
+        ("", joined(DistributedType.MULTI_GPU), False),
+        ("ACCELERATE_USE_FSDP", joined(DistributedType.FSDP, **FSDP), True),
+        ("ACCELERATE_USE_DEEPSPEED", joined(DistributedType.DEEPSPEED, **zero(2)), False),
+        ("ACCELERATE_USE_DEEPSPEED", joined(DistributedType.DEEPSPEED, **zero(3)), True),
+    ],
+)
+def test_what_was_asked_for_passes(variable: str, given: Any, in_shards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if variable:
+        monkeypatch.setenv(variable, "true")
+    require_as_asked(given)
+    assert shards_trunk(given) is in_shards
+
+
+@pytest.mark.usefixtures("two_processes")
+@pytest.mark.parametrize(
+    ("variable", "given", "message"),
+    [
+        ("ACCELERATE_USE_FSDP", joined(DistributedType.MULTI_CPU), "asks for FSDP, accelerate gives MULTI_CPU"),
+        ("ACCELERATE_USE_DEEPSPEED", joined(DistributedType.MULTI_CPU), "asks for DEEPSPEED, accelerate gives MULTI"),
+        (
+            "ACCELERATE_USE_FSDP",
+            joined(DistributedType.FSDP, fsdp_plugin=SimpleNamespace(fsdp_version=1)),
+            "asks for FSDP 1; expected FSDP 2",
+        ),
+        (
+            "ACCELERATE_USE_DEEPSPEED",
+            joined(DistributedType.DEEPSPEED, **zero(1)),
+            "asks for ZeRO stage 1; expected 2 or 3",
+        ),
+        ("", SimpleNamespace(num_processes=1), "started 2 processes, of which accelerate joins 1"),
+    ],
+)
+def test_what_was_not_asked_for_is_refused(
+    variable: str, given: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable:
+        monkeypatch.setenv(variable, "true")
+    with pytest.raises(TrainingError, match=message):
+        require_as_asked(given)
+
+
+def test_deepspeed_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(
+        TrainingError, match=r"not installed; expected it to be\. Run pip install \"mtp-train\[deepspeed"
+    ):
+        make_accelerator()
+
+
+def training_module(family_name: str = "qwen3_5") -> HeadTraining:
+    trunk = tiny_trunk(family_name)
+    return HeadTraining(trunk, tiny_head(trunk), num_depths=1, kind="kl", temperature=1.0)
+
+
+def test_processes_that_nothing_wraps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = training_module()
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(module.head.parameters())
+    plan: Any = None
+    assert prepare(module, optimizer, accelerator, plan, 1.0)[0] is module
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(TrainingError, match=r"2 processes \(NO\), and accelerate wrapped nothing"):
+        prepare(module, optimizer, accelerator, plan, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_a_quantised_trunk_is_not_sharded(dtype: torch.dtype) -> None:
+    module = training_module()
+    module.trunk.decoder.norm.weight = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
+    message = r"quantised \(.*norm\.weight and 0 more\); .* Launch with recipes/accelerate/ddp\.yaml"
+    with pytest.raises(TrainingError, match=message):
+        shard_layers(module, joined(DistributedType.FSDP, **FSDP))
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_spare_forwards_change_nothing(family_name: str) -> None:
+    """Processes with fewer or shorter documents run the trunk as often as the others; what they get stays theirs."""
+    trunk = tiny_trunk(family_name)
+    tokens_BT, document_BT = torch.arange(1, 13)[None], torch.tensor([[0] * 5 + [1] * 4 + [2] * 3])
+    expected_BTD = isolated_hidden(trunk, tokens_BT, document_BT)
+    forwards: list[tuple[int, ...]] = []
+    trunk.decoder.register_forward_hook(lambda _module, _inputs, output: forwards.append(output[0].shape[:2]))
+    asked: list[int] = []
+
+    def two_more(count: int) -> int:
+        # Before any forward: a process that has none left must not wait while another still runs its own.
+        assert forwards == []
+        asked.append(count)
+        return count + 2
+
+    trunk.calls_together = two_more
+    assert torch.equal(isolated_hidden(trunk, tokens_BT, document_BT), expected_BTD)
+    assert len(forwards) == asked[0] + 2
+    assert forwards[-2:] == [(1, 1)] * 2
+
+
+def test_a_broken_connection_is_a_lost_process_and_nothing_else_is() -> None:
+    gloo = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    for broken in (gloo, torch.distributed.DistNetworkError("gone")):
+        with pytest.raises(LostProcessError, match="another process of this run is gone"), lost_process_is_named():
+            raise broken
+    other = RuntimeError("shape mismatch")
+    with pytest.raises(RuntimeError) as caught, lost_process_is_named():
+        raise other
+    assert caught.value is other
