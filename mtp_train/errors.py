@@ -59,3 +59,16 @@ class LostProcessError(MtpError):
 
     exit_code = 1
     reason = "lost_process"
+
+
+class StoppedError(MtpError):
+    """Report a run that was told to stop and can go on later. Ends in the exit code of its signal."""
+
+    exit_code = 143
+    reason = "stopped"
+
+
+class OutOfMemoryError(MtpError):
+    """Report that memory did not suffice, with the setting that would make it."""
+
+    reason = "out_of_memory"

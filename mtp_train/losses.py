@@ -69,7 +69,7 @@ def chain_losses(tv_KN: Tensor, row_weight_KN: Tensor) -> tuple[Tensor, Tensor]:
         each row's ``tv``. Both of shape (K, N).
     """
     num_depths = len(tv_KN)
-    weight_KS, tv_KS = (_to_starts(one) for one in (row_weight_KN, tv_KN))
+    weight_KS, tv_KS = (to_starts(one) for one in (row_weight_KN, tv_KN))
     kept_KS = torch.where(weight_KS != 0, 1 - tv_KS, 1.0)
     loss_KS = torch.where(weight_KS != 0, 1 - kept_KS.cumprod(dim=0), 0.0)
     slope_KS = torch.zeros_like(kept_KS)
@@ -94,14 +94,21 @@ def survivors(hit_KN: Tensor) -> Tensor:
     Returns:
         bool, shape (K, N): all depths before it were hits at its start; True at depth 1.
     """
-    hit_KS = _to_starts(hit_KN)
+    hit_KS = to_starts(hit_KN)
     reached_KS = torch.ones_like(hit_KS)
     reached_KS[1:] = hit_KS[:-1].cumprod(dim=0).bool()
     return _to_targets(reached_KS)
 
 
-def _to_starts(aligned_KN: Tensor) -> Tensor:
-    """Undo :func:`align_to_targets`, on sequences that may be flattened: what crosses from one to the next weighs 0."""
+def to_starts(aligned_KN: Tensor) -> Tensor:
+    """Undo :func:`align_to_targets`, on sequences that may be flattened: what crosses their ends is no target.
+
+    Args:
+        aligned_KN: Depth k's row of start s at target row s + k.
+
+    Returns:
+        Shape (K, N), all depths of a start in one column.
+    """
     return torch.stack([row_N.roll(-depth) for depth, row_N in enumerate(aligned_KN, start=1)])
 
 

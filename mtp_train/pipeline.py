@@ -23,6 +23,7 @@ from mtp_train.evaluation import evaluate_run
 from mtp_train.heads.diagnose import layout_of, stored_dtype
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.inputs import Inputs, evaluation_dtype, gather_inputs
+from mtp_train.memory import memory_is_named
 from mtp_train.recipe import Recipe
 from mtp_train.regeneration import regenerate_stage
 from mtp_train.report.table import summary
@@ -70,7 +71,8 @@ def run(recipe: Recipe, console: Console) -> Outcome:
         accelerator = make_accelerator()
         quiet = not console.is_terminal or not accelerator.is_main_process
         progress_bars = Progress(console=console, disable=quiet, transient=True)
-        with full_disk_is_named(run_dir, what="the run"), lost_process_is_named(), progress_bars as progress:
+        named = memory_is_named(recipe, lambda: stage.name)
+        with full_disk_is_named(run_dir, what="the run"), lost_process_is_named(), named, progress_bars as progress:
             outcome = run_stages(recipe, run_dir, accelerator, console, progress, stage)
     except MtpError as error:
         reached = "done" if isinstance(error, GateRefusedError) else stage.name
@@ -124,9 +126,11 @@ def run_stages(
     if not main:
         return Outcome(0, "done", "", "done")
     stage.name = "evaluate"
-    if in_shards:
-        # The other processes are done and their shards gone with them: this one needs a trunk of its own.
-        give_up_shards(trunk, accelerator)
+    if not trained and (in_shards or recipe.train.hidden_cache is not None):
+        # The other processes are done and their shards gone with them, or the layers were let go: this one needs a
+        # trunk of its own.
+        if in_shards:
+            give_up_shards(trunk, accelerator)
         del trunk
         gc.collect()
         trunk = load_run_trunk(recipe, inputs, accelerator)

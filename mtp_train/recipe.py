@@ -159,6 +159,38 @@ class ObjectiveSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HiddenCacheSpec:
+    """The trunk's hidden states on disk: computed once, and read in every epoch and by every run that shares them.
+
+    The trunk leaves the memory while the head trains. It must fit into each process's whole: not for sharded trunks.
+    """
+
+    max_gib: Positive = 64.0
+    """Most room that it may take; a run that needs more says so before it starts."""
+    dtype: Literal["auto", "bf16", "fp8"] = "auto"
+    """How a state is kept: as the trunk computes it, in 2 bytes a number, or in 1 with a scale for each token."""
+    directory: str | None = None
+    """Where caches lie, each under a name made of trunk, text and precision; null is `hidden` in the run directory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectSpec:
+    """Measure acceptance on the way, on text kept from training, and take the head that was best."""
+
+    every_steps: Count = 50
+    """Steps between measures; the last step is measured too."""
+    share: Share = 0.05
+    """Share of the groups of training documents that is kept from training."""
+    tokens: Count = 16384
+    """Most tokens of them that are measured on."""
+    prompts: Annotated[int, Bound(min=0)] | None = None
+    """How many are also decoded, for the log; null is 4, or 0 where no process holds a whole trunk (in shards, or with
+    `train.hidden_cache`)."""
+    patience: Count | None = None
+    """Stop after so many measures without a better one; null goes on to the end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSection:
     """How long and how fast the head learns, whatever the number of processes."""
 
@@ -176,6 +208,10 @@ class TrainSection:
     """The learning rate after the warm-up: down to 0 along a cosine, or level."""
     gradient_checkpointing: bool = False
     """Keep less of the head's forward pass and run it a second time instead: less memory, slower steps."""
+    hidden_cache: HiddenCacheSpec | None = None
+    """Keep the trunk's hidden states on disk; null runs the trunk in every step. Pays from the second epoch on."""
+    select: SelectSpec | None = None
+    """Choose among the heads on the way by their acceptance; null takes the last."""
     weight_decay: Annotated[float, Bound(min=0)] = 0.0
     """AdamW's decay, on matrices only."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.95)

@@ -50,6 +50,16 @@ it the first GPU loads the whole trunk again to evaluate. Without `data.regenera
 where every process reads the whole trunk. Quantised trunks are not sharded. ZeRO and shards were tested on CPU
 processes.
 
+# Longer runs
+
+- `train.hidden_cache={}` keeps the trunk's hidden states on disk: from the second epoch on, and for every later run of
+  the same text, the trunk is neither run nor held in memory.
+- `'train.select={every_steps: 100, patience: 5}'` measures acceptance on text kept from training, takes the best head
+  and stops when it gets no better. `metrics.jsonl` has the measures by depth, and the trunk's entropy beside them.
+- Out of memory? The error names the setting to change: `train.micro_batch_sequences`, `train.gradient_checkpointing`...
+- Whatever ends a run - a kill, SIGTERM from a scheduler, a full disk, a loss that is not finite - the last saved state
+  is whole, and the same command goes on from it.
+
 # Fields
 """
 

@@ -248,3 +248,23 @@ def _filters_have_something_to_filter(recipe: Recipe) -> Iterator[str]:
                 f"data.regenerate.{name}: {value} with data.regenerate.temperature: 0, which takes the most probable "
                 f"token whatever it says; expected {off}. Leave it out, or raise the temperature."
             )
+
+
+@_reads("train.select", "train.max_steps")
+def _selection_measures_on_the_way(recipe: Recipe) -> Iterator[str]:
+    select = recipe.train.select
+    if select is not None and select.every_steps > recipe.train.max_steps:
+        yield (
+            f"train.select.every_steps: {select.every_steps} of {recipe.train.max_steps} steps; expected no more than "
+            "these. Lower it, or write train.select: null."
+        )
+
+
+@_reads("train.select", "train.hidden_cache")
+def _decoding_needs_the_trunk(recipe: Recipe) -> Iterator[str]:
+    select = recipe.train.select
+    if select is not None and select.prompts and recipe.train.hidden_cache is not None:
+        yield (
+            f"train.select.prompts: {select.prompts} with train.hidden_cache, which trains without the trunk; expected "
+            "0 or null. Write null, or train.hidden_cache: null."
+        )

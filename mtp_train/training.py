@@ -13,18 +13,31 @@ from rich.progress import Progress
 from mtp_train.data.frequency import frequent_tokens, keep_targets
 from mtp_train.data.pack import global_batches
 from mtp_train.data.tokenize import Document
+from mtp_train.errors import TrainingError
 from mtp_train.heads.attach import build_head, trained_head
 from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs
 from mtp_train.losses import LossKind
+from mtp_train.measuring import make_selection, part_documents, renumbered
 from mtp_train.recipe import Recipe
+from mtp_train.train.hidden_cache import (
+    HiddenCache,
+    build_cache,
+    cache_identity,
+    digest_of,
+    layout_for,
+    require_room,
+    write_manifest,
+)
 from mtp_train.train.log import RunLog
 from mtp_train.train.loop import train_head
 from mtp_train.train.module import HeadTraining
+from mtp_train.train.shard import shards_trunk
 from mtp_train.weights.artifact import Artifact, save_artifact
 
-HEAD, STATE = "head", "state"
+HEAD, STATE, HIDDEN = "head", "state", "hidden"
 
 
 def train_stage(
@@ -42,17 +55,15 @@ def train_stage(
     draft_vocab = chosen_vocab(recipe, inputs, documents, len(trunk.lm_head_VD))
     if draft_vocab is not None and recipe.objective.vocab == "draft":
         documents = keep_targets(documents, set(draft_vocab.tolist()))
-    module = HeadTraining(
-        trunk,
-        head,
-        num_depths=recipe.head.num_depths,
-        kind=loss_kind(recipe),
-        temperature=recipe.objective.temperature,
-        on_policy=recipe.objective.on_policy,
-        apart=recipe.objective.unroll == "fastmtp",
-        recompute=recipe.train.gradient_checkpointing,
-        draft_vocab=draft_vocab if recipe.objective.vocab == "draft" else None,
-        compute_dtype=torch.bfloat16 if recipe.train.precision == "bf16" else None,
+    module = head_training(recipe, trunk, head, draft_vocab)
+    training, measured = part_documents(recipe, documents)
+    cache = hidden_cache(recipe, run_dir, inputs, module, documents, accelerator, progress)
+    batches = global_batches(
+        [documents[index] for index in training],
+        seq_len_tokens=recipe.data.seq_len_tokens,
+        pack=recipe.data.pack,
+        sequences_per_step=inputs.plan.sequences_per_step,
+        seed=recipe.seed,
     )
     task = progress.add_task("training the head", total=inputs.plan.max_steps)
 
@@ -71,20 +82,79 @@ def train_stage(
         module,
         recipe=recipe,
         plan=inputs.plan,
-        batch_fn=global_batches(
-            documents,
-            seq_len_tokens=recipe.data.seq_len_tokens,
-            pack=recipe.data.pack,
-            sequences_per_step=inputs.plan.sequences_per_step,
-            seed=recipe.seed,
-        ),
+        batch_fn=lambda step: renumbered(batches(step), training),
         accelerator=accelerator,
+        cache=cache,
+        selection=make_selection(recipe, inputs, trunk, documents, measured, cache, run_dir / STATE, accelerator),
         state_dir=run_dir / STATE,
         make_log=make_log,
         on_step=lambda done: progress.update(task, completed=done),
     )
     if accelerator.is_main_process:
         save_artifact(trained_artifact(recipe, inputs, weights, draft_vocab), run_dir / HEAD)
+
+
+def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torch.Tensor | None) -> HeadTraining:
+    """Put trunk and head together as the recipe says."""
+    return HeadTraining(
+        trunk,
+        head,
+        num_depths=recipe.head.num_depths,
+        kind=loss_kind(recipe),
+        temperature=recipe.objective.temperature,
+        on_policy=recipe.objective.on_policy,
+        apart=recipe.objective.unroll == "fastmtp",
+        recompute=recipe.train.gradient_checkpointing,
+        draft_vocab=draft_vocab if recipe.objective.vocab == "draft" else None,
+        compute_dtype=torch.bfloat16 if recipe.train.precision == "bf16" else None,
+    )
+
+
+def hidden_cache(
+    recipe: Recipe,
+    run_dir: Path,
+    inputs: Inputs,
+    module: HeadTraining,
+    documents: Sequence[Document],
+    accelerator: Accelerator,
+    progress: Progress,
+) -> HiddenCache | None:
+    """Return the trunk's states of all documents, once they are on the disk; the trunk is left without its layers.
+
+    Raises:
+        TrainingError: There is no room, or the trunk is to be in shards.
+    """
+    spec, trunk = recipe.train.hidden_cache, module.trunk
+    if spec is None:
+        return None
+    if shards_trunk(accelerator):
+        raise TrainingError(
+            f"train.hidden_cache: set, and {accelerator.distributed_type.value} puts the trunk in shards; expected it "
+            "whole on every process. Launch with recipes/accelerate/ddp.yaml or zero2.yaml, or write null."
+        )
+    trunk.to(accelerator.device)
+    with module.autocast():
+        layout = layout_for(trunk, documents, spec.dtype)
+        identity = cache_identity(inputs.finetune, inputs.adapter, documents, layout, recipe.train.precision)
+        directory = Path(spec.directory or run_dir / HIDDEN) / digest_of(identity)
+        require_room(layout, directory, int(spec.max_gib * (1 << 30)))
+        task = progress.add_task("keeping hidden states", total=None)
+        if accelerator.is_main_process:
+            progress.console.print(f"{directory}: {layout.num_bytes / (1 << 30):.2f} GiB of hidden states")
+            write_manifest(directory, identity, layout)
+        build_cache(
+            trunk,
+            documents,
+            layout,
+            directory,
+            max_tokens=recipe.train.micro_batch_sequences * recipe.data.seq_len_tokens,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+            on_shard=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    accelerator.wait_for_everyone()
+    trunk.drop_layers()
+    return HiddenCache(directory, layout)
 
 
 def chosen_vocab(recipe: Recipe, inputs: Inputs, documents: Sequence[Document], vocab_size: int) -> torch.Tensor | None:

@@ -43,12 +43,14 @@ class PackedSequence:
         positions_T: int64, counted from 0 in every document, 0 on padding.
         document_T: int64 document number within the row, ``PADDING_DOCUMENT`` on padding.
         loss_mask_T: bool, whether the token may be a target.
+        members: The documents, by their place in all that is packed, in the row's order.
     """
 
     input_ids_T: NDArray[np.int64]
     positions_T: NDArray[np.int64]
     document_T: NDArray[np.int64]
     loss_mask_T: NDArray[np.bool_]
+    members: tuple[int, ...]
 
 
 def pack_documents(
@@ -64,7 +66,7 @@ def pack_documents(
         epoch: From 0.
     """
     groups = _assign(_lengths(documents, seq_len_tokens), seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
-    return [_sequence([documents[index] for index in group], seq_len_tokens) for group in groups]
+    return [_sequence(documents, group, seq_len_tokens) for group in groups]
 
 
 def count_targets(sequence: PackedSequence, num_depths: int) -> tuple[int, ...]:
@@ -90,7 +92,7 @@ def global_batches(
     def batch(step: int) -> list[PackedSequence]:
         first = step * sequences_per_step
         groups = [stream.members(index) for index in range(first, first + sequences_per_step)]
-        return [_sequence([documents[index] for index in group], seq_len_tokens) for group in groups]
+        return [_sequence(documents, group, seq_len_tokens) for group in groups]
 
     return batch
 
@@ -182,17 +184,18 @@ def _generator(seed: int, epoch: int) -> np.random.Generator:
     return np.random.default_rng(int.from_bytes(digest[:8], "big"))
 
 
-def _sequence(documents: Sequence[Document], seq_len_tokens: int) -> PackedSequence:
+def _sequence(documents: Sequence[Document], members: Sequence[int], seq_len_tokens: int) -> PackedSequence:
     input_ids_T = np.zeros(seq_len_tokens, dtype=np.int64)
     positions_T = np.zeros(seq_len_tokens, dtype=np.int64)
     document_T = np.full(seq_len_tokens, PADDING_DOCUMENT, dtype=np.int64)
     loss_mask_T = np.zeros(seq_len_tokens, dtype=np.bool_)
     start = 0
-    for number, document in enumerate(documents):
+    for number, index in enumerate(members):
+        document = documents[index]
         end = start + len(document.input_ids)
         input_ids_T[start:end] = document.input_ids
         positions_T[start:end] = np.arange(end - start)
         document_T[start:end] = number
         loss_mask_T[start:end] = document.loss_mask
         start = end
-    return PackedSequence(input_ids_T, positions_T, document_T, loss_mask_T)
+    return PackedSequence(input_ids_T, positions_T, document_T, loss_mask_T, tuple(members))

@@ -36,13 +36,16 @@ def is_held_out(group: str, holdout: float, seed: int) -> bool:
     return stable_share(group, seed) < holdout
 
 
-def split_by_group(items: Sequence[GroupedT], holdout: float, seed: int) -> tuple[list[GroupedT], list[GroupedT]]:
+def split_by_group(
+    items: Sequence[GroupedT], holdout: float, seed: int, field: str = "data.holdout"
+) -> tuple[list[GroupedT], list[GroupedT]]:
     """Part items into those to train on and those held out.
 
     Args:
         items: Records, documents or prompts.
         holdout: Expected share of the groups held out, between 0 and 1.
         seed: Another seed holds out other groups.
+        field: The recipe's, for the error.
 
     Raises:
         DataError: One of the sides is empty.
@@ -53,8 +56,8 @@ def split_by_group(items: Sequence[GroupedT], holdout: float, seed: int) -> tupl
         num_groups = len({item.group for item in items})
         side = "train" if not train else "held-out"
         raise DataError(
-            f"data.holdout: {holdout} leaves the {side} side empty ({len(items)} records in {num_groups} groups); "
-            "expected records on both sides. Add data, change data.holdout or seed, or group by another field "
+            f"{field}: {holdout} leaves the {side} side empty ({len(items)} records in {num_groups} groups); "
+            f"expected records on both sides. Add data, change {field} or seed, or group by another field "
             "(data.group_field)."
         )
     return train, held_out

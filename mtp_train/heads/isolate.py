@@ -51,20 +51,21 @@ def group_by_length(found: list[Segment], max_tokens: int) -> list[list[Segment]
     return groups
 
 
-def isolated_hidden(trunk: Trunk, tokens_BT: Tensor, document_BT: Tensor) -> Tensor:
+def isolated_hidden(trunk: Trunk, tokens_BT: Tensor, document_BT: Tensor, max_tokens: int | None = None) -> Tensor:
     """Return the trunk's hidden states of packed documents, each computed as if it were alone.
 
     Args:
         trunk: The trunk.
         tokens_BT: int, packed tokens.
         document_BT: int, document number of each token, ``PADDING_DOCUMENT`` on padding.
+        max_tokens: Of one forward pass, padding included, unless a document is longer; None is B * T.
 
     Returns:
         Shape (B, T, D); 0 on padding. No gradient.
     """
     hidden_BTD: Tensor | None = None
     with torch.no_grad():
-        groups = group_by_length(segments(document_BT), tokens_BT.numel())
+        groups = group_by_length(segments(document_BT), max_tokens or tokens_BT.numel())
         # Asked before the first forward: where processes wait for one another, they do so in the same order.
         spare_calls = trunk.calls_together(len(groups)) - len(groups)
         for group in groups:

@@ -55,6 +55,10 @@ class Trunk(nn.Module):
         layers: nn.ModuleList = self.decoder.layers
         return layers
 
+    def drop_layers(self) -> None:
+        """Let go of the decoder's layers, and of their memory: embedding, final norm and output matrix are left."""
+        self.decoder.layers = nn.ModuleList()
+
     @property
     def _final_norm(self) -> nn.Module:
         norm: nn.Module = self.decoder.get_submodule(self.family.trunk_final_norm)

@@ -3,7 +3,7 @@
 Unlike counts from decoding, it does not depend on where rounds begin, and it is the same for every draft depth, so it
 compares heads with little noise. Sums are taken over everything before any ratio.
 
-Shapes: K depths, N target rows, C rows of a chunk, V vocabulary.
+Shapes: K depths.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from mtp_train.acceptance import entropy, overlap
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
-from mtp_train.losses import CHUNK_ROWS
+from mtp_train.train.dense_sums import DenseSums, dense_sums
 from mtp_train.train.module import Batch, aligned_rows
 
 
@@ -31,34 +31,42 @@ class DenseMetrics:
     target_entropy: float | None
     """Mean entropy of p at depth 1's targets, nats."""
     num_targets: list[int]
+    tau_greedy: float | None = None
+    """Tokens a round of greedy decoding, if a round began at every target alike."""
+    tau_sampled: float | None = None
+    """Tokens a round of sampling at temperature 1, likewise."""
+
+    @classmethod
+    def of(cls, sums: DenseSums) -> DenseMetrics:
+        """Turn sums into shares."""
+        targets_K = sums.targets_K
+        return cls(
+            agreement=_ratios(sums.agreed_K, targets_K),
+            overlap=_ratios(sums.overlapped_K, targets_K),
+            target_entropy=float(sums.entropy / targets_K[0]) if targets_K[0] else None,
+            num_targets=[int(count) for count in targets_K],
+            tau_greedy=_tau(sums.chained_K, targets_K),
+            tau_sampled=_tau(sums.chained_overlap_K, targets_K),
+        )
 
 
 @torch.inference_mode()
 def dense_metrics(trunk: Trunk, head: MtpHead, batches: Iterable[Batch], num_depths: int) -> DenseMetrics:
     """Measure a head on packed text."""
-    agreed = torch.zeros(num_depths, dtype=torch.float64)
-    overlapped = torch.zeros(num_depths, dtype=torch.float64)
-    counted = torch.zeros(num_depths, dtype=torch.float64)
-    entropy_sum = 0.0
+    total: DenseSums | None = None
     for batch in batches:
-        rows = aligned_rows(trunk, head, batch, num_depths)
-        for chunk in rows.valid_KN.any(dim=0).nonzero().squeeze(1).split(CHUNK_ROWS):
-            p_CV = torch.softmax(trunk.project(rows.teacher_ND[chunk]).float(), dim=-1)
-            entropy_sum += float(entropy(p_CV)[rows.valid_KN[0, chunk]].sum())
-            for depth in range(num_depths):
-                valid_C = rows.valid_KN[depth, chunk]
-                state_CD = rows.student_KND[depth, chunk].to(p_CV.dtype)
-                q_CV = torch.softmax(head.module_for(depth + 1).project(state_CD, trunk.project).float(), dim=-1)
-                agreed[depth] += float((q_CV.argmax(-1) == p_CV.argmax(-1))[valid_C].sum())
-                overlapped[depth] += float(overlap(p_CV, q_CV)[valid_C].sum())
-                counted[depth] += float(valid_C.sum())
-    return DenseMetrics(
-        agreement=_ratios(agreed, counted),
-        overlap=_ratios(overlapped, counted),
-        target_entropy=entropy_sum / float(counted[0]) if counted[0] else None,
-        num_targets=[int(count) for count in counted],
-    )
+        found = dense_sums(aligned_rows(trunk, head, batch, num_depths), trunk, head)
+        total = found if total is None else total.plus(found)
+    if total is None:
+        return DenseMetrics([], [], None, [])
+    return DenseMetrics.of(total)
 
 
-def _ratios(sums: torch.Tensor, counts: torch.Tensor) -> list[float | None]:
-    return [float(total / count) if count else None for total, count in zip(sums, counts, strict=True)]
+def _ratios(sums_K: Tensor, counts_K: Tensor) -> list[float | None]:
+    return [float(total / count) if count else None for total, count in zip(sums_K, counts_K, strict=True)]
+
+
+def _tau(chained_K: Tensor, targets_K: Tensor) -> float | None:
+    """Return 1 + the sum of the marginal shares."""
+    shares = [share for share in _ratios(chained_K, targets_K) if share is not None]
+    return 1.0 + sum(shares) if shares else None

@@ -11,18 +11,23 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mtp_train.data.pack import PackedSequence, collate, count_targets
-from mtp_train.errors import TrainingError
+from mtp_train.errors import StoppedError, TrainingError
+from mtp_train.heads.module import MtpHead
 from mtp_train.losses import depth_weights
 from mtp_train.recipe import Recipe
+from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.launch import clip_gradient, prepare, run_facts
 from mtp_train.train.log import RunLog
 from mtp_train.train.module import HeadTraining
 from mtp_train.train.plan import Plan, learning_rate
+from mtp_train.train.select import Selection
 from mtp_train.train.shard import whole_state
-from mtp_train.train.state import load_moments, load_weights, save_state
+from mtp_train.train.state import load_best, load_moments, load_weights, save_state
+from mtp_train.train.stop import noted_sigterm
 
 BatchFn = Callable[[int], Sequence[PackedSequence]]
 
@@ -40,6 +45,22 @@ class Window:
     def empty(cls, num_depths: int) -> Window:
         """Start a window."""
         return cls([0.0] * num_depths, [0.0] * num_depths)
+
+
+@dataclass
+class Run:
+    """What a step works with."""
+
+    recipe: Recipe
+    plan: Plan
+    accelerator: Accelerator
+    head: MtpHead
+    wrapped: nn.Module
+    optimizer: Any
+    selection: Selection | None
+    state_dir: Path
+    log: RunLog | None
+    window: Window
 
 
 def make_optimizer(head: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
@@ -60,6 +81,8 @@ def train_head(
     state_dir: Path,
     make_log: Callable[[int], RunLog | None],
     on_step: Callable[[int], None],
+    cache: HiddenCache | None = None,
+    selection: Selection | None = None,
 ) -> dict[str, Tensor]:
     """Train the head from the newest saved state to the last step.
 
@@ -72,52 +95,67 @@ def train_head(
         state_dir: Where resume states live.
         make_log: Given the step resumed from, opens the log (None on ranks that do not log).
         on_step: Called after each step with the number of steps done, for a progress bar.
+        cache: The trunk's hidden states; None computes them in every step.
+        selection: Chooses among the heads on the way; None takes the last.
 
     Returns:
         The trained weights, whole on every rank; ``module`` may be left in shards.
 
     Raises:
         TrainingError: The loss or the gradient is not finite, or the ranks are not joined.
+        StoppedError: SIGTERM came; the state is saved.
     """
     head = module.head
-    first_step = load_weights(state_dir, head)
-    if first_step >= plan.max_steps:
-        return whole_state(head)
+    done = load_weights(state_dir, head)
+    if selection is not None:
+        selection.best = load_best(state_dir)
+    if is_over(done, plan, selection):
+        return chosen_weights(head, selection)
     wrapped, prepared = prepare(module, make_optimizer(head, recipe), accelerator, plan, recipe.train.max_grad_norm)
-    if first_step:
-        load_moments(state_dir, first_step, head, prepared)
-    facts = run_facts(accelerator, wrapped, recipe.train.precision)
-    log = make_log(first_step)
-    on_step(first_step)
-    window = Window.empty(module.num_depths)
+    if done:
+        load_moments(state_dir, done, head, prepared)
+    log, window = make_log(done), Window.empty(module.num_depths)
+    run = Run(recipe, plan, accelerator, head, wrapped, prepared, selection, state_dir, log, window)
+    on_step(done)
     wrapped.train()
-    for step in range(first_step, plan.max_steps):
-        for group in prepared.param_groups:
-            group["lr"] = learning_rate(recipe, step)
-        sequences = batch_fn(step)
-        sums_K, norm = optimise(wrapped, prepared, accelerator, recipe, plan, sequences)
-        gather(window, sums_K, sequences, accelerator)
-        done = step + 1
-        require_finite(done, window, norm)
-        if log is not None and (done % recipe.train.log_steps == 0 or done == plan.max_steps):
-            log.log(done, log_line(window, recipe, norm, learning_rate(recipe, step)) | facts)
-            window = Window.empty(module.num_depths)
-        if done % recipe.train.save_steps == 0 or done == plan.max_steps:
-            save_state(state_dir, done, head, prepared, writes=accelerator.is_main_process)
-        on_step(done)
+    done = take_steps(run, done, batch_fn, cache, on_step)
     accelerator.wait_for_everyone()
     if log is not None:
         log.close()
-    return whole_state(head)
-
-
-def require_finite(done: int, window: Window, norm: float) -> None:
-    """Raise a TrainingError where a step ended in numbers that nothing can be learned from."""
-    if not math.isfinite(norm) or not all(math.isfinite(value) for value in window.loss_sum_K):
-        raise TrainingError(
-            f"step {done}: loss {window.loss_sum_K}, gradient norm {norm}; expected finite numbers. Lower "
-            "train.lr, or check the data of this step; the last saved state is untouched."
+    if not is_over(done, plan, selection):
+        raise StoppedError(
+            f"{state_dir.parent}: told to stop (SIGTERM) after step {done} of {plan.max_steps}; expected to go on to "
+            "the end. The state is saved: start the same command again."
         )
+    return chosen_weights(head, selection)
+
+
+def take_steps(
+    run: Run, done: int, batch_fn: BatchFn, cache: HiddenCache | None, on_step: Callable[[int], None]
+) -> int:
+    """Go on from ``done`` steps until training is over or told to stop; return the steps done then."""
+    told_to_stop = False
+    with noted_sigterm() as sigterm:
+        while not (told_to_stop or is_over(done, run.plan, run.selection)):
+            sequences = batch_fn(done)
+            for group in run.optimizer.param_groups:
+                group["lr"] = learning_rate(run.recipe, done)
+            sums_K, norm = optimise(run.wrapped, run.optimizer, run.accelerator, run.recipe, run.plan, sequences, cache)
+            told_to_stop = gather(run, sums_K, sequences, sigterm.received)
+            done += 1
+            finish_step(run, done, norm, sequences, saves=told_to_stop)
+            on_step(done)
+    return done
+
+
+def is_over(done: int, plan: Plan, selection: Selection | None) -> bool:
+    """Say whether there is nothing left to train after ``done`` steps."""
+    return done >= plan.max_steps or (selection is not None and selection.is_exhausted)
+
+
+def chosen_weights(head: MtpHead, selection: Selection | None) -> dict[str, Tensor]:
+    """Return the last weights, or the best ones."""
+    return whole_state(head) if selection is None else selection.best_weights()
 
 
 def optimise(
@@ -127,6 +165,7 @@ def optimise(
     recipe: Recipe,
     plan: Plan,
     sequences: Sequence[PackedSequence],
+    cache: HiddenCache | None = None,
 ) -> tuple[Tensor, float]:
     """Do one optimiser step over the ranks' shares of ``sequences``; return this rank's loss sums and the norm.
 
@@ -145,11 +184,16 @@ def optimise(
     sums_K = torch.zeros(num_depths, device=accelerator.device)
     norm = 0.0
     for micro in range(plan.accumulation):
-        share = collate(list(sequences[plan.share(micro, accelerator.process_index)]))
-        batch = {name: values.to(accelerator.device) for name, values in share.items()}
+        own = list(sequences[plan.share(micro, accelerator.process_index)])
+        batch = {name: values.to(accelerator.device) for name, values in collate(own).items()}
         with accelerator.accumulate(wrapped):
             terms = wrapped(
-                batch["input_ids_BT"], batch["positions_BT"], batch["document_BT"], batch["loss_mask_BT"], scale_K
+                batch["input_ids_BT"],
+                batch["positions_BT"],
+                batch["document_BT"],
+                batch["loss_mask_BT"],
+                scale_K,
+                None if cache is None else cache.rows(own).to(accelerator.device),
             )
             accelerator.backward(terms.total)
             sums_K += terms.sum_K
@@ -160,16 +204,54 @@ def optimise(
     return sums_K, norm
 
 
-def gather(window: Window, sums_K: Tensor, sequences: Sequence[PackedSequence], accelerator: Accelerator) -> None:
-    """Add one step's sums over all ranks to the window."""
-    all_K = accelerator.reduce(sums_K, reduction="sum").tolist()
+def gather(run: Run, sums_K: Tensor, sequences: Sequence[PackedSequence], told_to_stop: bool) -> bool:
+    """Add one step's sums over all ranks to the window; return whether any rank was told to stop."""
+    told_1 = torch.tensor([float(told_to_stop)], device=sums_K.device)
+    *all_K, told = run.accelerator.reduce(torch.cat([sums_K, told_1]), reduction="sum").tolist()
     num_depths = len(all_K)
     for sequence in sequences:
         for depth, count in enumerate(count_targets(sequence, num_depths)):
-            window.targets_K[depth] += count
-        window.tokens += int((sequence.document_T >= 0).sum())
+            run.window.targets_K[depth] += count
+        run.window.tokens += int((sequence.document_T >= 0).sum())
     for depth in range(num_depths):
-        window.loss_sum_K[depth] += all_K[depth]
+        run.window.loss_sum_K[depth] += all_K[depth]
+    return told > 0
+
+
+def finish_step(run: Run, done: int, norm: float, sequences: Sequence[PackedSequence], *, saves: bool) -> None:
+    """Check, log, measure and save after ``done`` steps, whatever is due."""
+    train, accelerator, selection = run.recipe.train, run.accelerator, run.selection
+    require_finite(run, done, norm, sequences)
+    if done % train.log_steps == 0 or done == run.plan.max_steps:
+        if run.log is not None:
+            facts = run_facts(accelerator, run.wrapped, train.precision)
+            run.log.log(done, log_line(run.window, run.recipe, norm, learning_rate(run.recipe, done - 1)) | facts)
+        run.window = Window.empty(run.recipe.head.num_depths)
+    if selection is not None and selection.is_due(done, run.plan.max_steps):
+        figures = selection.measure(run.wrapped, run.head, run.recipe.head.num_depths, accelerator)
+        selection.judge(done, figures["held_out_tau"], whole_state(run.head), writes=accelerator.is_main_process)
+        if run.log is not None:
+            run.log.log(done, figures)
+    if saves or done % train.save_steps == 0 or is_over(done, run.plan, selection):
+        best = None if selection is None else selection.best
+        save_state(run.state_dir, done, run.head, run.optimizer, best, writes=accelerator.is_main_process)
+
+
+def require_finite(run: Run, done: int, norm: float, sequences: Sequence[PackedSequence]) -> None:
+    """Check the step's loss and gradient; the batch that spoilt them is kept to look at.
+
+    Raises:
+        TrainingError: They are not finite.
+    """
+    if math.isfinite(norm) and all(math.isfinite(value) for value in run.window.loss_sum_K):
+        return
+    kept = run.state_dir.parent / f"bad_batch-{done:08d}.safetensors"
+    if run.accelerator.is_main_process:
+        save_file(collate(list(sequences)), kept)
+    raise TrainingError(
+        f"step {done}: loss {run.window.loss_sum_K}, gradient norm {norm}; expected finite numbers. Lower train.lr, or "
+        f"look at the step's tokens in {kept}; the last saved state is untouched."
+    )
 
 
 def log_line(window: Window, recipe: Recipe, norm: float, lr: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.heads.trunk import Trunk
 from mtp_train.losses import LossKind, LossTerms, align_to_targets, frozen_head_loss
+from mtp_train.train.dense_sums import DenseSums, dense_sums
 
 
 class Batch(NamedTuple):
@@ -37,13 +38,28 @@ class AlignedRows(NamedTuple):
 
 
 def aligned_rows(
-    trunk: Trunk, head: MtpHead, batch: Batch, num_depths: int, *, apart: bool = False, recompute: bool = False
+    trunk: Trunk,
+    head: MtpHead,
+    batch: Batch,
+    num_depths: int,
+    *,
+    hidden_BTD: Tensor | None = None,
+    apart: bool = False,
+    recompute: bool = False,
 ) -> AlignedRows:
     """Run trunk and head over packed rows and line the depths up by target row.
 
-    ``apart`` and ``recompute`` are :func:`mtp_train.heads.step.unroll`'s.
+    Args:
+        trunk: The trunk.
+        head: The head.
+        batch: The rows.
+        num_depths: K.
+        hidden_BTD: What the trunk makes of them where that is known, zeros on padding.
+        apart: See :func:`mtp_train.heads.step.unroll`.
+        recompute: Likewise.
     """
-    hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
+    if hidden_BTD is None:
+        hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
     starts = unroll(
         head,
         trunk.head_input(hidden_BTD, head.convention),
@@ -110,6 +126,14 @@ class HeadTraining(nn.Module):
         self.compute_dtype = compute_dtype
         self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
 
+    def autocast(self) -> torch.autocast:
+        """Return the precision that trunk and head run in.
+
+        Here and not by accelerate: FSDP2's and DeepSpeed's own mixed precision round the loss's inputs and weights.
+        """
+        device = self.trunk.lm_head_VD.device.type
+        return torch.autocast(device, self.compute_dtype, enabled=self.compute_dtype is not None)
+
     def train(self, mode: bool = True) -> HeadTraining:
         """Put the head, and only the head, in training mode."""
         super().train(mode)
@@ -117,8 +141,16 @@ class HeadTraining(nn.Module):
         return self
 
     def forward(
-        self, tokens_BT: Tensor, positions_BT: Tensor, document_BT: Tensor, loss_mask_BT: Tensor, scale_K: Tensor
-    ) -> LossTerms:
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        document_BT: Tensor,
+        loss_mask_BT: Tensor,
+        scale_K: Tensor,
+        hidden_BTD: Tensor | None = None,
+        *,
+        measures: bool = False,
+    ) -> LossTerms | DenseSums:
         """Return the loss of one micro-batch.
 
         Args:
@@ -128,13 +160,22 @@ class HeadTraining(nn.Module):
             loss_mask_BT: bool, tokens that may be targets.
             scale_K: fp32, what each depth's summed loss is multiplied by: the depth's weight over the number of its
                 targets in the whole step.
+            hidden_BTD: What the trunk makes of the tokens, where that is known: the trunk's layers are then not run.
+            measures: Return what acceptance is made of instead. Here, because sharded weights are whole only within.
         """
         batch = Batch(tokens_BT, positions_BT, document_BT, loss_mask_BT)
-        # Here and not by accelerate: FSDP2's and DeepSpeed's own mixed precision round the loss's inputs and weights.
-        with torch.autocast(tokens_BT.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
+        with self.autocast():
             rows = aligned_rows(
-                self.trunk, self.head, batch, self.num_depths, apart=self.apart, recompute=self.recompute
+                self.trunk,
+                self.head,
+                batch,
+                self.num_depths,
+                hidden_BTD=hidden_BTD,
+                apart=self.apart,
+                recompute=self.recompute,
             )
+            if measures:
+                return dense_sums(rows, self.trunk, self.head)
         lm_head_VD, own_heads = self.trunk.lm_head_VD, self.head.own_lm_heads(self.num_depths)
         targets_N, vocab_R = rows.targets_N, cast("Tensor | None", self.draft_vocab)
         if vocab_R is not None:

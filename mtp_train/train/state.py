@@ -7,6 +7,7 @@ learning rate and random numbers are functions of the step, so weights, optimise
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,17 @@ from mtp_train.weights.writing import PendingTensor, held_tensor, new_directory,
 _WEIGHTS, _OPTIMIZER, _META = "head.safetensors", "optimizer.safetensors", "state.json"
 
 
+@dataclass(frozen=True)
+class Best:
+    """The head that was measured best (:mod:`mtp_train.train.select`), as far as a state knows."""
+
+    step: int = 0
+    """Steps done when it was measured; 0 before the first measure."""
+    score: float = 0.0
+    since: int = 0
+    """Measures taken after it."""
+
+
 def _step_directories(state_dir: Path) -> list[tuple[int, Path]]:
     found = [(int(path.name.removeprefix("step-")), path) for path in state_dir.glob("step-*")]
     return sorted(found)
@@ -33,7 +45,9 @@ def latest_step(state_dir: Path) -> int:
     return found[-1][0] if found else 0
 
 
-def save_state(state_dir: Path, step: int, head: nn.Module, optimizer: Any, *, writes: bool = True) -> None:
+def save_state(
+    state_dir: Path, step: int, head: nn.Module, optimizer: Any, best: Best | None = None, *, writes: bool = True
+) -> None:
     """Save the state after ``step`` optimiser steps, then remove older ones.
 
     Every process must call it, to give its shards; one of them writes. What is written knows nothing of processes.
@@ -43,6 +57,7 @@ def save_state(state_dir: Path, step: int, head: nn.Module, optimizer: Any, *, w
         step: Steps done.
         head: The head, sharded or whole.
         optimizer: AdamW, prepared by accelerate or not.
+        best: The best head so far, None where none is chosen; those that were best before it are removed.
         writes: Whether this process is the one that writes.
     """
     weights = whole_state(head)
@@ -52,7 +67,11 @@ def save_state(state_dir: Path, step: int, head: nn.Module, optimizer: Any, *, w
     with new_directory(_step_directory(state_dir, step), what="the resume state") as directory:
         write_safetensors(directory / _WEIGHTS, _pending(weights))
         write_safetensors(directory / _OPTIMIZER, _pending(moments))
-        write_json(directory / _META, {"step": step, "optimizer": numbers})
+        write_json(directory / _META, {"step": step, "optimizer": numbers, "best": asdict(best or Best())})
+    for path in state_dir.glob("best-*"):
+        # Not before: a state from before the measure still needs the older one.
+        if best is not None and path != _best_directory(state_dir, best.step):
+            shutil.rmtree(path)
     for old_step, path in _step_directories(state_dir):
         if old_step < step:
             shutil.rmtree(path)
@@ -89,6 +108,31 @@ def load_moments(state_dir: Path, step: int, head: nn.Module, optimizer: Any) ->
         if name in numbers:
             fields = {field: values[f"{name}.{field}"] for field in FIELDS}
             into.put(parameter, Moments(float(numbers[name]), fields))
+
+
+def load_best(state_dir: Path) -> Best:
+    """Return the best head that the newest state knows of."""
+    step = latest_step(state_dir)
+    return Best(**read_json(_step_directory(state_dir, step) / _META)["best"]) if step else Best()
+
+
+def save_best(state_dir: Path, step: int, weights: dict[str, Tensor]) -> None:
+    """Save weights that were measured best after ``step`` steps."""
+    path = _best_directory(state_dir, step)
+    if path.exists():
+        # Of a run that was killed before its next state: the same weights.
+        shutil.rmtree(path)
+    with new_directory(path, what="the best head") as directory:
+        write_safetensors(directory / _WEIGHTS, _pending(weights))
+
+
+def best_weights(state_dir: Path, best: Best) -> dict[str, Tensor]:
+    """Load the weights that were measured best."""
+    return load_file(_best_directory(state_dir, best.step) / _WEIGHTS)
+
+
+def _best_directory(state_dir: Path, step: int) -> Path:
+    return state_dir / f"best-{step:08d}"
 
 
 def _step_directory(state_dir: Path, step: int) -> Path:

@@ -22,6 +22,8 @@ A, B, C, UNIFORM = [0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.4, 0.3, 0.2, 0
 class LogitModel:
     """A trunk, and a head, whose states are logits already."""
 
+    lm_head_VD = torch.eye(4)
+
     def project(self, state: Tensor, _shared: object = None) -> Tensor:
         return state
 
@@ -72,6 +74,22 @@ def test_sums_are_taken_over_batches_before_the_ratio(monkeypatch: pytest.Monkey
     assert metrics.num_targets == [4]
     assert metrics.agreement == [0.25]
     assert metrics.overlap == pytest.approx([(1 + 3 * 0.4) / 4])
+
+
+def test_a_draft_counts_in_tau_only_where_those_before_it_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Depth 1 of starts 0, 1, 2 is at rows 1, 2, 3, depth 2 of starts 0, 1 at rows 2, 3. Start 1 misses at depth 1.
+    p = [UNIFORM, A, A, A]
+    found = measure(monkeypatch, rows(p, [[A, A, B, A], [A, A, A, A]], [".xxx", "..xx"]))
+    assert found.agreement == pytest.approx([2 / 3, 1.0])
+    assert found.tau_greedy == pytest.approx(1 + 2 / 3 + 1 / 2)
+    # A and B overlap by 0.4.
+    assert found.tau_sampled == pytest.approx(1 + 2.4 / 3 + 1.4 / 2)
+    both = measure(monkeypatch, rows(p, [[A, B, A, A], [A, A, A, A]], [".xxx", "..xx"]))
+    assert both.agreement == pytest.approx(found.agreement)
+    # The miss is start 0's now: start 1 goes on, as far as there are targets.
+    assert both.tau_greedy == pytest.approx(1 + 2 / 3 + 1 / 2)
+    neither = measure(monkeypatch, rows(p, [[A, B, B, A], [A, A, A, A]], [".xxx", "..xx"]))
+    assert neither.tau_greedy == pytest.approx(1 + 1 / 3)
 
 
 def test_rows_without_a_target_count_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

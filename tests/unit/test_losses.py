@@ -5,16 +5,14 @@ Shapes: K depths, N target rows, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from mtp_inference.bench.memory import PeakMemory
 from mtp_train import losses
 from mtp_train.losses import (
     CHUNK_ROWS,
@@ -268,26 +266,6 @@ def test_autocast_does_not_reach_into_the_loss(kind: LossKind) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (rows.student_KND[0] @ rows.lm_head_VD.T).dtype == torch.bfloat16
         assert torch.equal(ours(rows, kind).total, expected)
-
-
-class PeakMemory(TorchDispatchMode):
-    """Count the bytes of tensors that live at once, those given before it aside."""
-
-    def __init__(self, given: Rows) -> None:
-        super().__init__()
-        self.given = {value.untyped_storage()._cdata for value in given}
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in self.given:
-                storage = value.untyped_storage()
-                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self.live.values()))
-        return result
 
 
 VOCAB = 1000

@@ -1,0 +1,247 @@
+#!/usr/bin/env python
+"""Measure a step of head training against a forward pass of the trunk alone on the same tokens.
+
+    python inference/benchmarks/training.py --model demo:base --tokens 2048 --seq-len 512
+    python inference/benchmarks/training.py --shape 9b --device cuda --tokens 8192 --seq-len 2048
+
+``step`` is everything: trunk, head, loss, backward and optimiser; ``step, states kept`` is the same where the trunk's
+hidden states are known (``train.hidden_cache``). The floor is what the matrix products of a step would take at the rate
+at which the trunk alone gets through its own; attention counts on neither side. Times are medians.
+
+The memory of the loss is what its tensors take at most, beside the states it is given and the gradient it returns:
+ours, a chunk of rows at a time, and that of the same loss with all logits at once, counted without computing it.
+
+Shapes: B rows, T tokens, K depths, N = B * T target rows, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import kl_div, log_softmax
+
+from mtp_inference.bench.clock import now
+from mtp_inference.bench.memory import PeakMemory
+from mtp_inference.bench.subject import SHAPES, Subject, checkpoint_subject, shape_subject
+from mtp_train.demo import resolve
+from mtp_train.heads.isolate import isolated_hidden
+from mtp_train.losses import frozen_head_loss
+from mtp_train.train.cost import active_weights
+from mtp_train.train.module import Batch, HeadTraining, aligned_rows
+
+GIB = 1 << 30
+
+
+class Bench(NamedTuple):
+    """What is timed."""
+
+    module: HeadTraining
+    optimizer: torch.optim.Optimizer
+    batch: Batch
+    scale_K: Tensor
+    hidden_BTD: Tensor
+    amp: bool
+    """Whether matrices are multiplied in bf16, as ``train.precision: bf16`` does."""
+
+    def autocast(self) -> torch.autocast:
+        """The precision of trunk and head."""
+        return torch.autocast(self.batch.tokens_BT.device.type, torch.bfloat16, enabled=self.amp)
+
+    def trunk(self) -> None:
+        """Run the trunk alone."""
+        with self.autocast():
+            isolated_hidden(self.module.trunk, self.batch.tokens_BT, self.batch.document_BT)
+
+    def head(self) -> None:
+        """Unroll the head, forward only, but keep what a backward pass would need."""
+        with self.autocast():
+            aligned_rows(self.module.trunk, self.module.head, self.batch, self.depths, hidden_BTD=self.hidden_BTD)
+
+    def forward(self) -> Tensor:
+        """Head and loss, whose gradient is formed in its forward pass."""
+        with self.autocast():
+            total: Tensor = self.module(*self.batch, self.scale_K, self.hidden_BTD).total
+        return total
+
+    def kept_step(self) -> None:
+        """A step with the trunk's states at hand."""
+        self.forward().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        """A step as it is."""
+        with self.autocast():
+            terms = self.module(*self.batch, self.scale_K)
+        terms.total.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def depths(self) -> int:
+        """K."""
+        return self.module.num_depths
+
+
+def make_bench(subject: Subject, num_tokens: int, seq_len: int, num_depths: int, *, amp: bool) -> Bench:
+    """Build module, optimiser and a batch of random tokens: full rows, a document each."""
+    trunk, head = subject.trunk, subject.head
+    if head is None:
+        raise SystemExit("no head: expected a checkpoint with one")
+    device, vocab = trunk.lm_head_VD.device, trunk.lm_head_VD.shape[0]
+    shape = (num_tokens // seq_len, seq_len)
+    tokens_BT = torch.randint(vocab, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    batch = Batch(
+        tokens_BT,
+        torch.arange(seq_len, device=device).expand(shape),
+        torch.zeros(shape, dtype=torch.long, device=device),
+        torch.ones(shape, dtype=torch.bool, device=device),
+    )
+    module = HeadTraining(trunk, head.float().requires_grad_(True), num_depths=num_depths, kind="kl", temperature=1.0)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6)
+    with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+        hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
+    scale_K = torch.full((num_depths,), 1 / num_tokens, device=device)
+    return Bench(module.train(), optimizer, batch, scale_K, hidden_BTD, amp)
+
+
+def time_parts(bench: Bench, repeats: int) -> dict[str, float]:
+    """Return the median seconds of each part; the parts take turns."""
+    device = bench.batch.tokens_BT.device
+    parts: dict[str, Callable[[], object]] = {
+        "trunk alone": bench.trunk,
+        "step": bench.step,
+        "step, states kept": bench.kept_step,
+        "head and loss, forward": bench.forward,
+        "head, forward": bench.head,
+    }
+    taken: dict[str, list[float]] = {name: [] for name in parts}
+    for repeat in range(repeats + 1):
+        for name, part in parts.items():
+            started = now(device)
+            part()
+            if repeat:
+                taken[name].append(now(device) - started)
+    return {name: median(seconds) for name, seconds in taken.items()}
+
+
+def products(bench: Bench) -> dict[str, int]:
+    """Return the multiplications and additions of the matrix products of each part, for all tokens."""
+    trunk, head = bench.module.trunk, bench.module.head
+    experts = trunk.config.to_dict().get("num_experts_per_tok") or 1
+    tokens, lm_head = bench.batch.tokens_BT.numel(), trunk.lm_head_VD.numel()
+    in_trunk = active_weights({name: value.shape for name, value in trunk.decoder.named_parameters()}, experts)
+    in_head = active_weights({name: value.shape for name, value in head.blocks[0].named_parameters()}, experts)
+    return {
+        "trunk": 2 * in_trunk * tokens,
+        "head": 6 * in_head * tokens * bench.depths,
+        "loss": 2 * lm_head * tokens * (1 + 2 * bench.depths),
+    }
+
+
+def loss_memory(bench: Bench) -> dict[str, int]:
+    """Return the peak bytes of the loss, ours and with all logits at once."""
+    module = bench.module
+    with torch.no_grad(), bench.autocast():
+        rows = aligned_rows(module.trunk, module.head, bench.batch, bench.depths, hidden_BTD=bench.hidden_BTD)
+    student_KND = rows.student_KND.detach().requires_grad_(True)
+    weight_KN = rows.valid_KN.float()
+    given = [student_KND, rows.teacher_ND, module.trunk.lm_head_VD, rows.targets_N, weight_KN]
+    with PeakMemory(given) as ours:
+        frozen_head_loss(*given[:2], module.trunk.lm_head_VD, rows.targets_N, weight_KN, kind="kl").total.backward()
+    shadows = [torch.empty_like(one, device="meta") for one in given]
+    shadows[0].requires_grad_(True)
+    with PeakMemory(shadows) as whole:
+        all_logits_kl(*shadows[:3], shadows[4]).backward()
+    # Both end with the gradient of the states.
+    return {"chunked": ours.peak_bytes - student_KND.nbytes, "all_logits": whole.peak_bytes - student_KND.nbytes}
+
+
+def all_logits_kl(student_KND: Tensor, teacher_ND: Tensor, lm_head_VD: Tensor, weight_KN: Tensor) -> Tensor:
+    """Return the loss as it is usually written, in fp32."""
+    matrix_DV = lm_head_VD.T
+    log_p_NV = log_softmax((teacher_ND.to(lm_head_VD.dtype) @ matrix_DV).float(), -1)
+    log_q_KNV = log_softmax((student_KND.to(lm_head_VD.dtype) @ matrix_DV).float(), -1)
+    loss_KN = kl_div(log_q_KNV, log_p_NV.expand_as(log_q_KNV), reduction="none", log_target=True).sum(-1)
+    return (loss_KN * weight_KN).sum()
+
+
+def measure(bench: Bench, repeats: int) -> dict[str, Any]:
+    """Return everything, in seconds, operations and bytes."""
+    device, tokens = bench.batch.tokens_BT.device, bench.batch.tokens_BT.numel()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds, work = time_parts(bench, repeats), products(bench)
+    step_peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    floor = sum(work.values()) / work["trunk"]
+    kept_floor = (work["head"] + work["loss"]) / work["trunk"]
+    over_trunk = {name: value / seconds["trunk alone"] for name, value in seconds.items()}
+    return {
+        "seconds": seconds,
+        "tokens_per_second": {name: tokens / seconds[name] for name in ("trunk alone", "step", "step, states kept")},
+        "over_trunk": over_trunk,
+        "flops": work,
+        "floor_over_trunk": floor,
+        "step_over_floor": over_trunk["step"] / floor,
+        "kept_step_over_floor": over_trunk["step, states kept"] / kept_floor,
+        "loss_bytes": loss_memory(bench),
+        "step_peak_bytes": step_peak,
+    }
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", default="demo:base", help="a checkpoint with a head")
+    what.add_argument("--shape", choices=list(SHAPES), help="random weights instead")
+    parser.add_argument("--device", type=torch.device, default="cpu")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step")
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--depths", type=int, default=3)
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args(arguments)
+    if options.tokens < options.seq_len or options.tokens % options.seq_len:
+        parser.error(f"--tokens: found {options.tokens}; expected a multiple of --seq-len, {options.seq_len}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table and, last, everything as one line of JSON."""
+    options = _parse(arguments)
+    device = options.device
+    if options.shape:
+        subject = shape_subject(options.shape, dtype=None, device=device, seed=0)
+    else:
+        subject = checkpoint_subject(resolve(options.model), None, adapter=None, dtype=None, device=device, drafts=True)
+    bench = make_bench(subject, options.tokens, options.seq_len, options.depths, amp=options.precision == "bf16")
+    found = measure(bench, options.repeats)
+    for name, seconds in found["seconds"].items():
+        print(f"{name:<24}{1000 * seconds:>12.1f} ms{found['over_trunk'][name]:>8.2f} x trunk")
+    print(
+        f"floor of a step {found['floor_over_trunk']:.2f} x trunk; a step takes {found['step_over_floor']:.2f} x that"
+    )
+    print(", ".join(f"{name} {rate:.0f} tokens/s" for name, rate in found["tokens_per_second"].items()))
+    memory = found["loss_bytes"]
+    print(f"loss: {memory['chunked'] / GIB:.3f} GiB by chunks, {memory['all_logits'] / GIB:.3f} GiB with all logits")
+    settings = {name: str(value) for name, value in vars(options).items()} | {
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "dtype": str(subject.trunk.lm_head_VD.dtype),
+    }
+    print(json.dumps({"benchmark": "training", "settings": settings, "results": found}))
+
+
+if __name__ == "__main__":
+    main()

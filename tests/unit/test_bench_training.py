@@ -1,0 +1,76 @@
+"""The training benchmark measures the steps that a run takes, and counts memory as it would be."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.training import Bench, all_logits_kl, loss_memory, main, make_bench
+from mtp_inference.bench.memory import PeakMemory
+from mtp_inference.bench.subject import shape_subject
+from mtp_train.heads.trunk import Trunk
+from mtp_train.losses import frozen_head_loss
+from mtp_train.train.module import aligned_rows
+
+
+def bench() -> Bench:
+    subject = shape_subject("tiny-qwen", dtype=None, device=torch.device("cpu"), seed=0)
+    return make_bench(subject, 1024, 128, 2, amp=False)
+
+
+def test_a_step_moves_the_head_and_the_one_with_states_at_hand_does_the_same() -> None:
+    steps = []
+    for name in ("step", "kept_step"):
+        one = bench()
+        before = {key: value.clone() for key, value in one.module.head.state_dict().items()}
+        getattr(one, name)()
+        steps.append({key: value - before[key] for key, value in one.module.head.state_dict().items()})
+    assert max(float(change.abs().max()) for change in steps[0].values()) > 0
+    for key, change in steps[0].items():
+        torch.testing.assert_close(steps[1][key], change, atol=3e-7, rtol=0)
+
+
+def test_states_at_hand_spare_the_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = bench()
+    monkeypatch.setattr(Trunk, "hidden", None)
+    one.kept_step()
+    with pytest.raises(TypeError):
+        one.step()
+
+
+def test_memory_that_is_only_counted_is_what_computing_takes() -> None:
+    one = bench()
+    counted = loss_memory(one)
+    rows = aligned_rows(one.module.trunk, one.module.head, one.batch, 2, hidden_BTD=one.hidden_BTD)
+    student_KND, weight_KN = rows.student_KND.detach().requires_grad_(True), rows.valid_KN.float()
+    matrix_VD = one.module.trunk.lm_head_VD
+    given = [student_KND, rows.teacher_ND, matrix_VD, weight_KN]
+    with PeakMemory(given) as computed:
+        whole = all_logits_kl(student_KND, rows.teacher_ND, matrix_VD, weight_KN)
+        whole.backward()
+    assert counted["all_logits"] == computed.peak_bytes - student_KND.nbytes
+    assert counted["chunked"] < counted["all_logits"] / 3
+    ours = frozen_head_loss(student_KND, rows.teacher_ND, matrix_VD, rows.targets_N, weight_KN, kind="kl").total
+    torch.testing.assert_close(ours, whole)
+
+
+def test_the_last_line_is_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--shape", "tiny-qwen", "--tokens", "256", "--seq-len", "64", "--repeats", "1", "--precision", "fp32"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    results = found["results"]
+    assert results["over_trunk"]["trunk alone"] == 1.0
+    flops = results["flops"]
+    assert results["floor_over_trunk"] == pytest.approx(sum(flops.values()) / flops["trunk"])
+    # By hand: 96 x 512 weights, 256 tokens, p once and q twice at 3 depths.
+    assert flops["loss"] == 2 * 96 * 512 * 256 * 7
+    assert found["settings"]["seq_len"] == "64"
+
+
+@pytest.mark.parametrize("tokens", ["100", "32"])
+def test_rows_must_be_full(tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--tokens", tokens, "--seq-len", "64"])
+    assert "multiple of --seq-len" in capsys.readouterr().err

@@ -1,0 +1,225 @@
+"""Hidden states kept on disk: those the trunk computes, whole or absent, and never those of something else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints import base_and_finetune
+from mtp_train.data.pack import PackedSequence, collate, pack_documents
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import TrainingError
+from mtp_train.heads.isolate import isolated_hidden
+from mtp_train.heads.trunk import Trunk
+from mtp_train.train import hidden_cache
+from mtp_train.train.hidden_cache import (
+    CacheLayout,
+    HiddenCache,
+    StoredDtype,
+    build_cache,
+    cache_identity,
+    digest_of,
+    layout_for,
+    require_room,
+)
+from mtp_train.train.module import HeadTraining
+from mtp_train.weights.files import open_checkpoint
+from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
+
+SEQ_LEN = 24
+LENGTHS = (5, 24, 9, 3, 17, 11, 2, 8)
+
+
+def documents(lengths: Sequence[int] = LENGTHS, seed: int = 3) -> list[Document]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Document(
+            tuple(torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()),
+            tuple(index >= 2 for index in range(length)),
+            "g",
+            str(number),
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of about 32 tokens: several, with documents of a shard's size and larger."""
+    monkeypatch.setattr(hidden_cache, "SHARD_BYTES", 32 * 32 * 4)
+
+
+def built(trunk: Trunk, directory: Path, dtype: StoredDtype = "auto", world: int = 1) -> tuple[CacheLayout, list[int]]:
+    """Build a cache with each rank in turn; return its layout and the number of shards each was told of."""
+    layout = layout_for(trunk, documents(), dtype)
+    told: list[int] = []
+    for rank in range(world):
+        build_cache(
+            trunk,
+            documents(),
+            layout,
+            directory,
+            max_tokens=2 * SEQ_LEN,
+            rank=rank,
+            world=world,
+            on_shard=lambda done, _total: told.append(done),
+        )
+    return layout, told
+
+
+def packed(epoch: int = 0) -> list[PackedSequence]:
+    return pack_documents(documents(), SEQ_LEN, pack=True, seed=0, epoch=epoch)
+
+
+def computed(trunk: Trunk, sequences: Sequence[PackedSequence]) -> Tensor:
+    batch = collate(sequences)
+    return isolated_hidden(trunk, batch["input_ids_BT"], batch["document_BT"])
+
+
+@pytest.mark.parametrize("family_name", ALL_FAMILIES)
+@pytest.mark.parametrize("world", [1, 3])
+def test_states_are_what_the_trunk_computes_in_every_epoch(family_name: str, world: int, tmp_path: Path) -> None:
+    trunk = tiny_trunk(family_name)
+    layout, _ = built(trunk, tmp_path, world=world)
+    assert len(list(tmp_path.iterdir())) == layout.num_shards > 2
+    cache = HiddenCache(tmp_path, layout)
+    for epoch in range(2):
+        torch.testing.assert_close(cache.rows(packed(epoch)), computed(trunk, packed(epoch)), atol=2e-5, rtol=1e-4)
+    assert (cache.rows(packed(0)) - computed(trunk, packed(1))).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bf16", 2.0**-8), ("fp8", 2.0**-4)])
+def test_fewer_bytes_are_off_by_their_rounding(dtype: StoredDtype, error: float, tmp_path: Path) -> None:
+    trunk = tiny_trunk("qwen3_5")
+    layout, _ = built(trunk, tmp_path, dtype)
+    found, exact = HiddenCache(tmp_path, layout).rows(packed()), computed(trunk, packed())
+    largest = exact.abs().amax(-1, keepdim=True)
+    # Half a unit in the last place, which for 8 bits ends at 2^-10 of a token's largest number (448 to 2^-1).
+    assert ((found - exact).abs() <= exact.abs() * error + largest * 2.0**-17).all()
+    assert (found - exact).abs().max() > 0
+    written = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert layout.num_bytes <= written < layout.num_bytes + 400 * layout.num_shards
+    assert layout.num_bytes == sum(LENGTHS) * (32 * 2 if dtype == "bf16" else 32 + 4)
+
+
+def test_a_build_that_was_cut_off_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = tiny_trunk("qwen3_5")
+    layout, _ = built(trunk, tmp_path)
+    lost = sorted(tmp_path.iterdir())[1]
+    whole = lost.read_bytes()
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path != lost}
+    lost.unlink()
+    (tmp_path / "states-00001.1.partial").write_bytes(whole[:40])
+    rows: list[int] = []
+    stock = Trunk.hidden
+
+    def counted(self: Trunk, tokens_BT: Tensor, **options: Any) -> Tensor:
+        rows.append(tokens_BT.shape[0])
+        return stock(self, tokens_BT, **options)
+
+    monkeypatch.setattr(Trunk, "hidden", counted)
+    _, told = built(trunk, tmp_path)
+    assert lost.read_bytes() == whole
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    first, end = layout.first_documents[1:3]
+    # One row to see how wide states are, then those of the shard.
+    assert sum(rows) == 1 + end - first
+    assert told == list(range(1, layout.num_shards + 1))
+
+
+def test_a_full_disk_leaves_no_shard_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = tiny_trunk("qwen3_5")
+
+    def fails(_tensors: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hidden_cache, "save_file", fails)
+    with pytest.raises(OSError, match="No space"):
+        built(trunk, tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("family_name", ["qwen3_5", "glm4_moe"])
+def test_the_loss_is_that_of_the_trunk_itself(family_name: str, tmp_path: Path) -> None:
+    trunk = tiny_trunk(family_name)
+    layout, _ = built(trunk, tmp_path)
+    sequences = packed()[:2]
+    batch = collate(sequences)
+    module = HeadTraining(trunk, tiny_head(trunk), num_depths=2, kind="kl", temperature=1.0)
+    ours = [batch[name] for name in ("input_ids_BT", "positions_BT", "document_BT", "loss_mask_BT")]
+    expected = module(*ours, torch.ones(2))
+    cache = HiddenCache(tmp_path, layout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trunk, "hidden", None)
+        torch.testing.assert_close(module(*ours, torch.ones(2), cache.rows(sequences)), expected)
+        other = module(*ours, torch.ones(2), cache.rows(packed()[1:3]))
+    assert (other.total - expected.total).abs() > 1e-2
+
+
+def joined(found: list[Document]) -> list[Document]:
+    """The same tokens, with the end of the first document elsewhere."""
+    first, second, *rest = found
+    ids, mask = (*first.input_ids, second.input_ids[0]), (*first.loss_mask, second.loss_mask[0])
+    return [
+        replace(first, input_ids=ids, loss_mask=mask),
+        replace(second, input_ids=second.input_ids[1:], loss_mask=second.loss_mask[1:]),
+        *rest,
+    ]
+
+
+def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> None:
+    base, finetune = (open_checkpoint(path) for path in base_and_finetune(tmp_path, "qwen3_5"))
+    layout = layout_for(tiny_trunk("qwen3_5"), documents(), "bf16")
+
+    def name(**changes: Any) -> str:
+        given = {
+            "checkpoint": finetune,
+            "adapter": None,
+            "documents": documents(),
+            "layout": layout,
+            "precision": "fp32",
+        }
+        return digest_of(cache_identity(**{**given, **changes}))
+
+    names = [
+        name(),
+        name(checkpoint=base),
+        name(adapter=base.path),
+        name(documents=documents(seed=4)),
+        name(documents=documents()[::-1]),
+        name(documents=joined(documents())),
+        name(layout=replace(layout, dtype=torch.float8_e4m3fn)),
+        name(precision="bf16"),
+    ]
+    assert len(set(names)) == len(names)
+    assert name() == names[0]
+    weights = next(finetune.path.glob("*.safetensors"))
+    os.utime(weights, ns=(0, 0))
+    assert name() not in names
+
+
+def test_too_large_a_cache_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = CacheLayout((1 << 20,) * 64, 4096, torch.bfloat16, torch.bfloat16)
+    with pytest.raises(TrainingError, match=r"max_gib: 512.00 GiB for 67108864 tokens of 8192 bytes; .*at most 64 GiB"):
+        require_room(layout, tmp_path / "new" / "cache", 64 << 30)
+    small = CacheLayout((10,), 32, torch.bfloat16, torch.bfloat16)
+
+    class Full:
+        free = 639
+
+    monkeypatch.setattr(hidden_cache.shutil, "disk_usage", lambda _path: Full)
+    with pytest.raises(TrainingError, match=r"hidden_cache\.directory"):
+        require_room(small, tmp_path / "new" / "cache", 64 << 30)
+    Full.free = 640
+    require_room(small, tmp_path / "new" / "cache", 64 << 30)
+    assert not list(tmp_path.iterdir())

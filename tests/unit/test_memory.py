@@ -1,0 +1,69 @@
+"""Running out of memory names the setting to change, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtp_train.errors import OutOfMemoryError
+from mtp_train.memory import memory_is_named
+from mtp_train.recipe import Recipe
+from mtp_train.recipe_io import recipe_from_mapping
+
+SMALLEST = {
+    "run_dir": "run",
+    "model": {"trunk": "finetune", "head_from": "base"},
+    "data": {"sources": [{"path": "chats.jsonl"}], "regenerate": {}},
+    "train": {"max_steps": 10, "tokens_per_step": 2048, "lr": 1e-3},
+    "evaluate": {"arms": ["none", "graft", "retrained"]},
+}
+CUDA = (
+    "CUDA out of memory. Tried to allocate 7.58 GiB. GPU 0 has a total capacity of 23.57 GiB of which 4.12 GiB is free."
+)
+CPU = (
+    "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4096 bytes."
+)
+MICRO, CHECKPOINTING, CACHE = (
+    "train.micro_batch_sequences=4",
+    "train.gradient_checkpointing=true",
+    "train.hidden_cache={}",
+)
+
+
+def recipe(*overrides: str) -> Recipe:
+    return recipe_from_mapping(SMALLEST, overrides)
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides", "cure"),
+    [
+        ("check", [], "Write model.dtype: bfloat16, or launch with recipes/accelerate/fsdp2.yaml"),
+        ("data", [], "Lower data.regenerate.batch_size, or data.regenerate.max_new_tokens (256)."),
+        ("train", [MICRO], "Write train.micro_batch_sequences: 1; it is 4"),
+        ("train", [], "Write train.gradient_checkpointing: true"),
+        ("train", [CHECKPOINTING], "Write train.hidden_cache: {}"),
+        ("train", [CHECKPOINTING, CACHE], "Lower data.seq_len_tokens (512)"),
+        ("evaluate", [], "Lower evaluate.dense_tokens"),
+    ],
+)
+def test_the_setting_that_helps_is_named(stage: str, overrides: list[str], cure: str) -> None:
+    with pytest.raises(OutOfMemoryError) as found, memory_is_named(recipe(*overrides), lambda: stage):
+        raise torch.OutOfMemoryError(CUDA)
+    message = str(found.value)
+    assert message.startswith(
+        f"stage '{stage}': out of memory (CUDA out of memory. Tried to allocate 7.58 GiB); expected it to suffice. "
+    )
+    assert cure in message
+    assert isinstance(found.value.__cause__, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize("error", [RuntimeError(CPU), MemoryError()])
+def test_a_machine_is_full_in_other_words(error: Exception) -> None:
+    with pytest.raises(OutOfMemoryError, match="out of memory"), memory_is_named(recipe(), lambda: "train"):
+        raise error
+
+
+def test_other_failures_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), memory_is_named(recipe(), lambda: "train"):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")

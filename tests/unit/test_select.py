@@ -1,0 +1,238 @@
+"""Choosing among the heads on the way: by acceptance, kept whole through kills, measured as the decoder would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from mtp_train.data.pack import global_batches, pack_documents
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import StoppedError, TrainingError
+from mtp_train.measuring import part_documents, renumbered
+from mtp_train.recipe import Recipe, SelectSpec
+from mtp_train.recipe_io import recipe_from_mapping
+from mtp_train.train import loop
+from mtp_train.train.log import RunLog, read_metrics
+from mtp_train.train.loop import train_head
+from mtp_train.train.module import HeadTraining
+from mtp_train.train.plan import make_plan
+from mtp_train.train.select import Selection
+from mtp_train.train.state import Best, load_best
+from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+
+SEQ_LEN, NUM_DEPTHS = 16, 2
+
+
+def recipe(select: dict[str, Any] | None, **train: Any) -> Recipe:
+    return recipe_from_mapping(
+        {
+            "run_dir": "run",
+            "model": {"trunk": "finetune", "head_from": "base"},
+            "head": {"num_depths": NUM_DEPTHS},
+            "data": {"sources": [{"path": "chats.jsonl"}], "seq_len_tokens": SEQ_LEN},
+            "train": {
+                "max_steps": 12,
+                "tokens_per_step": 4 * SEQ_LEN,
+                "micro_batch_sequences": 4,
+                "lr": 2e-2,
+                "schedule": "constant",
+                "precision": "fp32",
+                "save_steps": 4,
+                "log_steps": 1,
+                "select": select,
+                **train,
+            },
+            "evaluate": {"arms": ["none", "graft", "retrained"]},
+        }
+    )
+
+
+def documents(count: int, first: int = 0) -> list[Document]:
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for number in range(first + count):
+        ids = torch.randint(VOCAB_SIZE, (SEQ_LEN,), generator=generator).tolist()
+        found.append(Document(tuple(ids), (False,) * 2 + (True,) * (SEQ_LEN - 2), f"g{number}", str(number)))
+    return found[first:]
+
+
+class Scripted(Selection):
+    """Measures that are given; the real ones are made all the same."""
+
+    scores: list[float]
+
+    def measure(self, *arguments: Any) -> dict[str, Any]:
+        assert super().measure(*arguments)["held_out_tau"] >= 1.0
+        return {"held_out_tau": self.scores.pop(0)}
+
+
+def run_training(
+    directory: Path, used: Recipe, scores: list[float] | None = None, stop_after: int | None = None
+) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    """Train; return the weights that were chosen, and those after every step."""
+
+    def on_step(done: int) -> None:
+        after[done] = {name: value.detach().clone() for name, value in module.head.state_dict().items()}
+        if done == stop_after:
+            raise KeyboardInterrupt
+
+    after: dict[int, dict[str, Tensor]] = {}
+    trunk = tiny_trunk("qwen3_5")
+    module = HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind="kl", temperature=1.0)
+    plan = make_plan(used, 1)
+    spec = used.train.select
+    assert spec is not None
+    kept = pack_documents(documents(3, first=20), SEQ_LEN, pack=True, seed=0, epoch=0)
+    selection = (Selection if scores is None else Scripted)(spec, kept, None, directory / "state", None)
+    if isinstance(selection, Scripted):
+        selection.scores = list(scores or [])
+    weights = train_head(
+        module,
+        recipe=used,
+        plan=plan,
+        batch_fn=global_batches(
+            documents(12), seq_len_tokens=SEQ_LEN, pack=True, sequences_per_step=plan.sequences_per_step, seed=0
+        ),
+        accelerator=Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation),
+        selection=selection,
+        state_dir=directory / "state",
+        make_log=lambda step: RunLog(directory, wandb="off", project="", config={}, resume_step=step),
+        on_step=on_step,
+    )
+    return weights, after
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def test_the_best_head_is_returned_and_not_the_last(tmp_path: Path) -> None:
+    weights, after = run_training(tmp_path, recipe({"every_steps": 3}), [1.5, 2.0, 1.9, 2.0])
+    assert equal(weights, after[6])
+    assert not equal(weights, after[12])
+    assert [path.name for path in (tmp_path / "state").glob("best-*")] == ["best-00000006"]
+    assert load_best(tmp_path / "state") == Best(6, 2.0, 2)
+
+
+def test_training_stops_once_nothing_got_better_for_long_enough(tmp_path: Path) -> None:
+    used = recipe({"every_steps": 2, "patience": 2})
+    weights, after = run_training(tmp_path, used, [1.2, 1.6, 1.5, 1.55])
+    assert max(after) == 8
+    assert equal(weights, after[4])
+    again, nothing = run_training(tmp_path, used, [])
+    assert nothing == {}
+    assert equal(again, weights)
+
+
+@pytest.mark.parametrize("killed_after", [1, 5, 6, 9, 11])
+def test_a_killed_run_chooses_what_an_unbroken_one_would(killed_after: int, tmp_path: Path) -> None:
+    scores = {3: 1.5, 6: 2.0, 9: 1.9, 12: 1.7}
+    used = recipe({"every_steps": 3})
+    expected, _ = run_training(tmp_path / "whole", used, list(scores.values()))
+    with pytest.raises(KeyboardInterrupt):
+        run_training(tmp_path / "killed", used, list(scores.values()), stop_after=killed_after)
+    resumed = killed_after - killed_after % 4
+    rest = [score for step, score in scores.items() if step > resumed]
+    found, _ = run_training(tmp_path / "killed", used, rest)
+    assert equal(found, expected)
+
+
+def test_what_is_measured_is_logged_by_depth(tmp_path: Path) -> None:
+    run_training(tmp_path, recipe({"every_steps": 6}))
+    lines = [line for line in read_metrics(tmp_path) if "held_out_tau" in line]
+    assert [line["step"] for line in lines] == [6, 12]
+    for line in lines:
+        assert 1.0 <= line["held_out_tau"] <= 1 + NUM_DEPTHS
+        assert 1.0 < line["held_out_tau_sampled"] < 1 + NUM_DEPTHS
+        assert line["held_out_entropy"] > 0
+        assert all(0 < line[f"held_out_overlap_depth_{depth}"] < 1 for depth in (1, 2))
+    assert "decoded_tau" not in lines[0]
+
+
+def test_measuring_changes_nothing_that_is_trained(tmp_path: Path) -> None:
+    _, after = run_training(tmp_path / "often", recipe({"every_steps": 1}))
+    _, other = run_training(tmp_path / "once", recipe({"every_steps": 12}))
+    assert equal(after[12], other[12])
+
+
+def test_text_to_choose_by_is_kept_from_training_by_its_groups() -> None:
+    text = [Document((1, 2, 3, 4), (True,) * 4, f"g{number % 20}", str(number)) for number in range(60)]
+    training, measured = part_documents(recipe({"every_steps": 3, "share": 0.3}), text)
+    assert sorted(training + measured) == list(range(60))
+    assert not {text[index].group for index in training} & {text[index].group for index in measured}
+    assert 3 <= len(measured) < 40
+    everything, nothing = part_documents(recipe(None), text)
+    assert (everything, nothing) == (list(range(60)), [])
+
+
+def test_documents_keep_their_names_among_all() -> None:
+    text = documents(9)
+    places = [1, 4, 8]
+    packed = pack_documents([text[index] for index in places], SEQ_LEN, pack=True, seed=0, epoch=0)
+    for sequence in renumbered(packed, places):
+        (index,) = sequence.members
+        assert tuple(sequence.input_ids_T) == tuple(text[index].input_ids)
+
+
+# Failures
+
+
+def test_sigterm_ends_the_step_saves_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = recipe({"every_steps": 12})
+    expected, _ = run_training(tmp_path / "whole", used)
+    stock, calls = loop.optimise, iter(range(1, 100))
+
+    def told_in_the_middle(*arguments: Any) -> Any:
+        import os
+        import signal
+
+        if next(calls) == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return stock(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "optimise", told_in_the_middle)
+        with pytest.raises(StoppedError, match=r"after step 6 of 12; .*start the same command again") as stopped:
+            run_training(tmp_path / "told", used)
+    assert stopped.value.exit_code == 143
+    assert [path.name for path in (tmp_path / "told" / "state").glob("step-*")] == ["step-00000006"]
+    found, after = run_training(tmp_path / "told", used)
+    assert min(after) == 6
+    assert equal(found, expected)
+
+
+def test_the_batch_of_a_loss_that_is_not_finite_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = recipe({"every_steps": 12})
+    stock, calls = loop.optimise, iter(range(1, 100))
+
+    def spoilt(*arguments: Any) -> Any:
+        sums_K, norm = stock(*arguments)
+        return (sums_K * float("nan") if next(calls) == 6 else sums_K), norm
+
+    monkeypatch.setattr(loop, "optimise", spoilt)
+    with pytest.raises(TrainingError, match=r"bad_batch-00000006\.safetensors") as error:
+        run_training(tmp_path, used)
+    assert "expected finite numbers" in str(error.value)
+    from safetensors.torch import load_file
+
+    batch = load_file(tmp_path / "bad_batch-00000006.safetensors")
+    step = global_batches(documents(12), seq_len_tokens=SEQ_LEN, pack=True, sequences_per_step=4, seed=0)(5)
+    assert torch.equal(batch["input_ids_BT"], torch.stack([torch.from_numpy(one.input_ids_T) for one in step]))
+    assert [path.name for path in (tmp_path / "state").glob("step-*")] == ["step-00000004"]
+    assert json.loads((tmp_path / "state" / "step-00000004" / "state.json").read_text())["step"] == 4
+
+
+def test_a_text_without_targets_cannot_choose(tmp_path: Path) -> None:
+    text = [Document((1, 2, 3, 4), (False,) * 4, "g", "d")]
+    trunk = tiny_trunk("qwen3_5")
+    module = HeadTraining(trunk, tiny_head(trunk), num_depths=2, kind="kl", temperature=1.0)
+    kept = pack_documents(text, SEQ_LEN, pack=True, seed=0, epoch=0)
+    selection = Selection(SelectSpec(every_steps=1), kept, None, tmp_path, None)
+    with pytest.raises(TrainingError, match=r"train\.select\.share"):
+        selection.measure(module, module.head, 2, Accelerator(cpu=True))
