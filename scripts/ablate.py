@@ -38,10 +38,10 @@ from mtp_train.heads.attach import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs, gather_inputs, read_records
-from mtp_train.pipeline import load_run_trunk, make_accelerator, make_documents, train_stage
+from mtp_train.pipeline import load_run_trunk, make_accelerator, make_documents, provenance, train_stage
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import load_recipe
-from mtp_train.run_dir import environment_facts
+from mtp_train.run_dir import claim, environment_facts, require_ours
 from mtp_train.weights.artifact import load_artifact
 
 LOSSES = ("ce", "kl", "reverse_kl", "tv", "lk", "e2e_tv")
@@ -127,9 +127,12 @@ class Bench:
 
 def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     """Load the trunk and make both texts, of the same prompts."""
+    require_ours(directory, recipe)
     accelerator = make_accelerator(recipe)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     trunk = load_run_trunk(recipe, inputs, accelerator)
+    # Heads and counts of two recipes must not be mixed.
+    claim(directory, recipe, provenance(recipe, inputs))
     own = make_documents(recipe, directory, inputs, trunk, accelerator, progress)
     records, _ = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
     answered = {prompt.id for prompt in inputs.prompts}
@@ -262,7 +265,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     out: Path = arguments.out
     fixed = [f"run_dir={out}", "track.wandb=off", "data.regenerate.enabled=true"]
     recipe = load_recipe(arguments.recipe, [*arguments.overrides, *fixed])
-    out.mkdir(parents=True, exist_ok=True)
     console = Console()
     found: dict[Cell, list[Counts]] = {cell: [] for cell in cells}
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
