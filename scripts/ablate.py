@@ -38,10 +38,12 @@ from mtp_train.heads.attach import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs, gather_inputs, read_records
-from mtp_train.pipeline import load_run_trunk, make_accelerator, make_documents, provenance, train_stage
+from mtp_train.pipeline import load_run_trunk, make_documents, provenance
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import load_recipe
 from mtp_train.run_dir import claim, environment_facts, require_ours
+from mtp_train.train.launch import make_accelerator
+from mtp_train.training import train_stage
 from mtp_train.weights.artifact import load_artifact
 
 LOSSES = ("ce", "kl", "reverse_kl", "tv", "lk", "e2e_tv")
@@ -128,7 +130,7 @@ class Bench:
 def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     """Load the trunk and make both texts, of the same prompts."""
     require_ours(directory, recipe)
-    accelerator = make_accelerator(recipe)
+    accelerator = make_accelerator()
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     trunk = load_run_trunk(recipe, inputs, accelerator)
     # Heads and counts of two recipes must not be mixed.
@@ -283,7 +285,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "reference": cells[0].name,
         "seeds": arguments.seeds,
         "prompts": len(bench.inputs.held_out),
-        "targets": {name: sum(sum(document.loss_mask) for document in text) for name, text in bench.texts.items()},
+        "targets": {
+            name: sum(int(document.loss_mask.sum()) for document in text) for name, text in bench.texts.items()
+        },
         "start": {f"{temperature:g}": tau(counts) for temperature, counts in graft.items()},
         "rows": [asdict(row) for row in rows],
         "recipe": asdict(recipe),
