@@ -36,7 +36,10 @@ def save_stripped(trunk: Trunk, path: Path) -> Path:
     """Save a trunk as users do: ``save_pretrained``, the config still declaring one head module."""
     trunk.causal_lm.save_pretrained(path)
     set_fields(path, trunk.family.count_as_field(num_released_modules(trunk)))
-    if trunk.family.trunk_class is not None:
+    stand_in = trunk.family.trunk_class
+    if stand_in is not None and stand_in.wrapper is not None:
+        wrap_text_config(path, stand_in.wrapper)
+    elif stand_in is not None:
         # Saved by the class that stands in: the release has a name of its own.
         set_fields(path, {"model_type": trunk.family.model_types[0], "architectures": [trunk.family.name]})
     return path
@@ -130,6 +133,22 @@ def wrap_as_vision_language(path: Path) -> Path:
     save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+def wrap_text_config(path: Path, model_type: str) -> None:
+    """Put a text model's config into a wrapper's, with a section for the head, as Inkling's releases have it."""
+    text_config = json.loads((path / "config.json").read_text())
+    section = {
+        name: text_config.pop(field)
+        for name, field in (
+            ("num_nextn_predict_layers", "num_mtp_layers"),
+            ("chain_hidden_post_norm", "chain_hidden_post_norm"),
+            ("local_layer_ids", "mtp_local_layer_ids"),
+        )
+    }
+    del text_config["model_type"], text_config["architectures"]
+    config = {"architectures": ["X"], "model_type": model_type, "text_config": text_config, "mtp_config": section}
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def _wrapped_key(key: str) -> str:

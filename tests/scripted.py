@@ -11,7 +11,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from mtp_inference import Sampling, plain_greedy
 from mtp_inference.batch import NO_TOKEN, Batch, RoundPlan
-from mtp_inference.cache import AttentionStore, CompressedStore, WindowCache
+from mtp_inference.cache import AttentionStore, CompressedStore, ConvolvedStore, WindowCache
 from mtp_inference.chooser import Chooser, Drafts
 from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
 from mtp_inference.recurrent_cache import RecurrentStore
@@ -222,5 +222,10 @@ def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: i
                     inputs_1NX = torch.cat([expected.buffer_kv[name], expected.buffer_gate[name]], dim=-1)
                     places = torch.arange(len(tokens) - inputs_1NX.shape[1], len(tokens)) % ours.num_inputs
                     note("inputs", ours.inputs_BSX[name][row, places], inputs_1NX[0])
+        if isinstance(ours, ConvolvedStore):
+            for number, expected_1CW in expected.conv_states.items():
+                inputs_ZC = ours.rings[number][row]
+                places = torch.arange(len(tokens) - min(len(tokens), expected_1CW.shape[2]), len(tokens))
+                note("conv", inputs_ZC[places % len(inputs_ZC)].T, expected_1CW[0, :, -len(places) :])
     assert errors, "some layer keeps a state"
     return errors

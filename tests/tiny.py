@@ -44,6 +44,7 @@ CACHE_KINDS = {
     "mamba": "nemotron_h",
     "blocks": "minimax_m3",
     "compressed": "deepseek_v4",
+    "convolved": "inkling",
 }
 CACHE_KINDS = {kind: name for kind, name in CACHE_KINDS.items() if name in (*ALL_FAMILIES, "mistral", "qwen2")}
 """What a trunk keeps, and the name of a tiny trunk that keeps it. ``sliding`` and ``mixed`` belong to no family and
@@ -53,8 +54,12 @@ have no head."""
 def tiny_trunk(name: str, seed: int = 0, tied: bool = False, vocab_size: int = VOCAB_SIZE) -> Trunk:
     """Return a trunk of a few thousand parameters, fp32 on CPU, frozen and in eval mode."""
     family = _family(name)
-    auto = AutoModelForImageTextToText if family.only_with_vision else AutoModelForCausalLM
-    model = auto.from_config(tiny_config(name, tied, vocab_size))
+    config = tiny_config(name, tied, vocab_size)
+    if family.trunk_class is not None:
+        model = family.trunk_class.model_class()(config.get_text_config())
+    else:
+        auto = AutoModelForImageTextToText if family.only_with_vision else AutoModelForCausalLM
+        model = auto.from_config(config)
     _randomize(model, seed)
     model.tie_weights()
     return Trunk(model.requires_grad_(False).eval(), family)
@@ -73,7 +78,9 @@ def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int | None = None) -> Mt
 
 def num_released_modules(trunk: Trunk) -> int:
     """Return the number of modules in a tiny checkpoint with a head: what its config says, else one."""
-    return trunk.family.declared_modules(trunk.config.to_dict()) or 1
+    config = trunk.config.to_dict()
+    # A wrapper's section is told to the text model under this name.
+    return trunk.family.declared_modules(config) or config.get("num_mtp_layers") or 1
 
 
 def chained_head(trunk: Trunk, num_modules: int, seed: int = 0) -> MtpHead:

@@ -224,6 +224,29 @@ _FIELDS: dict[str, dict[str, Any]] = {
             "patch_size": 14,
         },
     },
+    # Relative distances and convolutions: a sliding window, all keys (the scores scaled from position 6), a window. The
+    # head has modules of both kinds.
+    "inkling": {
+        "model_type": "inkling_mm_model",
+        "text_config": {
+            **_SIZES,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+            "sliding_window_size": SLIDING_WINDOW,
+            "d_rel": 4,
+            "rel_extent": 12,
+            "log_scaling_n_floor": 6,
+            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "n_routed_experts": 4,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "logits_mup_width_multiplier": 2.0,
+        },
+        "mtp_config": {"num_nextn_predict_layers": 3, "chain_hidden_post_norm": False, "local_layer_ids": [0, 2]},
+    },
     # Of no family, and without a head.
     "mistral": {"sliding_window": SLIDING_WINDOW},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": SLIDING_WINDOW},

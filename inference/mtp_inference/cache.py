@@ -10,7 +10,7 @@ Shapes: B rows, T tokens of the window, S slots, H heads, X width, G groups, N p
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +23,17 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from mtp_inference.convolved import ConvolutionInputs
 from mtp_inference.recurrent_cache import RecurrentLayers, RecurrentStore, States
 from mtp_inference.window import Window, announced
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.compressed_keys import COMPRESSED_CACHE_LAYERS
 from mtp_train.families.key_blocks import BLOCK_CACHE_LAYER
+from mtp_train.families.relative import CONVOLVED_CACHE_LAYERS
 from mtp_train.heads.step import KeysWritten
+
+BEFORE_ANY_TEXT = -(1 << 40)
+"""A position before all others."""
 
 
 class AttentionStore(CacheLayerMixin):
@@ -44,6 +49,8 @@ class AttentionStore(CacheLayerMixin):
     """Whether nothing of a layer is written after its keys and values."""
     needs_mask = False
     """Whether the layer wants a mask also where plain causal attention says the same."""
+    keys_suffice = True
+    """Whether later tokens need nothing of a token but its keys and values (of an indexer too)."""
 
     def __init__(self, num_rows: int, size: int, sliding_window: int | None) -> None:
         super().__init__()
@@ -74,6 +81,10 @@ class AttentionStore(CacheLayerMixin):
             raise KeysWritten
         used = min(window.used, self.size)
         return self.keys[window.rows, :, :used], self.values[window.rows, :, :used]
+
+    def mask(self, window: Window, always: bool) -> Tensor | None:
+        """Return what the layer is told of who sees whom; ``always``, or None where plain causal attention says it."""
+        return window.mask(self.size, self.sliding_window, always)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the keys in use and the first one's position, for transformers' own masks."""
@@ -199,6 +210,39 @@ class CompressedStore(AttentionStore):
         return buffer_BEX[window.rows, : window.used // self.group_size]
 
 
+class ConvolvedStore(AttentionStore, ConvolutionInputs):
+    """An attention layer that sees how far away keys are, with short convolutions beside.
+
+    Args:
+        num_rows: B.
+        size: S.
+        sliding_window: How many positions a token sees; None for all.
+        max_undecided: Longest window of which less than all may be kept.
+        num_convolutions: How many the layer has.
+    """
+
+    last_to_write = False
+    keys_suffice = False
+
+    def __init__(
+        self, num_rows: int, size: int, sliding_window: int | None, max_undecided: int, num_convolutions: int
+    ) -> None:
+        ConvolutionInputs.__init__(self, num_rows, max_undecided, num_convolutions)
+        AttentionStore.__init__(self, num_rows, size, sliding_window)
+
+    def mask(self, window: Window, always: bool) -> Tensor:
+        """Return how far away each key is, always."""
+        return window.distances(self.size, self.sliding_window)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Show no keys: the mask says where they are."""
+        return 0, 0
+
+    def get_seq_length(self) -> int:
+        """Return a place where transformers scales no scores: ours are scaled by the mask."""
+        return BEFORE_ANY_TEXT
+
+
 class WindowCache(Cache):
     """Buffers for a batch of rows, run a window at a time.
 
@@ -207,14 +251,24 @@ class WindowCache(Cache):
         num_rows: B.
         capacity: Positions that a row may reach.
         max_window: Longest window that will run; buffers of sliding layers need the room.
+        max_undecided: Longest window of which less than all may be kept; None for ``max_window``.
 
     Raises:
         UnsupportedModelError: A layer keeps state of a kind that cannot be rolled back here.
     """
 
-    def __init__(self, config: PretrainedConfig, *, num_rows: int, capacity: int, max_window: int) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        num_rows: int,
+        capacity: int,
+        max_window: int,
+        max_undecided: int | None = None,
+    ) -> None:
         stock = DynamicCache(config=config).layers
-        super().__init__(layers=[_store(layer, i, num_rows, capacity, max_window) for i, layer in enumerate(stock)])
+        room = _Room(num_rows, capacity, max_window, max_undecided or max_window)
+        super().__init__(layers=[_store(layer, i, room) for i, layer in enumerate(stock)])
         self.num_rows = num_rows
         self.capacity = capacity
         self.max_window = max_window
@@ -234,14 +288,14 @@ class WindowCache(Cache):
                 f"cache: a window of {window.num_tokens} tokens up to position {window.used}; expected at most "
                 f"{self.max_window} tokens and {self.capacity} positions. Make the cache larger."
             )
-        masks: dict[str, Tensor | None] = {"linear_attention": None} if self._recurrent.stores else {}
+        no_padding = any(isinstance(layer, RecurrentStore | ConvolvedStore) for layer in self.layers)
+        masks: dict[str, Tensor | None] = {"linear_attention": None} if no_padding else {}
         self._recurrent.begin(window)
         for layer in self.layers:
             if isinstance(layer, AttentionStore):
                 layer.window = window
                 if layer.kind not in masks:
-                    always = layer.kind in self._kinds_with_mask
-                    masks[layer.kind] = window.mask(layer.size, layer.sliding_window, always)
+                    masks[layer.kind] = layer.mask(window, layer.kind in self._kinds_with_mask)
         return masks
 
     def commit(self, num_kept_B: Tensor | None) -> None:
@@ -257,7 +311,21 @@ class WindowCache(Cache):
         self._recurrent.restore(states)
 
 
-def _store(layer: Any, index: int, num_rows: int, capacity: int, max_window: int) -> Any:
+class _Room(NamedTuple):
+    """What the layers of a cache make room for; see :class:`WindowCache`."""
+
+    num_rows: int
+    capacity: int
+    max_window: int
+    max_undecided: int
+
+
+def _store(layer: Any, index: int, room: _Room) -> Any:
+    num_rows, capacity, max_window, max_undecided = room
+    if type(layer).__name__ in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
+        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        size = capacity if window is None else min(capacity, window + max_window)
+        return ConvolvedStore(num_rows, size, window, max_undecided, layer.number_of_states)
     if type(layer) is DynamicLayer:
         return AttentionStore(num_rows, capacity, None)
     if type(layer) is DynamicIndexedLayer:

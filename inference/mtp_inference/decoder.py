@@ -63,7 +63,13 @@ def make_batch(
         device=weight.device,
         penalises=needs.penalises,
     )
-    cache = WindowCache(trunk.config, num_rows=needs.num_rows, capacity=needs.capacity, max_window=needs.max_window)
+    cache = WindowCache(
+        trunk.config,
+        num_rows=needs.num_rows,
+        capacity=needs.capacity,
+        max_window=needs.max_window,
+        max_undecided=needs.depth + 1,
+    )
     drafter = None
     if drafting is not None and needs.depth:
         size = Size(needs.num_rows, needs.capacity, PENDING_PLACES + needs.depth + 1)

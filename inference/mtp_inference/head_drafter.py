@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mtp_inference.cache import WindowCache
+from mtp_inference.cache import AttentionStore, WindowCache
 from mtp_inference.chooser import Chooser, DraftChoice, Drafts
 from mtp_inference.draft import Drafter, Place, Size
 from mtp_inference.pending import Pending
@@ -57,6 +57,7 @@ class _HeadDrafter:
             # last slots.
             capacity=size.capacity + size.num_pending + 2 * SPARE_SLOTS,
             max_window=max(KEYS_CHUNK, size.num_pending + depth),
+            max_undecided=size.num_pending + depth,
         )
         self.pending = Pending(size, weight.device, head.state_width, weight.dtype)
 
@@ -72,11 +73,13 @@ class _HeadDrafter:
         return self.pending.hidden_BPD[:, : place.pending], self.pending.tokens_BP[:, : place.pending]
 
     def _window(self, slots_BT: Tensor, place: Place) -> Window:
-        return Window(slice(0, len(slots_BT)), slots_BT, place.used + SPARE_SLOTS)
+        used = place.used + SPARE_SLOTS
+        # A row out of use may stand beyond all others, where some layers cannot look.
+        return Window(slice(0, len(slots_BT)), slots_BT.clamp(max=used - 1), used)
 
     def _run(self, depth: int, hidden_BTD: Tensor, tokens_BT: Tensor, window: Window) -> StepOutput:
         """Run consecutive head rows; each sees all rows before it."""
-        (mask_B1TS,) = self.cache.begin(window).values()
+        mask_B1TS = self._begin(depth, window)
         with attending_in_windows(self.head.config):
             return mtp_step(
                 self.head,
@@ -89,11 +92,16 @@ class _HeadDrafter:
             )
 
     def _write_keys(self, depth: int, hidden_RTD: Tensor, tokens_RT: Tensor, window: Window) -> None:
-        """Run rows that nothing will be drafted from, as far as their keys and values."""
+        """Run rows that nothing will be drafted from; as far as their keys and values, where that is all they leave."""
         for start in range(0, window.num_tokens, KEYS_CHUNK):
             part = slice(start, start + KEYS_CHUNK)
-            chunk = Window(window.rows, window.positions_BT[:, part], window.used, keys_only=True)
-            (mask_B1TS,) = self.cache.begin(chunk).values()
+            chunk = Window(
+                window.rows, window.positions_BT[:, part], window.used, keys_only=self._store(depth).keys_suffice
+            )
+            if not chunk.keys_only:
+                self._run(depth, hidden_RTD[:, part].to(self.dtype), tokens_RT[:, part], chunk)
+                continue
+            mask_B1TS = self._begin(depth, chunk)
             mtp_keys(
                 self.head,
                 hidden_RTD[:, part].to(self.dtype),
@@ -103,6 +111,15 @@ class _HeadDrafter:
                 mask_BTS=None if mask_B1TS is None else mask_B1TS[:, 0],
                 cache=self.cache,
             )
+
+    def _store(self, depth: int) -> AttentionStore:
+        """Return what keeps the keys of the module that drafts at ``depth``."""
+        stores = [layer for layer in self.cache.layers if isinstance(layer, AttentionStore)]
+        return stores[0 if self.head.unroll == "recursive" else depth - 1]
+
+    def _begin(self, depth: int, window: Window) -> Tensor | None:
+        """Announce a window; return the mask of the module that drafts at ``depth``."""
+        return self.cache.begin(window)[self._store(depth).kind]
 
     def _positions(self, window: Window, depth: int) -> Tensor:
         """Return the positions for the rotary embedding: a row of a chained module stands k-1 after its slot."""

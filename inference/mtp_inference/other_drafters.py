@@ -107,7 +107,9 @@ class ModelDrafter:
         return torch.cat(hidden, dim=1)
 
     def _run(self, tokens_BT: Tensor, positions_BT: Tensor, place: Place) -> Tensor:
-        window = Window(slice(0, len(tokens_BT)), positions_BT, place.used + self.depth)
+        used = place.used + self.depth
+        # A row out of use may stand beyond all others, where some layers cannot look.
+        window = Window(slice(0, len(tokens_BT)), positions_BT.clamp(max=used - 1), used)
         return window_states(self.model, self.cache, tokens_BT, window)
 
 

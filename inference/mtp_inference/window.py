@@ -84,17 +84,35 @@ class Window:
         exact = self.start is not None and self.used == self.start + self.num_tokens
         if fits and exact and (self.is_fresh or self.num_tokens == 1) and not always:
             return None
+        seen_by_B1T1, held_B11S = self._places(size, sliding_window, each_row=always)
+        if sliding_window is None:
+            return held_B11S <= seen_by_B1T1
+        return (held_B11S >= 0) & (held_B11S <= seen_by_B1T1) & (held_B11S > seen_by_B1T1 - sliding_window)
+
+    def distances(self, size: int, sliding_window: int | None) -> Tensor:
+        """Return how far before each token the slots' positions are: int64 (B or 1, 1, T, S), -1 where it sees none.
+
+        Arguments as of :meth:`mask`.
+        """
+        seen_by_B1T1, held_B11S = self._places(size, sliding_window)
+        distance_B1TS = seen_by_B1T1 - held_B11S
+        seen_B1TS = (held_B11S >= 0) & (distance_B1TS >= 0)
+        if sliding_window is not None:
+            seen_B1TS &= distance_B1TS < sliding_window
+        return torch.where(seen_B1TS, distance_B1TS, -1)
+
+    def _places(self, size: int, sliding_window: int | None, each_row: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the tokens' positions, (B or 1, 1, T, 1), and those that slots hold, to broadcast with them."""
         slots_S = torch.arange(min(self.used, size), device=self.positions_BT.device)
         # Rows that stand at the same place share a mask.
-        positions_BT = self.positions_BT if self.start is None or always else self.positions_BT[:1]
+        positions_BT = self.positions_BT if self.start is None or each_row else self.positions_BT[:1]
         seen_by_B1T1 = positions_BT[:, None, :, None]
         if sliding_window is None:
-            return slots_S <= seen_by_B1T1
+            return seen_by_B1T1, slots_S[None, None, None]
         # The newest position that a slot can hold once this window is written. What a deeper window left beyond it is
         # thereby taken for a position one turn earlier, which lies outside the sliding window.
         newest_B111 = positions_BT[:, -1][:, None, None, None]
-        held_B11S = newest_B111 - (newest_B111 - slots_S) % size
-        return (held_B11S >= 0) & (held_B11S <= seen_by_B1T1) & (held_B11S > seen_by_B1T1 - sliding_window)
+        return seen_by_B1T1, newest_B111 - (newest_B111 - slots_S) % size
 
 
 def window_attention(

@@ -11,6 +11,7 @@ from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
 from mtp_train.families.headless import HEADLESS, NOT_ATTACHED
 from mtp_train.families.headless import refuse_unserved_heads as refuse_unserved_heads
 from mtp_train.families.hunyuan import HY_V3, HY_V4
+from mtp_train.families.inkling import INKLING
 from mtp_train.families.longcat import LONGCAT_FLASH
 from mtp_train.families.mimo import MIMO, MIMO_V2
 from mtp_train.families.minimax import MINIMAX_M3
@@ -25,7 +26,6 @@ from mtp_train.families.spec import RecurrentKernels as RecurrentKernels
 from mtp_train.families.spec import SharedKey as SharedKey
 from mtp_train.families.spec import raw_text_config as raw_text_config
 from mtp_train.families.step import STEP3P7
-from mtp_train.families.weights_only import WEIGHTS_ONLY
 
 FAMILIES: tuple[Family, ...] = (
     QWEN3_5,
@@ -48,7 +48,7 @@ FAMILIES: tuple[Family, ...] = (
     STEP3P7,
     LONGCAT_FLASH,
     MINIMAX_M3,
-    *WEIGHTS_ONLY,
+    INKLING,
 )
 """In the order in which tables show them."""
 
@@ -70,7 +70,8 @@ def family_for(config: RawConfig, *, where: str) -> Family:
             "it; expected a checkpoint that has a head to put back or retrain. Serve it beside its trunk as it is: "
             f"'mtp-train inspect {where}' prints the flags."
         )
-    model_type = str(raw_text_config(config).get("model_type"))
+    # Some wrappers leave it to themselves to say what is in them.
+    model_type = str(raw_text_config(config).get("model_type") or config.get("model_type"))
     for family in FAMILIES:
         if model_type in family.model_types:
             return family

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import transformers
@@ -148,15 +149,39 @@ class TrunkClass:
 
     model_type: str
     """The other model's type; its config class reads the checkpoint's config."""
+    wrapper: str | None = None
+    """The model type of a wrapper, whose config and names of weights the checkpoint has: of it, ``model_type`` alone is
+    loaded."""
 
     def config_class(self) -> type[PretrainedConfig]:
         """Return the config class."""
         found: type[PretrainedConfig] = CONFIG_MAPPING[self.model_type]
         return found
 
+    def read_config(self, path: Path) -> PretrainedConfig:
+        """Read the checkpoint's config, of a wrapper the language model's part."""
+        if self.wrapper is None:
+            return self.config_class().from_pretrained(path)
+        text_config: PretrainedConfig = CONFIG_MAPPING[self.wrapper].from_pretrained(path).get_text_config()
+        return text_config
+
     def model_class(self) -> Any:
         """Return the causal language model's class."""
-        return MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class()]
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class()]
+        if self.wrapper is not None:
+            _load_from_wrapper(found, self.wrapper)
+        return found
+
+
+def _load_from_wrapper(language_model: Any, wrapper: str) -> None:
+    """Tell transformers how a wrapper's weights are called where its language model alone is loaded."""
+    from transformers import conversion_mapping
+
+    of_wrapper = conversion_mapping.get_checkpoint_conversion_mapping(wrapper)
+    inside = conversion_mapping.WeightRenaming(r"model\.language_model\.", "model.")
+    conversion_mapping.register_checkpoint_conversion_mapping(
+        language_model.__name__, [*of_wrapper, inside], overwrite=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +231,8 @@ class Family:
     """The trunk's lm_head, where it is stored."""
     saved_names: Mapping[str, str] = field(default_factory=dict)
     """Parts of trunk keys that transformers' own save leaves otherwise than a release has them: its words to those."""
+    embed_norm_key: str | None = None
+    """The norm that the trunk's embedding ends with: a head on its own reads it too."""
     head_prefixes: tuple[str, ...]
     """Every key under one of these belongs to the head (placeholders as in KeyRule)."""
     key_rules: tuple[KeyRule, ...]
@@ -222,6 +249,8 @@ class Family:
     """Order of the two normed halves that ``proj`` reads; ``sum``: each has its own projection, and these add up."""
     final_norm: bool = True
     """Whether a norm stands between the head's layer and the lm_head."""
+    chain_norm: str | None = None
+    """Field of the text config that says whether one norm, which the first module has here, follows every module."""
     own_lm_head: bool = False
     """Whether each head module has an lm_head of its own, frozen here like the trunk's."""
     default: Convention
@@ -241,8 +270,10 @@ class Family:
     """What the layer and the rotary embedding call the one for the head, where they have several."""
     masks_by_layer_type: bool = False
     """Whether the trunk takes ready masks as a mapping from layer type, as transformers' mixed trunks do."""
+    masks_of_distances: bool = False
+    """Whether the head's layers take masks that say how far away each key is; see ``relative.py``."""
     trunk_class: TrunkClass | None = None
-    """The classes that load the trunk, where transformers does not know the model type."""
+    """The classes that load the trunk, where transformers does not know the model type or would load more."""
     only_with_vision: bool = False
     """Whether transformers has the trunk only inside of its vision-language model, which is then loaded whole."""
     trunk_final_norm: str = "norm"
@@ -251,6 +282,12 @@ class Family:
     """None where the trunk has one residual stream, or the head reads them mixed."""
     running_windows: Callable[[], AbstractContextManager[None]] = nullcontext
     """What the trunk's layers need around a forward over windows (rows at different positions, our own cache)."""
+    prepare_trunk: Callable[[nn.Module], None] = lambda decoder: None
+    """Done once to a loaded decoder: what its layers leave out that windows of several rows need."""
+    logit_divisor: str | None = None
+    """Field of the text config with what states are divided by before the lm_head reads them."""
+    real_vocab: str | None = None
+    """Field of the text config with how many rows of the lm_head stand for tokens; the rest is padding."""
     logit_bound: str | None = None
     """Field of the text config with the c of ``c tanh(logits / c)``, where the trunk bounds its logits so."""
     engines: Mapping[str, EngineSupport]
@@ -294,6 +331,14 @@ class Family:
         """Return the width of the states that the head reads and recycles."""
         count = 1 if self.streams is None else text_config.to_dict()[self.streams.count]
         return int(count * text_config.hidden_size)
+
+    def has_chain_norm(self, text_config: PretrainedConfig) -> bool:
+        """Whether one norm follows every module."""
+        return self.chain_norm is not None and bool(text_config.to_dict()[self.chain_norm])
+
+    def divisor(self, text_config: PretrainedConfig) -> float | None:
+        """Return what states are divided by before the lm_head reads them, None for nothing."""
+        return None if self.logit_divisor is None else float(text_config.to_dict()[self.logit_divisor])
 
     def convention(self, name: str) -> Convention:
         """Return the wiring for ``auto`` (this family's default) or for an engine.

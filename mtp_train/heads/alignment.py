@@ -86,3 +86,20 @@ def unroll_mask(prefix_BTT: Tensor, depth: int, sliding_window: int | None = Non
     near_TT = torch.ones_like(own_TT).triu(depth - sliding_window)
     own = [own_BTT & (depth - earlier < sliding_window) for earlier in range(2, depth + 1)]
     return torch.cat([prefix_BTT & near_TT, *own], dim=-1)
+
+
+def unroll_distances(mask_BTS: Tensor, depth: int) -> Tensor:
+    """Return how many positions before each row the keys stand that an ``unroll_mask`` shows.
+
+    Args:
+        mask_BTS: ``unroll_mask`` of the batch at ``depth``.
+        depth: 1-based depth of the queries.
+
+    Returns:
+        int64, shape (B, T, depth * T), -1 where a row does not see a key.
+    """
+    rows_T = torch.arange(mask_BTS.shape[1], device=mask_BTS.device)
+    apart_TT = rows_T[:, None] - rows_T
+    # What is seen of later depths are a start's own rows.
+    distance_TS = torch.cat([apart_TT + (depth - own) for own in range(1, depth + 1)], dim=-1)
+    return torch.where(mask_BTS, distance_TS, -1)

@@ -27,6 +27,7 @@ def masked_attention(
     attention_mask: Tensor | None,
     *,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     indices: Tensor | None = None,
     block_indices: Any = None,
     **options: Any,
@@ -39,7 +40,9 @@ def masked_attention(
         key: Shape (B, key heads, S, width).
         value: As ``key``, of its own width.
         attention_mask: bool, broadcast to (B, 1, T, S), True where a query sees a key; None is plain causal attention.
+            Of layers that see how far away keys are, int64 in a cache of ours: the distance, -1 where it is not seen.
         s_aux: Shape (H,), each head's sink.
+        position_bias: Added to the scores, (B, H, T, S); by distance, (B, H, T, E), where the mask says distances.
         indices: int, shape (B, T, K), the keys that each query may see; None for all.
         block_indices: The blocks of keys that each query may see, as the layer's own indexer keeps them; None for all.
         **options: What ``sdpa`` takes.
@@ -57,6 +60,11 @@ def masked_attention(
         attention_mask = indexer.build_block_mask(
             block_indices, attention_mask, key.shape[2], query.dtype, query.device, options["position_ids"]
         )
+    if attention_mask is not None and attention_mask.dtype == torch.int64:
+        profiles = cast(Any, module).rel_logits_proj
+        query, attention_mask = profiles.at_distances(query, position_bias, attention_mask)
+    elif position_bias is not None:
+        options["position_bias"] = position_bias
     if attention_mask is not None and s_aux is not None:
         # One more key: it scores the sink whatever the query, and has nothing to say.
         bias = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)

@@ -18,9 +18,9 @@ class HeadModule(nn.Module):
     """One module of a head, as DeepSeek-V3 (arXiv:2412.19437, equations 21 to 23) describes it.
 
     ``u = proj([embed_norm(e), hidden_norm(h)])`` (or the other order), ``z = layer(u)``, ``o = final_norm(z)`` (``z``
-    where the family has no such norm). The embedding is the trunk's and is not held here, nor is the lm_head but where
-    the family gives each module its own. Where the trunk has streams, each of them is such an ``h``, the layer hands on
-    as many, and ``o`` is of what a mixer makes of them.
+    where the family has no such norm; where one serves the whole chain, the first module holds it). The embedding is
+    the trunk's and is not held here, nor is the lm_head but where the family gives each module its own. Where the trunk
+    has streams, each of them is such an ``h``, the layer hands on as many, and ``o`` is of what a mixer makes of them.
     """
 
     def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
@@ -38,7 +38,8 @@ class HeadModule(nn.Module):
         self.mixer: nn.Module | None = None
         if family.streams is not None:
             self.mixer = family.classes.cls(family.streams.mixer)(layer_config)
-        self.final_norm = family.classes.make_norm(layer_config) if family.final_norm else nn.Identity()
+        has_norm = family.final_norm or (module_idx == 0 and family.has_chain_norm(layer_config))
+        self.final_norm = family.classes.make_norm(layer_config) if has_norm else nn.Identity()
         self.lm_head: nn.Linear | None = None
         if family.own_lm_head:
             self.lm_head = nn.Linear(hidden_size, layer_config.vocab_size, bias=False).requires_grad_(False)
@@ -54,11 +55,11 @@ class HeadModule(nn.Module):
             return self.token_proj(halves[0]) + self.hidden_proj(halves[1])
         return self.proj(torch.cat(halves if self.embed_first else halves[::-1], dim=-1))
 
-    def finish(self, block: Tensor) -> tuple[Tensor, Tensor]:
+    def finish(self, block: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """Return ``o`` and ``z`` of the layer's output, (B, T, width): streams are mixed in ``o``, joined in ``z``."""
         if self.mixer is None:
-            return self.final_norm(block), block
-        return self.final_norm(self.mixer(block)), block.flatten(-2)
+            return norm(block), block
+        return norm(self.mixer(block)), block.flatten(-2)
 
     def project(self, state: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the logits of ``final_norm``'s results: by its own lm_head if it has one, else by ``shared``."""
@@ -87,6 +88,7 @@ class MtpHead(nn.Module):
         self.config._experts_implementation = "eager"
         self.blocks = nn.ModuleList(HeadModule(family, self.config, index) for index in range(num_modules))
         self.rotary = family.classes.make_rotary(self.config)
+        self.logit_divisor = family.divisor(self.config)
         self._stock_layers = DynamicCache(config=self.config).layers
 
     @property
@@ -103,6 +105,11 @@ class MtpHead(nn.Module):
         """The width of the states that it reads and recycles."""
         return self.family.state_width(self.config)
 
+    def norm_for(self, depth: int) -> nn.Module:
+        """Return the norm after the layer that drafts at ``depth``."""
+        first = self.family.has_chain_norm(self.config)
+        return (cast(HeadModule, self.blocks[0]) if first else self.module_for(depth)).final_norm
+
     def own_lm_heads(self, num_depths: int) -> list[Tensor] | None:
         """Return the output matrix (V, D) of each depth, None where all depths use the trunk's."""
         if not self.family.own_lm_head:
@@ -112,7 +119,7 @@ class MtpHead(nn.Module):
     def sliding_window(self, depth: int) -> int | None:
         """Return how many positions a row of ``depth`` sees, None for all."""
         layer = self._stock_layers[0 if self.unroll == "recursive" else depth - 1]
-        return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
+        return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
 
     def layer_type(self, depth: int) -> str:
         """Return the config's name for the kind of layer that drafts at ``depth``."""

@@ -16,7 +16,8 @@ from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from mtp_train.families.key_blocks import BLOCK_CACHE_LAYER, UnrolledBlocks
-from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_mask
+from mtp_train.families.relative import CONVOLVED_CACHE_LAYERS, UnrolledRows
+from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_distances, unroll_mask
 from mtp_train.heads.module import MtpHead
 
 
@@ -51,7 +52,8 @@ def mtp_step(
         embed_BTD: The trunk's embedding of the token each row reads.
         depth: 1-based depth; picks the module.
         positions_BT: int, row t of depth k stands at position t+k-1.
-        mask_BTS: bool, True where a row sees a key; None is plain causal attention (a single row sees every key).
+        mask_BTS: bool, True where a row sees a key; None is plain causal attention (a single row sees every key). For a
+            family with ``masks_of_distances`` and a cache: int64, how far away each key is, -1 where it is not seen.
         cache: Keys and values of earlier rows; the new ones are appended. None for a first and only depth.
 
     Returns:
@@ -71,9 +73,10 @@ def mtp_step(
     )
     if head.family.classes.more_outputs:
         block_BTD = block_BTD[0]
-    normed_BTD, block_BTD = module.finish(block_BTD)
+    normed_BTD, block_BTD = module.finish(block_BTD, head.norm_for(depth))
     recycled = {"after_final_norm": normed_BTD, "before_final_norm": block_BTD, "trunk": hidden_BTD}
-    return StepOutput(normed_BTD, recycled[head.convention.recycle])
+    logit_BTD = normed_BTD if head.logit_divisor is None else normed_BTD / head.logit_divisor
+    return StepOutput(logit_BTD, recycled[head.convention.recycle])
 
 
 def mtp_keys(
@@ -152,18 +155,19 @@ def unroll(
     """
     prefix_BTT = prefix_mask(document_BT)
     apart = apart and head.unroll == "recursive"
-    cache = _unsliding_cache(head.config)
+    cache = _unsliding_cache(head.config, positions_BT)
     outputs: list[Tensor] = []
     for depth in range(1, num_depths + 1):
         if apart:
-            cache = _unsliding_cache(head.config)
+            cache = _unsliding_cache(head.config, positions_BT)
         seen_depths = 1 if apart or head.unroll == "chained" else depth
+        mask_BTS = unroll_mask(prefix_BTT, seen_depths, head.sliding_window(depth))
         run = partial(
             mtp_step,
             head,
             depth=depth,
             positions_BT=positions_BT if apart else positions_BT + (depth - 1),
-            mask_BTS=unroll_mask(prefix_BTT, seen_depths, head.sliding_window(depth)),
+            mask_BTS=unroll_distances(mask_BTS, seen_depths) if head.family.masks_of_distances else mask_BTS,
         )
         embed_BTD = embed(input_tokens(tokens_BT, depth))
         if recompute:
@@ -191,13 +195,15 @@ def _copied(cache: Cache) -> Cache:
     return Cache(layers=[copy(layer) for layer in cache.layers])
 
 
-def _unsliding_cache(config: PretrainedConfig) -> Cache:
+def _unsliding_cache(config: PretrainedConfig, positions_BT: Tensor) -> Cache:
     """Return a cache that forgets nothing: a later depth still sees what is outside of the last row's window."""
     stock = DynamicCache(config=config).layers
-    return Cache(layers=[_unrolled(layer) for layer in stock])
+    return Cache(layers=[_unrolled(layer, positions_BT) for layer in stock])
 
 
-def _unrolled(layer: Any) -> Any:
+def _unrolled(layer: Any, positions_BT: Tensor) -> Any:
     if type(layer).__name__ == BLOCK_CACHE_LAYER:
         return UnrolledBlocks()
+    if type(layer).__name__ in CONVOLVED_CACHE_LAYERS:
+        return UnrolledRows(positions_BT)
     return DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer

@@ -38,6 +38,9 @@ class Trunk(nn.Module):
         self._before_norm: Tensor | None = None
         if family.reads_before_norm:
             (self._final_norm if self._mixer is None else self._mixer).register_forward_pre_hook(self._keep_norm_input)
+        family.prepare_trunk(self.decoder)
+        self._logit_divisor = family.divisor(self.config)
+        self._real_vocab = None if family.real_vocab is None else self.config.to_dict()[family.real_vocab]
 
     @property
     def causal_lm(self) -> Any:
@@ -88,9 +91,9 @@ class Trunk(nn.Module):
 
     @property
     def lm_head_VD(self) -> Tensor:
-        """The output matrix, shape (V, D)."""
+        """The output matrix, shape (V, D), without rows that pad it."""
         weight: Tensor = self.causal_lm.get_output_embeddings().weight
-        return weight
+        return weight if self._real_vocab is None else weight[: self._real_vocab]
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Return the input embedding of tokens, shape (B, T, D)."""
@@ -136,6 +139,10 @@ class Trunk(nn.Module):
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return what the lm_head reads of hidden states of any leading shape."""
+        state = self._after_norm(hidden)
+        return state if self._logit_divisor is None else state / self._logit_divisor
+
+    def _after_norm(self, hidden: Tensor) -> Tensor:
         if self._mixer is not None:
             streams_1NSD = hidden.reshape(1, -1, hidden.shape[-1] // self.config.hidden_size, self.config.hidden_size)
             hidden = self._mixer(streams_1NSD).reshape(*hidden.shape[:-1], -1)
@@ -143,7 +150,7 @@ class Trunk(nn.Module):
 
     def head_input(self, hidden: Tensor, convention: Convention) -> Tensor:
         """Return what a head wired by ``convention`` reads of hidden states."""
-        return hidden if convention.hidden == "before_final_norm" else self.normed(hidden)
+        return hidden if convention.hidden == "before_final_norm" else self._after_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states of any leading shape."""
@@ -151,7 +158,7 @@ class Trunk(nn.Module):
 
     def project(self, state: Tensor) -> Tensor:
         """Return the logits of states that are normed already: a head's, or :meth:`normed`."""
-        logits: Tensor = self.causal_lm.lm_head(state)
+        logits: Tensor = self.causal_lm.lm_head(state)[..., : self._real_vocab]
         bound = self._logit_bound
         return logits if bound is None else bound * torch.tanh(logits / bound)
 
@@ -165,7 +172,7 @@ def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False)
     stand_in = family.trunk_class
     try:
         if stand_in is not None:
-            return stand_in.config_class().from_pretrained(path)
+            return stand_in.read_config(path)
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         return config
     except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:

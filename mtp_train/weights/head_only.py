@@ -26,7 +26,9 @@ def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, ou
     """
     lm_head = layout.family.lm_head_key.removesuffix("weight")
     # A wrapper may put its own name before the lm_head too.
-    ends = (layout.embed_key, lm_head, f"language_model.{lm_head}")
+    ends: tuple[str, ...] = (layout.embed_key, lm_head, f"language_model.{lm_head}")
+    if layout.family.embed_norm_key is not None:
+        ends = (*ends, layout.family.embed_norm_key.format(trunk=layout.trunk_prefix))
     tensors = [stored_tensor(source, key, key) for key in sorted(source.tensors) if key.startswith(ends)]
     tensors += [*head.tensors, *shared_tensors(source, layout, head)]
     documents = patched_documents(source, layout, head)

@@ -246,3 +246,13 @@ def test_a_case_of_every_kind_is_drawn() -> None:
     assert {request.depth for request in requests} == {None, *range(8)}
     assert sum(len(case.requests) > case.rows for case in drawn) > 10
     assert sum(len(request.prompt_ids) > case.prefill_chunk for case in drawn for request in case.requests) > 10
+
+
+@pytest.mark.skipif("blocks" not in CACHE_KINDS, reason="this transformers has no MiniMax-M3")
+@pytest.mark.parametrize("drafting", ["right", "head"])
+def test_a_long_text_that_ends_first_stands_in_nobodys_way(drafting: str) -> None:
+    """Its row runs along, at positions that the others have yet to reach."""
+    requests = tuple(
+        Request(prompt_ids=prompt(length), max_new_tokens=new) for length, new in [(35, 3), (10, 23), (1, 20)]
+    )
+    check(Case(CACHE_KINDS["blocks"], drafting, 3, 14, True, requests))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_head_oracle import MTP_MODEL_FAMILIES
+from test_head_oracle import CHAINED_FAMILIES, MTP_MODEL_FAMILIES
 from torch import Tensor, nn
 
 from checkpoints import all_tensors, save_with_head
@@ -215,7 +215,7 @@ HANDS = {
 
 
 def test_every_family_has_an_independent_forward() -> None:
-    assert {*HANDS, *MTP_MODEL_FAMILIES} == set(ALL_FAMILIES)
+    assert {*HANDS, *MTP_MODEL_FAMILIES, *CHAINED_FAMILIES} == set(ALL_FAMILIES)
 
 
 def rms_norm(state: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.masking_utils import create_sliding_window_causal_mask
 
 from checkpoints import save_with_head
 from mtp_train.heads.attach import build_head, native_plan
@@ -24,7 +26,7 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
-from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 mtp_module = pytest.importorskip("transformers.modeling_layers")
 if not hasattr(mtp_module, "MtpModel") or not hasattr(mtp_module.MtpModel, "forward_layer"):
@@ -41,6 +43,8 @@ MTP_MODEL_FAMILIES = (
     *("hy_v3", "bailing_hybrid"),
 )
 """The others are in ``test_head_by_hand.py``: ``MtpModel`` has no place for their layers or keys."""
+CHAINED_FAMILIES = ("inkling",)
+"""Those whose modules ``MtpModel`` runs one after the other, with keys and convolutions of their own."""
 
 
 def load_oracle(path: Path, trunk: Trunk) -> Any:
@@ -134,3 +138,65 @@ def test_the_comparison_would_see_a_swapped_concatenation(family_name: str, tmp_
     )
     expected_D = oracle_depths(oracle, trunk, hidden_1TD[0], tokens_1T[0], 4)[0]
     assert (ours[0][0, 4] - expected_D).abs().max() > 1e-2
+
+
+def load_chain(tmp_path: Path, family_name: str, chain_norm: bool) -> tuple[Trunk, MtpHead, Any]:
+    random_trunk = tiny_trunk(family_name)
+    random_trunk.config.chain_hidden_post_norm = chain_norm
+    path = save_with_head(random_trunk, tiny_head(random_trunk), tmp_path / "checkpoint")
+    checkpoint = open_checkpoint(path)
+    trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
+    head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
+    # As vLLM: only the trunk's scores are scaled.
+    trunk.config.log_scaling_n_floor = None
+    trunk.config.name_or_path = str(path)
+    return trunk, head, mtp_module.MtpModel.from_pretrained(trunk.causal_lm).eval()
+
+
+def oracle_chain(oracle: Any, hidden_1TD: Tensor, embeds_1TD: Tensor) -> list[Tensor]:
+    """Return the oracle's logits of each module at every row whose tokens are all known."""
+    num_rows = hidden_1TD.shape[1] - len(oracle.layers)
+    cache, hidden_1SD, logits = MtpCache(config=oracle.config), hidden_1TD[:, :num_rows], []
+    for module in range(len(oracle.layers)):
+        rows = slice(module + 1, module + 1 + num_rows)
+        positions_1S = torch.arange(hidden_1TD.shape[1])[None, rows]
+        hidden_1SD = oracle.forward_layer(module, hidden_1SD, positions_1S, cache, inputs_embeds=embeds_1TD[:, rows])
+        logits.append(oracle._project_to_logits(hidden_1SD))
+    return logits
+
+
+@pytest.mark.parametrize("chain_norm", [False, True], ids=["plain_chain", "normed_chain"])
+@pytest.mark.parametrize("spoilt", [None, "halves_swapped", "raw_embedding", "no_divisor"])
+@pytest.mark.parametrize("family_name", [name for name in CHAINED_FAMILIES if name in ALL_FAMILIES])
+@torch.inference_mode()
+def test_a_chain_equals_transformers_own(
+    family_name: str, spoilt: str | None, chain_norm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # transformers 5.23 masks a sliding module as a full one, though its trunk's layers of the kind slide.
+    kinds = mtp_module.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING["hybrid_sliding"]
+    monkeypatch.setitem(kinds, "sliding_attention", create_sliding_window_causal_mask)
+    trunk, head, oracle = load_chain(tmp_path, family_name, chain_norm)
+    tokens_1T = torch.randint(VOCAB_SIZE, (1, 24), generator=torch.Generator().manual_seed(3))
+    hidden_1TD, embed = trunk.hidden(tokens_1T), trunk.embed
+    expected = oracle_chain(oracle, hidden_1TD, embed(tokens_1T))
+    if spoilt == "halves_swapped":
+        for block in head.blocks:
+            block.embed_first = True
+    elif spoilt == "raw_embedding":
+        # What transformers' own loop reads; the modules were trained on the trunk's normed embedding.
+        embed = oracle.embed_tokens
+    elif spoilt == "no_divisor":
+        head.logit_divisor = None
+    states = unroll(
+        head,
+        hidden_1TD,
+        tokens_1T,
+        embed,
+        num_depths=len(head.blocks),
+        positions_BT=torch.arange(24)[None],
+        document_BT=torch.zeros_like(tokens_1T),
+    )
+    for state_1TD, expected_1SV in zip(states, expected, strict=True):
+        difference = (trunk.project(state_1TD[:, : expected_1SV.shape[1]]) - expected_1SV).abs().max()
+        error = difference / expected_1SV.abs().max()
+        assert error < ATOL if spoilt is None else error > 1e-2

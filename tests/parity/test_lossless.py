@@ -12,6 +12,7 @@ from torch import Tensor
 import mtp_inference.verify
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder, compare, plain_greedy
 from mtp_inference.cache import CompressedStore
+from mtp_inference.convolved import ConvolutionInputs
 from mtp_inference.delta import DeltaWindow
 from mtp_inference.draft import DrafterMaker
 from mtp_inference.recurrent import Undecided
@@ -190,6 +191,26 @@ def test_a_compressed_key_of_a_rejected_draft_is_found(monkeypatch: pytest.Monke
     is_plain, rounds = run_rounds("compressed", [3])
     assert not is_plain
     assert max(errors["entries"] for rows in rounds for errors in rows) > 1000 * STATE_TOLERANCE
+
+
+def forget_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the drafts of a window write over the inputs before it."""
+    ring = ConvolutionInputs._ring
+    monkeypatch.setattr(
+        ConvolutionInputs,
+        "_ring",
+        lambda layer, inputs_BTC, number, num_before: ring(
+            layer, inputs_BTC, number, num_before - layer.max_undecided + 1
+        ),
+    )
+
+
+@pytest.mark.skipif("convolved" not in CACHE_KINDS, reason="this transformers has no Inkling")
+def test_convolution_inputs_that_drafts_write_over_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_what_came_before(monkeypatch)
+    is_plain, rounds = run_rounds("convolved", [3])
+    assert not is_plain
+    assert max(errors["conv"] for rows in rounds for errors in rows) > 1000 * STATE_TOLERANCE
 
 
 # transformers' indexer of blocks refuses positions past the last key by itself.

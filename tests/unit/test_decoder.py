@@ -26,7 +26,7 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step, unroll
 from mtp_train.heads.trunk import Trunk
 from scripted import BatchRun, ScriptedDrafting, greedy_chooser, plain_texts, random_prompt
-from tiny import FAMILY_NAMES, chained_head, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, FAMILY_NAMES, chained_head, tiny_head, tiny_trunk
 
 PROMPT = random_prompt(5)
 OTHER_PROMPT = random_prompt(8, seed=1)
@@ -200,13 +200,15 @@ def drafts_from_scratch(trunk: Trunk, head: MtpHead, tokens: Sequence[int], dept
         first = 1 if recursive else depth_now
         embed_BTD = trunk.embed(torch.tensor([text[first:]]))
         num_rows = embed_BTD.shape[1]
+        mask_BTS = torch.ones(1, num_rows, num_rows, dtype=torch.bool).tril()
+        window = head.sliding_window(depth_now)
         step = mtp_step(
             head,
             hidden_BTD,
             embed_BTD,
             depth=depth_now,
             positions_BT=torch.arange(first - 1, first - 1 + num_rows)[None],
-            mask_BTS=torch.ones(1, num_rows, num_rows, dtype=torch.bool).tril(),
+            mask_BTS=mask_BTS if window is None else mask_BTS.triu(1 - window),
             cache=None,
         )
         text.append(int(trunk.logits(step.logit_hidden_BTD[0, -1]).argmax()))
@@ -252,7 +254,7 @@ SCHEDULES = {"fixed": [4] * 4, "changing": [4, 0, 0, 2, 1, 0, 4, 3]}
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("family_name", [*FAMILY_NAMES, *(name for name in ("inkling",) if name in ALL_FAMILIES)])
 def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
     family_name: str, unroll_kind: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +262,7 @@ def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
         # And prompts that the head reads in several calls.
         monkeypatch.setattr(mtp_inference.head_drafter, "KEYS_CHUNK", 2)
     trunk = tiny_trunk(family_name)
-    head = tiny_head(trunk) if unroll_kind == "recursive" else chained_head(trunk, 4)
+    head = tiny_head(trunk, num_modules=1) if unroll_kind == "recursive" else chained_head(trunk, 4)
     with torch.inference_mode():
         for index, rows in enumerate(spied_drafts(trunk, head, SCHEDULES[schedule])):
             for tokens, drafts in rows:

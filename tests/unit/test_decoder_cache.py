@@ -274,6 +274,7 @@ def test_commit_leaves_each_row_the_state_of_a_plain_forward(kind: str) -> None:
     trunk = tiny_trunk(CACHE_KINDS[kind])
     more_kinds = ["entries", "inputs"] if kind == "compressed" else []
     more_kinds += [] if trunk.family.recurrent is None else ["conv", "recurrent"]
+    more_kinds += ["conv"] if kind == "convolved" else []
     for shift in range(3):
         num_kept = [(shift + 2 * row) % 5 for row in range(len(PROMPTS))]
         cache = run_window(trunk, PROMPTS, WINDOW_BT)

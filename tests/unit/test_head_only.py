@@ -15,7 +15,7 @@ from mtp_train.heads.attach import build_head, native_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from runs import document, tree
-from tiny import FAMILY_NAMES
+from tiny import ALL_FAMILIES, FAMILY_NAMES
 
 Capture = pytest.CaptureFixture[str]
 
@@ -49,6 +49,15 @@ def test_a_head_alone_opens_again_bit_for_bit(family_name: str, sharded: bool, t
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= others.keys()
     plan = native_plan(checkpoint, "auto")
     build_head(plan, text_config_of(checkpoint), dtype=torch.float32)
+
+
+@pytest.mark.skipif("inkling" not in ALL_FAMILIES, reason="this transformers has no Inkling")
+def test_a_head_takes_the_norm_of_its_trunk_s_embedding_along(tmp_path: Path) -> None:
+    base = base_of(tmp_path, "inkling")
+    assert main(["export", str(base), "--out", str(tmp_path / "out"), "--head-only"]) == 0
+    written = {key for key in all_tensors(tmp_path / "out") if ".mtp." not in key}
+    assert written == {f"model.llm.{name}.weight" for name in ("embed", "embed_norm", "unembed")}
+    assert diagnose_head(open_checkpoint(tmp_path / "out")).complete
 
 
 def test_a_wrapper_s_head_keeps_the_wrapper_s_names(tmp_path: Path) -> None:

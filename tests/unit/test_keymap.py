@@ -138,6 +138,30 @@ def test_a_trunk_layers_tensors_are_found_by_their_released_names() -> None:
     assert HeadLayout(family_of("qwen3_5"), "model.", 46).trunk_layer_keys(7, "self_attn.k_norm.weight") == []
 
 
+@pytest.mark.skipif("inkling" not in ALL_FAMILIES, reason="this transformers has no Inkling")
+def test_inkling_keys_are_those_of_the_releases() -> None:
+    """Twenty a module, by the names and shapes that others read off the released files."""
+    trunk = tiny_trunk("inkling")
+    native = HeadLayout(trunk.family, "model.llm.", 3).native_shapes(head_shapes(trunk.family, trunk.config, 3))
+    names = [key.removeprefix("model.mtp.layers.1.") for key in native if key.startswith("model.mtp.layers.1.")]
+    assert len(native) == 3 * len(names) == 60
+    block = "transformer_block."
+    attention = ["wq_du", "wk_dv", "wv_dv", "wr_du", "wo_ud", "q_norm", "k_norm", "k_sconv", "v_sconv"]
+    assert set(names) == {
+        *("input_proj.weight", "embed_norm.weight", "hidden_norm.weight"),
+        *(f"{block}attn.{part}.weight" for part in attention),
+        *(f"{block}{part}.weight" for part in ("attn_norm", "mlp_norm", "attn_sconv", "mlp_sconv")),
+        *(f"{block}attn.rel_logits_proj.proj", f"{block}mlp.global_scale"),
+        *(f"{block}mlp.w13_dn.weight", f"{block}mlp.w2_md.weight"),
+    }
+    # Modules of both kinds: a profile reaches as far as its module sees.
+    assert [native[f"model.mtp.layers.{module}.{block}attn.rel_logits_proj.proj"][1] for module in range(3)] == [
+        8,
+        12,
+        8,
+    ]
+
+
 def test_a_shared_expert_is_two_keys_gate_above_up() -> None:
     layout = HeadLayout(family_of("minimax_m3"), "model.", 46)
     name, value = "blocks.0.layer.mlp.shared_experts.gate_up_proj.weight", torch.arange(12.0).reshape(6, 2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
@@ -24,6 +25,7 @@ from checkpoints import (
 )
 from mtp_train.cli import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.trunk import load_trunk
 from mtp_train.weights import merge as merge_module
 from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from runs import document, tree
@@ -134,7 +136,7 @@ def test_adapters_of_fused_experts_reach_each_expert_s_own_tensor(targets: list[
 # save_pretrained gets some names wrong (every gate_proj becomes a linear_gate).
 # peft refuses to adapt a part of Mamba layers.
 TARGETS: dict[str, Any] = {"nemotron_h": ["q_proj", "in_proj", "up_proj"]}
-COMPARED = [name for name in ALL_FAMILIES if name not in ("mimo", "step3p7", "hy_v4", "minimax_m3")]
+COMPARED = [name for name in ALL_FAMILIES if name not in ("mimo", "step3p7", "hy_v4", "minimax_m3", "inkling")]
 
 
 @pytest.mark.parametrize("family_name", COMPARED)
@@ -170,6 +172,23 @@ def test_what_transformers_merges_is_cut_into_the_parts_that_a_release_keeps(
     merge(base, tmp_path / "lora", tmp_path / "out")
     assert_like_peft(tmp_path / "out", model)
     assert_only_trunk_moved(tmp_path / "out", base, rf"^(?!.*\.mtp\.).*({moved})")
+
+
+@pytest.mark.skipif("inkling" not in ALL_FAMILIES, reason="this transformers has no Inkling")
+def test_an_adapter_finds_the_released_names_of_a_text_model_inside_a_wrapper(tmp_path: Path) -> None:
+    base = with_head(tmp_path, "inkling")
+
+    def loaded(path: Path) -> Any:
+        return load_trunk(path, open_checkpoint(path).family, dtype=torch.float32).causal_lm
+
+    targets = ["q_proj", "r_proj", "o_proj", "down_proj", "lm_head"]
+    model = get_peft_model(loaded(base), LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    model.save_pretrained(tmp_path / "lora", save_embedding_layers=False)
+    merge(base, tmp_path / "lora", tmp_path / "out")
+    expected = merged_by_peft(model)
+    for key, value in loaded(tmp_path / "out").state_dict().items():
+        torch.testing.assert_close(value, expected[key], atol=2e-6, rtol=0, msg=key)
+    assert_only_trunk_moved(tmp_path / "out", base, r"llm\.(unembed|.*(wq_du|wr_du|wo_ud|w2_md))\.weight")
 
 
 def test_stacked_experts_stay_stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from mtp_train.families import Convention
 from mtp_train.families.key_blocks import UnrolledBlocks
+from mtp_train.families.relative import UnrolledRows, shifted
+from mtp_train.heads import step as step_module
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step, unroll
@@ -23,9 +25,12 @@ from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
 NUM_TOKENS, NUM_DEPTHS = 9, 3
 BLOCKS = [name for name in ("minimax_m3",) if name in ALL_FAMILIES]
 """Heads that see chosen blocks of keys only."""
+RELATIVE = [name for name in ("inkling",) if name in ALL_FAMILIES]
+"""Heads that see how far away keys are, with convolutions."""
+PLACED = [*BLOCKS, *RELATIVE]
 STREAMS = "deepseek_v4"
 """A head that reads several states of the trunk side by side, and hands on as many."""
-CHAINS = ["chained", *(f"chained_{name}" for name in BLOCKS)]
+CHAINS = ["chained", *(f"chained_{name}" for name in PLACED)]
 TOLERANCE = {"atol": 1e-5, "rtol": 0}
 FIRST_ROW_EMBEDDING = Convention(recycle="after_final_norm", zero_first_embedding=True)
 BEFORE_NORM = Convention(recycle="before_final_norm", zero_first_embedding=False)
@@ -35,8 +40,8 @@ def models(name: str) -> tuple[Trunk, MtpHead]:
     """Return a tiny family's trunk and head; ``chained`` ones have two modules, one a depth."""
     if not name.startswith("chained"):
         trunk = tiny_trunk(name)
-        return trunk, tiny_head(trunk)
-    trunk = tiny_trunk("glm4_moe" if name == "chained" else BLOCKS[0])
+        return trunk, tiny_head(trunk, num_modules=1)
+    trunk = tiny_trunk("glm4_moe" if name == "chained" else name.removeprefix("chained_"))
     return trunk, tiny_head(trunk, num_modules=2)
 
 
@@ -97,7 +102,7 @@ def draft_chained(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, start: int, nu
     return states
 
 
-@pytest.mark.parametrize("family_name", [*FAMILY_NAMES, *BLOCKS, STREAMS])
+@pytest.mark.parametrize("family_name", [*FAMILY_NAMES, *PLACED, STREAMS])
 @torch.inference_mode()
 def test_unroll_drafts_from_every_start_as_decoding_does(family_name: str) -> None:
     trunk, head = models(family_name)
@@ -151,7 +156,40 @@ def test_blocks_of_keys_go_by_position(family_name: str, monkeypatch: pytest.Mon
     assert (states[2][0, 4] - expected[2]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", [*FAMILY_NAMES, *BLOCKS, STREAMS, *CHAINS])
+def distances_by_place(mask_BTS: Tensor, depth: int) -> Tensor:
+    rows_T = torch.arange(mask_BTS.shape[1])
+    keys_S = torch.arange(mask_BTS.shape[2])
+    return torch.where(mask_BTS, (rows_T[:, None] + keys_S[-1] - keys_S).clamp(min=0), -1)
+
+
+@pytest.mark.parametrize("family_name", RELATIVE)
+@pytest.mark.parametrize("spoilt", ["distances", "convolutions"])
+@torch.inference_mode()
+def test_distances_and_convolutions_go_by_position(
+    family_name: str, spoilt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both by place in the unroll must be wrong, or the test above proves nothing of them."""
+    if spoilt == "distances":
+        monkeypatch.setattr(step_module, "unroll_distances", distances_by_place)
+    else:
+        monkeypatch.setattr(
+            UnrolledRows, "taps", lambda _, inputs, number, width: [shifted(inputs, back) for back in range(width)]
+        )
+    trunk, head = models(family_name)
+    tokens_1T = random_tokens()
+    states = one_document(trunk, head, tokens_1T)
+    assert (states[2][0, 4] - draft_recursive(trunk, head, tokens_1T, 4)[2]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [*RELATIVE, *(f"chained_{name}" for name in RELATIVE)])
+@torch.inference_mode()
+def test_convolutions_that_know_no_documents_leak(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UnrolledRows, "_before", lambda _, inputs_BTC, back: shifted(inputs_BTC, back))
+    with pytest.raises(AssertionError, match="not close"):
+        test_packed_documents_unroll_as_they_do_alone(name)
+
+
+@pytest.mark.parametrize("name", [*FAMILY_NAMES, *PLACED, STREAMS, *CHAINS])
 @torch.inference_mode()
 def test_packed_documents_unroll_as_they_do_alone(name: str) -> None:
     trunk, head = models(name)

@@ -11,12 +11,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from checkpoints import all_tensors, base_and_finetune, wrap_as_vision_language
+from mtp_inference import SpeculativeDecoder, plain_greedy
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Convention
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.weights.files import open_checkpoint
-from tiny import FAMILY_NAMES, tiny_trunk
+from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
 
 TOKENS_1T = torch.arange(9)[None]
 
@@ -81,6 +82,22 @@ def test_a_head_may_read_the_state_before_the_final_norm(family_name: str) -> No
     assert torch.equal(after, trunk.decoder(TOKENS_1T).last_hidden_state)
     torch.testing.assert_close(trunk.decoder.norm(before), after)
     assert (before - after).abs().max() > 1e-2
+
+
+@pytest.mark.skipif("inkling" not in ALL_FAMILIES, reason="this transformers has no Inkling")
+@pytest.mark.parametrize("real_vocab", [None, 50])
+@torch.inference_mode()
+def test_states_are_scaled_for_the_lm_head_alone_and_rows_that_pad_it_are_left_out(real_vocab: int | None) -> None:
+    model = tiny_trunk("inkling").causal_lm
+    model.config.unpadded_vocab_size = real_vocab
+    trunk = Trunk(model, tiny_trunk("inkling").family)
+    hidden = trunk.hidden(TOKENS_1T)
+    expected = model(TOKENS_1T).logits
+    torch.testing.assert_close(trunk.logits(hidden), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(trunk.normed(hidden) @ trunk.lm_head_VD.T, expected, atol=1e-5, rtol=0)
+    assert torch.equal(trunk.head_input(hidden, Convention()), trunk.decoder(TOKENS_1T).last_hidden_state)
+    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 3, ()).generate([[1, 2, 3]], 12)
+    assert list(result.token_ids) == plain_greedy(trunk, [1, 2, 3], 12, ())
 
 
 def test_a_config_that_transformers_refuses_is_named(tmp_path: Path) -> None:

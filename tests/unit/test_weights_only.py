@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,29 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints import all_tensors
+from mtp_train import families as families_module
 from mtp_train.cli import main
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import FAMILIES, Family, family_for
+from mtp_train.families import FAMILIES, Family, KeyRule, family_for
 from mtp_train.families.headless import HEADLESS
-from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
+from mtp_train.weights.files import SINGLE_FILE
 from runs import document, tiny_mapping
 
-WEIGHTS_ONLY = {family.name: family for family in FAMILIES if family.borrowed is None}
+_HEAD = "model.mtp.layers.{module}."
+RECORD = dataclasses.replace(
+    next(family for family in FAMILIES if family.name == "inkling"),
+    borrowed=None,
+    why_not_run="its layers need what is not here yet",
+    key_rules=(
+        KeyRule(native=f"{_HEAD}input_proj.weight", ours="proj.weight"),
+        KeyRule(native=f"{_HEAD}embed_norm.weight", ours="embed_norm.weight"),
+        KeyRule(native=f"{_HEAD}hidden_norm.weight", ours="hidden_norm.weight"),
+        KeyRule(native=f"{_HEAD}transformer_block.{{rest}}", ours="layer.{rest}"),
+        KeyRule(native="model.mtp.chain_norm.weight", ours="final_norm.weight", optional=True),
+    ),
+)
+"""A family before it runs: as much of a layer's rules as its weights need."""
+WEIGHTS_ONLY = {RECORD.name: RECORD}
 # The rest of the layer stands for any tensors a release has there.
 LAYER = {
     "inkling": (
@@ -30,6 +46,12 @@ LAYER = {
 SPELT_OUT = {
     "inkling": [f"model.mtp.layers.0.{name}" for name in ("input_proj", "embed_norm", "hidden_norm")],
 }
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [family for family in FAMILIES if family.name not in WEIGHTS_ONLY]
+    monkeypatch.setattr(families_module, "FAMILIES", (*others, *WEIGHTS_ONLY.values()))
 
 
 def write(path: Path, family: Family, *, head: bool, seed: int) -> Path:
@@ -106,6 +128,13 @@ def test_a_model_without_heads_is_recognised(model_type: str) -> None:
     assert model_type not in {one for family in FAMILIES for one in family.model_types}
 
 
-def test_the_text_model_of_a_wrapper_counts(tmp_path: Path) -> None:
-    path = write(tmp_path / "base", WEIGHTS_ONLY["inkling"], head=True, seed=1)
-    assert open_checkpoint(path).family.declared_modules(json.loads((path / "config.json").read_text())) == 1
+@pytest.mark.parametrize("says", ["text_config", "wrapper", "both"])
+def test_a_wrapper_or_its_text_config_says_what_it_is(says: str) -> None:
+    section = {"num_nextn_predict_layers": 8}
+    config: dict[str, Any] = {"text_config": {}, "mtp_config": section}
+    if says != "wrapper":
+        config["text_config"]["model_type"] = "inkling_text"
+    if says != "text_config":
+        config["model_type"] = "inkling_mm_model"
+    family = family_for(config, where="here")
+    assert (family.name, family.declared_modules(config)) == ("inkling", 8)
