@@ -22,6 +22,7 @@ from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.families.spec import Convention
 from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe import Recipe
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.weights.adapter import (
@@ -98,6 +99,10 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     _ = finetune.family.classes
     head_plan = plan_head(recipe, finetune, base)
     require_unroll(recipe, head_plan.family.convention(head_plan.convention), head_plan.num_modules)
+    if recipe.head.lora is not None:
+        convention = head_plan.family.convention(head_plan.convention)
+        text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
+        require_lora_targets(recipe.head.lora, head_plan.family, text_config, head_plan.num_modules, convention)
     require_arms(recipe, finetune)
     require_draft_vocab(recipe, int(finetune.text_config["vocab_size"]))
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)

@@ -41,6 +41,22 @@ class ModelSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSpec:
+    """LoRA on the head: its weights stay, low-rank matrices beside them are trained, and are merged into what is saved.
+
+    Norms, routers and whatever else is no target stay as they are.
+    """
+
+    r: Count = 16
+    """The rank; of stacked experts, that of each one."""
+    alpha: Count = 32
+    """What the matrices add is scaled by this over `r`."""
+    targets: Annotated[tuple[str, ...], Bound(min=1)] | None = None
+    """Layers by the last part of their names, such as `q_proj`; null takes all linear layers and the experts of a
+    mixture."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HeadSection:
     """The head that is trained."""
 
@@ -50,7 +66,7 @@ class HeadSection:
     """What it starts from: the head in `model.trunk`, the one in `model.head_from`, or random weights."""
     num_depths: Depth = 3
     """How many tokens ahead it is trained to draft. Says nothing about how many modules the checkpoint holds."""
-    lora: None = None
+    lora: LoraSpec | None = None
     """LoRA on the head; null trains all of its weights."""
     convention: Literal["auto", "vllm", "sglang", "llama.cpp"] = "auto"
     """The engine whose reading of the head counts, where engines differ; `auto` takes the family's usual one."""

@@ -48,6 +48,15 @@ def _graft_has_a_donor(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@_reads("head.init", "head.lora")
+def _lora_has_a_head_to_start_from(recipe: Recipe) -> Iterator[str]:
+    if recipe.head.lora is not None and recipe.head.init == "random":
+        yield (
+            "head.lora: set with head.init: random, whose weights would stay random; expected a head that was trained. "
+            "Write head.lora: null, or head.init: graft or native."
+        )
+
+
 @_reads("evaluate.arms", "model.head_from")
 def _arms_have_their_model(recipe: Recipe) -> Iterator[str]:
     for arm in ("graft", "vanilla"):

@@ -16,6 +16,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.heads.attach import build_head, trained_head
 from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.lora import merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs
@@ -52,6 +53,8 @@ def train_stage(
     """Train the head and save it as the run's artifact. Where the trunk is sharded, only shards are left of it."""
     accelerator.gradient_accumulation_steps = inputs.plan.accumulation
     head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
+    if recipe.head.lora is not None:
+        put_on_lora(head, recipe.head.lora, seed=recipe.seed)
     draft_vocab = chosen_vocab(recipe, inputs, documents, len(trunk.lm_head_VD))
     if draft_vocab is not None and recipe.objective.vocab == "draft":
         documents = keep_targets(documents, set(draft_vocab.tolist()))
@@ -169,8 +172,11 @@ def chosen_vocab(recipe: Recipe, inputs: Inputs, documents: Sequence[Document], 
 def trained_artifact(
     recipe: Recipe, inputs: Inputs, weights: dict[str, torch.Tensor], draft_vocab: torch.Tensor | None
 ) -> Artifact:
-    """Put the trained weights into the head directory's form."""
+    """Put the trained weights into the head directory's form, LoRA's matrices merged."""
     plan = inputs.head_plan
+    if recipe.head.lora is not None:
+        head = build_head(plan, text_config_of(inputs.finetune), dtype=torch.float32)
+        weights = merged_weights(head, recipe.head.lora, weights)
     return Artifact(
         family=plan.family,
         layout=plan.layout,

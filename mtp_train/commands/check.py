@@ -11,6 +11,7 @@ from torch import Size
 from mtp_train.demo import resolve
 from mtp_train.families import family_for
 from mtp_train.heads.diagnose import head_shapes
+from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.trunk import Trunk, empty_trunk, trunk_config
 from mtp_train.inputs import require_draft_vocab, require_unroll
 from mtp_train.losses import CHUNK_ROWS
@@ -29,6 +30,7 @@ class MemoryEstimate:
 
     trunk_parameters: int
     head_parameters: int
+    trained_parameters: int
     trunk_bytes: int
     head_and_optimizer_bytes: int
     loss_bytes: int
@@ -63,7 +65,7 @@ class CheckResult:
         return (
             f"{dump_recipe(self.recipe)}\n"
             f"# {self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
-            f"{memory.head_parameters / 1e6:.2f} M\n"
+            f"{memory.head_parameters / 1e6:.2f} M ({memory.trained_parameters / 1e6:.2f} M trained)\n"
             f"# {plan.max_steps} steps of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
             f"({plan.total_tokens / 1e6:.2f} M in all), {plan.world_size} process(es), {plan.accumulation} "
             f"micro-batch(es) each\n# memory per process, about {memory.total_bytes / GIB:.2f} GiB: trunk "
@@ -95,21 +97,29 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     plan = make_plan(recipe, world_size)
     trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
     head = head_shapes(family, text_config, num_modules)
-    memory = estimate_memory(recipe, trunk, head, plan)
+    trained = None
+    if recipe.head.lora is not None:
+        convention = family.convention(recipe.head.convention)
+        trained = require_lora_targets(recipe.head.lora, family, text_config, num_modules, convention)
+    memory = estimate_memory(recipe, trunk, head, plan, trained)
     experts = int(text_config.num_experts_per_tok) if any(".experts." in name for name in head) else 1
     sizes = Sizes(
         trunk=active_weights({name: value.shape for name, value in trunk.decoder.named_parameters()}, experts),
         head=active_weights({name: shape for name, shape in head.items() if name.startswith("blocks.0.")}, experts),
         lm_head=text_config.vocab_size * text_config.hidden_size,
         head_stored=memory.head_parameters,
+        head_trained=memory.trained_parameters,
     )
     return CheckResult(recipe, family.title, plan, memory, estimate_cost(recipe, plan, sizes))
 
 
-def estimate_memory(recipe: Recipe, trunk: Trunk, head: Mapping[str, Size], plan: Plan) -> MemoryEstimate:
-    """Estimate the memory of training from shapes alone."""
+def estimate_memory(
+    recipe: Recipe, trunk: Trunk, head: Mapping[str, Size], plan: Plan, lora_parameters: int | None = None
+) -> MemoryEstimate:
+    """Estimate the memory of training from shapes alone; without LoRA all of the head is trained."""
     trunk_parameters = sum(parameter.numel() for parameter in trunk.parameters())
     head_parameters = sum(shape.numel() for shape in head.values())
+    trained = head_parameters if lora_parameters is None else lora_parameters
     trunk_itemsize = 4 if recipe.model.dtype == "float32" else 2
     rows = plan.micro_batch_sequences * plan.seq_len_tokens
     depths, hidden, vocab = recipe.head.num_depths, trunk.family.state_width(trunk.config), trunk.config.vocab_size
@@ -121,9 +131,10 @@ def estimate_memory(recipe: Recipe, trunk: Trunk, head: Mapping[str, Size], plan
     return MemoryEstimate(
         trunk_parameters=trunk_parameters,
         head_parameters=head_parameters,
+        trained_parameters=trained,
         trunk_bytes=trunk_parameters * trunk_itemsize,
         # Weights, gradients and AdamW's two moments, all in fp32.
-        head_and_optimizer_bytes=head_parameters * 16,
+        head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
         # Teacher, student, gradient and one temporary of a chunk, in fp32.
         loss_bytes=CHUNK_ROWS * vocab * 4 * 4,
         # With the unroll's masks.

@@ -32,6 +32,8 @@ class Sizes:
     """The output matrix."""
     head_stored: int
     """All weights of the head."""
+    head_trained: int
+    """Those that are trained, and lie in the resume state: LoRA's matrices, or all."""
 
 
 @dataclass(frozen=True)
@@ -77,5 +79,5 @@ def estimate_cost(recipe: Recipe, plan: Plan, sizes: Sizes) -> Cost:
         trunk_flops=2 * sizes.trunk * tokens,
         head_flops=6 * sizes.head * tokens * depths,
         loss_flops=2 * sizes.lm_head * tokens * (teacher + 2 * depths),
-        disk_bytes=sizes.head_stored * (_STATE_BYTES * _STATES_AT_ONCE + 2 * 2),
+        disk_bytes=sizes.head_trained * _STATE_BYTES * _STATES_AT_ONCE + sizes.head_stored * 2 * 2,
     )

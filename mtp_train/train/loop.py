@@ -25,8 +25,7 @@ from mtp_train.train.log import RunLog
 from mtp_train.train.module import HeadTraining
 from mtp_train.train.plan import Plan, learning_rate
 from mtp_train.train.select import Selection
-from mtp_train.train.shard import whole_state
-from mtp_train.train.state import load_best, load_moments, load_weights, save_state
+from mtp_train.train.state import head_state, load_best, load_moments, load_weights, save_state
 from mtp_train.train.stop import noted_sigterm
 
 BatchFn = Callable[[int], Sequence[PackedSequence]]
@@ -68,6 +67,8 @@ def make_optimizer(head: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     matrices = [parameter for parameter in head.parameters() if parameter.requires_grad and parameter.ndim > 1]
     vectors = [parameter for parameter in head.parameters() if parameter.requires_grad and parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": recipe.train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    # LoRA trains no vector, and DeepSpeed has no use for an empty group.
+    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=recipe.train.lr, betas=recipe.train.betas)
 
 
@@ -99,7 +100,7 @@ def train_head(
         selection: Chooses among the heads on the way; None takes the last.
 
     Returns:
-        The trained weights, whole on every rank; ``module`` may be left in shards.
+        The trained weights, whole on every rank, of LoRA its matrices; ``module`` may be left in shards.
 
     Raises:
         TrainingError: The loss or the gradient is not finite, or the ranks are not joined.
@@ -155,7 +156,7 @@ def is_over(done: int, plan: Plan, selection: Selection | None) -> bool:
 
 def chosen_weights(head: MtpHead, selection: Selection | None) -> dict[str, Tensor]:
     """Return the last weights, or the best ones."""
-    return whole_state(head) if selection is None else selection.best_weights()
+    return head_state(head) if selection is None else selection.best_weights()
 
 
 def optimise(
@@ -229,7 +230,7 @@ def finish_step(run: Run, done: int, norm: float, sequences: Sequence[PackedSequ
         run.window = Window.empty(run.recipe.head.num_depths)
     if selection is not None and selection.is_due(done, run.plan.max_steps):
         figures = selection.measure(run.wrapped, run.head, run.recipe.head.num_depths, accelerator)
-        selection.judge(done, figures["held_out_tau"], whole_state(run.head), writes=accelerator.is_main_process)
+        selection.judge(done, figures["held_out_tau"], head_state(run.head), writes=accelerator.is_main_process)
         if run.log is not None:
             run.log.log(done, figures)
     if saves or done % train.save_steps == 0 or is_over(done, run.plan, selection):

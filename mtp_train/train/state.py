@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mtp_train.errors import TrainingError
+from mtp_train.heads.lora import is_lora
 from mtp_train.train.moments import FIELDS, Moments, moments_of
 from mtp_train.train.shard import whole_state
 from mtp_train.weights.files import SAFETENSORS_DTYPES, read_json
@@ -45,6 +46,13 @@ def latest_step(state_dir: Path) -> int:
     return found[-1][0] if found else 0
 
 
+def head_state(head: nn.Module) -> dict[str, Tensor]:
+    """Return what is left of training, whole: the head, or those of its LoRA matrices that are trained."""
+    state = whole_state(head)
+    trained = {name for name, _ in _trained(head)}
+    return {name: state[name] for name in trained} if any(map(is_lora, trained)) else state
+
+
 def save_state(
     state_dir: Path, step: int, head: nn.Module, optimizer: Any, best: Best | None = None, *, writes: bool = True
 ) -> None:
@@ -60,7 +68,7 @@ def save_state(
         best: The best head so far, None where none is chosen; those that were best before it are removed.
         writes: Whether this process is the one that writes.
     """
-    weights = whole_state(head)
+    weights = head_state(head)
     moments, numbers = _flatten_optimizer(head, optimizer)
     if not writes:
         return
@@ -91,11 +99,12 @@ def load_weights(state_dir: Path, head: nn.Module) -> int:
         return 0
     path = _step_directory(state_dir, step)
     weights = load_file(path / _WEIGHTS)
-    if weights.keys() != head.state_dict().keys():
+    if weights.keys() != head_state(head).keys():
         raise TrainingError(
             f"{path}: holds the state of another head; expected this recipe's. Use another run_dir or remove this one."
         )
-    head.load_state_dict(weights)
+    # Of LoRA the state holds nothing else.
+    head.load_state_dict(weights, strict=False)
     return step
 
 

@@ -72,8 +72,12 @@ def test_check_counts_parameters_and_memory(recipe: Path, inputs: Path, capfd: C
 def test_check_knows_what_saves_memory(recipe: Path, capfd: Capture) -> None:
     whole = document(["check", recipe], capfd)["memory"]
     again = document(["check", recipe, "train.gradient_checkpointing=true"], capfd)["memory"]
+    lora = document(["check", recipe, "head.lora={r: 2}"], capfd)["memory"]
     few = document(["check", recipe, "objective.vocab=draft", "head.draft_vocab=64"], capfd)["memory"]
     assert again["activation_bytes"] < whole["activation_bytes"]
+    assert lora["trained_parameters"] < whole["trained_parameters"] == whole["head_parameters"]
+    spared = (whole["trained_parameters"] - lora["trained_parameters"]) * 12 - lora["trained_parameters"] * 4
+    assert whole["head_and_optimizer_bytes"] - lora["head_and_optimizer_bytes"] == spared
     assert few["loss_bytes"] < whole["loss_bytes"] / 2
 
 

@@ -82,7 +82,7 @@ def test_every_field_has_a_docstring() -> None:
             documented.append(section)
         owner = next(cls for cls in documented if item in dataclasses.fields(cls))
         assert dataclasses.is_dataclass(hint) or field_docs(owner)[item.name].endswith("."), path
-    assert len(documented) == 14
+    assert len(documented) == 15
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,11 @@ def test_bound_admits_what_it_describes(bound: Bound, inside: list[float], outsi
         ("evaluate.arms=[]", "evaluate.arms: a list of 0; expected a list of 1 or more items, each one of none, "),
         ("seed=-1", "seed: -1; expected a whole number from 0 to 4294967295."),
         ("objective.unroll=fast", "objective.unroll: 'fast'; expected one of exact, fastmtp. Did you mean fastmtp?"),
-        ("head.lora={r: 8}", "head.lora: a section; expected null, the one choice there is."),
+        ("head.lora={r: 0}", "head.lora.r: 0; expected a whole number of 1 or more."),
+        (
+            "head.lora={targets: []}",
+            "head.lora.targets: a list of 0; expected a list of 1 or more items, each text, or",
+        ),
     ],
 )
 def test_values_outside_the_limits_are_refused(override: str, expected: str) -> None:
@@ -133,6 +137,9 @@ def test_limits_that_are_included_are_accepted(depth_decay: str) -> None:
     assert isinstance(recipe.objective.depth_decay, float)
 
 
+RANDOM = ["model.head_from=null", "head.init=random", "evaluate.arms=[none, retrained]"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "path", "cure"),
     [
@@ -143,6 +150,7 @@ def test_limits_that_are_included_are_accepted(depth_decay: str) -> None:
             "evaluate.arms",
             "or remove the arm",
         ),
+        (["head.lora={}", *RANDOM], "head.lora", "or head.init: graft or native"),
         (
             ["head.init=random", "evaluate.arms=[none, retrained]", "gate.baseline=none"],
             "model.head_from",
@@ -195,7 +203,8 @@ def test_contradictions_are_refused_with_their_cure(overrides: list[str], path: 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["model.head_from=null", "head.init=random", "evaluate.arms=[none, retrained]"],
+        RANDOM,
+        ["head.lora={}", "head.init=native", "evaluate.arms=[native, retrained, vanilla]"],
         ["model.head_from=null", "head.init=native", "evaluate.arms=[native, retrained]"],
         ["head.init=native", "evaluate.arms=[native, retrained, vanilla]"],
         ["head.init=random", "gate.baseline=graft"],

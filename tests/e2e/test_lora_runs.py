@@ -1,0 +1,54 @@
+"""LoRA on the head through whole runs: what is exported has the names of any head, on one process or two."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from launching import ROOT, head, outcome, start
+from mtp_train.errors import GateRefusedError
+from mtp_train.heads.lora import is_lora
+from mtp_train.weights.files import open_checkpoint
+from runs import LEARNS, run_quietly, tiny_recipe, write_inputs, write_recipe
+
+pytestmark = pytest.mark.slow
+FAMILY = "glm4_moe"
+PROGRAM = ROOT / "tests" / "cpu_shards.py"
+RUN: dict[str, Any] = {**LEARNS, "head__lora": {"r": 8, "alpha": 16}}
+SHORT = {**RUN, "train__max_steps": 6, "evaluate__prompts": 2, "evaluate__max_new_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("lora") / "in", FAMILY, num_records=48)
+
+
+def test_a_head_that_learns_by_lora_is_exported_like_any_other(inputs: Path, tmp_path: Path) -> None:
+    assert run_quietly(tiny_recipe(inputs, tmp_path / "run", **RUN)).reason == "done"
+    base, exported = open_checkpoint(inputs / "base"), open_checkpoint(tmp_path / "run" / "export")
+    assert exported.tensors.keys() == base.tensors.keys()
+    trained, start_head = head(tmp_path / "run"), {key: base.read(key) for key in head(tmp_path / "run")}
+    frozen = {key for key, value in trained.items() if torch.equal(value, start_head[key])}
+    assert all(value.ndim == 1 or key.endswith("mlp.gate.weight") for key, value in trained.items() if key in frozen)
+    assert all(value.ndim > 1 for key, value in trained.items() if key not in frozen)
+    (state,) = (tmp_path / "run" / "state").glob("step-*")
+    assert all(map(is_lora, load_file(state / "head.safetensors")))
+
+
+@pytest.mark.parametrize("machine", ["cpu_ddp.yaml", "fsdp2.yaml"])
+def test_two_processes_learn_what_one_does(machine: str, inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "two").mkdir()
+    with contextlib.suppress(GateRefusedError):
+        run_quietly(tiny_recipe(inputs, tmp_path / "one", **SHORT))
+    recipe = write_recipe(tmp_path / "two" / "recipe.yaml", inputs, tmp_path / "two" / "run", **SHORT)
+    ended = start(machine, PROGRAM, recipe, "--json", flags=("--num_processes", "2"), ACCELERATE_USE_CPU="true")
+    assert outcome(tmp_path / "two" / "run")["stage"] == "done", ended.stderr[-2000:]
+    expected, found = head(tmp_path / "one"), head(tmp_path / "two" / "run")
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, atol=2e-3, rtol=0, msg=lambda text, at=key: at + text)

@@ -1,0 +1,174 @@
+"""LoRA on the head: what learns, what is kept of it, and what is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from test_training import NUM_DEPTHS, SEQ_LEN, four_sequences, make_documents, recipe
+from torch import Tensor
+
+from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_train.data.pack import collate, global_batches
+from mtp_train.errors import RecipeError
+from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora, require_lora_targets
+from mtp_train.heads.module import MtpHead
+from mtp_train.recipe import LoraSpec, Recipe
+from mtp_train.train.loop import make_optimizer, train_head
+from mtp_train.train.module import Batch, HeadTraining, aligned_rows
+from mtp_train.train.plan import make_plan
+from tiny import ALL_FAMILIES, num_released_modules, tiny_head, tiny_trunk
+
+WITH_EXPERTS = "glm4_moe"
+
+
+def worn(family_name: str, spec: LoraSpec) -> HeadTraining:
+    trunk = tiny_trunk(family_name)
+    head = tiny_head(trunk)
+    put_on_lora(head, spec, seed=0)
+    return HeadTraining(trunk, head, num_depths=NUM_DEPTHS, kind="kl", temperature=1.0)
+
+
+def randomise(head: MtpHead) -> dict[str, Tensor]:
+    """Give the matrices values that change the head (B starts as zeros); return them."""
+    generator = torch.Generator().manual_seed(7)
+    matrices = {name: value for name, value in head.named_parameters() if value.requires_grad}
+    for value in matrices.values():
+        value.data.copy_(0.3 * torch.randn(value.shape, generator=generator))
+    return matrices
+
+
+@torch.no_grad()
+def drafted(module: HeadTraining) -> Tensor:
+    batch = Batch(*collate(four_sequences()).values())
+    return aligned_rows(module.trunk, module.head, batch, NUM_DEPTHS).student_KND
+
+
+@pytest.mark.parametrize("family_name", ALL_FAMILIES)
+def test_merged_weights_draft_as_the_matrices_did(family_name: str) -> None:
+    """In every family, under the names of a head that never had any; a start changes nothing."""
+    spec = LoraSpec(r=4, alpha=8)
+    module = worn(family_name, spec).eval()
+    plain = HeadTraining(
+        module.trunk, tiny_head(module.trunk), num_depths=NUM_DEPTHS, kind="kl", temperature=1.0
+    ).eval()
+    before = drafted(plain)
+    torch.testing.assert_close(drafted(module), before)
+    merged = merged_weights(tiny_head(module.trunk), spec, randomise(module.head))
+    assert {name: value.shape for name, value in merged.items()} == {
+        name: value.shape for name, value in plain.head.state_dict().items()
+    }
+    found = drafted(module)
+    assert not torch.allclose(found, before, atol=1e-2)
+    plain.head.load_state_dict(merged)
+    torch.testing.assert_close(drafted(plain), found, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family_name", ALL_FAMILIES)
+def test_the_matrices_and_nothing_else_get_a_gradient(family_name: str) -> None:
+    module = worn(family_name, LoraSpec(r=2)).train()
+    randomise(module.head)
+    module(*collate(four_sequences()).values(), torch.ones(NUM_DEPTHS)).total.backward()
+    reached = {name for name, value in module.named_parameters() if value.grad is not None}
+    assert reached == {name for name, value in module.named_parameters() if value.requires_grad}
+    assert reached
+    assert all(is_lora(name) for name in reached)
+    assert not any(".indexer." in name or ".lm_head." in name for name in reached)
+
+
+def test_the_optimiser_holds_the_matrices_alone_and_one_step_moves_the_head() -> None:
+    module = worn(WITH_EXPERTS, LoraSpec(r=32, alpha=32)).train()
+    plain = {name: value for name, value in tiny_head(module.trunk).named_parameters()}
+    optimizer = make_optimizer(module.head, recipe(train__lr=0.1))
+    held = {id(value) for group in optimizer.param_groups for value in group["params"]}
+    assert held == {id(value) for value in module.head.parameters() if value.requires_grad}
+    module(*collate(four_sequences()).values(), torch.ones(NUM_DEPTHS)).total.backward()
+    optimizer.step()
+    matrices = {name: value for name, value in module.head.named_parameters() if value.requires_grad}
+    merged = merged_weights(tiny_head(module.trunk), LoraSpec(r=32, alpha=32), matrices)
+    moved = {name for name, value in plain.items() if not torch.equal(merged[name], value)}
+    assert moved == {name for name, value in plain.items() if value.ndim > 1 and not name.endswith("mlp.gate.weight")}
+
+
+def test_only_the_layers_that_are_named_are_adapted() -> None:
+    head = tiny_head(tiny_trunk(WITH_EXPERTS))
+    put_on_lora(head, LoraSpec(r=2, targets=("q_proj", "gate_up_proj")), seed=0)
+    adapted = {name.partition(".lora_")[0] for name, value in head.named_parameters() if value.requires_grad}
+    assert adapted == {"blocks.0.layer.self_attn.q_proj", "blocks.0.layer.mlp.experts"}
+
+
+def test_a_layer_that_is_not_there_is_named_before_anything_is_built() -> None:
+    trunk = tiny_trunk("qwen3_5")
+    with pytest.raises(RecipeError, match=r"head\.lora\.targets\.1: 'qproj'; expected a layer of the head: down_proj,"):
+        require_lora_targets(LoraSpec(targets=("q_proj", "qproj")), *shape_of("qwen3_5"))
+    put_on_lora(head := tiny_head(trunk), LoraSpec(r=3), seed=0)
+    trained = sum(value.numel() for value in head.parameters() if value.requires_grad)
+    assert require_lora_targets(LoraSpec(r=3), *shape_of("qwen3_5")) == trained
+
+
+def shape_of(family_name: str) -> tuple[Any, ...]:
+    trunk = tiny_trunk(family_name)
+    return trunk.family, trunk.config, num_released_modules(trunk), trunk.family.default
+
+
+def test_the_start_follows_the_seed_and_leaves_other_random_numbers_alone() -> None:
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(9)
+        put_on_lora(head := tiny_head(tiny_trunk("qwen3_5")), LoraSpec(), seed=seed)
+        found.append((head.state_dict()["blocks.0.proj.lora_A.default.weight"], torch.rand(1)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert not torch.equal(found[0][0], found[2][0])
+    assert found[0][1] == found[2][1]
+
+
+@torch.no_grad()
+def test_a_head_that_wears_lora_decodes() -> None:
+    """Acceptance is measured on the way; what comes out is the trunk's."""
+    module = worn(WITH_EXPERTS, LoraSpec(r=4)).eval()
+    randomise(module.head)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
+    plain = SpeculativeDecoder(module.trunk, None, 0, frozenset()).generate(prompts, 12)
+    drafting = SpeculativeDecoder(module.trunk, HeadDrafting(module.head), NUM_DEPTHS, frozenset())
+    assert [one.token_ids for one in drafting.generate(prompts, 12)] == [one.token_ids for one in plain]
+
+
+def train(directory: Path, used: Recipe, *, stop_after: int | None = None) -> dict[str, Tensor]:
+    def on_step(done: int) -> None:
+        if done == stop_after:
+            raise KeyboardInterrupt
+
+    plan = make_plan(used, 1)
+    documents = make_documents(16, 9, 14, 11, 7, 12, 5, 8)
+    return train_head(
+        worn(WITH_EXPERTS, LoraSpec(r=4)),
+        recipe=used,
+        plan=plan,
+        batch_fn=global_batches(
+            documents, seq_len_tokens=SEQ_LEN, pack=True, sequences_per_step=plan.sequences_per_step, seed=0
+        ),
+        accelerator=Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation),
+        state_dir=directory / "state",
+        make_log=lambda _: None,
+        on_step=on_step,
+    )
+
+
+def test_a_killed_run_ends_with_the_matrices_of_an_unbroken_one(tmp_path: Path) -> None:
+    used = recipe(train__max_steps=5, train__save_steps=2, train__micro_batch_sequences=2, train__lr=1e-2)
+    expected = train(tmp_path / "unbroken", used)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "killed", used, stop_after=3)
+    (state,) = (tmp_path / "killed" / "state").iterdir()
+    for file in ("head.safetensors", "optimizer.safetensors"):
+        held = load_file(state / file)
+        assert held
+        assert all(is_lora(name) for name in held)
+    found = train(tmp_path / "killed", used)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert any(value.any() for name, value in found.items() if ".lora_B." in name)
