@@ -180,6 +180,7 @@ def measure_vanilla(
         base.family,
         dtype=dtype,
         device=device,
+        quantization=recipe.model.quantization,
         trust_remote_code=recipe.model.trust_remote_code,
     )
     native = _drafting(native_plan(base, recipe.head.convention), base, trunk)

@@ -23,6 +23,7 @@ from mtp_train.families.spec import Convention
 from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.heads.lora import require_lora_targets
+from mtp_train.heads.quantization import require_bitsandbytes, require_quantizable
 from mtp_train.recipe import Recipe
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.weights.adapter import (
@@ -99,6 +100,10 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     _ = finetune.family.classes
     head_plan = plan_head(recipe, finetune, base)
     require_unroll(recipe, head_plan.family.convention(head_plan.convention), head_plan.num_modules)
+    for checkpoint in [finetune] if base is None or "vanilla" not in recipe.evaluate.arms else [finetune, base]:
+        if recipe.model.quantization is not None:
+            require_quantizable(recipe.model.quantization, checkpoint.config, where=checkpoint.path)
+            require_bitsandbytes(recipe.model.quantization)
     if recipe.head.lora is not None:
         convention = head_plan.family.convention(head_plan.convention)
         text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)

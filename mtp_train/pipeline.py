@@ -165,6 +165,7 @@ def load_run_trunk(
         dtype=evaluation_dtype(recipe, accelerator.device, stored_dtype(inputs.finetune)),
         device=accelerator.device if device is None else device,
         adapter=inputs.adapter,
+        quantization=recipe.model.quantization,
         trust_remote_code=recipe.model.trust_remote_code,
     )
 

@@ -36,6 +36,9 @@ class ModelSection:
     """A peft LoRA adapter: the trunk is then `trunk` with this adapter, unmerged; the export has it merged."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which the trunk's weights are held; `auto`: the checkpoint's own, on a CPU float32."""
+    quantization: Literal["8bit", "4bit"] | None = None
+    """Pack the trunk's linear layers into fewer bits as they are loaded, by bitsandbytes, for training and measuring on
+    a small card; experts stay as they are. The export has the checkpoint's own bytes."""
     trust_remote_code: bool = False
     """Whether a checkpoint may bring code of its own."""
 

@@ -138,7 +138,8 @@ def hidden_cache(
     trunk.to(accelerator.device)
     with module.autocast():
         layout = layout_for(trunk, documents, spec.dtype)
-        identity = cache_identity(inputs.finetune, inputs.adapter, documents, layout, recipe.train.precision)
+        precision, quantization = recipe.train.precision, recipe.model.quantization
+        identity = cache_identity(inputs.finetune, inputs.adapter, documents, layout, precision, quantization)
         directory = Path(spec.directory or run_dir / HIDDEN) / digest_of(identity)
         require_room(layout, directory, int(spec.max_gib * (1 << 30)))
         task = progress.add_task("keeping hidden states", total=None)

@@ -12,6 +12,7 @@ from mtp_train.demo import resolve
 from mtp_train.families import family_for
 from mtp_train.heads.diagnose import head_shapes
 from mtp_train.heads.lora import require_lora_targets
+from mtp_train.heads.quantization import require_quantizable, trunk_bytes
 from mtp_train.heads.trunk import Trunk, empty_trunk, trunk_config
 from mtp_train.inputs import require_draft_vocab, require_unroll
 from mtp_train.losses import CHUNK_ROWS
@@ -88,6 +89,8 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     raw = read_json(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
     num_modules = family.declared_modules(raw) or 1
+    if recipe.model.quantization is not None:
+        require_quantizable(recipe.model.quantization, raw, where=path)
     require_unroll(recipe, family.convention(recipe.head.convention), num_modules)
     # Raises where the head cannot be run.
     _ = family.classes
@@ -132,7 +135,7 @@ def estimate_memory(
         trunk_parameters=trunk_parameters,
         head_parameters=head_parameters,
         trained_parameters=trained,
-        trunk_bytes=trunk_parameters * trunk_itemsize,
+        trunk_bytes=trunk_bytes(trunk.causal_lm, recipe.model.quantization, trunk_itemsize),
         # Weights, gradients and AdamW's two moments, all in fp32.
         head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
         # Teacher, student, gradient and one temporary of a chunk, in fp32.

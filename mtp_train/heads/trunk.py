@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Convention, Family
+from mtp_train.heads.quantization import Quantization, packing
 
 
 class Trunk(nn.Module):
@@ -205,6 +206,7 @@ def load_trunk(
     dtype: torch.dtype | str,
     device: torch.device | str = "cpu",
     adapter: Path | None = None,
+    quantization: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> Trunk:
     """Load the language model of a checkpoint, frozen and in eval mode.
@@ -215,6 +217,7 @@ def load_trunk(
         dtype: A torch dtype, or ``"auto"`` for the checkpoint's own.
         device: A torch device name.
         adapter: A peft adapter directory, applied unmerged.
+        quantization: Pack its linear layers, see :mod:`mtp_train.heads.quantization`.
         trust_remote_code: Whether code beside the weights may run.
 
     Raises:
@@ -227,6 +230,9 @@ def load_trunk(
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
         low_cpu_mem_usage=True,
+        # What is packed is packed on the device that it is for, and not moved afterwards.
+        quantization_config=None if quantization is None else packing(quantization, dtype),
+        device_map=None if quantization is None else {"": device},
     )
     missing = sorted(info["missing_keys"])
     if missing:
@@ -239,4 +245,4 @@ def load_trunk(
 
         model = PeftModel.from_pretrained(model, str(adapter))
     model.requires_grad_(False)
-    return Trunk(model.to(device), family).eval()
+    return Trunk(model if quantization else model.to(device), family).eval()

@@ -108,7 +108,12 @@ def layout_for(trunk: Trunk, documents: Sequence[Document], dtype: StoredDtype) 
 
 
 def cache_identity(
-    checkpoint: Checkpoint, adapter: Path | None, documents: Sequence[Document], layout: CacheLayout, precision: str
+    checkpoint: Checkpoint,
+    adapter: Path | None,
+    documents: Sequence[Document],
+    layout: CacheLayout,
+    precision: str,
+    quantization: str | None,
 ) -> dict[str, Any]:
     """Say what states depend on. Weights are known by name, size and time of their files, not read.
 
@@ -118,6 +123,7 @@ def cache_identity(
         documents: All that is trained on.
         layout: What is kept of them.
         precision: That the trunk runs in, ``train.precision``.
+        quantization: That it is packed by, ``model.quantization``.
     """
     tokens = hashlib.sha256()
     for document in documents:
@@ -131,6 +137,7 @@ def cache_identity(
         "config": hashlib.sha256((checkpoint.path / CONFIG_FILE).read_bytes()).hexdigest(),
         "weights": hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
         "precision": precision,
+        "quantization": quantization,
         "computed": str(layout.computed).removeprefix("torch."),
         "stored": str(layout.dtype).removeprefix("torch."),
         "width": layout.width,

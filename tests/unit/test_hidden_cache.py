@@ -186,6 +186,7 @@ def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> N
             "documents": documents(),
             "layout": layout,
             "precision": "fp32",
+            "quantization": None,
         }
         return digest_of(cache_identity(**{**given, **changes}))
 
@@ -198,6 +199,7 @@ def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> N
         name(documents=joined(documents())),
         name(layout=replace(layout, dtype=torch.float8_e4m3fn)),
         name(precision="bf16"),
+        name(quantization="8bit"),
     ]
     assert len(set(names)) == len(names)
     assert name() == names[0]

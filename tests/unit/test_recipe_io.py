@@ -286,6 +286,7 @@ def test_dump_spells_out_every_field_in_order(recipe_file: Path) -> None:
         "head_from": "base",
         "adapter": None,
         "dtype": "auto",
+        "quantization": None,
         "trust_remote_code": False,
     }
 

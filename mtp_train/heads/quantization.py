@@ -1,0 +1,99 @@
+"""Trunks that are packed into fewer bits as they are loaded, by bitsandbytes through transformers.
+
+Linear layers are packed; embedding, norms, stacked experts and the output matrix, which is read outside of its
+module's forward, stay as they are. Nothing of it is ever written: an export copies the checkpoint's own bytes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from mtp_train.errors import CheckpointError, RecipeError
+from mtp_train.families import RawConfig
+from mtp_train.weights.quantised import quant_method
+
+Quantization = Literal["8bit", "4bit"]
+_BLOCK = 64
+# The output matrix and LongCat's router are read outside of their modules' forward. bitsandbytes multiplies 8-bit
+# weights with inputs of two or three dimensions, and latent attention expands keys in four.
+_KEPT = {"8bit": ("lm_head", "classifier", "kv_b_proj"), "4bit": ("lm_head", "classifier")}
+
+
+def require_quantizable(quantization: Quantization, config: RawConfig, *, where: Path) -> None:
+    """Check that a checkpoint's weights are plain, so that they can be packed.
+
+    Raises:
+        CheckpointError: They are quantised already.
+    """
+    method = quant_method(config)
+    if method is not None:
+        raise CheckpointError(
+            f"{where}: quantised with {method} already, and model.quantization says {quantization}; expected plain "
+            "weights to pack. Write model.quantization: null, or point model.trunk at the unquantised checkpoint."
+        )
+
+
+def require_bitsandbytes(quantization: Quantization) -> None:
+    """Check that the package that packs is there.
+
+    Raises:
+        RecipeError: It is not installed.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise RecipeError(
+            [
+                f"model.quantization: {quantization}, and bitsandbytes is not installed; expected it. Run "
+                "'pip install bitsandbytes', or write model.quantization: null."
+            ]
+        )
+
+
+def packing(quantization: Quantization, dtype: torch.dtype | str) -> Any:
+    """Return transformers' config for it.
+
+    Args:
+        quantization: How many bits.
+        dtype: What 4-bit weights are multiplied in, or ``"auto"`` for the input's.
+    """
+    from transformers import BitsAndBytesConfig
+
+    kept = list(_KEPT[quantization])
+    if quantization == "8bit":
+        # By default a column with an outlier in any row of the batch is computed in another way, for all its rows: a
+        # token's state would depend on what is computed beside it, and decoding would not be lossless.
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0, llm_int8_skip_modules=kept)
+    compute = dtype if isinstance(dtype, torch.dtype) else None
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, llm_int8_skip_modules=kept
+    )
+
+
+def trunk_bytes(model: nn.Module, quantization: Quantization | None, itemsize: int) -> int:
+    """Return the bytes of a model's weights.
+
+    Args:
+        model: The model before it is packed, perhaps on the meta device.
+        quantization: How it is to be packed.
+        itemsize: Bytes of a number that is not.
+    """
+    plain = sum(parameter.numel() for parameter in model.parameters()) * itemsize
+    if quantization is None:
+        return plain
+    packed = 0
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear) and not name.endswith(_KEPT[quantization]):
+            plain -= part.weight.numel() * itemsize
+            packed += _packed_bytes(part, quantization)
+    return plain + packed
+
+
+def _packed_bytes(part: nn.Linear, quantization: Quantization) -> int:
+    """Numbers, and their fp32 scales: one a row, or one for each block of 64."""
+    if quantization == "8bit":
+        return part.weight.numel() + 4 * part.out_features
+    return part.weight.numel() // 2 + 4 * (-(-part.weight.numel() // _BLOCK))

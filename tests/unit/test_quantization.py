@@ -1,0 +1,161 @@
+"""Trunks packed by bitsandbytes as they are loaded: what is packed, what is not, and that they train and decode."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_training import NUM_DEPTHS, make_documents, one_step, recipe, sequences_of
+from torch import nn
+
+from checkpoints import base_and_finetune, set_fields
+from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_train.errors import CheckpointError, RecipeError
+from mtp_train.heads.quantization import (
+    Quantization,
+    require_bitsandbytes,
+    require_quantizable,
+    trunk_bytes,
+)
+from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.train.module import HeadTraining
+from mtp_train.weights.files import open_checkpoint
+from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
+
+BITS: tuple[Quantization, ...] = ("8bit", "4bit")
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes: not installed"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_of_one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On processors with AVX512-BF16 the 4-bit kernel takes multiples of 32 alone, and multiplies in bf16."""
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+
+
+def packed(directory: Path, family_name: str, quantization: Quantization | None) -> Trunk:
+    if not (directory / "base").exists():
+        base_and_finetune(directory, family_name)
+    family = open_checkpoint(directory / "base").family
+    return load_trunk(directory / "base", family, dtype=torch.float32, quantization=quantization)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("quantization", BITS)
+@pytest.mark.parametrize("family_name", ALL_FAMILIES)
+def test_linear_layers_are_packed_and_what_is_read_outside_of_its_module_is_not(
+    family_name: str, quantization: Quantization, tmp_path: Path
+) -> None:
+    plain, trunk = packed(tmp_path, family_name, None), packed(tmp_path, family_name, quantization)
+    dtype = {"8bit": torch.int8, "4bit": torch.uint8}[quantization]
+    linear = {name: part for name, part in trunk.causal_lm.named_modules() if isinstance(part, nn.Linear)}
+    kept = {name.rpartition(".")[-1] for name, part in linear.items() if part.weight.dtype != dtype}
+    # transformers itself keeps an indexer's weights_proj.
+    assert {"lm_head"} <= kept <= {"lm_head", "classifier", "weights_proj", *(["kv_b_proj"] * (quantization == "8bit"))}
+    assert torch.equal(trunk.lm_head_VD, plain.lm_head_VD)
+    tokens_1T = torch.arange(9)[None]
+    assert torch.equal(trunk.embed(tokens_1T), plain.embed(tokens_1T))
+    assert not any(parameter.requires_grad for parameter in trunk.parameters())
+    expected, found = plain.hidden(tokens_1T), trunk.hidden(tokens_1T)
+    assert 0 < (found - expected).norm() / expected.norm() < {"8bit": 0.5, "4bit": 1.5}[quantization]
+    if quantization == "4bit":
+        use_what_is_packed(plain, linear)
+        # Else a weight was read past its module, as if it were not packed.
+        torch.testing.assert_close(found, plain.hidden(tokens_1T), atol=1e-3, rtol=1e-3)
+
+
+def use_what_is_packed(plain: Trunk, linear: dict[str, nn.Linear]) -> None:
+    """Give a trunk the weights that 4 bits leave."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    for name, part in linear.items():
+        state: Any = getattr(part.weight, "quant_state", None)
+        if state is not None:
+            plain.causal_lm.get_submodule(name).weight.data = dequantize_4bit(part.weight.data, state)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("quantization", BITS)
+@pytest.mark.parametrize("family_name", ALL_FAMILIES)
+@torch.no_grad()
+def test_drafts_change_nothing_that_a_packed_trunk_says(
+    family_name: str, quantization: Quantization, tmp_path: Path
+) -> None:
+    trunk = packed(tmp_path, family_name, quantization)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
+    plain = SpeculativeDecoder(trunk, None, 0, frozenset()).generate(prompts, 16)
+    drafted = SpeculativeDecoder(trunk, HeadDrafting(tiny_head(trunk)), NUM_DEPTHS, frozenset()).generate(prompts, 16)
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(("threshold", "depends"), [(0.0, False), (6.0, True)])
+def test_a_token_in_8_bits_does_not_depend_on_its_neighbours(threshold: float, depends: bool, tmp_path: Path) -> None:
+    """The library's own default, 6, is the control: an outlier beside a token changes what is computed of it."""
+    linear = packed(tmp_path, "glm4_moe", "8bit").layers[0].self_attn.q_proj
+    assert linear.state.threshold == 0.0
+    linear.state.threshold = threshold
+    input_ND = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    beside_ND = torch.cat([input_ND, 30 * input_ND])
+    with torch.no_grad():
+        assert torch.equal(linear(input_ND), linear(beside_ND)[:4]) is not depends
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("quantization", BITS)
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_packing_documents_changes_no_gradient(
+    quantization: Quantization, precision: torch.dtype | None, tmp_path: Path
+) -> None:
+    """A head trains on such a trunk, whose weights stay; documents do not leak into one another."""
+    trunk = packed(tmp_path, "qwen3_5", quantization)
+    before = {name: value.clone() for name, value in trunk.named_parameters()}
+    documents = make_documents(16, 9, 7)
+    found = []
+    for sequences, count in ((sequences_of(documents, pack=True), 2), (sequences_of(documents, pack=False), 3)):
+        assert len(sequences) == count
+        module = HeadTraining(
+            trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind="kl", temperature=1.0, compute_dtype=precision
+        )
+        used = recipe(train__tokens_per_step=count * 16, train__micro_batch_sequences=count)
+        found.append(one_step(module, sequences, used)[0])
+    assert all(torch.equal(value, before[name]) for name, value in trunk.named_parameters())
+    rough = 0.1 if precision else 1e-3
+    scale = max(float(value.abs().max()) for value in found[1].values())
+    for name, value in found[1].items():
+        torch.testing.assert_close(found[0][name], value, atol=rough * scale, rtol=0)
+
+
+def test_a_checkpoint_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    require_quantizable("8bit", open_checkpoint(base).config, where=base)
+    set_fields(base, {"quantization_config": {"quant_method": "fp8"}})
+    with pytest.raises(CheckpointError, match=r"quantised with fp8 already, and model\.quantization says 8bit"):
+        require_quantizable("8bit", open_checkpoint(base).config, where=base)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"model\.quantization: 4bit, and .* Run 'pip install bitsandbytes'"):
+        require_bitsandbytes("4bit")
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("quantization", [None, *BITS])
+def test_bytes_are_counted_as_they_are_held(
+    family_name: str, quantization: Quantization | None, tmp_path: Path
+) -> None:
+    trunk = packed(tmp_path, family_name, quantization)
+    held = sum(value.nbytes for value in trunk.parameters())
+    for part in trunk.modules():
+        scales = getattr(part.weight, "SCB", None) if quantization == "8bit" and isinstance(part, nn.Linear) else None
+        held += 0 if scales is None else scales.nbytes
+        state = getattr(part.weight, "quant_state", None) if isinstance(part, nn.Linear) else None
+        held += 0 if state is None else state.absmax.nbytes
+    assert trunk_bytes(tiny_trunk(family_name).causal_lm, quantization, 4) == held
