@@ -56,6 +56,8 @@ processes.
   the same text, the trunk is neither run nor held in memory.
 - `'train.select={every_steps: 100, patience: 5}'` measures acceptance on text kept from training, takes the best head
   and stops when it gets no better. `metrics.jsonl` has the measures by depth, and the trunk's entropy beside them.
+- Small card? `'head.lora={r: 16}'` trains low-rank matrices instead of the head's weights and exports them merged;
+  `model.quantization=4bit` or `8bit` (`pip install bitsandbytes`) packs the trunk, whose own bytes are exported.
 - Out of memory? The error names the setting to change: `train.micro_batch_sequences`, `train.gradient_checkpointing`...
 - Whatever ends a run - a kill, SIGTERM from a scheduler, a full disk, a loss that is not finite - the last saved state
   is whole, and the same command goes on from it.

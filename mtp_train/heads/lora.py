@@ -80,9 +80,8 @@ def require_lora_targets(
 
 def _chosen(blocks: nn.Module, targets: tuple[str, ...] | None) -> tuple[list[str], list[str]]:
     """Return the names of the linear layers and of the stacked experts that are asked for."""
-    layers = [
-        name for name, part in blocks.named_modules() if isinstance(part, nn.Linear) and part.weight.requires_grad
-    ]
+    # Not its subclasses: DeepSeek V4 has one that multiplies group by group, and peft's matrices would not.
+    layers = [name for name, part in blocks.named_modules() if type(part) is nn.Linear and part.weight.requires_grad]
     experts = [name for name, value in blocks.named_parameters() if ".experts." in name and value.ndim == 3]
     if targets is None:
         return layers, experts
