@@ -86,7 +86,7 @@ def trunk_bytes(model: nn.Module, quantization: Quantization | None, itemsize: i
         return plain
     packed = 0
     for name, part in model.named_modules():
-        if isinstance(part, nn.Linear) and not name.endswith(_KEPT[quantization]):
+        if type(part) is nn.Linear and not name.endswith(_KEPT[quantization]):
             plain -= part.weight.numel() * itemsize
             packed += _packed_bytes(part, quantization)
     return plain + packed
