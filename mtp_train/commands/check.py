@@ -111,6 +111,7 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
         head=active_weights({name: shape for name, shape in head.items() if name.startswith("blocks.0.")}, experts),
         lm_head=text_config.vocab_size * text_config.hidden_size,
         head_stored=memory.head_parameters,
+        state=family.state_width(text_config),
         head_trained=memory.trained_parameters,
     )
     return CheckResult(recipe, family.title, plan, memory, estimate_cost(recipe, plan, sizes))

@@ -18,6 +18,7 @@ _STATE_BYTES = 12
 """Of a weight in the resume state: itself and AdamW's two moments, in fp32."""
 _STATES_AT_ONCE = 2
 """The old state goes when the new one is whole."""
+_KEPT_BYTES = {"auto": 4, "bf16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class Sizes:
     """The output matrix."""
     head_stored: int
     """All weights of the head."""
+    state: int
+    """Numbers of a hidden state."""
     head_trained: int
     """Those that are trained, and lie in the resume state: LoRA's matrices, or all."""
 
@@ -47,7 +50,7 @@ class Cost:
     loss_flops: int
     """Products with the output matrix: the trunk's once a target, the head's twice a depth."""
     disk_bytes: int
-    """Resume state, head and export, whose unchanged shards are links."""
+    """Resume state, head and export, whose unchanged shards are links; hidden states where they are kept."""
 
     @property
     def total_flops(self) -> int:
@@ -79,5 +82,13 @@ def estimate_cost(recipe: Recipe, plan: Plan, sizes: Sizes) -> Cost:
         trunk_flops=2 * sizes.trunk * tokens,
         head_flops=6 * sizes.head * tokens * depths,
         loss_flops=2 * sizes.lm_head * tokens * (teacher + 2 * depths),
-        disk_bytes=sizes.head_trained * _STATE_BYTES * _STATES_AT_ONCE + sizes.head_stored * 2 * 2,
+        disk_bytes=sizes.head_trained * _STATE_BYTES * _STATES_AT_ONCE
+        + sizes.head_stored * 2 * 2
+        + _hidden_cache_bytes(recipe, tokens * sizes.state),
     )
+
+
+def _hidden_cache_bytes(recipe: Recipe, numbers: int) -> int:
+    """At most: no token comes twice, and states are computed in fp32."""
+    spec = recipe.train.hidden_cache
+    return 0 if spec is None else min(numbers * _KEPT_BYTES[spec.dtype], int(spec.max_gib * (1 << 30)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from torch import Size
 
 from mtp_train.train.cost import Sizes, active_weights, estimate_cost
 from mtp_train.train.plan import make_plan
 from runs import tiny_recipe
 
-SIZES = Sizes(trunk=100, head=10, lm_head=1000, head_stored=12, head_trained=11)
+SIZES = Sizes(trunk=100, head=10, lm_head=1000, head_stored=12, state=8, head_trained=11)
 
 
 def test_a_token_is_multiplied_with_the_experts_that_it_uses_and_with_no_embedding() -> None:
@@ -50,3 +51,13 @@ def test_cross_entropy_on_given_text_needs_no_teacher_and_no_answers(tmp_path: P
     cost = estimate_cost(recipe, make_plan(recipe, 1), SIZES)
     assert cost.regenerate_flops == 0
     assert cost.loss_flops == 2 * 1000 * 4 * 192 * 2 * 2
+
+
+@pytest.mark.parametrize(("dtype", "each"), [("auto", 4), ("bf16", 2), ("fp8", 1)])
+def test_hidden_states_count_once_a_token_and_no_more_than_they_may(dtype: str, each: int, tmp_path: Path) -> None:
+    used = tiny_recipe(tmp_path, tmp_path / "run", train__hidden_cache={"dtype": dtype})
+    plan = make_plan(used, 1)
+    without = estimate_cost(tiny_recipe(tmp_path, tmp_path / "run"), plan, SIZES).disk_bytes
+    assert estimate_cost(used, plan, SIZES).disk_bytes == without + plan.total_tokens * 8 * each
+    bounded = tiny_recipe(tmp_path, tmp_path / "run", train__hidden_cache={"dtype": dtype, "max_gib": 2.0**-20})
+    assert estimate_cost(bounded, plan, SIZES).disk_bytes == without + 1024
