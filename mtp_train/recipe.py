@@ -116,7 +116,8 @@ class RegenerateSpec:
     batch_size: Count | None = None
     """Prompts answered side by side by the built-in decoder on each process; null is 16."""
     temperature: Annotated[float, Bound(min=0)] = 0.0
-    """0 is greedy. Above 0 every prompt has a seed of its own, made from `seed` and recorded with the response."""
+    """0 is greedy. Above 0 every prompt has a seed of its own, made from `seed` and recorded with the response. A head
+    whose drafts will be sampled learns them best from sampled responses (`inference/benchmarks/objectives.md`)."""
     top_p: UpToOne = 1.0
     """Sample from the fewest tokens whose probabilities reach this sum."""
     top_k: Annotated[int, Bound(min=0)] = 0
