@@ -29,7 +29,7 @@ def contents(sequences: list[PackedSequence]) -> list[list[int]]:
 def row(document_T: list[int], mask: str) -> PackedSequence:
     num_tokens = len(document_T)
     zeros_T = np.zeros(num_tokens, dtype=np.int64)
-    return PackedSequence(zeros_T, zeros_T, np.array(document_T), np.array([letter == "x" for letter in mask]))
+    return PackedSequence(zeros_T, zeros_T, np.array(document_T), np.array([letter == "x" for letter in mask]), ())
 
 
 def test_a_packed_row_is_the_one_written_by_hand() -> None:
