@@ -99,13 +99,13 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     # Raises where the head cannot be run.
     _ = finetune.family.classes
     head_plan = plan_head(recipe, finetune, base)
-    require_unroll(recipe, head_plan.family.convention(head_plan.convention), head_plan.num_modules)
+    convention = head_plan.family.convention(head_plan.convention)
+    require_unroll(recipe, convention, head_plan.num_modules)
     for checkpoint in [finetune] if base is None or "vanilla" not in recipe.evaluate.arms else [finetune, base]:
         if recipe.model.quantization is not None:
             require_quantizable(recipe.model.quantization, checkpoint.config, where=checkpoint.path)
             require_bitsandbytes(recipe.model.quantization)
     if recipe.head.lora is not None:
-        convention = head_plan.family.convention(head_plan.convention)
         text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
         require_lora_targets(recipe.head.lora, head_plan.family, text_config, head_plan.num_modules, convention)
     require_arms(recipe, finetune)

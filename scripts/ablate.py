@@ -45,6 +45,7 @@ from mtp_train.run_dir import claim, environment_facts, require_ours
 from mtp_train.train.launch import make_accelerator
 from mtp_train.training import train_stage
 from mtp_train.weights.artifact import load_artifact
+from mtp_train.weights.writing import write_json
 
 LOSSES = ("ce", "kl", "reverse_kl", "tv", "lk", "e2e_tv")
 TEXTS = ("corpus", "self")
@@ -151,9 +152,7 @@ def stored(path: Path, measure: Callable[[], Counts]) -> Counts:
     if not path.exists():
         found = {str(temperature): [asdict(count) for count in counts] for temperature, counts in measure().items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(found), encoding="utf-8")
-        partial.replace(path)
+        write_json(path, found)
     read = json.loads(path.read_text(encoding="utf-8"))
     return {
         float(temperature): [
@@ -293,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "recipe": asdict(recipe),
         "environment": environment_facts(),
     }
-    (out / "ablation.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    write_json(out / "ablation.json", result)
     print(json.dumps(result))
     return result
 

@@ -91,7 +91,8 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     num_modules = family.declared_modules(raw) or 1
     if recipe.model.quantization is not None:
         require_quantizable(recipe.model.quantization, raw, where=path)
-    require_unroll(recipe, family.convention(recipe.head.convention), num_modules)
+    convention = family.convention(recipe.head.convention)
+    require_unroll(recipe, convention, num_modules)
     # Raises where the head cannot be run.
     _ = family.classes
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
@@ -102,7 +103,6 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     head = head_shapes(family, text_config, num_modules)
     trained = None
     if recipe.head.lora is not None:
-        convention = family.convention(recipe.head.convention)
         trained = require_lora_targets(recipe.head.lora, family, text_config, num_modules, convention)
     memory = estimate_memory(recipe, trunk, head, plan, trained)
     experts = int(text_config.num_experts_per_tok) if any(".experts." in name for name in head) else 1

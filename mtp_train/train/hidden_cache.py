@@ -28,16 +28,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mtp_train.data.pack import PackedSequence
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
-from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.isolate import isolated_hidden
 from mtp_train.heads.trunk import Trunk
-from mtp_train.weights.files import CONFIG_FILE, Checkpoint
+from mtp_train.weights.files import CONFIG_FILE, SAFETENSORS_DTYPES, Checkpoint
+from mtp_train.weights.writing import held_tensor, write_json, write_safetensors
 
 SHARD_BYTES = 1 << 28
 MANIFEST_FILE = "manifest.json"
@@ -197,25 +196,19 @@ def build_cache(
         on_shard: Told the number of shards behind us and in all, of this process.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    device = trunk.lm_head_VD.device
-    # As many rounds for every process: where the trunk itself is spread over them, they run it together.
-    rounds = -(-layout.num_shards // world)
-    for number in range(rounds):
-        shard = number * world + rank
+    own_shards = range(rank, layout.num_shards, world)
+    for number, shard in enumerate(own_shards, start=1):
         path = _shard_path(directory, shard)
-        is_wanted = shard < layout.num_shards and not path.exists()
-        members = range(*layout.first_documents[shard : shard + 2]) if is_wanted else range(0)
-        tokens_1S, document_1S = _in_one_row([documents[index] for index in members], device)
-        states_1SD = isolated_hidden(trunk, tokens_1S, document_1S, max_tokens)
-        if is_wanted:
+        if not path.exists():
+            first, end = layout.first_documents[shard : shard + 2]
+            tokens_1S, document_1S = _in_one_row(documents[first:end], trunk.lm_head_VD.device)
+            states_1SD = isolated_hidden(trunk, tokens_1S, document_1S, max_tokens)
             _write(states_1SD[0], layout.dtype, path)
-        on_shard(number + 1, rounds)
+        on_shard(number, len(own_shards))
 
 
 def _in_one_row(documents: Sequence[Document], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tokens and document numbers, (1, S); a place of padding where there is no document."""
-    if not documents:
-        return torch.zeros(1, 1, dtype=torch.long, device=device), torch.full((1, 1), PADDING_DOCUMENT, device=device)
+    """Return tokens and document numbers, (1, S)."""
     ids = np.concatenate([np.asarray(document.input_ids, dtype=np.int64) for document in documents])
     numbers = np.repeat(np.arange(len(documents)), [len(document.input_ids) for document in documents])
     return torch.from_numpy(ids)[None].to(device), torch.from_numpy(numbers)[None].to(device)
@@ -227,10 +220,10 @@ def _write(states_SD: Tensor, dtype: torch.dtype, path: Path) -> None:
         # The format spans little: every token is scaled to its full range.
         scales_S1 = states_SD.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / _FP8_MAX
         tensors = {STATES: states_SD.float() / scales_S1, SCALES: scales_S1}
-    kept = {name: values.to(dtype if name == STATES else torch.float32).cpu() for name, values in tensors.items()}
     # Two runs may build one cache; each writes files of its own until they have their name.
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    save_file({name: values.contiguous() for name, values in kept.items()}, partial)
+    stored = {STATES: SAFETENSORS_DTYPES[dtype], SCALES: SAFETENSORS_DTYPES[torch.float32]}
+    write_safetensors(partial, [held_tensor(name, stored[name], values) for name, values in tensors.items()])
     partial.replace(path)
 
 
@@ -242,7 +235,7 @@ def write_manifest(directory: Path, identity: dict[str, Any], layout: CacheLayou
     """Say for people what a directory holds; nothing reads it."""
     directory.mkdir(parents=True, exist_ok=True)
     described = {**identity, "documents_held": len(layout.lengths), "bytes": layout.num_bytes}
-    (directory / MANIFEST_FILE).write_text(json.dumps(described, indent=1), encoding="utf-8")
+    write_json(directory / MANIFEST_FILE, described)
 
 
 class HiddenCache:

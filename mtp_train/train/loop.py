@@ -230,7 +230,7 @@ def finish_step(run: Run, done: int, norm: float, sequences: Sequence[PackedSequ
         run.window = Window.empty(run.recipe.head.num_depths)
     if selection is not None and selection.is_due(done, run.plan.max_steps):
         figures = selection.measure(run.wrapped, run.head, run.recipe.head.num_depths, accelerator)
-        selection.judge(done, figures["held_out_tau"], head_state(run.head), writes=accelerator.is_main_process)
+        selection.judge(done, figures["held_out_tau"], run.head, writes=accelerator.is_main_process)
         if run.log is not None:
             run.log.log(done, figures)
     if saves or done % train.save_steps == 0 or is_over(done, run.plan, selection):

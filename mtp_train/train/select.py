@@ -23,7 +23,7 @@ from mtp_train.recipe import SelectSpec
 from mtp_train.train.dense import DenseMetrics
 from mtp_train.train.dense_sums import DenseSums
 from mtp_train.train.hidden_cache import HiddenCache
-from mtp_train.train.state import Best, best_weights, save_best
+from mtp_train.train.state import Best, best_weights, head_state, save_best
 
 
 class Selection:
@@ -110,12 +110,13 @@ class Selection:
             total = total.plus(found)
         return DenseSums(*(accelerator.reduce(value, reduction="sum") for value in total))
 
-    def judge(self, step: int, score: float, weights: dict[str, Tensor], *, writes: bool) -> None:
+    def judge(self, step: int, score: float, head: MtpHead, *, writes: bool) -> None:
         """Take note of a measure; the weights of a better one are kept. Every process must call it."""
         if self.best.step and score <= self.best.score:
             self.best = replace(self.best, since=self.best.since + 1)
             return
         self.best = Best(step, score)
+        weights = head_state(head)
         if writes:
             save_best(self.directory, step, weights)
 

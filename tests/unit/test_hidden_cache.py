@@ -137,11 +137,11 @@ def test_a_build_that_was_cut_off_goes_on_with_what_is_missing(tmp_path: Path, m
 def test_a_full_disk_leaves_no_shard_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trunk = tiny_trunk("qwen3_5")
 
-    def fails(_tensors: Any, path: Path) -> None:
+    def fails(path: Path, _tensors: Any) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hidden_cache, "save_file", fails)
+    monkeypatch.setattr(hidden_cache, "write_safetensors", fails)
     with pytest.raises(OSError, match="No space"):
         built(trunk, tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
