@@ -88,6 +88,7 @@ class Lane:
             rounds=len(self.rounds),
             num_draft_tokens=sum(one.num_drafted for one in self.rounds),
             accepted_per_pos=accepted_per_pos(self.rounds, self.depth),
+            round_log=tuple(self.rounds),
             seconds_prefill=self.seconds_prefill,
             seconds_decode=time.perf_counter() - self.started - self.seconds_prefill,
         )

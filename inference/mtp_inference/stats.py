@@ -35,6 +35,8 @@ class GenerationResult:
     num_draft_tokens: int
     accepted_per_pos: tuple[int, ...]
     """Rounds in which at least ``i + 1`` drafts were accepted, one entry per depth; empty for plain decoding."""
+    round_log: tuple[Round, ...]
+    """Every round, in order."""
     seconds_prefill: float
     """Wall time until the first token was known."""
     seconds_decode: float

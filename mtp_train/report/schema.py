@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from mtp_train.acceptance import GateVerdict, Interval
 from mtp_train.errors import DataError
@@ -18,7 +18,7 @@ from mtp_train.errors import DataError
 # The gate's verdict goes into the report as it was reached.
 GateResult = GateVerdict
 
-Record = TypeVar("Record", "ArmResult", "Lossless", GateVerdict)
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class ArmResult:
     @classmethod
     def from_json(cls, raw: object, where: str) -> ArmResult:
         """Read one arm, as stored in a report or recorded beside one; ``where`` opens the error messages."""
-        return _build(cls, raw, where)
+        return build(cls, raw, where)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,26 +96,24 @@ class RunReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values; a number that is not finite becomes None."""
-        report = {
-            "arms": {name: asdict(arm) for name, arm in self.arms.items()},
-            "lossless": asdict(self.lossless) if self.lossless else None,
-            "gate": asdict(self.gate) if self.gate else None,
-            "settings": self.settings,
-        }
-        return {key: _plain(value) for key, value in report.items()}
+        return {key: _plain(value) for key, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, raw: object, where: str) -> RunReport:
         """Read a report back; ``where`` opens the error messages."""
-        report = _require_keys(raw, {f.name for f in fields(cls)}, where)
+        return cls(**cls._shared(_require_keys(raw, {f.name for f in fields(cls)}, where), where))
+
+    @staticmethod
+    def _shared(report: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Read the fields that every report has."""
         arms = _require_mapping(report["arms"], f"{where}: arms")
         lossless, gate = report["lossless"], report["gate"]
-        return cls(
-            arms={name: ArmResult.from_json(arm, f"{where}: arms.{name}") for name, arm in arms.items()},
-            lossless=None if lossless is None else _build(Lossless, lossless, f"{where}: lossless"),
-            gate=None if gate is None else _build(GateVerdict, gate, f"{where}: gate"),
-            settings=_require_mapping(report["settings"], f"{where}: settings"),
-        )
+        return {
+            "arms": {name: ArmResult.from_json(arm, f"{where}: arms.{name}") for name, arm in arms.items()},
+            "lossless": None if lossless is None else build(Lossless, lossless, f"{where}: lossless"),
+            "gate": None if gate is None else build(GateVerdict, gate, f"{where}: gate"),
+            "settings": _require_mapping(report["settings"], f"{where}: settings"),
+        }
 
 
 def load_report(path: Path) -> RunReport:
@@ -124,11 +122,19 @@ def load_report(path: Path) -> RunReport:
     Raises:
         DataError: The file is missing, is not JSON, or is not a report.
     """
+    return RunReport.from_json(read_report(path), str(path))
+
+
+def read_report(path: Path) -> Any:
+    """Read the JSON of a report.
+
+    Raises:
+        DataError: The file is missing or is not JSON.
+    """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: {error}; expected a report in JSON. Run the evaluation again.") from error
-    return RunReport.from_json(raw, str(path))
 
 
 def _plain(value: Any) -> Any:
@@ -158,7 +164,8 @@ def _require_keys(raw: object, names: set[str], where: str) -> dict[str, Any]:
     return found
 
 
-def _build(record: type[Record], raw: object, where: str) -> Record:
-    found = _require_keys(raw, {f.name for f in fields(record)}, where)
+def build(record: type[Record], raw: object, where: str) -> Record:
+    """Make a dataclass of a JSON object that has exactly its fields; lists become tuples."""
+    found = _require_keys(raw, {f.name for f in fields(cast(Any, record))}, where)
     make: Callable[..., Record] = record
     return make(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
