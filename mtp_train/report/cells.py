@@ -224,7 +224,7 @@ class StudyReport(RunReport):
                 f"{where}: not the report of a study; expected exactly the fields {', '.join(sorted(names))}. Read it "
                 "with the version that wrote it."
             )
-        rows = {
+        rows: dict[str, tuple[Any, ...]] = {
             name: tuple(build(record, row, f"{where}: {name}.{number}") for number, row in enumerate(raw[name]))
             for name, record in _ROWS.items()
         }
