@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from mtp_inference.sampling import TOKEN, Sampling, SamplingRows, probabilities, uniform
 from mtp_train.heads.trunk import Trunk
 
 NEAR_TIE_GAP = 1e-5
@@ -89,14 +90,69 @@ def compare(
         prompt_ids: Their prompt.
         near_tie_gap: Largest gap in logits that counts as a tie.
     """
-    if list(tokens) == list(plain_tokens):
+    position = _first_difference(tokens, plain_tokens)
+    if position is None:
         return Comparison("identical")
-    pairs = zip(tokens, plain_tokens, strict=False)
-    shorter = min(len(tokens), len(plain_tokens))
-    position = next((index for index, (ours, plain) in enumerate(pairs) if ours != plain), shorter)
-    if position == shorter:
+    if position == min(len(tokens), len(plain_tokens)):
         return Comparison("divergence", position)
-    prefix_BT = torch.tensor([[*prompt_ids, *plain_tokens[:position]]], device=trunk.lm_head_VD.device)
-    logits_V: Tensor = trunk.logits(trunk.hidden(prefix_BT)[0, -1]).float()
+    logits_V = _logits_after(trunk, [*prompt_ids, *plain_tokens[:position]])
     gap = float(logits_V.max() - logits_V[[tokens[position], plain_tokens[position]]].min())
     return Comparison("near_tie" if gap < near_tie_gap else "divergence", position, gap)
+
+
+@torch.inference_mode()
+def compare_sampled(
+    tokens: Sequence[int],
+    plain_tokens: Sequence[int],
+    trunk: Trunk,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    near_tie_gap: float,
+) -> Comparison:
+    """Say the same of a sampled text whose drafts were matched with the trunk's own draws (``verify.py``).
+
+    With one seed it is plain sampling's text. Where they part, one uniform number picked two neighbouring tokens of the
+    distribution: a near tie if it lies at the edge of both.
+
+    Args:
+        tokens: New tokens of the decoder under test.
+        plain_tokens: New tokens of plain decoding with the same settings.
+        trunk: The trunk that decoded both.
+        prompt_ids: Their prompt.
+        sampling: The settings of both, without a repetition penalty.
+        near_tie_gap: Largest distance of the number from the stretch of either token, as a share of the whole.
+    """
+    position = _first_difference(tokens, plain_tokens)
+    if position is None:
+        return Comparison("identical")
+    if position == min(len(tokens), len(plain_tokens)):
+        return Comparison("divergence", position)
+    prefix = [*prompt_ids, *plain_tokens[:position]]
+    logits_V = _logits_after(trunk, prefix)
+    rows = SamplingRows.stack([sampling], logits_V.device)
+    sums_V = probabilities(logits_V[None, None], rows)[0, 0].double().cumsum(-1)
+    place_11 = torch.tensor([[len(prefix)]], device=logits_V.device)
+    number = float(uniform(rows.seed_B, place_11, TOKEN)) * float(sums_V[-1])
+    gap = max(_distance(number, sums_V, token) for token in (tokens[position], plain_tokens[position]))
+    return Comparison("near_tie" if gap < near_tie_gap else "divergence", position, gap)
+
+
+def _distance(number: float, sums_V: Tensor, token: int) -> float:
+    """Return how far a number lies from a token's stretch of the cumulative distribution."""
+    low = float(sums_V[token - 1]) if token else 0.0
+    return max(low - number, number - float(sums_V[token]), 0.0)
+
+
+def _first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
+    """Return the first place where two texts differ, the shorter one's end included; None where they are the same."""
+    if list(tokens) == list(others):
+        return None
+    pairs = zip(tokens, others, strict=False)
+    shorter = min(len(tokens), len(others))
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), shorter)
+
+
+def _logits_after(trunk: Trunk, token_ids: Sequence[int]) -> Tensor:
+    """Return the logits after a text, fp32 (V,), computed without a cache."""
+    tokens_1T = torch.tensor([list(token_ids)], device=trunk.lm_head_VD.device)
+    return trunk.logits(trunk.hidden(tokens_1T)[0, -1]).float()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +14,15 @@ from mtp_inference import MAX_DEPTH, GenerationResult, HeadDrafting, Request, Sa
 from mtp_inference.chooser import DraftSampling
 from mtp_inference.draft import DrafterMaker
 from mtp_inference.requests import MtpMode
-from mtp_train.commands.external import external_drafter
 from mtp_train.data.chat import chat_prompt_tokens, raw_tokens
 from mtp_train.errors import DataError
-from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
+from mtp_train.external import external_drafter
+from mtp_train.heads.attach import build_head
 from mtp_train.heads.diagnose import stored_dtype, text_config_of
 from mtp_train.heads.trunk import load_trunk
 from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location
+from mtp_train.study.arms import head_plan
 from mtp_train.weights.adapter import locate_adapter
-from mtp_train.weights.artifact import HEAD_CONFIG_FILE
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 from mtp_train.weights.finite import require_finite_checkpoint
 
@@ -70,7 +69,7 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else TORCH_DTYPES[stored_dtype(checkpoint, family)]
     depth = 0 if request.mtp == "off" else request.depth
-    plan = _head_plan(checkpoint, request.head) if depth and external is None else None
+    plan = head_plan(checkpoint, request.head) if depth and external is None else None
     require_finite_checkpoint(checkpoint, progress)
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
     prompts = [_tokens(tokenizer, request, number) for number in range(len(request.prompts))]
@@ -159,11 +158,3 @@ def _document(result: GenerationResult) -> dict[str, Any]:
         "num_accepted_tokens": result.num_accepted_tokens,
         "accepted_per_pos": list(result.accepted_per_pos),
     }
-
-
-def _head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
-    if head is None:
-        return native_plan(checkpoint, "auto")
-    if (Path(head) / HEAD_CONFIG_FILE).is_file():
-        return stored_head_plan(Path(head), checkpoint.family)
-    return graft_plan(checkpoint, open_location(head), "auto")

@@ -54,7 +54,12 @@ class RegenerateCounts:
 def ask(prompt: Prompt, *, max_new_tokens: int, seq_len_tokens: int, seed: int) -> Question:
     """Return the question that a prompt is: its room, and the seed of its own."""
     room = min(max_new_tokens, seq_len_tokens - len(prompt.prompt_ids))
-    return Question(prompt.prompt_ids, room, int(stable_share(f"noise of {prompt.id}", seed) * MAX_SEED))
+    return Question(prompt.prompt_ids, room, noise_seed(prompt.id, seed))
+
+
+def noise_seed(prompt_id: str, seed: int) -> int:
+    """Return the seed of a prompt's own noise."""
+    return int(stable_share(f"noise of {prompt_id}", seed) * MAX_SEED)
 
 
 def regenerate(

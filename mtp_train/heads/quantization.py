@@ -38,7 +38,7 @@ def require_quantizable(quantization: Quantization, config: RawConfig, *, where:
         )
 
 
-def require_bitsandbytes(quantization: Quantization) -> None:
+def require_bitsandbytes(quantization: Quantization, where: str = "model.quantization") -> None:
     """Check that the package that packs is there.
 
     Raises:
@@ -47,8 +47,8 @@ def require_bitsandbytes(quantization: Quantization) -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise RecipeError(
             [
-                f"model.quantization: {quantization}, and bitsandbytes is not installed; expected it. Run "
-                "'pip install bitsandbytes', or write model.quantization: null."
+                f"{where}: {quantization}, and bitsandbytes is not installed; expected it. Run 'pip install "
+                "bitsandbytes', or leave the weights unpacked."
             ]
         )
 
@@ -71,6 +71,27 @@ def packing(quantization: Quantization, dtype: torch.dtype | str) -> Any:
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, llm_int8_skip_modules=kept
     )
+
+
+def pack_head(head: nn.Module, quantization: Quantization) -> None:
+    """Pack a head's linear layers in place, as those of a trunk are; the head stays on its device."""
+    from bitsandbytes import nn as packed_layers
+
+    for name, part in [*head.named_modules()]:
+        if type(part) is not nn.Linear or name.endswith(_KEPT[quantization]):
+            continue
+        shape, has_bias, weight = (part.in_features, part.out_features), part.bias is not None, part.weight
+        packed: nn.Linear
+        if quantization == "8bit":
+            packed = packed_layers.Linear8bitLt(*shape, bias=has_bias, has_fp16_weights=False, threshold=0.0)
+            packed.weight = packed_layers.Int8Params(weight.data, requires_grad=False, has_fp16_weights=False)
+        else:
+            packed = packed_layers.Linear4bit(*shape, bias=has_bias, compute_dtype=weight.dtype, quant_type="nf4")
+            packed.weight = packed_layers.Params4bit(weight.data, requires_grad=False, quant_type="nf4")
+        packed.bias = part.bias
+        # The move is what packs.
+        head.set_submodule(name, packed.to(weight.device))
+    head.requires_grad_(False)
 
 
 def trunk_bytes(model: nn.Module, quantization: Quantization | None, itemsize: int) -> int:

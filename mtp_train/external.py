@@ -1,4 +1,4 @@
-"""What ``mtp-train generate --head`` does where it is given an external drafter in the place of a head."""
+"""External drafters: checkpoints of their own that stand in the place of a head."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ExternalDrafter:
         family, found = self.assistant.trunk, trunk.text_config.get("model_type")
         if found not in family.model_types:
             raise UnsupportedModelError(
-                f"--head {self.checkpoint.path}: a {self.title}, given for {trunk.path}, of model_type '{found}'; "
+                f"{self.checkpoint.path}: a {self.title}, given for {trunk.path}, of model_type '{found}'; "
                 f"expected {family.title} ({', '.join(family.model_types)}). Use the trunk that it was made for."
             )
         return family
@@ -53,7 +53,7 @@ class ExternalDrafter:
 
 
 def external_drafter(head: str | None) -> ExternalDrafter | None:
-    """Open what ``--head`` names, None where that is a head.
+    """Open what is named as a head, None where it is one.
 
     Raises:
         CheckpointError: It is no checkpoint.

@@ -1,0 +1,257 @@
+"""Arms: how a user names them, and what becomes of a name: a trunk to load, and what drafts in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtp_inference import MAX_DEPTH, HeadDrafting
+from mtp_inference.draft import DrafterMaker
+from mtp_inference.other_drafters import ModelDrafting, NgramDrafting
+from mtp_train.errors import CheckpointError, DataError
+from mtp_train.external import external_drafter
+from mtp_train.families import Family
+from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
+from mtp_train.heads.diagnose import stored_dtype, text_config_of
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.quantization import Quantization, pack_head, require_bitsandbytes, require_quantizable
+from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.inputs import open_location
+from mtp_train.recipe_io import load_recipe
+from mtp_train.run_dir import RECIPE_FILE
+from mtp_train.weights.adapter import locate_adapter
+from mtp_train.weights.artifact import HEAD_CONFIG_FILE
+from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
+
+PLAIN = "none"
+OWN, NGRAM, MODEL = "own", "ngram", "model:"
+_NAME = re.compile(r"[\w.-]+")
+_PACKED = re.compile(r"(?P<location>.*)@(?P<bits>8bit|4bit)")
+_BITS: dict[str, Quantization] = {"8bit": "8bit", "4bit": "4bit"}
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """One thing to compare: a trunk and what drafts for it."""
+
+    name: str
+    trunk: str
+    head: str | None
+    """A head directory, a checkpoint to take the head from, ``own`` for the trunk's, an external drafter, ``ngram``, or
+    ``model:CKPT`` for a draft model; None for plain decoding."""
+    adapter: str | None = None
+    """A peft adapter that the trunk wears, unmerged."""
+    quantization: Quantization | None = None
+    """How the trunk is packed as it is loaded."""
+    head_quantization: Quantization | None = None
+    """How the head is packed."""
+
+    @property
+    def trunk_key(self) -> tuple[str, str | None, Quantization | None]:
+        """Equal for arms that share a loaded trunk."""
+        return self.trunk, self.adapter, self.quantization
+
+    @property
+    def served_path(self) -> str:
+        """The checkpoint that an engine would serve: trunk and head in one; a placeholder where there is none yet."""
+        if self.head == OWN:
+            return self.trunk
+        export = Path(self.head or "").parent / "export"
+        return str(export) if export.is_dir() else "EXPORT"
+
+    @property
+    def trunk_name(self) -> str:
+        """The trunk as the report names it."""
+        parts = (f"+{self.adapter}" if self.adapter else "", f"@{self.quantization}" if self.quantization else "")
+        return self.trunk + "".join(parts)
+
+    @property
+    def head_name(self) -> str | None:
+        """The head as the report names it."""
+        location = self.trunk if self.head == OWN else self.head
+        return f"{location}@{self.head_quantization}" if self.head_quantization else location
+
+
+def parse_arm(text: str) -> ArmSpec:
+    """Read ``[NAME=]TRUNK[@8bit|@4bit][+HEAD]`` or ``[NAME=]RUN``.
+
+    A run directory is its trunk with its retrained head; a checkpoint alone drafts with its own head.
+
+    Raises:
+        DataError: It has no trunk.
+    """
+    name, _, rest = text.partition("=")
+    if not rest or not _NAME.fullmatch(name) or Path(text).exists():
+        name, rest = "", text
+    trunk, plus, head = (rest, "", "") if Path(rest).exists() else rest.partition("+")
+    if not trunk or (plus and not head):
+        raise DataError(
+            f"arm {text!r}: no trunk, or no head behind the +; expected [NAME=]TRUNK[+HEAD], or the directory of a "
+            "run. Name a checkpoint first."
+        )
+    if not plus and (Path(trunk) / RECIPE_FILE).is_file():
+        return _of_run(Path(trunk), name)
+    trunk, trunk_bits = _unpacked(trunk)
+    head, head_bits = _unpacked(head or OWN)
+    return named(ArmSpec(name, trunk, head, None, trunk_bits, head_bits))
+
+
+def _unpacked(text: str) -> tuple[str, Quantization | None]:
+    packed = _PACKED.fullmatch(text)
+    return (packed["location"], _BITS[packed["bits"]]) if packed else (text, None)
+
+
+def named(spec: ArmSpec) -> ArmSpec:
+    """Return an arm that has no name under one made of its parts."""
+    return spec if spec.name else replace(spec, name=default_name(spec))
+
+
+def default_name(spec: ArmSpec) -> str:
+    """Name an arm after its parts."""
+    head_bits = f"@{spec.head_quantization}" if spec.head_quantization else ""
+    if spec.head is None or (spec.head == OWN and not head_bits):
+        return trunk_label(spec)
+    return f"{trunk_label(spec)}+{_short(spec.head)}{head_bits}"
+
+
+def trunk_label(spec: ArmSpec) -> str:
+    """Name an arm's trunk in short."""
+    adapter = f"+{_short(spec.adapter)}" if spec.adapter else ""
+    return _short(spec.trunk) + adapter + (f"@{spec.quantization}" if spec.quantization else "")
+
+
+def _short(location: str) -> str:
+    """Return the last part of a path or an id that says something."""
+    parts = [part for part in re.split(r"[/:]", location.rstrip("/")) if part not in ("", ".", "..")]
+    return "/".join(parts[-2:]) if parts and parts[-1] in ("head", "export") else (parts or [location])[-1]
+
+
+def _of_run(run_dir: Path, name: str) -> ArmSpec:
+    recipe = load_recipe(run_dir / RECIPE_FILE)
+    head = run_dir / "head"
+    if not head.is_dir():
+        raise CheckpointError(
+            f"{run_dir}: a run without a head so far; expected one that has trained. Run its recipe to the end first."
+        )
+    return ArmSpec(name or _short(str(run_dir)), recipe.model.trunk, str(head), recipe.model.adapter)
+
+
+def require_distinct(specs: Sequence[ArmSpec]) -> None:
+    """Check that no two arms share a name.
+
+    Raises:
+        DataError: Two do.
+    """
+    names = [spec.name for spec in specs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or PLAIN in names:
+        raise DataError(
+            f"arms: {', '.join(twice) or PLAIN} names more than one; expected a name for each, and '{PLAIN}' is plain "
+            "decoding. Write NAME=TRUNK+HEAD."
+        )
+
+
+@dataclass(frozen=True)
+class OpenArm:
+    """An arm whose files were opened and checked; nothing of it is in memory yet."""
+
+    spec: ArmSpec
+    checkpoint: Checkpoint
+    family: Family
+    adapter: Path | None
+    plan: HeadPlan | None
+    """The head's; None where something else drafts, or nothing."""
+    draft_model: Checkpoint | None
+
+    @property
+    def deepest(self) -> int:
+        """Most drafts a round may have: a head that chains its modules has one for each."""
+        if self.plan is None or self.plan.num_modules == 1:
+            return MAX_DEPTH
+        convention = self.family.convention(self.plan.convention)
+        return MAX_DEPTH if convention.modules == "first" else self.plan.num_modules
+
+    @property
+    def draft_checkpoints(self) -> list[Checkpoint]:
+        """Checkpoints besides the trunk's whose weights are read."""
+        return [] if self.draft_model is None else [self.draft_model]
+
+
+def open_arm(spec: ArmSpec) -> OpenArm:
+    """Open an arm's files.
+
+    Raises:
+        MtpError: Something is missing, damaged, or does not fit the trunk.
+    """
+    checkpoint = open_location(spec.trunk)
+    if spec.quantization is not None:
+        require_quantizable(spec.quantization, checkpoint.config, where=checkpoint.path)
+    adapter = locate_adapter(spec.adapter, spec.trunk) if spec.adapter else None
+    head = spec.head
+    if spec.head_quantization is not None and (head is None or head == NGRAM or head.startswith(MODEL)):
+        raise DataError(
+            f"{spec.name}: {head} packed into {spec.head_quantization}; expected a head, which has linear layers to "
+            "pack. Leave the bits out."
+        )
+    for bits in (spec.quantization, spec.head_quantization):
+        if bits is not None:
+            require_bitsandbytes(bits, spec.name)
+    if head is not None and head.startswith(MODEL):
+        return OpenArm(spec, checkpoint, checkpoint.family, adapter, None, open_location(head.removeprefix(MODEL)))
+    if head is None or head == NGRAM:
+        return OpenArm(spec, checkpoint, checkpoint.family, adapter, None, None)
+    external = None if head == OWN else external_drafter(head)
+    if external is not None and spec.head_quantization is None:
+        family = external.trunk_family(checkpoint)
+        return OpenArm(spec, checkpoint, family, adapter, None, external.checkpoint)
+    return OpenArm(spec, checkpoint, checkpoint.family, adapter, head_plan(checkpoint, head), None)
+
+
+def head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
+    """Plan the head that a name stands for: a head directory, a checkpoint to graft from, or the trunk's own.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or of another shape than the trunk.
+    """
+    if head is None or head == OWN:
+        return native_plan(checkpoint, "auto")
+    if (Path(head) / HEAD_CONFIG_FILE).is_file():
+        return stored_head_plan(Path(head), checkpoint.family)
+    return graft_plan(checkpoint, open_location(head), "auto")
+
+
+def load_arm_trunk(arm: OpenArm, device: torch.device) -> Trunk:
+    """Load the trunk: fp32 on a CPU, the stored precision elsewhere."""
+    stored = TORCH_DTYPES[stored_dtype(arm.checkpoint, arm.family)]
+    return load_trunk(
+        arm.checkpoint.path,
+        arm.family,
+        dtype=torch.float32 if device.type == "cpu" else stored,
+        device=device,
+        adapter=arm.adapter,
+        quantization=arm.spec.quantization,
+    )
+
+
+def load_drafting(arm: OpenArm, trunk: Trunk) -> tuple[DrafterMaker | None, MtpHead | None]:
+    """Load what drafts, and the head where it is one."""
+    weight = trunk.lm_head_VD
+    if arm.plan is not None:
+        head = build_head(arm.plan, text_config_of(arm.checkpoint), dtype=weight.dtype).to(weight.device).eval()
+        if arm.spec.head_quantization is not None:
+            pack_head(head, arm.spec.head_quantization)
+        return HeadDrafting(head, arm.plan.draft_vocab), head
+    if arm.spec.head == NGRAM:
+        return NgramDrafting(), None
+    if arm.draft_model is None:
+        return None, None
+    place: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+    external = external_drafter(str(arm.draft_model.path))
+    if external is not None:
+        return external.drafting(**place), None
+    return ModelDrafting(load_trunk(arm.draft_model.path, arm.draft_model.family, **place)), None

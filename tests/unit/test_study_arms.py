@@ -1,0 +1,67 @@
+"""How a user names arms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtp_train.errors import CheckpointError, DataError
+from mtp_train.recipe_io import dump_recipe
+from mtp_train.study.arms import ArmSpec, open_arm, parse_arm, require_distinct
+from runs import tiny_recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "arm"),
+    [
+        ("demo:base", ArmSpec("base", "demo:base", "own")),
+        ("demo:finetune+demo:base", ArmSpec("finetune+base", "demo:finetune", "demo:base")),
+        ("old=demo:finetune+demo:base", ArmSpec("old", "demo:finetune", "demo:base")),
+        ("./my-27b+ngram", ArmSpec("my-27b+ngram", "./my-27b", "ngram")),
+        ("Qwen/27B+model:Qwen/1B", ArmSpec("27B+1B", "Qwen/27B", "model:Qwen/1B")),
+        ("runs/a/export", ArmSpec("a/export", "runs/a/export", "own")),
+        ("m@8bit", ArmSpec("m@8bit", "m", "own", None, "8bit")),
+        ("m@4bit+h@8bit", ArmSpec("m@4bit+h@8bit", "m", "h", None, "4bit", "8bit")),
+    ],
+)  # fmt: skip
+def test_an_arm_is_a_trunk_and_what_drafts(text: str, arm: ArmSpec) -> None:
+    assert parse_arm(text) == arm
+
+
+@pytest.mark.parametrize("text", ["", "+demo:base", "demo:finetune+"])
+def test_half_an_arm_is_refused(text: str) -> None:
+    with pytest.raises(DataError, match=r"expected \[NAME=\]TRUNK"):
+        parse_arm(text)
+
+
+def test_a_path_may_hold_the_signs_of_the_syntax(tmp_path: Path) -> None:
+    odd = tmp_path / "a=b+c"
+    odd.mkdir()
+    assert parse_arm(str(odd)).trunk == str(odd)
+
+
+def test_a_run_is_its_trunk_with_its_retrained_head(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run7"
+    run_dir.mkdir()
+    recipe = tiny_recipe(tmp_path / "in", run_dir)
+    (run_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="without a head so far"):
+        parse_arm(str(run_dir))
+    (run_dir / "head").mkdir()
+    assert parse_arm(str(run_dir)) == ArmSpec("run7", recipe.model.trunk, str(run_dir / "head"))
+    assert parse_arm(f"new={run_dir}").name == "new"
+
+
+def test_arms_need_names_of_their_own() -> None:
+    one = ArmSpec("a", "t", "own")
+    require_distinct([one, ArmSpec("b", "t", "own")])
+    with pytest.raises(DataError, match="a names more than one"):
+        require_distinct([one, one])
+    with pytest.raises(DataError, match="plain decoding"):
+        require_distinct([ArmSpec("none", "t", "own")])
+
+
+def test_only_heads_are_packed() -> None:
+    with pytest.raises(DataError, match="expected a head"):
+        open_arm(ArmSpec("x", "demo:base", "ngram", head_quantization="8bit"))

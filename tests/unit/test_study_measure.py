@@ -1,0 +1,210 @@
+"""Decoding a grid: what is kept, what is found again, and that every arm decodes the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder
+from mtp_inference.draft import DrafterMaker
+from mtp_inference.other_drafters import NgramDrafting
+from mtp_inference.reference import compare_sampled
+from mtp_train.data.regenerated import noise_seed
+from mtp_train.errors import OutputExistsError
+from mtp_train.heads.trunk import Trunk
+from mtp_train.study import measure
+from mtp_train.study.measure import Grid, measure_block
+from mtp_train.study.records import Decoded, Setting, TaskPrompt
+from mtp_train.study.store import Store
+from tiny import tiny_head, tiny_trunk
+
+GRID = Grid(
+    suite="demo",
+    tasks=None,
+    prompts_per_task=2,
+    temperatures=(0.0, 1.0),
+    contexts=(None,),
+    depths=(1, 3),
+    rules=("greedy", "argmax", "sampled"),
+    max_new_tokens=12,
+    batch=1,
+    seed=0,
+)
+Measured = dict[str, dict[Setting, list[Decoded]]]
+
+
+def prompts() -> list[TaskPrompt]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(0, 60, (length,), generator=generator).tolist() for length in (5, 9, 7)]
+    return [
+        TaskPrompt(id=f"p{number}", group="", prompt_ids=tuple(one), task="ab"[number % 2])
+        for number, one in enumerate(tokens)
+    ]
+
+
+@pytest.fixture(scope="module")
+def trunk() -> Trunk:
+    return tiny_trunk("qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def drafting(trunk: Trunk) -> dict[str, DrafterMaker]:
+    return {"head": HeadDrafting(tiny_head(trunk)), "lookup": NgramDrafting()}
+
+
+def block(
+    trunk: Trunk, drafting: dict[str, DrafterMaker], out: Path, temperature: float, grid: Grid = GRID
+) -> tuple[Measured, int]:
+    done: list[None] = []
+    measured = measure_block(
+        trunk,
+        drafting,
+        prompts(),
+        grid.drafted(temperature, None),
+        plain_arm="none",
+        grid=grid,
+        eos_ids=(),
+        store=Store(out, {"grid": repr(grid)}),
+        on_prompt=lambda: done.append(None),
+    )
+    return measured, len(done)
+
+
+def test_rules_go_with_temperatures() -> None:
+    assert {one.rule for one in GRID.drafted(0.0, None)} == {"greedy"}
+    assert {one.rule for one in GRID.drafted(1.0, None)} == {"argmax", "sampled"}
+    assert len(GRID.settings()) == 2 + 4
+    assert GRID.headline == Setting(0.0, None, 3, "greedy")
+    assert replace(GRID, depths=(5,), temperatures=(1.0,)).headline == Setting(1.0, None, 5, "sampled")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_arm_says_what_plain_decoding_says(
+    trunk: Trunk, drafting: dict[str, DrafterMaker], tmp_path: Path, temperature: float
+) -> None:
+    measured, done = block(trunk, drafting, tmp_path / "out", temperature)
+    plain = measured["none"][Setting(temperature, None, 0, "none")]
+    settings = GRID.drafted(temperature, None)
+    assert done == 3 * (1 + 2 * len(settings))
+    for arm in drafting:
+        for setting in settings:
+            for ours, reference, prompt in zip(measured[arm][setting], plain, prompts(), strict=True):
+                assert (ours.prompt_id, ours.task, ours.prompt_tokens) == (
+                    prompt.id,
+                    prompt.task,
+                    len(prompt.prompt_ids),
+                )
+                assert len(ours.token_ids) == GRID.max_new_tokens
+                if setting.rule == "sampled" and arm == "head":
+                    # Drafts were drawn: the text is another draw from the same distribution.
+                    assert ours.same_as_plain is None
+                elif setting.rule != "sampled":
+                    assert (ours.token_ids, ours.same_as_plain) == (reference.token_ids, "identical")
+                assert len(ours.drafted) == len(ours.accepted)
+                assert all(a <= d <= setting.depth for a, d in zip(ours.accepted, ours.drafted, strict=True))
+                # The first token comes from prefill; the last round may go past the limit.
+                assert 1 + len(ours.accepted) + sum(ours.accepted) >= GRID.max_new_tokens
+    assert all(one.drafted == (0,) * (GRID.max_new_tokens - 1) and one.same_as_plain is None for one in plain)
+
+
+def test_batches_give_the_same_texts(trunk: Trunk, drafting: dict[str, DrafterMaker], tmp_path: Path) -> None:
+    alone, _ = block(trunk, drafting, tmp_path / "alone", 1.0)
+    together, _ = block(trunk, drafting, tmp_path / "together", 1.0, replace(GRID, batch=2))
+    for arm in alone:
+        for setting, texts in alone[arm].items():
+            others = together[arm][setting]
+            assert [(one.token_ids, one.accepted) for one in texts] == [(one.token_ids, one.accepted) for one in others]
+
+
+def test_a_broken_off_study_goes_on(
+    trunk: Trunk, drafting: dict[str, DrafterMaker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = block(trunk, drafting, tmp_path / "whole", 0.0)
+    left = iter(range(7))
+    stock = measure._decode
+
+    def breaking(*args: Any) -> Any:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return stock(*args)
+
+    monkeypatch.setattr(measure, "_decode", breaking)
+    out = tmp_path / "broken"
+    with pytest.raises(KeyboardInterrupt):
+        block(trunk, drafting, out, 0.0)
+    monkeypatch.undo()
+    files = sorted(out.glob("measured/*/*.jsonl"))
+    # A kill may leave half a line.
+    with files[0].open("a", encoding="utf-8") as file:
+        file.write('{"prompt_id": "p1", "ta')
+    kept = {path: path.read_text(encoding="utf-8").splitlines()[0] for path in files}
+    again, _ = block(trunk, drafting, out, 0.0)
+    assert texts_of(again) == texts_of(whole)
+    for path, line in kept.items():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert lines[0] == line, "what was measured is not measured again"
+        assert [json.loads(line)["prompt_id"] for line in lines] == ["p0", "p1", "p2"]
+
+
+def texts_of(measured: Measured) -> dict[str, Any]:
+    return {
+        f"{arm} {setting.slug}": [(one.token_ids, one.drafted, one.accepted) for one in texts]
+        for arm, by_setting in measured.items()
+        for setting, texts in by_setting.items()
+    }
+
+
+def test_a_directory_belongs_to_one_study(tmp_path: Path) -> None:
+    assert not (tmp_path / "a").exists()
+    Store(tmp_path / "a", {"grid": 1}).file("arm", "costs.json")
+    Store(tmp_path / "a", {"grid": 1})
+    with pytest.raises(OutputExistsError, match=r"another study \(its grid differ"):
+        Store(tmp_path / "a", {"grid": 2})
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "notes.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(OutputExistsError, match=r"not a study's \(notes.txt\)"):
+        Store(tmp_path / "b", {"grid": 1})
+    (tmp_path / "c").write_text("", encoding="utf-8")
+    with pytest.raises(OutputExistsError, match="is a file"):
+        Store(tmp_path / "c", {"grid": 1})
+
+
+# Sampled texts that part
+
+
+@pytest.fixture(scope="module")
+def sampled(trunk: Trunk) -> tuple[TaskPrompt, Sampling, list[int]]:
+    prompt = prompts()[0]
+    sampling = Sampling(temperature=1.0, seed=noise_seed(prompt.id, 0))
+    (result,) = SpeculativeDecoder(trunk, None, 0, ()).generate([prompt.prompt_ids], 8, sampling)
+    return prompt, sampling, list(result.token_ids)
+
+
+def test_a_sampled_text_that_parts_anywhere_is_a_divergence(
+    trunk: Trunk, sampled: tuple[TaskPrompt, Sampling, list[int]]
+) -> None:
+    prompt, sampling, text = sampled
+    assert compare_sampled(text, text, trunk, prompt.prompt_ids, sampling, 1e-4).verdict == "identical"
+    for position in (0, 5):
+        other = [*text[:position], (text[position] + 7) % 60, *text[position + 1 :]]
+        found = compare_sampled(other, text, trunk, prompt.prompt_ids, sampling, 1e-4)
+        assert (found.verdict, found.position) == ("divergence", position)
+    assert compare_sampled(text[:4], text, trunk, prompt.prompt_ids, sampling, 1e-4).verdict == "divergence"
+
+
+def test_a_sampled_text_that_parts_at_an_edge_is_a_near_tie(
+    trunk: Trunk, sampled: tuple[TaskPrompt, Sampling, list[int]]
+) -> None:
+    """Its neighbour in the distribution is a tie for a gap as wide as the way to its stretch, and not for less."""
+    prompt, sampling, text = sampled
+    other = [*text[:3], text[3] + 1, *text[4:]]
+    gap = compare_sampled(other, text, trunk, prompt.prompt_ids, sampling, 0.0).gap
+    assert gap is not None
+    assert gap > 0.0
+    assert compare_sampled(other, text, trunk, prompt.prompt_ids, sampling, gap * 1.01).verdict == "near_tie"
+    assert compare_sampled(other, text, trunk, prompt.prompt_ids, sampling, gap * 0.99).verdict == "divergence"
