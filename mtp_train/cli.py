@@ -11,12 +11,16 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import Progress
 
+from mtp_train.cli_study import add_compare, add_evaluate, evaluated_arms, grid_of
 from mtp_train.errors import GateRefusedError, MtpError
+
+if TYPE_CHECKING:
+    from mtp_train.study.arms import ArmSpec
 
 
 class Result(NamedTuple):
@@ -107,6 +111,18 @@ def build_parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", parents=[common], help="decode with the built-in speculative decoder")
     _add_generate(generate)
+
+    evaluate = commands.add_parser(
+        "evaluate", parents=[common], help="measure acceptance and speed by task, temperature, context, depth, rule"
+    )
+    add_evaluate(evaluate)
+    evaluate.set_defaults(handler=_evaluate)
+
+    compare = commands.add_parser(
+        "compare", parents=[common], help="the same of several arms, with paired statistics: which differences are real"
+    )
+    add_compare(compare)
+    compare.set_defaults(handler=_compare)
 
     demo = commands.add_parser("demo", parents=[common], help="write the embedded demo checkpoints")
     demo.add_argument("target", type=Path, metavar="DIR")
@@ -298,6 +314,33 @@ def _generate(args: argparse.Namespace) -> Result:
     with _progress(args) as progress:
         document = generate(request, progress)
     return Result(document, "\n\n".join(one["text"] for one in document["requests"]))
+
+
+def _evaluate(args: argparse.Namespace) -> Result:
+    return _study(args, evaluated_arms(args))
+
+
+def _compare(args: argparse.Namespace) -> Result:
+    from mtp_train.study.arms import parse_arm
+
+    return _study(args, [parse_arm(text) for text in args.arms])
+
+
+def _study(args: argparse.Namespace, arms: list[ArmSpec]) -> Result:
+    from mtp_train.commands.evaluate import study_arms
+    from mtp_train.report.study_table import study_summary
+
+    with _progress(args) as progress:
+        report = study_arms(arms, grid_of(args, arms), args.out, progress, args.costs, args.wandb)
+    return Result(report.to_json(), _rendered(study_summary(report)), 1 if report.lossless.faults else 0)
+
+
+def _rendered(renderable: RenderableType) -> str:
+    """Return what a table looks like where stdout goes."""
+    console = Console()
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get().rstrip()
 
 
 def _demo(args: argparse.Namespace) -> Result:

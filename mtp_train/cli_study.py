@@ -1,0 +1,131 @@
+"""The command line of ``evaluate`` and ``compare``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from mtp_train.study.arms import ArmSpec
+    from mtp_train.study.measure import Grid
+
+T = TypeVar("T")
+RULES = ("greedy", "argmax", "sampled")
+PACKINGS = ("none", "8bit", "4bit")
+
+
+def add_evaluate(command: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``evaluate``."""
+    command.add_argument("checkpoint")
+    command.add_argument(
+        "--head",
+        default="own",
+        help="a head directory, a checkpoint to take one from, an assistant, ngram, or model:CKPT (default: its own)",
+    )
+    command.add_argument("--adapter", metavar="DIR", help="a peft adapter for the trunk, put on unmerged")
+    command.add_argument(
+        "--trunk-bits", nargs="+", choices=PACKINGS, default=["none"], help="pack the trunk: an arm for each"
+    )
+    command.add_argument(
+        "--head-bits", nargs="+", choices=PACKINGS, default=["none"], help="pack the head: an arm for each"
+    )
+    _add_grid(command)
+
+
+def add_compare(command: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``compare``."""
+    command.add_argument(
+        "arms",
+        nargs="+",
+        metavar="[NAME=]TRUNK[+HEAD]",
+        help="a checkpoint with its own head, a trunk + what drafts (see evaluate --head), or the directory of a run; "
+        "@8bit or @4bit behind either packs it",
+    )
+    _add_grid(command)
+
+
+def _add_grid(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--suite",
+        help="builtin, demo, mt-bench:LOC, spec-bench:LOC, speed-bench:LOC, humaneval:LOC, gsm8k:LOC, or a file",
+    )
+    command.add_argument("--tasks", nargs="+", metavar="TASK", help="only these tasks of the suite")
+    command.add_argument("--prompts-per-task", type=int, default=8, metavar="N")
+    command.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0], metavar="T")
+    command.add_argument(
+        "--contexts",
+        nargs="+",
+        type=_context,
+        default=[None],
+        metavar="N|own",
+        help="bring prompts to these lengths with other text before them (default: own, as they are)",
+    )
+    command.add_argument(
+        "--depths", nargs="+", type=int, metavar="K", help="drafts per round (default: 1 2 3 5, where the heads can)"
+    )
+    command.add_argument(
+        "--rules",
+        nargs="+",
+        choices=RULES,
+        default=list(RULES),
+        help="greedy at temperature 0; above: argmax drafts, or sampled ones with rejection",
+    )
+    command.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    command.add_argument("--batch", type=int, default=1, metavar="N", help="prompts decoded together")
+    command.add_argument("--seed", type=int, default=0, metavar="S")
+    command.add_argument("--no-costs", dest="costs", action="store_false", help="leave out latency and prefill")
+    command.add_argument("--wandb", choices=("off", "offline", "online"), default="off", help="track the report")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory, or one to go on in")
+
+
+def grid_of(args: argparse.Namespace, arms: Sequence[ArmSpec]) -> Grid:
+    """Return the grid that was asked for, with defaults that suit the arms."""
+    from mtp_train.commands.evaluate import default_depths, default_suite
+    from mtp_train.study.measure import Grid
+
+    return Grid(
+        suite=args.suite or default_suite(arms),
+        tasks=None if args.tasks is None else tuple(args.tasks),
+        prompts_per_task=args.prompts_per_task,
+        temperatures=_unique(args.temperatures),
+        contexts=_unique(args.contexts),
+        depths=default_depths(arms) if args.depths is None else _unique(args.depths),
+        rules=_unique(args.rules),
+        max_new_tokens=args.max_new_tokens,
+        batch=args.batch,
+        seed=args.seed,
+    )
+
+
+def evaluated_arms(args: argparse.Namespace) -> list[ArmSpec]:
+    """Return the arms of ``evaluate``: one, or one for each way of packing."""
+    from mtp_train.study.arms import ArmSpec, named
+
+    packings = [(trunk, head) for trunk in _unique(args.trunk_bits) for head in _unique(args.head_bits)]
+    return [
+        named(
+            ArmSpec(
+                "",
+                args.checkpoint,
+                args.head,
+                args.adapter,
+                None if trunk == "none" else trunk,
+                None if head == "none" else head,
+            )
+        )
+        for trunk, head in packings
+    ]
+
+
+def _unique(values: Sequence[T]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+def _context(text: str) -> int | None:
+    if text == "own":
+        return None
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"'{text}'; expected a number of tokens, or own")
+    return int(text)

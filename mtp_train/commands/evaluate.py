@@ -1,0 +1,95 @@
+"""``mtp-train evaluate`` and ``compare``: acceptance over a grid of settings, of one arm or of several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.progress import Progress
+
+from mtp_inference import MAX_DEPTH
+from mtp_train.demo import PREFIX
+from mtp_train.errors import DataError
+from mtp_train.inputs import open_location
+from mtp_train.report.cells import StudyReport
+from mtp_train.report.study_tracking import WandbMode, log_study
+from mtp_train.report.study_write import write_study
+from mtp_train.run_dir import checkpoint_identity, environment_facts
+from mtp_train.study.arms import ArmSpec, open_arm
+from mtp_train.study.measure import Grid
+from mtp_train.study.run import REPORT_FILE, run_study
+
+DEPTHS = (1, 2, 3, 5)
+WANDB_PROJECT = "mtp-train"
+
+
+def study_arms(
+    specs: Sequence[ArmSpec], grid: Grid, out: Path, progress: Progress, costs: bool, wandb: WandbMode
+) -> StudyReport:
+    """Measure arms, write the report and return it.
+
+    Args:
+        specs: The arms.
+        grid: The settings.
+        out: Where measurements and report go.
+        progress: Shows how far it is.
+        costs: Whether latency and prefill are timed as well.
+        wandb: Whether Weights & Biases gets the report, and when.
+
+    Raises:
+        MtpError: The grid is empty or out of range, an arm cannot be measured, or ``out`` holds something else.
+    """
+    require_grid(grid)
+    title = "evaluation" if len(specs) == 1 else "comparison"
+    report = run_study(
+        specs, grid, out, progress, title=f"{title} of {', '.join(one.name for one in specs)}", costs=costs
+    )
+    if not (out / REPORT_FILE).is_file():
+        identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}
+        write_study(report, out, {"arms": identities, **environment_facts()})
+        log_study(report, out, WANDB_PROJECT, wandb)
+    return report
+
+
+def default_suite(specs: Sequence[ArmSpec]) -> str:
+    """Return the suite of arms that none was named for: the demo's own for its trunks, which know nothing else."""
+    return "demo" if all(spec.trunk.startswith(PREFIX) for spec in specs) else "builtin"
+
+
+def default_depths(specs: Sequence[ArmSpec]) -> tuple[int, ...]:
+    """Return the depths of arms that none were named for: those that all of them can draft.
+
+    Raises:
+        MtpError: The files of an arm are not what they should be.
+    """
+    deepest = min(open_arm(spec).deepest for spec in specs)
+    return tuple(depth for depth in DEPTHS if depth <= deepest)
+
+
+def require_grid(grid: Grid) -> None:
+    """Check the numbers of a grid.
+
+    Raises:
+        DataError: One is out of range, or no setting is left.
+    """
+    contexts = [one for one in grid.contexts if one is not None]
+    checks: tuple[tuple[str, Sequence[float], float, float, str], ...] = (
+        ("--depths", grid.depths, 1, MAX_DEPTH, f"1 to {MAX_DEPTH}"),
+        ("--temperatures", grid.temperatures, 0.0, math.inf, "0 or more"),
+        ("--contexts", contexts, 1, math.inf, "1 or more, or own"),
+        ("--prompts-per-task", [grid.prompts_per_task], 1, math.inf, "1 or more"),
+        ("--max-new-tokens", [grid.max_new_tokens], 2, math.inf, "2 or more, as the first token needs no round"),
+        ("--batch", [grid.batch], 1, math.inf, "1 or more"),
+    )
+    for flag, values, low, high, expected in checks:
+        for value in values:
+            if not low <= value <= high:
+                raise DataError(f"{flag}: {value:g}; expected {expected}. Correct it, or leave the flag out.")
+    for temperature in grid.temperatures:
+        if not grid.drafted(temperature, None):
+            wanted = "greedy" if temperature == 0.0 else "argmax or sampled"
+            raise DataError(
+                f"--rules: {' '.join(grid.rules)}, none of them for temperature {temperature:g}; expected {wanted}. "
+                "Add it, or leave the temperature out."
+            )

@@ -1,0 +1,273 @@
+"""A study from its arms to its report: one trunk in memory at a time, and everything it measures kept on the way."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from mtp_inference.draft import DrafterMaker
+from mtp_train.errors import DataError
+from mtp_train.families.engines import engine_commands
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.trunk import Trunk
+from mtp_train.inputs import eos_token_ids, load_tokenizer
+from mtp_train.report.cells import ArmCosts, Latency, StudyReport, load_study
+from mtp_train.report.schema import build
+from mtp_train.run_dir import checkpoint_identity
+from mtp_train.study.arms import (
+    PLAIN,
+    ArmSpec,
+    OpenArm,
+    load_arm_trunk,
+    load_drafting,
+    open_arm,
+    require_distinct,
+    trunk_label,
+)
+from mtp_train.study.assemble import Measured, assemble
+from mtp_train.study.costs import head_costs
+from mtp_train.study.dense import DenseRows, dense_rows
+from mtp_train.study.latency import measure_latency
+from mtp_train.study.measure import Grid, measure_block
+from mtp_train.study.records import Decoded, Setting, TaskPrompt
+from mtp_train.study.statistics import MeasuredArm
+from mtp_train.study.store import Store
+from mtp_train.study.suites import load_suite, suite_prompts
+from mtp_train.weights.files import Checkpoint, read_json
+from mtp_train.weights.finite import require_finite_checkpoint
+from mtp_train.weights.writing import write_json
+
+REPORT_FILE, COSTS_FILE = "report.json", "costs.json"
+LATENCY_BATCHES = (1, 4, 16)
+LATENCY_REPEATS = 2
+DENSE_SEQ_LEN_TOKENS = 8192
+"""Longest text that teacher-forced figures are taken on; a longer one counts with its beginning."""
+Prompts = Mapping[int | None, Sequence[TaskPrompt]]
+"""By the length they were brought to."""
+
+
+@dataclass(frozen=True)
+class _Study:
+    grid: Grid
+    store: Store
+    progress: Progress
+    costs: bool
+    given: Sequence[TaskPrompt] | None
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A trunk in memory, and what drafts for it."""
+
+    name: str
+    plain_name: str
+    trunk: Trunk
+    arms: Sequence[OpenArm]
+    drafting: Mapping[str, DrafterMaker]
+    heads: Mapping[str, MtpHead]
+    prompts: Prompts
+    eos_ids: frozenset[int]
+
+
+def run_study(
+    specs: Sequence[ArmSpec],
+    grid: Grid,
+    out: Path,
+    progress: Progress,
+    *,
+    title: str,
+    costs: bool,
+    prompts: Sequence[TaskPrompt] | None = None,
+) -> StudyReport:
+    """Measure arms over a grid.
+
+    Args:
+        specs: The arms, in the order they are shown.
+        grid: The settings.
+        out: Where measurements are kept. A study that was broken off there goes on; of one that was finished the report
+            is read.
+        progress: Shows how far it is.
+        title: What the report is called.
+        costs: Whether latency and prefill are timed as well.
+        prompts: Prompts in the place of the grid's suite, as they are.
+
+    Raises:
+        MtpError: An arm cannot be measured, or ``out`` holds something else.
+    """
+    require_distinct(specs)
+    arms = [open_arm(spec) for spec in specs]
+    for checkpoint in _checkpoints(arms):
+        require_finite_checkpoint(checkpoint, progress)
+    store = Store(out, _identity(arms, grid, costs, prompts))
+    if (out / REPORT_FILE).is_file():
+        return load_study(out / REPORT_FILE)
+    study = _Study(grid, store, progress, costs, prompts)
+    by_trunk: dict[Any, list[OpenArm]] = {}
+    for arm in arms:
+        by_trunk.setdefault(arm.spec.trunk_key, []).append(arm)
+    found = Measured()
+    for group in by_trunk.values():
+        plain_name = PLAIN if len(by_trunk) == 1 else f"{PLAIN}@{trunk_label(group[0].spec)}"
+        _measure(study, _load(study, group, plain_name), found)
+        # Its weights go before the next one's come.
+        gc.collect()
+    return assemble(found, grid, title)
+
+
+def _checkpoints(arms: Sequence[OpenArm]) -> list[Checkpoint]:
+    every = [checkpoint for arm in arms for checkpoint in (arm.checkpoint, *arm.draft_checkpoints)]
+    return list({checkpoint.path: checkpoint for checkpoint in every}.values())
+
+
+def _identity(arms: Sequence[OpenArm], grid: Grid, costs: bool, prompts: Sequence[TaskPrompt] | None) -> dict[str, Any]:
+    """Say what a study is, for its directory. Two that say the same may go on with each other's measurements."""
+    return {
+        "arms": [
+            {**asdict(arm.spec), "checkpoint": checkpoint_identity(arm.spec.trunk, arm.checkpoint)} for arm in arms
+        ],
+        "grid": {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(grid).items()},
+        "costs": costs,
+        "prompts": None if prompts is None else [prompt.id for prompt in prompts],
+        "device": _device().type,
+    }
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _load(study: _Study, group: Sequence[OpenArm], plain_name: str) -> _Loaded:
+    first = group[0]
+    tokenizer = load_tokenizer(first.checkpoint, trust_remote_code=False)
+    prompts = _prompts(study.grid, tokenizer) if study.given is None else {None: study.given}
+    trunk = load_arm_trunk(first, _device())
+    drafting: dict[str, DrafterMaker] = {}
+    heads: dict[str, MtpHead] = {}
+    for arm in group:
+        maker, head = load_drafting(arm, trunk)
+        if maker is not None:
+            maker.check(trunk, max(study.grid.depths))
+            drafting[arm.spec.name] = maker
+        if head is not None:
+            heads[arm.spec.name] = head
+    eos_ids = eos_token_ids(first.checkpoint, tokenizer)
+    return _Loaded(first.spec.trunk_name, plain_name, trunk, group, drafting, heads, prompts, eos_ids)
+
+
+def _prompts(grid: Grid, tokenizer: Any) -> Prompts:
+    suite = load_suite(grid.suite)
+    prompts = {
+        context: suite_prompts(
+            suite,
+            tokenizer,
+            context_tokens=context,
+            prompts_per_task=grid.prompts_per_task,
+            seed=grid.seed,
+            tasks=grid.tasks,
+        )
+        for context in grid.contexts
+    }
+    for context, some in prompts.items():
+        if len(some) < 2:
+            raise DataError(
+                f"--contexts {context}: {len(some)} prompts of {suite.name} fit; expected at least 2, as intervals are "
+                "over prompts. Ask for a longer context, or for more prompts."
+            )
+    return prompts
+
+
+def _measure(study: _Study, loaded: _Loaded, found: Measured) -> None:
+    """Measure everything on one trunk, and add it to what was found."""
+    weight = loaded.trunk.lm_head_VD
+    found.facts = {"dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
+    decoded = _decode(study, loaded)
+    plain = decoded[loaded.plain_name]
+    dense = {name: _dense(study, loaded, name, plain) for name in loaded.heads}
+    # The trunk's entropy is the same with any head, and plain decoding has none to measure it with.
+    found.arms.append(MeasuredArm(loaded.plain_name, loaded.name, None, plain, next(iter(dense.values()), {})))
+    for arm in loaded.arms:
+        name, head_name = arm.spec.name, arm.spec.head_name
+        if name not in loaded.drafting:
+            continue
+        both = {**plain, **decoded[name]}
+        found.arms.append(MeasuredArm(name, loaded.name, head_name, both, dense.get(name, {})))
+        found.checked += [one for texts in decoded[name].values() for one in texts if one.same_as_plain is not None]
+        if arm.plan is not None:
+            found.flags[name] = partial(engine_commands, arm.family.engines, arm.spec.served_path)
+    if study.costs:
+        _measure_costs(study, loaded, found)
+
+
+def _decode(study: _Study, loaded: _Loaded) -> dict[str, dict[Setting, list[Decoded]]]:
+    grid, prompts = study.grid, loaded.prompts
+    blocks = [(context, grid.drafted(t, context)) for context in prompts for t in grid.temperatures]
+    total = sum(len(prompts[context]) * (1 + len(loaded.drafting) * len(settings)) for context, settings in blocks)
+    task = study.progress.add_task(f"decoding with {loaded.name}", total=total)
+    decoded: dict[str, dict[Setting, list[Decoded]]] = {name: {} for name in (loaded.plain_name, *loaded.drafting)}
+    for context, settings in blocks:
+        block = measure_block(
+            loaded.trunk,
+            loaded.drafting,
+            prompts[context],
+            settings,
+            plain_arm=loaded.plain_name,
+            grid=grid,
+            eos_ids=loaded.eos_ids,
+            store=study.store,
+            on_prompt=partial(study.progress.advance, task),
+        )
+        for name, by_setting in block.items():
+            decoded[name].update(by_setting)
+    return decoded
+
+
+def _dense(
+    study: _Study, loaded: _Loaded, name: str, plain: Mapping[Setting, Sequence[Decoded]]
+) -> dict[tuple[float, int | None], DenseRows]:
+    """Look at every position of the trunk's own texts, once for each temperature and context."""
+    found = {}
+    for setting, texts in study.progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
+        path = study.store.file(name, f"dense-{setting.slug}.npz")
+        if not path.is_file():
+            rows = dense_rows(
+                loaded.trunk,
+                loaded.heads[name],
+                loaded.prompts[setting.context_tokens],
+                texts,
+                max(study.grid.depths),
+                setting.temperature,
+                DENSE_SEQ_LEN_TOKENS,
+            )
+            rows.save(path)
+        found[setting.temperature, setting.context_tokens] = DenseRows.load(path)
+    return found
+
+
+def _measure_costs(study: _Study, loaded: _Loaded, found: Measured) -> None:
+    headline = study.grid.headline
+    prompts = [prompt.prompt_ids for prompt in loaded.prompts[headline.context_tokens]]
+    for name, maker in study.progress.track(loaded.drafting.items(), description="latency and prefill"):
+        path = study.store.file(name, COSTS_FILE)
+        if not path.is_file():
+            costs = head_costs(name, loaded.trunk, maker)
+            latency = measure_latency(
+                name,
+                loaded.trunk,
+                maker,
+                depth=headline.depth,
+                prompts=prompts,
+                batches=[batch for batch in LATENCY_BATCHES if batch <= len(prompts)],
+                repeats=LATENCY_REPEATS,
+                on_run=lambda: None,
+            )
+            write_json(path, {"costs": asdict(costs), "latency": [asdict(one) for one in latency]})
+        kept = read_json(path)
+        found.costs.append(build(ArmCosts, kept["costs"], str(path)))
+        found.latency += [build(Latency, one, str(path)) for one in kept["latency"]]

@@ -1,0 +1,113 @@
+"""``evaluate`` and ``compare`` as a user runs them, on tiny models and prompts of his own."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_train.cli import main
+from mtp_train.report.cells import load_study
+from mtp_train.study import run
+from runs import document, write_inputs
+
+SMALL = ["--prompts-per-task", 3, "--depths", 1, 2, "--max-new-tokens", 10, "--no-costs"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def suite(inputs: Path) -> list[Any]:
+    return ["--suite", inputs / "chats.jsonl", *SMALL]
+
+
+def cells_of(report: Any, **fields: Any) -> list[Any]:
+    return [cell for cell in report["cells"] if all(cell[name] == value for name, value in fields.items())]
+
+
+def test_evaluate_measures_a_grid(inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    report = document(["evaluate", inputs / "base", *suite(inputs), "--out", out], capfd)
+    assert report == json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert list(report["arms"]) == ["none", "base"]
+    assert (report["arms"]["none"]["tau"], report["arms"]["none"]["head"]) == (1.0, None)
+    pooled = cells_of(report, task="all", arm="base")
+    assert {(one["temperature"], one["rule"], one["depth"]) for one in pooled} == {
+        (0.0, "greedy", 1),
+        (0.0, "greedy", 2),
+        *((1.0, rule, depth) for rule in ("argmax", "sampled") for depth in (1, 2)),
+    }
+    for cell in pooled:
+        assert cell["tau"] == pytest.approx(1 + cell["accepted_tokens"] / cell["rounds"])
+        assert (cell["prompts"], cell["draft_tokens"]) == (3, cell["rounds"] * cell["depth"])
+        assert sum(cell["accepted_histogram"]) == cell["rounds"]
+        assert len(cell["overlap"]) == cell["depth"]
+    # Greedy and argmax texts equal plain decoding; sampled ones need not.
+    assert report["lossless"] == {"checked": 12, "identical": 12, "near_tie_divergences": 0}
+    assert (out / "report.html").is_file()
+    with (out / "acceptance.csv").open(encoding="utf-8") as file:
+        assert len(list(csv.DictReader(file))) == len(report["cells"])
+
+
+def test_a_finished_study_is_read_and_another_grid_refused(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    command = ["evaluate", inputs / "base", *suite(inputs), "--temperatures", 0, "--out", out]
+    report = document(command, capfd)
+    monkeypatch.setattr(run, "load_arm_trunk", None)
+    assert document(command, capfd) == report
+    assert main([str(one) for one in [*command, "--seed", 7]]) == 2
+    assert "another study (its grid differ" in capfd.readouterr().err
+
+
+def test_compare_pairs_every_arm(inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    finetune, base = inputs / "finetune", inputs / "base"
+    arms = [f"vanilla={base}", f"graft={finetune}+{base}", f"lookup={finetune}+ngram", f"small={finetune}+model:{base}"]
+    out = tmp_path / "out"
+    report = document(["compare", *arms, *suite(inputs), "--temperatures", 0, "--out", out], capfd)
+    assert list(report["arms"]) == ["none@base", "vanilla", "none@finetune", "graft", "lookup", "small"]
+    pooled = [one for one in report["comparisons"] if one["task"] == "all" and one["depth"] == 2]
+    assert {frozenset((one["first"], one["second"])) for one in pooled} == {
+        frozenset(pair)
+        for pair in [
+            ("vanilla", "graft"), ("vanilla", "lookup"), ("vanilla", "small"),
+            ("graft", "lookup"), ("graft", "small"), ("lookup", "small"),
+        ]
+    }  # fmt: skip
+    assert {one["same_trunk"] for one in pooled if "vanilla" in (one["first"], one["second"])} == {False}
+    assert report["arms"]["lookup"]["overlap"] is None
+    assert load_study(out / "report.json").to_json() == report
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--depths", 9], "--depths: 9; expected 1 to 7"),
+        (["--temperatures", 0, "--rules", "sampled"], "none of them for temperature 0; expected greedy"),
+        (["--temperatures", -1], "--temperatures: -1"),
+        (["--tasks", "nonsense"], "nonsense"),
+        (["--suite", "bulitin"], "bulitin"),
+    ],
+)
+def test_wrong_input_ends_in_2_and_leaves_nothing(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: list[Any], says: str
+) -> None:
+    out = tmp_path / "out"
+    argv = ["evaluate", inputs / "base", *suite(inputs), "--out", out, *flags]
+    assert main([str(one) for one in argv]) == 2
+    assert says in capfd.readouterr().err
+    assert not out.exists() or not list(out.iterdir())
+
+
+def test_a_stripped_fine_tune_is_sent_for_a_head(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["evaluate", inputs / "finetune", *suite(inputs), "--out", tmp_path / "out"]
+    assert main([str(one) for one in argv]) == 2
+    assert "head" in capfd.readouterr().err
