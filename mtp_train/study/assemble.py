@@ -49,7 +49,7 @@ def assemble(found: Measured, grid: Grid, title: str) -> StudyReport:
         costs=tuple(found.costs),
         latency=tuple(found.latency),
         break_even=break_even(own, found.costs),
-        advice=tuple(one for arm in drafted for one in advise(own, arm.name, found.flags.get(arm.name, {}))),
+        advice=tuple(one for arm in drafted for one in advise(own, arm.name, found.flags.get(arm.name, _no_flags))),
         lossless=_lossless(found.checked),
         gate=None,
         settings=_settings(found, grid),

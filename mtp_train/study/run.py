@@ -146,7 +146,7 @@ def _device() -> torch.device:
 def _load(study: _Study, group: Sequence[OpenArm], plain_name: str) -> _Loaded:
     first = group[0]
     tokenizer = load_tokenizer(first.checkpoint, trust_remote_code=False)
-    prompts = _prompts(study.grid, tokenizer) if study.given is None else {None: study.given}
+    prompts: Prompts = {None: study.given} if study.given is not None else _prompts(study.grid, tokenizer)
     trunk = load_arm_trunk(first, _device())
     drafting: dict[str, DrafterMaker] = {}
     heads: dict[str, MtpHead] = {}
