@@ -134,8 +134,9 @@ def suite_prompts(
 
     ``context_tokens`` brings every prompt to exactly that many tokens at matched content: other text of the suite is
     put before the last user message's content (before raw text: at its start) and nothing else changes, token for
-    token. The ids are the same at all lengths. The text before it comes from anywhere in the suite, never from the
-    prompt's own group, and again from the first only after all was used: at 32k tokens a small suite repeats itself.
+    token. The ids are the same at all lengths. The text before it is other prompts of the suite, those of the same
+    task nearest and never one of the prompt's own group, and again the first only after all were used: at 32k tokens a
+    small suite repeats itself.
     A prompt that is longer already is left out; so is a text too short to be continued. How many were left out is the
     difference to :func:`choose_records` of the same arguments.
 
@@ -151,17 +152,17 @@ def suite_prompts(
         DataError: There is no such task, a record does not fit the tokenizer, or no prompt is left.
     """
     records = choose_records(suite, prompts_per_task=prompts_per_task, seed=seed, tasks=tasks)
-    filler = Filler((one.record for one in suite.records), tokenizer, seed)
+    filler = Filler(suite.records, tokenizer, seed)
     prompts = []
-    for task, record in ((one.task, one.record) for one in records):
-        prompt_ids = _prompt_ids(record, tokenizer)
+    for one in records:
+        record, prompt_ids = one.record, _prompt_ids(one.record, tokenizer)
         if not prompt_ids or (context_tokens is not None and len(prompt_ids) > context_tokens):
             continue
         if context_tokens is not None:
             place = _place(record, tokenizer, prompt_ids)
-            before = filler.before(record, context_tokens - len(prompt_ids))
+            before = filler.before(one, context_tokens - len(prompt_ids))
             prompt_ids = (*prompt_ids[:place], *before, *prompt_ids[place:])
-        prompts.append(TaskPrompt(id=record.id, group=record.group, prompt_ids=prompt_ids, task=task))
+        prompts.append(TaskPrompt(id=record.id, group=record.group, prompt_ids=prompt_ids, task=one.task))
     if not prompts:
         limit = "of two tokens or more" if context_tokens is None else f"of {context_tokens} tokens or fewer"
         raise DataError(

@@ -49,8 +49,11 @@ def user(text: str) -> dict[str, Any]:
 
 
 def suite_of(*contents: Content, task: str = "t") -> Suite:
-    records = (Record(f"s#{number}", content_group(content), content) for number, content in enumerate(contents, 1))
-    return Suite("s", tuple(SuiteRecord(task, record) for record in records))
+    name = "s" if task == "t" else task
+    records = (
+        Record(f"{name}#{number}", content_group(content), content) for number, content in enumerate(contents, 1)
+    )
+    return Suite(name, tuple(SuiteRecord(task, record) for record in records))
 
 
 def text(prompt: TaskPrompt, template: str | None = None) -> str:
@@ -165,6 +168,25 @@ def test_a_file_of_ones_own_holds_chats_prompts_or_texts_and_names_tasks(tmp_pat
     contents = [one.record.content for one in suite.records]
     assert contents == [Chat((user("Hi."),)), PromptResponse("raw ", ""), PlainText("a text")]
     assert [text(prompt) for prompt in suite_prompts(suite, byte_tokenizer(), tasks=["mine", "7"])] == ["a t", "raw "]
+
+
+def test_a_dataset_of_the_hub_is_asked_for_its_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def hub(path: str, config: str | None, *, split: str, streaming: bool) -> datasets.Dataset:
+        asked.append((path, config, split))
+        return datasets.Dataset.from_list([{**TURNS, "prompt": "x", "question": "y"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    for kind in ("mt-bench", "speed-bench", "humaneval", "gsm8k"):
+        assert len(load_suite(f"{kind}:some/where").records) == 1
+    assert len(load_suite("some/chats.of-mine").records) == 1
+    configs = [None, "qualitative", None, "main"]
+    splits = ["train", "test", "test", "test"]
+    assert asked == [
+        *(("some/where", *pair) for pair in zip(configs, splits, strict=True)),
+        ("some/chats.of-mine", None, "train"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -313,6 +335,15 @@ def test_filler_is_never_the_prompts_own_and_repeats_only_when_all_was_used() ->
         assert set(counts.values()) == {2}
 
 
+def test_filler_of_the_same_task_stands_nearest() -> None:
+    others = suite_of(*(PlainText(letter * 5) for letter in "xyz"), task="u")
+    suite = Suite("s", (*others.records, *LETTERS.records))
+    # All of it: a question, five others of its task and three of another, with the tokens that part them.
+    length = 30 + 5 * 31 + 3 * 6
+    for prompt in suite_prompts(suite, byte_tokenizer(None), context_tokens=length, tasks=["t"]):
+        assert [piece[0] in "xyz" for piece in text(prompt).split("\n\n")] == [True] * 3 + [False] * 6
+
+
 def test_records_of_a_group_do_not_stand_before_each_other() -> None:
     records = [Record(f"s#{number}", group, PlainText(group * 9)) for number, group in enumerate("aaabb")]
     suite = Suite("s", tuple(SuiteRecord("t", record) for record in records))
@@ -340,6 +371,13 @@ def test_a_prompt_that_is_longer_is_left_out_and_the_rest_keep_their_place() -> 
     assert {len(prompt.prompt_ids) for prompt in prompts} == {50}
     with pytest.raises(DataError, match="suite 's': none of 4 prompts is of 9 tokens or fewer; expected at least one"):
         suite_prompts(suite, byte_tokenizer(None), context_tokens=9)
+
+
+def test_a_text_without_a_half_is_left_out() -> None:
+    prompts = suite_prompts(suite_of(PlainText("a"), PlainText("abcd")), byte_tokenizer(None))
+    assert [text(prompt) for prompt in prompts] == ["ab"]
+    with pytest.raises(DataError, match="none of 1 prompts is of two tokens or more"):
+        suite_prompts(suite_of(PlainText("a")), byte_tokenizer(None))
 
 
 def test_a_suite_without_other_text_cannot_be_made_longer() -> None:
