@@ -35,7 +35,7 @@ class Prompt:
 
 
 def build_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return each record's prompt: a chat up to its last assistant turn, or the prompt of a pair.
+    """Return each record's prompt: a chat without the assistant turn that ends it, or the prompt of a pair.
 
     Raises:
         DataError: A record is plain text, starts with the assistant, or does not fit the tokenizer.

@@ -26,9 +26,8 @@ class Chat:
     messages: tuple[Message, ...]
 
     def prompt_messages(self) -> tuple[Message, ...]:
-        """Return the messages before the last assistant turn; all of them where there is none."""
-        assistant_turns = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
-        return self.messages[: assistant_turns[-1]] if assistant_turns else self.messages
+        """Return the messages that the assistant is to answer: all of them, but for a turn of its own at the end."""
+        return self.messages[:-1] if self.messages[-1]["role"] == "assistant" else self.messages
 
 
 @dataclass(frozen=True)

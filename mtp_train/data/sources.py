@@ -79,6 +79,27 @@ def load_records(
     return records
 
 
+def load_rows(
+    path: str, *, config: str | None = None, split: str = "train", name: str | None = None
+) -> list[dict[str, Any]]:
+    """Read the rows of one source as they are, for those who know its columns.
+
+    Args:
+        path: As for :func:`load_records`.
+        config: The configuration of a dataset on the hub; local files have none.
+        split: The split of a dataset on the hub or of a directory; local files have the one split ``train``.
+        name: What to call the source in messages; the path where it is None.
+
+    Raises:
+        DataError: There is no such file or dataset, it is empty, or it cannot be read.
+    """
+    name = name or path
+    files = _local_files(path, name)
+    if files is not None:
+        config, split = None, split if Path(path).expanduser().is_dir() else "train"
+    return list(_read(path, files, config, split, name, None, False)[1])
+
+
 def _read(
     path: str,
     files: Sequence[Path] | None,
@@ -141,7 +162,7 @@ def _local_files(path: str, name: str) -> list[Path] | None:
     else:
         return None
     if not files:
-        raise DataError(f"{name}: no such file; expected {KNOWN_FILES}. Check data.sources.")
+        raise DataError(f"{name}: no such file; expected {KNOWN_FILES}. Check the path.")
     kinds = {BUILDERS.get(_suffix(file)): file for file in files}
     if None in kinds:
         raise DataError(f"{kinds[None]}: a file of an unknown kind; expected {KNOWN_FILES}. Convert or rename it.")

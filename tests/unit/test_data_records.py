@@ -59,6 +59,7 @@ def test_text_must_be_text() -> None:
 def test_a_prompt_goes_up_to_the_last_assistant_turn() -> None:
     assert Chat((USER, ASSISTANT, USER, ASSISTANT)).prompt_messages() == (USER, ASSISTANT, USER)
     assert Chat((USER,)).prompt_messages() == (USER,)
+    assert Chat((USER, ASSISTANT, USER)).prompt_messages() == (USER, ASSISTANT, USER)
     assert Chat((ASSISTANT,)).prompt_messages() == ()
 
 

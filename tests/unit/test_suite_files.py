@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from byte_tokenizer import byte_tokenizer
+from mtp_train.data.records import Chat, PlainText, PromptResponse
+from mtp_train.errors import DataError
+from mtp_train.study.suites import Suite, load_suite, suite_prompts
+
+TURNS = {"question_id": 81, "category": "writing", "turns": [" Write. ", "Rewrite."]}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[None]:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def test_a_benchmark_of_several_turns_gives_its_first(tmp_path: Path) -> None:
+    file = write(tmp_path / "question.jsonl", TURNS, {**TURNS, "category": "rag", "turns": ["Only one."]})
+    for kind in ("mt-bench", "spec-bench", "speed-bench"):
+        suite = load_suite(f"{kind}:{file}")
+        assert [(one.task, one.record.id) for one in suite.records] == [("writing", f"{kind}#1"), ("rag", f"{kind}#2")]
+        assert suite.records[0].record.content == Chat((user("Write."),))
+        assert suite.tasks == ("writing", "rag")
+
+
+def test_speed_bench_is_read_from_either_script_and_from_a_directory(tmp_path: Path) -> None:
+    row = {"category": "qa", "messages": [user("First."), user("Second.")], "multiturn": True}
+    (one,) = load_suite(f"speed-bench:{write(tmp_path / 'qualitative.jsonl', row)}").records
+    assert (one.task, one.record.content) == ("qa", Chat((user("First."),)))
+    (tmp_path / "prepared").mkdir()
+    datasets.Dataset.from_list([TURNS]).to_parquet(str(tmp_path / "prepared" / "test.parquet"))
+    (one,) = load_suite(f"speed-bench:{tmp_path / 'prepared'}").records
+    assert one.record.content == Chat((user("Write."),))
+
+
+def test_human_eval_is_completed_and_gsm8k_answered(tmp_path: Path) -> None:
+    code = "def one():\n    "
+    (tmp_path / "h.jsonl.gz").write_bytes(gzip.compress(json.dumps({"task_id": "H/0", "prompt": code}).encode()))
+    (one,) = load_suite(f"humaneval:{tmp_path / 'h.jsonl.gz'}").records
+    assert (one.task, one.record.content) == ("humaneval", PromptResponse(code, ""))
+    (prompt,) = suite_prompts(Suite("h", (one,)), byte_tokenizer())
+    assert byte_tokenizer().decode(list(prompt.prompt_ids)) == code
+    file = write(tmp_path / "test.jsonl", {"question": "How many?", "answer": "#### 3"})
+    (one,) = load_suite(f"gsm8k:{file}").records
+    assert (one.task, one.record.content) == ("gsm8k", Chat((user("How many?"),)))
+
+
+def test_a_file_of_ones_own_holds_chats_prompts_or_texts_and_names_tasks(tmp_path: Path) -> None:
+    rows: list[object] = [
+        {"messages": [user(" Hi. ")], "prompt": "Hi.", "task": "chat"},
+        {"prompt": "raw ", "category": 7},
+        {"text": "a text"},
+    ]
+    suite = load_suite(write(tmp_path / "mine.test.jsonl", *rows))
+    assert [(one.task, one.record.id) for one in suite.records] == [
+        ("chat", "mine#1"),
+        ("7", "mine#2"),
+        ("mine", "mine#3"),
+    ]
+    contents = [one.record.content for one in suite.records]
+    assert contents == [Chat((user("Hi."),)), PromptResponse("raw ", ""), PlainText("a text")]
+    prompts = suite_prompts(suite, byte_tokenizer(), tasks=["mine", "7"])
+    assert [byte_tokenizer().decode(list(prompt.prompt_ids)) for prompt in prompts] == ["a t", "raw "]
+
+
+def test_a_dataset_of_the_hub_is_asked_for_its_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def hub(path: str, config: str | None, *, split: str, streaming: bool) -> datasets.Dataset:
+        asked.append((path, config, split))
+        return datasets.Dataset.from_list([{**TURNS, "prompt": "x", "question": "y"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    for kind in ("mt-bench", "speed-bench", "humaneval", "gsm8k"):
+        assert len(load_suite(f"{kind}:some/where").records) == 1
+    assert len(load_suite("some/chats.of-mine").records) == 1
+    configs = [None, "qualitative", None, "main"]
+    splits = ["train", "test", "test", "test"]
+    assert asked == [
+        *(("some/where", *pair) for pair in zip(configs, splits, strict=True)),
+        ("some/chats.of-mine", None, "train"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bultin", r"suite 'bultin': no such suite or file; expected builtin, demo, mt-bench:LOCATION.*mean builtin\?"),
+        ("mt_bench:q.jsonl", r"suite 'mt_bench:q\.jsonl': no such suite.*Did you mean mt-bench\?"),
+        ("gsm8k", r"suite 'gsm8k': no such suite or file.*Write gsm8k: and its file, or the id"),
+        ("none/mine.jsonl", r"none/mine\.jsonl: no such file; expected a \.json"),
+        ("mt-bench:none.jsonl", r"mt-bench:none\.jsonl: no such file; expected a \.json"),
+        ("gsm8k:nobody/nothing", r"gsm8k:nobody/nothing: cannot be read .*or a dataset of the hub"),
+    ],
+)
+def test_an_unknown_suite_or_a_missing_file_is_refused(name: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_suite(name)
+
+
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        ("mt-bench:", {"prompt": "x"}, "record 2: no 'turns', the fields are 'prompt'; expected `question_id`, `cate"),
+        ("spec-bench:", {"turns": ["x"]}, "record 2: no 'category', the fields are 'turns'; expected"),
+        ("mt-bench:", {**TURNS, "turns": []}, "record 2: turns are .*; expected a list of texts"),
+        ("mt-bench:", {**TURNS, "turns": [" "]}, "record 2, turn 1: text is ' '; expected text"),
+        ("speed-bench:", {**TURNS, "turns": [PLACEHOLDER]}, "record 2: a placeholder instead .*licence.*prepare.py"),
+        ("humaneval:", {"task_id": "H/1"}, "record 2: no 'prompt', the fields are 'task_id'; expected `task_id`"),
+        ("gsm8k:", {"answer": "3"}, "record 2: no 'question', the fields are 'answer'; expected `question`"),
+        ("", {"instruction": "x"}, "record 2: the fields are 'instruction'; expected `messages`"),
+        ("", {"text": "x", "task": "all"}, "record 2: the task 'all'; expected another name"),
+        ("", {"messages": []}, "record 2: messages are .*; expected a list of at least one"),
+    ],
+)
+def test_a_record_of_another_form_is_named(tmp_path: Path, kind: str, row: object, message: str) -> None:
+    good = {"": {"text": "x"}, "humaneval:": {"prompt": "x"}, "gsm8k:": {"question": "x"}}.get(kind, TURNS)
+    with pytest.raises(DataError, match=message):
+        load_suite(kind + write(tmp_path / "a.jsonl", good, row))
