@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -133,17 +132,8 @@ def tau_interval(
     counts: Sequence[PromptCounts], confidence: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> Interval | None:
     """Return the bootstrap interval of tau over prompts; None for a single prompt, which shows no spread."""
-    accepted_P = np.array([c.num_accepted_tokens for c in counts], dtype=np.float64)
-    found = ratio_interval(accepted_P, _rounds_P(counts), confidence, resamples, seed)
-    return None if found is None else (1.0 + found[0], 1.0 + found[1])
-
-
-def ratio_interval(
-    totals_P: FloatArray, counts_P: FloatArray, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> Interval | None:
-    """Return the bootstrap interval over prompts of ``sum(totals) / sum(counts)``, a mean that pools what they hold."""
-    weights_RP = _resampled_weights(len(totals_P), resamples, seed)
-    return _interval(_resampled_ratio(totals_P, counts_P, weights_RP), confidence, len(totals_P))
+    weights_RP = _resampled_weights(len(counts), resamples, seed)
+    return _interval(_resampled_tau(counts, weights_RP), confidence, len(counts))
 
 
 def marginal_intervals(
@@ -296,26 +286,19 @@ def _paired(a: Sequence[PromptCounts], b: Sequence[PromptCounts]) -> list[Prompt
     return [by_id[name] for name in names]
 
 
-@lru_cache(maxsize=16)
 def _resampled_weights(num_prompts: int, resamples: int, seed: int) -> FloatArray:
-    """Draw how often each prompt occurs in each resample, shape (R, P). A study asks for the same again and again."""
+    """Draw how often each prompt occurs in each resample, shape (R, P)."""
     if not num_prompts:
         raise ValueError("interval: no prompts; expected at least one. Evaluate on more prompts.")
     rng = np.random.default_rng(seed)
-    drawn_RP = rng.multinomial(num_prompts, np.full(num_prompts, 1.0 / num_prompts), size=resamples).astype(np.float64)
-    drawn_RP.setflags(write=False)
-    return drawn_RP
+    return rng.multinomial(num_prompts, np.full(num_prompts, 1.0 / num_prompts), size=resamples).astype(np.float64)
 
 
 def _resampled_tau(counts: Sequence[PromptCounts], weights_RP: FloatArray) -> FloatArray:
     accepted_P = np.array([c.num_accepted_tokens for c in counts], dtype=np.float64)
-    return 1.0 + _resampled_ratio(accepted_P, _rounds_P(counts), weights_RP)
-
-
-def _resampled_ratio(totals_P: FloatArray, counts_P: FloatArray, weights_RP: FloatArray) -> FloatArray:
-    # A resample without any round accepted nothing either: 0 / 1.
-    ratio_R: FloatArray = (weights_RP @ totals_P) / np.maximum(weights_RP @ counts_P, 1.0)
-    return ratio_R
+    # A resample without any round accepted nothing either: 1 + 0 / 1.
+    tau_R: FloatArray = 1.0 + (weights_RP @ accepted_P) / np.maximum(weights_RP @ _rounds_P(counts), 1.0)
+    return tau_R
 
 
 def _interval(values_R: FloatArray, confidence: float, num_prompts: int) -> Interval | None:

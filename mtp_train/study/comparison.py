@@ -17,7 +17,7 @@ import numpy as np
 from mtp_train.acceptance import FloatArray, PromptCounts
 from mtp_train.report.cells import ALL_TASKS, ArmComparison
 from mtp_train.study.entropy import EntropySums, fine_edges, overlap_difference
-from mtp_train.study.paired import Difference, holm, judge_difference
+from mtp_train.study.jackknife import Difference, holm, judge_difference
 from mtp_train.study.records import Setting
 from mtp_train.study.statistics import MeasuredArm
 

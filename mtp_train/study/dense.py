@@ -65,7 +65,8 @@ class DenseRows:
             DataError: The file is missing or damaged.
         """
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            # Opened here: numpy leaves a damaged file open.
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 return cls(**{field.name: stored[field.name] for field in fields(cls)})
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise DataError(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mtp_train.acceptance import FloatArray
 from mtp_train.study.dense import DenseRows
-from mtp_train.study.paired import Difference, judge_difference
+from mtp_train.study.jackknife import Difference, judge_difference
 
 ENTROPY_EDGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0)
 """Lower ends of the bins in nats; the last has no upper end."""

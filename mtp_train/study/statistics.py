@@ -21,19 +21,20 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from mtp_train.acceptance import (
+    FloatArray,
+    Interval,
     PromptCounts,
     acceptance_rate,
     conditional,
     marginal,
-    ratio_interval,
     repeated_ngram_share,
     tau,
-    tau_interval,
 )
 from mtp_train.report.cells import ALL_TASKS, Cell, EntropyBin, PositionBin
 from mtp_train.report.schema import ArmResult
 from mtp_train.study.dense import DenseRows
 from mtp_train.study.entropy import ENTROPY_EDGES, EntropySums
+from mtp_train.study.jackknife import ratio_interval
 from mtp_train.study.records import Decoded, Setting
 
 POSITION_EDGES = (0, *(8 << doubling for doubling in range(24)))
@@ -90,7 +91,7 @@ def arm_result(arm: MeasuredArm, setting: Setting, task: str | None = None) -> A
         trunk=arm.trunk,
         head=arm.head,
         tau=tau(counts),
-        tau_ci95=tau_interval(counts) if drafts else None,
+        tau_ci95=_tau_interval(*_accepted_and_rounds(counts), setting.depth) if drafts else None,
         acceptance_rate=acceptance_rate(counts),
         marginal=tuple(marginal(counts)) if drafts else None,
         conditional=tuple(conditional(counts)) if drafts else None,
@@ -137,7 +138,7 @@ def entropy_bins(arm: MeasuredArm) -> tuple[EntropyBin, ...]:
                     low_nats=low,
                     high_nats=ENTROPY_EDGES[number + 1] if number + 1 < len(ENTROPY_EDGES) else None,
                     overlap=float(overlaps_P.sum() / counts_P.sum()) if len(counts_P) else None,
-                    overlap_ci95=ratio_interval(overlaps_P, counts_P) if len(counts_P) else None,
+                    overlap_ci95=ratio_interval(overlaps_P, counts_P, 0.0, 1.0) if len(counts_P) else None,
                     share=float(counts_P.sum() / max(sums.counts_PB.sum(), 1.0)),
                 )
             )
@@ -199,6 +200,16 @@ def _macro(counts: Sequence[PromptCounts]) -> float | None:
     return _mean(own) if own else None
 
 
+def _accepted_and_rounds(counts: Sequence[PromptCounts]) -> tuple[FloatArray, FloatArray]:
+    accepted_P, rounds_P = np.array([(one.num_accepted_tokens, one.rounds) for one in counts], dtype=np.float64).T
+    return accepted_P, rounds_P
+
+
+def _tau_interval(accepted_P: FloatArray, rounds_P: FloatArray, depth: int) -> Interval | None:
+    interval = ratio_interval(accepted_P, rounds_P, 0.0, depth) if rounds_P.any() else None
+    return None if interval is None else (1.0 + interval[0], 1.0 + interval[1])
+
+
 def _histogram(decoded: Sequence[Decoded], depth: int) -> tuple[int, ...]:
     accepted = [number for one in decoded for number in one.accepted]
     return tuple(np.bincount(accepted, minlength=depth + 1).tolist()) if accepted else (0,) * (depth + 1)
@@ -257,7 +268,6 @@ def _position_bins(arm: MeasuredArm, setting: Setting) -> list[PositionBin]:
     for number in np.flatnonzero(rounds_PB.any(axis=0)).tolist():
         met_P = rounds_PB[:, number] > 0
         rounds_P, accepted_P = rounds_PB[met_P, number], accepted_PB[met_P, number]
-        interval = ratio_interval(accepted_P, rounds_P)
         found.append(
             PositionBin(
                 arm=arm.name,
@@ -267,7 +277,7 @@ def _position_bins(arm: MeasuredArm, setting: Setting) -> list[PositionBin]:
                 start=POSITION_EDGES[number],
                 stop=POSITION_EDGES[number + 1],
                 tau=1.0 + float(accepted_P.sum() / rounds_P.sum()),
-                tau_ci95=None if interval is None else (1.0 + interval[0], 1.0 + interval[1]),
+                tau_ci95=_tau_interval(accepted_P, rounds_P, setting.depth),
                 rounds=int(rounds_P.sum()),
             )
         )
