@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -65,46 +66,30 @@ class MeasuredArm:
         ]
 
 
+class _Part(NamedTuple):
+    """What an arm decoded at one setting, of one task or (None) all."""
+
+    arm: MeasuredArm
+    setting: Setting
+    task: str | None
+    decoded: list[Decoded]
+    counts: list[PromptCounts]
+
+
 def make_cells(arm: MeasuredArm) -> tuple[Cell, ...]:
     """Return a cell a setting and task, all tasks first; of plain decoding only for an arm without a head."""
-    return tuple(
-        _cell(arm, setting, task)
-        for setting in arm.settings
-        for task in (None, *dict.fromkeys(one.task for one in arm.decoded[setting]))
-    )
+    return tuple(_cell(part) for setting in arm.settings for part in _parts(arm, setting))
 
 
-def arm_result(arm: MeasuredArm, setting: Setting, task: str | None = None) -> ArmResult:
-    """Return what a report shows of the arm at one setting, of one task or all together.
+def arm_result(arm: MeasuredArm, setting: Setting) -> ArmResult:
+    """Return what a report shows of the arm at one setting, all tasks together.
 
     Raises:
         ValueError: Nothing was decoded there.
     """
-    decoded = _of_task(arm.decoded[setting], task)
-    if not decoded:
-        raise ValueError(f"{arm.name}, {setting.slug}, task {task}: nothing was decoded; expected at least one prompt.")
-    counts = [one.counts(setting.depth) for one in decoded]
-    drafts = setting.depth > 0
-    dense = arm.dense.get((setting.temperature, setting.context_tokens))
-    agreed_K, overlap_K, entropy = (None, None, None) if dense is None else _dense_means(dense, setting.depth, task)
-    return ArmResult(
-        trunk=arm.trunk,
-        head=arm.head,
-        tau=tau(counts),
-        tau_ci95=_tau_interval(*_accepted_and_rounds(counts), setting.depth) if drafts else None,
-        acceptance_rate=acceptance_rate(counts),
-        marginal=tuple(marginal(counts)) if drafts else None,
-        conditional=tuple(conditional(counts)) if drafts else None,
-        dense=agreed_K,
-        overlap=overlap_K,
-        target_entropy=entropy,
-        repeated_8gram_share=repeated_ngram_share(one.token_ids for one in decoded),
-        tokens_per_second=_tokens_per_second(decoded),
-        speedup=_over_plain(arm, setting, task, _tokens_per_second),
-        rounds=sum(count.rounds for count in counts),
-        prompts=len(decoded),
-        measured_here=True,
-    )
+    if not arm.decoded[setting]:
+        raise ValueError(f"{arm.name}, {setting.slug}: nothing was decoded; expected at least one prompt.")
+    return _result(_parts(arm, setting)[0])
 
 
 def position_bins(arm: MeasuredArm) -> tuple[PositionBin, ...]:
@@ -160,14 +145,53 @@ def break_even_acceptance(break_even_tau: float, depth: int) -> float | None:
     return high if low else 0.0
 
 
-def _cell(arm: MeasuredArm, setting: Setting, task: str | None) -> Cell:
-    decoded = _of_task(arm.decoded[setting], task)
+def _parts(arm: MeasuredArm, setting: Setting) -> list[_Part]:
+    """Return all prompts of a setting, then those of each task."""
+    decoded = list(arm.decoded[setting])
     counts = [one.counts(setting.depth) for one in decoded]
+    parts = [_Part(arm, setting, None, decoded, counts)]
+    for task in dict.fromkeys(one.task for one in decoded):
+        chosen = [index for index, one in enumerate(decoded) if one.task == task]
+        parts.append(
+            _Part(arm, setting, task, [decoded[index] for index in chosen], [counts[index] for index in chosen])
+        )
+    return parts
+
+
+def _result(part: _Part) -> ArmResult:
+    arm, setting, _, decoded, counts = part
     drafts = setting.depth > 0
-    break_even = _over_plain(arm, setting, task, _round_seconds) if drafts else None
+    dense = arm.dense.get((setting.temperature, setting.context_tokens))
+    agreed_K, overlap_K, entropy = (
+        (None, None, None) if dense is None else _dense_means(dense, setting.depth, part.task)
+    )
+    return ArmResult(
+        trunk=arm.trunk,
+        head=arm.head,
+        tau=tau(counts),
+        tau_ci95=_tau_interval(*_accepted_and_rounds(counts), setting.depth) if drafts else None,
+        acceptance_rate=acceptance_rate(counts),
+        marginal=tuple(marginal(counts)) if drafts else None,
+        conditional=tuple(conditional(counts)) if drafts else None,
+        dense=agreed_K,
+        overlap=overlap_K,
+        target_entropy=entropy,
+        repeated_8gram_share=repeated_ngram_share(one.token_ids for one in decoded),
+        tokens_per_second=_tokens_per_second(decoded),
+        speedup=_over_plain(part, _tokens_per_second),
+        rounds=sum(count.rounds for count in counts),
+        prompts=len(decoded),
+        measured_here=True,
+    )
+
+
+def _cell(part: _Part) -> Cell:
+    _, setting, task, decoded, counts = part
+    drafts = setting.depth > 0
+    break_even = _over_plain(part, _round_seconds) if drafts else None
     return Cell(
-        **asdict(arm_result(arm, setting, task)),
-        arm=arm.name,
+        **asdict(_result(part)),
+        arm=part.arm.name,
         task=ALL_TASKS if task is None else task,
         temperature=setting.temperature,
         context_tokens=setting.context_tokens,
@@ -184,10 +208,6 @@ def _cell(arm: MeasuredArm, setting: Setting, task: str | None) -> Cell:
         break_even_tau=break_even,
         break_even_acceptance=None if break_even is None else break_even_acceptance(break_even, setting.depth),
     )
-
-
-def _of_task(decoded: Sequence[Decoded], task: str | None) -> list[Decoded]:
-    return [one for one in decoded if task in (None, one.task)]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -225,12 +245,10 @@ def _round_seconds(decoded: Sequence[Decoded]) -> float | None:
     return sum(one.seconds_decode for one in decoded) / rounds if rounds else None
 
 
-def _over_plain(
-    arm: MeasuredArm, setting: Setting, task: str | None, figure: Callable[[Sequence[Decoded]], float | None]
-) -> float | None:
+def _over_plain(part: _Part, figure: Callable[[Sequence[Decoded]], float | None]) -> float | None:
     """Return a figure over that of plain decoding of the same prompts."""
-    plain = {one.prompt_id: one for one in arm.decoded.get(setting.plain, ())}
-    mine = [one for one in _of_task(arm.decoded[setting], task) if one.prompt_id in plain]
+    plain = {one.prompt_id: one for one in part.arm.decoded.get(part.setting.plain, ())}
+    mine = [one for one in part.decoded if one.prompt_id in plain]
     above, below = figure(mine), figure([plain[one.prompt_id] for one in mine])
     return above / below if above is not None and below else None
 
