@@ -1,6 +1,6 @@
-"""What each depth would have drafted at every target of some rows, summed: what teacher-forced acceptance is made of.
+"""What each depth would have drafted at every target of some rows, by row and summed: teacher-forced acceptance.
 
-Shapes: K depths, N target rows, C rows of a chunk, V vocabulary.
+Shapes: K depths, N target rows, C rows of a chunk, V vocabulary, R drafted vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +17,17 @@ from mtp_train.losses import CHUNK_ROWS, to_starts
 
 if TYPE_CHECKING:
     from mtp_train.train.module import AlignedRows
+
+
+class TargetFigures(NamedTuple):
+    """What is known of every target row; 0 where no depth has a target."""
+
+    agreed_KN: Tensor
+    """bool, whether argmax q = argmax p."""
+    overlap_KN: Tensor
+    """fp32, ``sum_v min(p, q)``."""
+    entropy_N: Tensor
+    """fp32, of p, nats."""
 
 
 class DenseSums(NamedTuple):
@@ -39,32 +50,53 @@ class DenseSums(NamedTuple):
         return DenseSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead) -> DenseSums:
+def target_figures(
+    rows: AlignedRows, trunk: Trunk, head: MtpHead, *, temperature: float = 1.0, draft_vocab_R: Tensor | None = None
+) -> TargetFigures:
     """Look at all targets of some rows. Holds p and q of a chunk of rows at a time.
 
     Args:
         rows: Of trunk and head.
         trunk: Its output matrix makes p, and q where the head has none of its own.
         head: The head.
+        temperature: Divides the logits of p and q; above 0.
+        draft_vocab_R: int64, the tokens that the head may draft: q is 0 elsewhere. None for all.
     """
     valid_KN = rows.valid_KN
-    hit_KN = torch.zeros_like(valid_KN)
+    agreed_KN = torch.zeros_like(valid_KN)
     overlap_KN = torch.zeros(valid_KN.shape, device=valid_KN.device)
-    entropy_sum = torch.zeros((), device=valid_KN.device)
+    entropy_N = torch.zeros(valid_KN.shape[1], device=valid_KN.device)
     for chunk in valid_KN.any(dim=0).nonzero().squeeze(1).split(CHUNK_ROWS):
-        p_CV = torch.softmax(trunk.project(rows.teacher_ND[chunk]).float(), dim=-1)
-        entropy_sum += entropy(p_CV)[valid_KN[0, chunk]].sum()
+        p_CV = _softmax(trunk.project(rows.teacher_ND[chunk]), temperature)
+        entropy_N[chunk] = entropy(p_CV)
         for depth in range(len(valid_KN)):
             state_CD = rows.student_KND[depth, chunk].to(trunk.lm_head_VD.dtype)
-            q_CV = torch.softmax(head.module_for(depth + 1).project(state_CD, trunk.project).float(), dim=-1)
-            hit_KN[depth, chunk] = q_CV.argmax(-1) == p_CV.argmax(-1)
+            logits_CV = head.module_for(depth + 1).project(state_CD, trunk.project)
+            if draft_vocab_R is not None:
+                kept_CV = torch.full_like(logits_CV, -torch.inf)
+                logits_CV = kept_CV.index_copy_(1, draft_vocab_R, logits_CV[:, draft_vocab_R])
+            q_CV = _softmax(logits_CV, temperature)
+            agreed_KN[depth, chunk] = q_CV.argmax(-1) == p_CV.argmax(-1)
             overlap_KN[depth, chunk] = overlap(p_CV, q_CV)
-    valid_KS, hit_KS, overlap_KS = (to_starts(one) for one in (valid_KN, hit_KN, overlap_KN))
+    return TargetFigures(agreed_KN, overlap_KN, entropy_N)
+
+
+def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead) -> DenseSums:
+    """Sum what :func:`target_figures` finds at temperature 1."""
+    valid_KN = rows.valid_KN
+    agreed_KN, overlap_KN, entropy_N = target_figures(rows, trunk, head)
+    valid_KS, agreed_KS, overlap_KS = (to_starts(one) for one in (valid_KN, agreed_KN, overlap_KN))
     return DenseSums(
-        agreed_K=(hit_KN & valid_KN).sum(1).float(),
+        agreed_K=(agreed_KN & valid_KN).sum(1).float(),
         overlapped_K=(overlap_KN * valid_KN).sum(1),
-        chained_K=(hit_KS.cumprod(0) * valid_KS).sum(1).float(),
+        chained_K=(agreed_KS.cumprod(0) * valid_KS).sum(1).float(),
         chained_overlap_K=(overlap_KS.cumprod(0) * valid_KS).sum(1),
         targets_K=valid_KN.sum(1).float(),
-        entropy=entropy_sum,
+        entropy=entropy_N[valid_KN[0]].sum(),
     )
+
+
+def _softmax(logits_CV: Tensor, temperature: float) -> Tensor:
+    # Undivided at temperature 1: a copy of a chunk's logits is a quarter of a gigabyte.
+    logits_CV = logits_CV.float()
+    return torch.softmax(logits_CV if temperature == 1.0 else logits_CV / temperature, dim=-1)

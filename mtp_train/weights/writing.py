@@ -165,8 +165,13 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_text(path: Path, content: str) -> None:
     """Write text beside ``path``, flush, and rename over it."""
+    write_bytes(path, content.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write bytes beside ``path``, flush, and rename over it."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as handle:
+    with temporary.open("wb") as handle:
         handle.write(content)
         _flush(handle)
     temporary.replace(path)

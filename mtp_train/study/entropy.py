@@ -1,0 +1,110 @@
+"""Overlap among positions of like target entropy: whether a head is better, or its text only easier.
+
+Fine-tuning changes the entropy of the trunk's text, and that moves acceptance more than the head does (Bebop,
+arXiv:2606.12370). Two arms are therefore compared within bins of the target's entropy. The bins' differences are
+averaged with weights ``a b / (a + b)`` of the shares a and b that the arms have of their positions in a bin, as Mantel
+and Haenszel do (J. National Cancer Institute 22, 1959): a bin that only one arm meets counts nothing and one that an
+arm hardly meets hardly anything, and where the arms meet the same entropies the result is the plain difference.
+
+Shapes: P prompts, B bins, N target positions, X sets of prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtp_train.acceptance import FloatArray
+from mtp_train.study.dense import DenseRows
+from mtp_train.study.jackknife import Difference, judge_difference
+
+ENTROPY_EDGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0)
+"""Lower ends of the bins in nats; the last has no upper end."""
+FINER = 4
+"""Into how many each bin is parted for the comparison: within one, easier text still has the lower entropy."""
+MIN_COMMON_SHARE = 0.25
+"""Of both arms' positions, by bins: two kinds of text with less than this in common are not compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class EntropySums:
+    """Depth 1's positions of each prompt, by the entropy of their target."""
+
+    prompt_ids: tuple[str, ...]
+    tasks: tuple[str, ...]
+    counts_PB: FloatArray
+    overlaps_PB: FloatArray
+    """Summed."""
+
+    @classmethod
+    def of(cls, rows: DenseRows, edges: tuple[float, ...]) -> EntropySums:
+        """Sort positions into bins that begin at ``edges``."""
+        first_N = rows.valid_KN[0]
+        bin_N = np.searchsorted(np.array(edges), rows.entropy_N[first_N], side="right") - 1
+        place_N = rows.prompt_N[first_N] * len(edges) + np.maximum(bin_N, 0)
+
+        def summed(weight_N: NDArray[np.float32] | None) -> FloatArray:
+            flat = np.bincount(place_N, weight_N, minlength=len(rows.prompt_ids) * len(edges))
+            return flat.reshape(len(rows.prompt_ids), len(edges)).astype(np.float64)
+
+        return cls(
+            tuple(rows.prompt_ids.tolist()),
+            tuple(rows.tasks.tolist()),
+            summed(None),
+            summed(rows.overlap_KN[0, first_N]),
+        )
+
+    def of_prompts(self, prompt_ids: list[str]) -> FloatArray:
+        """Return counts and sums of some prompts, in their order: shape (P, 2, B)."""
+        row = {prompt_id: index for index, prompt_id in enumerate(self.prompt_ids)}
+        chosen = [row[prompt_id] for prompt_id in prompt_ids]
+        return np.stack([self.counts_PB[chosen], self.overlaps_PB[chosen]], axis=1)
+
+
+def fine_edges() -> tuple[float, ...]:
+    """Return the lower ends of the bins of the comparison; every one of ``ENTROPY_EDGES`` is among them."""
+    fine = [low + (high - low) * part / FINER for low, high in pairwise(ENTROPY_EDGES) for part in range(FINER)]
+    return (*fine, ENTROPY_EDGES[-1])
+
+
+def overlap_difference(first: EntropySums, second: EntropySums, task: str | None) -> Difference | None:
+    """Return the difference of mean overlap where both arms meet the same entropies, over their common prompts.
+
+    Args:
+        first: Over :func:`fine_edges`.
+        second: Likewise.
+        task: Of its prompts alone; None for all.
+
+    Returns:
+        None where the arms have less than ``MIN_COMMON_SHARE`` of their positions in bins of like entropy.
+    """
+    known = set(second.prompt_ids)
+    tasks = zip(first.prompt_ids, first.tasks, strict=True)
+    common = [one for one, its_task in tasks if one in known and task in (None, its_task)]
+    pair_P4B = np.concatenate([first.of_prompts(common), second.of_prompts(common)], axis=1)
+    total_4B = pair_P4B.sum(axis=0)
+    if not total_4B[0].any() or not total_4B[2].any() or _common_share(total_4B) < MIN_COMMON_SHARE:
+        return None
+    count_P2 = pair_P4B[:, ::2].sum(axis=-1)
+    weight_P = (count_P2 / count_P2.sum(axis=0)).mean(axis=1)
+    return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_P4B), weight_P)
+
+
+def _common_share(total_4B: FloatArray) -> float:
+    """Return what the arms' distributions over ``ENTROPY_EDGES`` have in common."""
+    coarse_4B = np.add.reduceat(total_4B[::2], np.arange(0, total_4B.shape[1], FINER), axis=1)
+    return float((coarse_4B / coarse_4B.sum(axis=1, keepdims=True)).min(axis=0).sum())
+
+
+def _standardised(sums_X4B: FloatArray) -> FloatArray:
+    """Return the weighted mean of the bins' differences, for each X; NaN where no bin holds positions of both arms."""
+    counts_X2B, overlaps_X2B = sums_X4B[:, ::2], sums_X4B[:, 1::2]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share_X2B = counts_X2B / counts_X2B.sum(axis=-1, keepdims=True)
+        weight_XB = np.nan_to_num(share_X2B.prod(axis=1) / share_X2B.sum(axis=1))
+        mean_X2B = np.nan_to_num(overlaps_X2B / counts_X2B)
+        difference_X: FloatArray = (weight_XB * (mean_X2B[:, 0] - mean_X2B[:, 1])).sum(axis=-1) / weight_XB.sum(axis=-1)
+    return difference_X

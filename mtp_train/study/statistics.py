@@ -1,0 +1,302 @@
+"""From what was decoded to the figures of a study's report.
+
+A drafter may have fewer drafts than the depth, or none (an n-gram lookup). A position that was not drafted counts as
+not accepted, in every figure that is a share of rounds: ``tau`` stays what a round commits, ``marginal`` adds up to
+``tau - 1``, ``conditional`` multiplies up to ``marginal``, and a round without drafts is among those that accepted 0.
+``acceptance_rate`` alone looks at what was drafted: it is high and ``tau`` low where a drafter is right and seldom
+speaks. vLLM's counters leave rounds without drafts out, so that its mean acceptance length is higher for such drafters;
+where each round drafts, all of its figures are these.
+
+Speed: tokens per second count every returned token over all wall time, prefill included, as in a run's report; the
+time of a round leaves prefill out. So ``speedup`` says what a user waits for and ``break_even_tau`` what rounds cost.
+
+Shapes: K depths, N target positions, P prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from mtp_train.acceptance import (
+    FloatArray,
+    Interval,
+    PromptCounts,
+    acceptance_rate,
+    conditional,
+    marginal,
+    repeated_ngram_share,
+    tau,
+)
+from mtp_train.report.cells import ALL_TASKS, Cell, EntropyBin, PositionBin
+from mtp_train.report.schema import ArmResult
+from mtp_train.study.dense import DenseRows
+from mtp_train.study.entropy import ENTROPY_EDGES, EntropySums
+from mtp_train.study.jackknife import ratio_interval
+from mtp_train.study.records import Decoded, Setting
+
+POSITION_EDGES = (0, *(8 << doubling for doubling in range(24)))
+"""Where stretches of the output begin."""
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredArm:
+    """Everything that was measured of an arm."""
+
+    name: str
+    trunk: str
+    """The frozen decoder, as the user named it."""
+    head: str | None
+    """What drafts; None for an arm of plain decoding."""
+    decoded: Mapping[Setting, Sequence[Decoded]]
+    """The arm's own settings, in the order they are shown, and the plain settings of its trunk."""
+    dense: Mapping[tuple[float, int | None], DenseRows] = field(default_factory=dict)
+    """By temperature and context; of as many depths as the deepest setting. Empty where what drafts has no q."""
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Those that are its own: with drafts, or plain for an arm of plain decoding."""
+        return [
+            setting
+            for setting, decoded in self.decoded.items()
+            if decoded and (setting.depth > 0) == (self.head is not None)
+        ]
+
+
+class _Part(NamedTuple):
+    """What an arm decoded at one setting, of one task or (None) all."""
+
+    arm: MeasuredArm
+    setting: Setting
+    task: str | None
+    decoded: list[Decoded]
+    counts: list[PromptCounts]
+
+
+def make_cells(arm: MeasuredArm) -> tuple[Cell, ...]:
+    """Return a cell a setting and task, all tasks first; of plain decoding only for an arm without a head."""
+    return tuple(_cell(part) for setting in arm.settings for part in _parts(arm, setting))
+
+
+def arm_result(arm: MeasuredArm, setting: Setting) -> ArmResult:
+    """Return what a report shows of the arm at one setting, all tasks together.
+
+    Raises:
+        ValueError: Nothing was decoded there.
+    """
+    if not arm.decoded[setting]:
+        raise ValueError(f"{arm.name}, {setting.slug}: nothing was decoded; expected at least one prompt.")
+    return _result(_parts(arm, setting)[0])
+
+
+def position_bins(arm: MeasuredArm) -> tuple[PositionBin, ...]:
+    """Return acceptance over stretches of the output, of settings with drafts and own context.
+
+    A round belongs to the stretch that its first token lies in. Later stretches hold only prompts whose outputs are
+    that long.
+    """
+    return tuple(
+        found
+        for setting in arm.settings
+        if setting.depth and setting.context_tokens is None
+        for found in _position_bins(arm, setting)
+    )
+
+
+def entropy_bins(arm: MeasuredArm) -> tuple[EntropyBin, ...]:
+    """Return overlap over the trunk's entropy, for every temperature, of prompts in their own context."""
+    found = []
+    for (temperature, context_tokens), rows in arm.dense.items():
+        if arm.head is None or context_tokens is not None:
+            continue
+        sums = EntropySums.of(rows, ENTROPY_EDGES)
+        for number, low in enumerate(ENTROPY_EDGES):
+            met_P = sums.counts_PB[:, number] > 0
+            counts_P, overlaps_P = sums.counts_PB[met_P, number], sums.overlaps_PB[met_P, number]
+            found.append(
+                EntropyBin(
+                    arm=arm.name,
+                    temperature=temperature,
+                    low_nats=low,
+                    high_nats=ENTROPY_EDGES[number + 1] if number + 1 < len(ENTROPY_EDGES) else None,
+                    overlap=float(overlaps_P.sum() / counts_P.sum()) if len(counts_P) else None,
+                    overlap_ci95=ratio_interval(overlaps_P, counts_P, 0.0, 1.0) if len(counts_P) else None,
+                    share=float(counts_P.sum() / max(sums.counts_PB.sum(), 1.0)),
+                )
+            )
+    return tuple(found)
+
+
+def break_even_acceptance(break_even_tau: float, depth: int) -> float | None:
+    """Return the a in 0..1 for which ``1 + a + ... + a ** depth`` is ``break_even_tau``.
+
+    0.0 where rounds with drafts are no dearer than plain ones; None where not even ``depth + 1`` tokens a round pay.
+    """
+    if break_even_tau > depth + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        enough = sum(middle**power for power in range(depth + 1)) >= break_even_tau
+        low, high = (low, middle) if enough else (middle, high)
+    return high if low else 0.0
+
+
+def _parts(arm: MeasuredArm, setting: Setting) -> list[_Part]:
+    """Return all prompts of a setting, then those of each task."""
+    decoded = list(arm.decoded[setting])
+    counts = [one.counts(setting.depth) for one in decoded]
+    parts = [_Part(arm, setting, None, decoded, counts)]
+    for task in dict.fromkeys(one.task for one in decoded):
+        chosen = [index for index, one in enumerate(decoded) if one.task == task]
+        parts.append(
+            _Part(arm, setting, task, [decoded[index] for index in chosen], [counts[index] for index in chosen])
+        )
+    return parts
+
+
+def _result(part: _Part) -> ArmResult:
+    arm, setting, _, decoded, counts = part
+    drafts = setting.depth > 0
+    dense = arm.dense.get((setting.temperature, setting.context_tokens))
+    agreed_K, overlap_K, entropy = (
+        (None, None, None) if dense is None else _dense_means(dense, setting.depth, part.task)
+    )
+    return ArmResult(
+        trunk=arm.trunk,
+        head=arm.head,
+        tau=tau(counts),
+        tau_ci95=_tau_interval(*_accepted_and_rounds(counts), setting.depth) if drafts else None,
+        acceptance_rate=acceptance_rate(counts),
+        marginal=tuple(marginal(counts)) if drafts else None,
+        conditional=tuple(conditional(counts)) if drafts else None,
+        dense=agreed_K,
+        overlap=overlap_K,
+        target_entropy=entropy,
+        repeated_8gram_share=repeated_ngram_share(one.token_ids for one in decoded),
+        tokens_per_second=_tokens_per_second(decoded),
+        speedup=_over_plain(part, _tokens_per_second),
+        rounds=sum(count.rounds for count in counts),
+        prompts=len(decoded),
+        measured_here=True,
+    )
+
+
+def _cell(part: _Part) -> Cell:
+    _, setting, task, decoded, counts = part
+    drafts = setting.depth > 0
+    break_even = _over_plain(part, _round_seconds) if drafts else None
+    return Cell(
+        **asdict(_result(part)),
+        arm=part.arm.name,
+        task=ALL_TASKS if task is None else task,
+        temperature=setting.temperature,
+        context_tokens=setting.context_tokens,
+        depth=setting.depth,
+        rule=setting.rule,
+        tau_macro=_macro(counts),
+        accepted_histogram=_histogram(decoded, setting.depth) if drafts else None,
+        draft_tokens=sum(count.num_draft_tokens for count in counts),
+        accepted_tokens=sum(count.num_accepted_tokens for count in counts),
+        new_tokens=sum(count.new_tokens for count in counts),
+        mean_prompt_tokens=_mean([float(one.prompt_tokens) for one in decoded]),
+        seconds_prefill=_mean([one.seconds_prefill for one in decoded]),
+        round_seconds=_round_seconds(decoded),
+        break_even_tau=break_even,
+        break_even_acceptance=None if break_even is None else break_even_acceptance(break_even, setting.depth),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _macro(counts: Sequence[PromptCounts]) -> float | None:
+    """Return the mean of the prompts' own tau; prompts that ended with their first token have none."""
+    own = [tau([count]) for count in counts if count.rounds]
+    return _mean(own) if own else None
+
+
+def _accepted_and_rounds(counts: Sequence[PromptCounts]) -> tuple[FloatArray, FloatArray]:
+    accepted_P, rounds_P = np.array([(one.num_accepted_tokens, one.rounds) for one in counts], dtype=np.float64).T
+    return accepted_P, rounds_P
+
+
+def _tau_interval(accepted_P: FloatArray, rounds_P: FloatArray, depth: int) -> Interval | None:
+    interval = ratio_interval(accepted_P, rounds_P, 0.0, depth) if rounds_P.any() else None
+    return None if interval is None else (1.0 + interval[0], 1.0 + interval[1])
+
+
+def _histogram(decoded: Sequence[Decoded], depth: int) -> tuple[int, ...]:
+    accepted = [number for one in decoded for number in one.accepted]
+    return tuple(np.bincount(accepted, minlength=depth + 1).tolist()) if accepted else (0,) * (depth + 1)
+
+
+def _tokens_per_second(decoded: Sequence[Decoded]) -> float | None:
+    seconds = sum(one.seconds_prefill + one.seconds_decode for one in decoded)
+    return sum(len(one.token_ids) for one in decoded) / seconds if seconds else None
+
+
+def _round_seconds(decoded: Sequence[Decoded]) -> float | None:
+    rounds = sum(len(one.accepted) for one in decoded)
+    return sum(one.seconds_decode for one in decoded) / rounds if rounds else None
+
+
+def _over_plain(part: _Part, figure: Callable[[Sequence[Decoded]], float | None]) -> float | None:
+    """Return a figure over that of plain decoding of the same prompts."""
+    plain = {one.prompt_id: one for one in part.arm.decoded.get(part.setting.plain, ())}
+    mine = [one for one in part.decoded if one.prompt_id in plain]
+    above, below = figure(mine), figure([plain[one.prompt_id] for one in mine])
+    return above / below if above is not None and below else None
+
+
+def _dense_means(
+    rows: DenseRows, depth: int, task: str | None
+) -> tuple[tuple[float | None, ...] | None, tuple[float | None, ...] | None, float | None]:
+    """Return agreement and overlap of each depth, None for plain decoding, and the mean entropy of p."""
+    of_task_P = np.ones(len(rows.tasks), dtype=np.bool_) if task is None else rows.tasks == task
+    valid_KN = rows.valid_KN & of_task_P[rows.prompt_N]
+    entropy = float(rows.entropy_N[valid_KN[0]].mean(dtype=np.float64)) if valid_KN[0].any() else None
+    if not depth:
+        return None, None, entropy
+    agreed, overlap = (
+        tuple(
+            float(values_N[valid_N].mean(dtype=np.float64)) if valid_N.any() else None
+            for values_N, valid_N in zip(values_KN[:depth], valid_KN[:depth], strict=True)
+        )
+        for values_KN in (rows.agreed_KN, rows.overlap_KN)
+    )
+    return agreed, overlap, entropy
+
+
+def _position_bins(arm: MeasuredArm, setting: Setting) -> list[PositionBin]:
+    decoded = arm.decoded[setting]
+    # Round r begins with 1 + r + sum(accepted[:r]) tokens: so many new tokens lie before its first.
+    starts = [1 + np.cumsum([0, *(1 + accepted for accepted in one.accepted)])[:-1] for one in decoded]
+    bins = [np.searchsorted(POSITION_EDGES, start_R, side="right") - 1 for start_R in starts]
+    size = len(POSITION_EDGES)
+    rounds_PB = np.array([np.bincount(bin_R, minlength=size) for bin_R in bins], dtype=np.float64)
+    accepted_PB = np.array(
+        [np.bincount(bin_R, one.accepted, minlength=size) for bin_R, one in zip(bins, decoded, strict=True)]
+    )
+    found = []
+    for number in np.flatnonzero(rounds_PB.any(axis=0)).tolist():
+        met_P = rounds_PB[:, number] > 0
+        rounds_P, accepted_P = rounds_PB[met_P, number], accepted_PB[met_P, number]
+        found.append(
+            PositionBin(
+                arm=arm.name,
+                temperature=setting.temperature,
+                depth=setting.depth,
+                rule=setting.rule,
+                start=POSITION_EDGES[number],
+                stop=POSITION_EDGES[number + 1],
+                tau=1.0 + float(accepted_P.sum() / rounds_P.sum()),
+                tau_ci95=_tau_interval(accepted_P, rounds_P, setting.depth),
+                rounds=int(rounds_P.sum()),
+            )
+        )
+    return found

@@ -1,0 +1,97 @@
+"""Drafters of known acceptance: what a study would keep of them, drawn instead of decoded.
+
+Each prompt has an acceptance of its own, so that the rounds of a prompt are alike.
+
+Shapes: S studies, P prompts, K drafts (K1 = K + 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtp_train.acceptance import PromptCounts
+from mtp_train.study.dense import DenseRows
+from mtp_train.study.records import Decoded
+
+DEPTH = 3
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def rounds_by_accepted(
+    rng: np.random.Generator, skill_SP: Floats, mean_length: float = 150.0, spread: float = 0.5
+) -> Ints:
+    """Draw each prompt's rounds by how many drafts they accepted, shape (S, P, K1).
+
+    Args:
+        rng: Where chance comes from.
+        skill_SP: Log odds that a draft is accepted once those before it are.
+        mean_length: New tokens of the median prompt.
+        spread: Standard deviation of the logarithm of lengths; they do not depend on the skill.
+    """
+    length_SP = rng.lognormal(math.log(mean_length), spread, skill_SP.shape)
+    each_SP1 = (1.0 / (1.0 + np.exp(-skill_SP)))[..., None]
+    share_SPK1 = np.concatenate([each_SP1 ** np.arange(DEPTH) * (1 - each_SP1), each_SP1**DEPTH], axis=-1)
+    committed_SP = 1.0 + share_SPK1 @ np.arange(DEPTH + 1)
+    return rng.multinomial(np.ceil(length_SP / committed_SP).astype(int), share_SPK1)
+
+
+def counts_of(rounds_PK1: Ints) -> list[PromptCounts]:
+    """Return what acceptance is computed from, one for each prompt."""
+    reached_PK1 = rounds_PK1[:, ::-1].cumsum(axis=1)[:, ::-1]
+    return [
+        PromptCounts(f"p{number}", rounds, DEPTH * rounds, tuple(accepted), 0, None)
+        for number, (rounds, *accepted) in enumerate(reached_PK1.tolist())
+    ]
+
+
+def decoded_of(rounds_PK1: Ints, tasks: Sequence[str] = ("one",)) -> list[Decoded]:
+    """Return one record for each prompt; tasks take turns."""
+    return [
+        decoded(
+            [number for number, times in enumerate(row) for _ in range(times)], f"p{index}", tasks[index % len(tasks)]
+        )
+        for index, row in enumerate(rounds_PK1.tolist())
+    ]
+
+
+def decoded(
+    accepted: Sequence[int],
+    prompt_id: str = "p0",
+    task: str = "one",
+    *,
+    drafted: Sequence[int] | None = None,
+    num_tokens: int | None = None,
+    seconds: tuple[float, float] = (0.5, 2.0),
+) -> Decoded:
+    """Return a record of rounds that accepted so many drafts."""
+    num_tokens = 1 + len(accepted) + sum(accepted) if num_tokens is None else num_tokens
+    return Decoded(
+        prompt_id=prompt_id,
+        task=task,
+        prompt_tokens=10,
+        token_ids=tuple(range(num_tokens)),
+        drafted=(DEPTH,) * len(accepted) if drafted is None else tuple(drafted),
+        accepted=tuple(accepted),
+        seconds_prefill=seconds[0],
+        seconds_decode=seconds[1],
+        same_as_plain=None,
+    )
+
+
+def dense_of(entropies: Sequence[Floats], overlaps: Sequence[Floats], tasks: Sequence[str] = ("one",)) -> DenseRows:
+    """Return rows of depth 1 with these figures, an array for each prompt; tasks take turns."""
+    overlap_1N = np.concatenate(overlaps)[None].astype(np.float32)
+    return DenseRows(
+        prompt_ids=np.array([f"p{index}" for index in range(len(entropies))]),
+        tasks=np.array([tasks[index % len(tasks)] for index in range(len(entropies))]),
+        prompt_N=np.repeat(np.arange(len(entropies)), [len(one) for one in entropies]),
+        entropy_N=np.concatenate(entropies).astype(np.float32),
+        overlap_KN=overlap_1N,
+        agreed_KN=overlap_1N > 0.5,
+        valid_KN=np.ones(overlap_1N.shape, dtype=np.bool_),
+    )

@@ -1,0 +1,153 @@
+"""Teacher-forced figures by target: equal to those of a run where both are summed, and each prompt's own."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mtp_inference import SpeculativeDecoder
+from mtp_train.arms import own_text
+from mtp_train.data.pack import collate, pack_documents
+from mtp_train.errors import DataError
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.trunk import Trunk
+from mtp_train.study.dense import DenseRows, dense_rows
+from mtp_train.study.records import Decoded, TaskPrompt
+from mtp_train.train.dense import DenseMetrics, dense_metrics
+from mtp_train.train.module import Batch
+from simulated_drafters import decoded
+from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
+
+DEPTHS = 3
+LENGTHS = ((7, 9), (2, 5), (12, 1), (4, 6))
+"""Tokens of each prompt and of its output."""
+
+
+def texts() -> tuple[list[TaskPrompt], list[Decoded]]:
+    rng = np.random.default_rng(0)
+    prompts, outputs = [], []
+    for number, (length, new) in enumerate(LENGTHS):
+        ids = tuple(rng.integers(0, VOCAB_SIZE, length).tolist())
+        task = ("code", "prose")[number % 2]
+        prompts.append(TaskPrompt(id=f"p{number}", group="g", prompt_ids=ids, task=task))
+        output = tuple(rng.integers(0, VOCAB_SIZE, new).tolist())
+        outputs.append(_with(decoded([], f"p{number}", task), token_ids=output, prompt_tokens=length))
+    return prompts, outputs
+
+
+def _with(record: Decoded, *, token_ids: tuple[int, ...], prompt_tokens: int) -> Decoded:
+    return Decoded.from_json({**record.to_json(), "token_ids": token_ids, "prompt_tokens": prompt_tokens})
+
+
+def model(family: str = "glm4_moe") -> tuple[Trunk, MtpHead]:
+    trunk = tiny_trunk(family)
+    return trunk, tiny_head(trunk)
+
+
+def rows_of(family: str = "glm4_moe", temperature: float = 1.0, seq_len_tokens: int = 32) -> DenseRows:
+    trunk, head = model(family)
+    return dense_rows(trunk, head, *texts(), DEPTHS, temperature, seq_len_tokens)
+
+
+def metrics_of(trunk: Trunk, head: MtpHead, seq_len_tokens: int = 32) -> DenseMetrics:
+    prompts, outputs = texts()
+    documents = own_text(prompts, [one.token_ids for one in outputs], seq_len_tokens)
+    sequences = pack_documents(documents, seq_len_tokens, pack=True, seed=0, epoch=0)
+    assert len(sequences) < len(documents)
+    return dense_metrics(trunk, head, [Batch(*collate(sequences).values())], DEPTHS)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_summed_they_are_the_figures_of_a_run(family: str) -> None:
+    """Although those come from packed rows: prompts do not see each other in either."""
+    rows, metrics = rows_of(family), metrics_of(*model(family))
+    valid_KN = rows.valid_KN
+    assert valid_KN.sum(axis=1).tolist() == metrics.num_targets
+    assert np.bincount(rows.prompt_N).tolist() == [new for _, new in LENGTHS]
+    assert [rows.agreed_KN[k, valid_KN[k]].mean() for k in range(DEPTHS)] == pytest.approx(metrics.agreement)
+    assert [rows.overlap_KN[k, valid_KN[k]].mean() for k in range(DEPTHS)] == pytest.approx(metrics.overlap, rel=1e-4)
+    assert rows.entropy_N[valid_KN[0]].mean() == pytest.approx(metrics.target_entropy, rel=1e-4)
+
+
+def test_a_depth_has_no_target_before_the_prompt_is_long_enough() -> None:
+    """Depth 3 starts three tokens before the token that its target follows; a prompt of two has no such place."""
+    rows = rows_of()
+    assert rows.valid_KN[:, rows.prompt_N == 1].tolist() == [[True] * 5, [False] + [True] * 4, [False] * 2 + [True] * 3]
+    assert rows.valid_KN[:, rows.prompt_N == 0].all()
+    assert rows.prompt_ids.tolist() == ["p0", "p1", "p2", "p3"]
+    assert rows.tasks.tolist() == ["code", "prose", "code", "prose"]
+
+
+def test_p_is_the_trunks_at_the_temperature() -> None:
+    trunk, _ = model()
+    (prompt, *_), (output, *_) = texts()
+    ids_1T = torch.tensor([prompt.prompt_ids + output.token_ids])
+    logits_TV = trunk.logits(trunk.hidden(ids_1T))[0, len(prompt.prompt_ids) - 1 : -1]
+    for temperature in (0.5, 1.0):
+        p_TV = torch.softmax(logits_TV / temperature, dim=-1)
+        entropy_T = -(p_TV * p_TV.log()).sum(-1)
+        found = rows_of(temperature=temperature)
+        assert found.entropy_N[found.prompt_N == 0] == pytest.approx(entropy_T.numpy(), rel=1e-4)
+    warm, cold, greedy = rows_of(temperature=1.0), rows_of(temperature=0.5), rows_of(temperature=0.0)
+    assert not np.allclose(warm.overlap_KN, cold.overlap_KN, atol=1e-2)
+    assert (warm.agreed_KN == cold.agreed_KN).all()
+    assert (warm.overlap_KN == greedy.overlap_KN).all()
+
+
+def test_a_reduced_vocabulary_drafts_nothing_else() -> None:
+    """With a single token q is 1 there, so the overlap is p of that token: it adds up to 1 over all tokens."""
+    trunk, head = model()
+    whole = rows_of()
+    everything = dense_rows(trunk, head, *texts(), DEPTHS, 1.0, 32, torch.arange(VOCAB_SIZE))
+    assert everything.overlap_KN == pytest.approx(whole.overlap_KN)
+    single = [dense_rows(trunk, head, *texts(), 1, 1.0, 32, torch.tensor([token])) for token in range(VOCAB_SIZE)]
+    assert sum(one.overlap_KN for one in single) == pytest.approx(np.ones_like(single[0].overlap_KN), rel=1e-4)
+    assert sum(one.agreed_KN.astype(int) for one in single).tolist() == np.ones_like(single[0].agreed_KN).tolist()
+
+
+def test_texts_are_cut_and_others_left_out() -> None:
+    trunk, head = model()
+    prompts, outputs = texts()
+    cut = dense_rows(trunk, head, prompts, outputs[:3], DEPTHS, 1.0, 12)
+    assert cut.prompt_ids.tolist() == ["p0", "p1", "p2"]
+    assert np.bincount(cut.prompt_N, minlength=3).tolist() == [5, 5, 0]
+    whole = rows_of()
+    assert cut.overlap_KN[:, :5] == pytest.approx(whole.overlap_KN[:, :5], rel=1e-4)
+
+
+def test_prompts_are_those_that_were_decoded() -> None:
+    trunk, head = model()
+    prompts, outputs = texts()
+    longer = [TaskPrompt(id=one.id, group="g", prompt_ids=(1, *one.prompt_ids), task=one.task) for one in prompts]
+    with pytest.raises(ValueError, match=r"'p0': 8 tokens, 7 when it was decoded"):
+        dense_rows(trunk, head, longer, outputs, DEPTHS, 1.0, 32)
+    with pytest.raises(ValueError, match="none of the same prompt"):
+        dense_rows(trunk, head, prompts[:1], outputs[1:], DEPTHS, 1.0, 32)
+
+
+def test_saved_and_read_back(tmp_path: Path) -> None:
+    rows, path = rows_of(), tmp_path / "dense.npz"
+    path.write_bytes(b"an earlier one")
+    rows.save(path)
+    again = DenseRows.load(path)
+    for field in fields(DenseRows):
+        first, second = (np.asarray(vars(one)[field.name]) for one in (rows, again))
+        assert first.dtype == second.dtype
+        assert (first == second).all()
+    assert [one.name for one in tmp_path.iterdir()] == ["dense.npz"]
+    for damaged in (path.read_bytes()[:200], b"PK", b""):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"dense\.npz: .*Remove the file"):
+            DenseRows.load(path)
+    with pytest.raises(DataError, match="No such file"):
+        DenseRows.load(tmp_path / "missing.npz")
+
+
+def test_plain_decoding_makes_a_token_a_round() -> None:
+    """What the time of a plain round, and so every break-even, rests on."""
+    result = SpeculativeDecoder(model()[0], None, 0, ()).generate([texts()[0][0].prompt_ids], 6)[0]
+    assert [one.num_drafted for one in result.round_log] == [0] * 5

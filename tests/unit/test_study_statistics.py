@@ -1,0 +1,252 @@
+"""The figures of a study: against engines' formulas, published arithmetic, and drafters whose acceptance is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from mtp_train.report.cells import ALL_TASKS, Cell
+from mtp_train.study.jackknife import ratio_interval
+from mtp_train.study.records import Decoded, Setting
+from mtp_train.study.statistics import (
+    MeasuredArm,
+    arm_result,
+    break_even_acceptance,
+    entropy_bins,
+    make_cells,
+    position_bins,
+)
+from simulated_drafters import DEPTH, decoded, decoded_of, dense_of, rounds_by_accepted
+
+GREEDY = Setting(0.0, None, DEPTH, "greedy")
+LONG = Setting(0.0, 2048, DEPTH, "greedy")
+
+
+def arm(records: Sequence[Decoded], plain: Sequence[Decoded] = (), setting: Setting = GREEDY) -> MeasuredArm:
+    return MeasuredArm("head", "trunk", "heads/head", {setting.plain: plain, setting: records})
+
+
+def cell_of(records: Sequence[Decoded], plain: Sequence[Decoded] = ()) -> Cell:
+    """Return the cell of all tasks."""
+    return make_cells(arm(records, plain))[0]
+
+
+def test_vllm_would_count_the_same() -> None:
+    """Its formulas (vllm/v1/spec_decode/metrics.py), on the same rounds."""
+    records = decoded_of(rounds_by_accepted(np.random.default_rng(0), np.linspace(-1, 2, 7)[None])[0])
+    num_drafts = num_draft_tokens = num_accepted_tokens = 0
+    accepted_per_pos = [0] * DEPTH
+    for record in records:
+        for accepted in record.accepted:
+            num_drafts += 1
+            num_draft_tokens += DEPTH
+            num_accepted_tokens += accepted
+            for position in range(accepted):
+                accepted_per_pos[position] += 1
+    cell = cell_of(records)
+    assert cell.tau == pytest.approx(1 + num_accepted_tokens / num_drafts)
+    assert cell.acceptance_rate == pytest.approx(num_accepted_tokens / num_draft_tokens)
+    assert cell.marginal == pytest.approx([count / num_drafts for count in accepted_per_pos])
+    assert (cell.rounds, cell.draft_tokens, cell.accepted_tokens) == (num_drafts, num_draft_tokens, num_accepted_tokens)
+    assert cell.accepted_histogram is not None
+    assert sum(cell.accepted_histogram) == num_drafts
+    assert sum(number * rounds for number, rounds in enumerate(cell.accepted_histogram)) == num_accepted_tokens
+
+
+@pytest.mark.parametrize(
+    ("histogram", "marginal", "conditional", "tau"),
+    [
+        # FastMTP (arXiv:2509.18362): 81, 56 and 36 % with tau 2.73, and 70, 11 and 2 % with 1.83: marginal figures.
+        ((19, 25, 20, 36), (0.81, 0.56, 0.36), (0.81, 0.691, 0.643), 2.73),
+        ((30, 59, 9, 2), (0.70, 0.11, 0.02), (0.70, 0.157, 0.182), 1.83),
+        # Qwen3-Next in the speculators repository: .873, .778 and .675, 2.01 accepted: conditional figures.
+        ((127, 194, 221, 458), (0.873, 0.679, 0.458), (0.873, 0.778, 0.675), 3.01),
+    ],
+)
+def test_published_figures_come_out(
+    histogram: tuple[int, ...], marginal: tuple[float, ...], conditional: tuple[float, ...], tau: float
+) -> None:
+    cell = cell_of(decoded_of(np.array([histogram, histogram])))
+    assert cell.accepted_histogram == tuple(2 * rounds for rounds in histogram)
+    assert cell.marginal == pytest.approx(marginal, abs=5e-4)
+    assert cell.conditional == pytest.approx(conditional, abs=1e-3)
+    assert cell.tau == pytest.approx(tau, abs=5e-3)
+
+
+def test_pooled_tau_weighs_rounds_and_macro_prompts() -> None:
+    cell = cell_of([decoded([3] * 9), decoded([0], "p1"), decoded([], "p2")])
+    assert cell.tau == pytest.approx(1 + 27 / 10)
+    assert cell.tau_macro == pytest.approx((4 + 1) / 2)
+    assert cell.prompts == 3
+
+
+def test_a_drafter_with_nothing_to_say() -> None:
+    """Rounds without drafts commit one token all the same; only the rate of drafted tokens leaves them out."""
+    silent = cell_of([decoded([0, 2, 0, 1], drafted=[0, 2, 0, 1]), decoded([0], "p1", drafted=[0])])
+    assert silent.tau == pytest.approx(1 + 3 / 5)
+    assert silent.acceptance_rate == 1.0
+    assert silent.marginal == pytest.approx((0.4, 0.2, 0.0))
+    assert silent.conditional == pytest.approx((0.4, 0.5, 0.0))
+    assert silent.accepted_histogram == (3, 1, 1, 0)
+    never = cell_of([decoded([0, 0], drafted=[0, 0]), decoded([0], "p1", drafted=[0])])
+    assert (never.tau, never.acceptance_rate, never.marginal) == (1.0, None, (0.0, 0.0, 0.0))
+    assert never.conditional == (0.0, None, None)
+
+
+def test_cells_by_task_add_up() -> None:
+    rounds = rounds_by_accepted(np.random.default_rng(1), np.zeros((1, 6)))[0]
+    cells = make_cells(arm(decoded_of(rounds, ("code", "prose")), decoded_of(rounds, ("code", "prose"))))
+    assert [cell.task for cell in cells] == [ALL_TASKS, "code", "prose"]
+    whole, *parts = cells
+    for name in ("rounds", "draft_tokens", "accepted_tokens", "new_tokens", "prompts"):
+        assert getattr(whole, name) == sum(getattr(part, name) for part in parts) > 0
+    assert {cell.depth for cell in cells} == {DEPTH}
+
+
+def test_speed_is_that_of_the_same_prompts() -> None:
+    """Twice as fast in rounds of 1.5 times the length; a prompt that only plain decoding saw changes nothing."""
+    drafted = [decoded([2] * 10, name, seconds=(1.0, 3.0)) for name in ("p0", "p1")]
+    plain = [decoded([0] * 30, name, drafted=[0] * 30, seconds=(2.0, 6.0)) for name in ("p0", "p1")]
+    other = decoded([0] * 30, "p2", drafted=[0] * 30, seconds=(0.0, 900.0))
+    cell = cell_of(drafted, [*plain, other])
+    assert cell.tokens_per_second == pytest.approx(62 / 8)
+    assert cell.speedup == pytest.approx(2.0)
+    assert cell.seconds_prefill == pytest.approx(1.0)
+    assert cell.round_seconds == pytest.approx(0.3)
+    assert cell.break_even_tau == pytest.approx(1.5)
+    assert cell.break_even_acceptance is not None
+    assert sum(cell.break_even_acceptance**power for power in range(DEPTH + 1)) == pytest.approx(1.5)
+    assert (cell_of(drafted).speedup, cell_of(drafted).break_even_tau) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("tau", "depth", "acceptance"),
+    [(0.8, 3, 0.0), (1.0, 3, 0.0), (1.75, 2, 0.5), (1.5, 1, 0.5), (4.0, 3, 1.0), (4.01, 3, None), (2.2, 1, None)],
+)
+def test_break_even_acceptance(tau: float, depth: int, acceptance: float | None) -> None:
+    assert break_even_acceptance(tau, depth) == pytest.approx(acceptance)
+
+
+def test_plain_decoding_has_cells_of_its_own() -> None:
+    records = [decoded([0] * 9, name, drafted=[0] * 9, num_tokens=10, seconds=(1.0, 1.8)) for name in ("p0", "p1")]
+    dense = {(0.0, None): dense_of([np.full(4, 0.5)] * 2, [np.full(4, 0.9)] * 2)}
+    cell, of_task = make_cells(MeasuredArm("none", "trunk", None, {GREEDY.plain: records}, dense))
+    assert of_task.task == "one"
+    assert (cell.head, cell.rule, cell.depth, cell.tau, cell.tau_macro) == (None, "none", 0, 1.0, 1.0)
+    assert (cell.speedup, cell.round_seconds) == (1.0, pytest.approx(0.2))
+    assert cell.target_entropy == pytest.approx(0.5)
+    meaningless = "tau_ci95 acceptance_rate marginal conditional dense overlap accepted_histogram break_even_tau"
+    assert {name: getattr(cell, name) for name in meaningless.split()} == dict.fromkeys(meaningless.split())
+
+
+def test_an_arm_with_a_head_has_no_plain_cells() -> None:
+    records = [decoded([1, 2]), decoded([0], "p1")]
+    assert {cell.rule for cell in make_cells(arm(records, records))} == {"greedy"}
+    both = MeasuredArm("head", "trunk", "heads/head", {GREEDY: records, LONG: []})
+    assert {cell.context_tokens for cell in make_cells(both)} == {None}
+    with pytest.raises(ValueError, match=r"t0-c2048-k3-greedy.*nothing was decoded"):
+        arm_result(both, LONG)
+
+
+def test_the_headline_is_the_cell_of_all_tasks() -> None:
+    records = decoded_of(rounds_by_accepted(np.random.default_rng(2), np.zeros((1, 4)))[0], ("code", "prose"))
+    headline = arm_result(arm(records), GREEDY)
+    cell = make_cells(arm(records))[0]
+    assert headline.tau_ci95 is not None
+    assert dataclasses.asdict(headline).items() <= dataclasses.asdict(cell).items()
+
+
+def test_dense_figures_are_of_the_cells_task_and_depth() -> None:
+    rows = dense_of([np.array([1.0, 2.0]), np.array([3.0])], [np.array([0.2, 0.4]), np.array([0.9])], ("code", "prose"))
+    two = dataclasses.replace(
+        rows,
+        overlap_KN=np.concatenate([rows.overlap_KN, rows.overlap_KN / 2]),
+        agreed_KN=np.array([[True, False, True], [False, False, False]]),
+        valid_KN=np.array([[True, True, True], [False, True, False]]),
+    )
+    measured = dataclasses.replace(arm(decoded_of(np.ones((2, 4), int), ("code", "prose"))), dense={(0.0, None): two})
+    whole, code, prose = make_cells(measured)
+    assert (whole.overlap, whole.dense) == (pytest.approx((0.5, 0.2)), pytest.approx((2 / 3, 0.0)))
+    assert (code.overlap, code.target_entropy) == (pytest.approx((0.3, 0.2)), pytest.approx(1.5))
+    assert prose.overlap == (pytest.approx(0.9), None)
+    shallow = Setting(0.0, None, 1, "greedy")
+    cell = make_cells(dataclasses.replace(measured, decoded={shallow: measured.decoded[GREEDY]}))[0]
+    assert cell.overlap == pytest.approx((0.5,))
+
+
+def covered(studies: int, prompts: int, spread: float) -> tuple[float, float]:
+    """Return how often tau's interval, and one over rounds, covers the truth."""
+    rng = np.random.default_rng(prompts)
+    skill_SP = rng.normal(0.8, 0.8, (studies, prompts))
+    rounds_SPK1 = rounds_by_accepted(rng, skill_SP, spread=spread)
+    many = rounds_by_accepted(rng, rng.normal(0.8, 0.8, (1, 400_000)), spread=spread)[0].sum(axis=0)
+    truth = 1 + many @ np.arange(DEPTH + 1) / many.sum()
+    over_prompts = over_rounds = 0
+    for rounds_PK1 in rounds_SPK1:
+        rounds_P = rounds_PK1.sum(axis=1).astype(float)
+        interval = ratio_interval(rounds_PK1 @ np.arange(DEPTH + 1.0), rounds_P, 0.0, DEPTH)
+        assert interval is not None
+        over_prompts += interval[0] <= truth - 1 <= interval[1]
+        times = rounds_PK1.sum(axis=0)
+        mean = times @ np.arange(DEPTH + 1) / times.sum()
+        error = math.sqrt(times @ (np.arange(DEPTH + 1) - mean) ** 2 / times.sum() ** 2)
+        over_rounds += abs(1 + mean - truth) <= 1.96 * error
+    return over_prompts / studies, over_rounds / studies
+
+
+@pytest.mark.parametrize("prompts", [5, 8, 24, 64])
+def test_intervals_cover_the_true_tau(prompts: int) -> None:
+    """In 95 % of studies, within three standard errors of 600 of them; an interval over rounds does not."""
+    over_prompts, over_rounds = covered(600, prompts, spread=0.5)
+    assert 0.923 <= over_prompts <= 0.977
+    assert over_rounds < 0.85
+
+
+def test_rounds_lie_where_they_begin() -> None:
+    """The first new token comes before any round; the rounds here begin at 1, 5 and 8; and at 1, 2, ... 9."""
+    bins = position_bins(arm([decoded([3, 2, 3]), decoded([0] * 9, "p1")]))
+    assert [(one.start, one.stop, one.rounds) for one in bins] == [(0, 8, 9), (8, 16, 3)]
+    assert [one.tau for one in bins] == pytest.approx([1 + 5 / 9, 1 + 3 / 3])
+    assert all(one.tau_ci95 is not None and one.tau_ci95[0] < one.tau < one.tau_ci95[1] for one in bins)
+    assert sum(one.rounds for one in bins) == 12
+
+
+def test_positions_of_a_drafter_that_tires() -> None:
+    rng = np.random.default_rng(3)
+    records = []
+    for number in range(12):
+        accepted: list[int] = []
+        while (place := 1 + len(accepted) + sum(accepted)) < 200:
+            accepted.append(int(rng.binomial(DEPTH, 0.8 if place < 64 else 0.2)))
+        records.append(decoded(accepted, f"p{number}"))
+    bins = position_bins(arm(records))
+    assert [one.start for one in bins] == [0, 8, 16, 32, 64, 128]
+    intervals = [one.tau_ci95 for one in bins]
+    assert all(interval is not None and interval[0] > 2.5 for interval in intervals[:4])
+    assert all(interval is not None and interval[1] < 2.5 for interval in intervals[4:])
+    assert position_bins(arm(records, setting=LONG)) == ()
+
+
+def test_entropy_bins() -> None:
+    entropies = [np.array([0.01, 0.5, 9.0]), np.array([0.45, 0.55])]
+    measured = dataclasses.replace(
+        arm([decoded([1])]),
+        dense={
+            (0.0, 512): dense_of(entropies, entropies),
+            (0.7, None): dense_of(entropies, [e / 10 for e in entropies]),
+        },
+    )
+    bins = entropy_bins(measured)
+    assert {one.temperature for one in bins} == {0.7}
+    assert bins[-1].high_nats is None
+    assert [one.low_nats for one in bins[1:]] == [one.high_nats for one in bins[:-1]]
+    met = {one.low_nats: one for one in bins if one.share}
+    assert {low: one.share for low, one in met.items()} == pytest.approx({0.0: 0.2, 0.4: 0.6, 4.0: 0.2})
+    assert met[0.4].overlap == pytest.approx(0.05)
+    assert met[0.4].overlap_ci95 is not None
+    assert (met[4.0].overlap, met[4.0].overlap_ci95) == (pytest.approx(0.9), None)
+    assert all(one.overlap is None and one.overlap_ci95 is None for one in bins if not one.share)
