@@ -62,7 +62,7 @@ def head_costs(
         drafting: What drafts, None for plain decoding.
         prefill_tokens: Length of the prompt, of random tokens; less where the model knows fewer positions.
         repeats: Prompts that count, at most.
-        max_seconds: After these no further prompt is timed.
+        max_seconds: What the timing should take; each is timed once in any case.
         on_run: Called ``2 * repeats`` times where something drafts, for a progress bar.
     """
     maker: DrafterMaker | None = HeadDrafting(drafting) if isinstance(drafting, MtpHead) else drafting

@@ -50,19 +50,21 @@ def measure_latency(
         output_tokens: Lengths of replies, 1 or more.
         batches: How many different prompts are decoded together.
         repeats: Times that count, at most.
-        max_seconds: After its share of them a batch size is not repeated again; it is measured once in any case.
+        max_seconds: What all of it should take. A batch size is not repeated where that would take more than its
+            share; it is measured once in any case.
         on_run: Called ``2 * repeats`` times for each batch size that the prompts fill, for a progress bar.
     """
     lengths = sorted(set(output_tokens))
     fitting = [batch for batch in batches if batch <= len(prompts)]
+    end = time.perf_counter() + max_seconds
     rows = []
-    for batch in fitting:
+    for number, batch in enumerate(fitting):
         groups = [_group(prompts, batch, repeat) for repeat in range(repeats)]
         decoders = (
             SpeculativeDecoder(trunk, None, 0, eos_ids=(), max_batch=batch),
             SpeculativeDecoder(trunk, drafting, depth, eos_ids=(), max_batch=batch),
         )
-        share = max_seconds / len(fitting)
+        share = (end - time.perf_counter()) / (len(fitting) - number)
         plain, drafted = in_turns(decoders, groups, lengths, max_seconds=share, on_run=on_run)
         used = [len(ids) for group in groups[: len(plain)] for ids in group]
         rows += [
@@ -93,7 +95,7 @@ def in_turns(
         decoders: Decoders of one trunk.
         groups: Groups of one size.
         lengths: New tokens, ascending.
-        max_seconds: No further group is begun after so many; the first one is continued in any case.
+        max_seconds: No further group is begun that would end later; the first one is continued in any case.
         on_run: Called for each decoder and group, those left out too.
 
     Returns:
@@ -108,7 +110,7 @@ def in_turns(
             reply_seconds(decoder, groups[0], lengths if on_gpu else [min(WARM_UP_TOKENS, lengths[-1])], room)
     taken: list[list[list[float]]] = [[] for _ in decoders]
     for turn, group in enumerate(groups):
-        is_late = turn > 0 and time.perf_counter() - begun > max_seconds
+        is_late = turn > 0 and (time.perf_counter() - begun) * (turn + 1) / turn > max_seconds
         for place in range(len(decoders)):
             index = (place + turn) % len(decoders)
             if not is_late:
