@@ -110,7 +110,8 @@ def in_turns(
             reply_seconds(decoder, groups[0], lengths if on_gpu else [min(WARM_UP_TOKENS, lengths[-1])], room)
     taken: list[list[list[float]]] = [[] for _ in decoders]
     for turn, group in enumerate(groups):
-        is_late = turn > 0 and (time.perf_counter() - begun) * (turn + 1) / turn > max_seconds
+        num_done = len(taken[0])
+        is_late = num_done > 0 and (time.perf_counter() - begun) * (num_done + 1) / num_done > max_seconds
         for place in range(len(decoders)):
             index = (place + turn) % len(decoders)
             if not is_late:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from clocks import WorkClock
-from mtp_inference import HeadDrafting
+from mtp_inference import AssistantDrafting, HeadDrafting
 from mtp_inference.other_drafters import ModelDrafting, NgramDrafting
+from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from mtp_train.study import latency
@@ -136,6 +138,18 @@ def test_other_drafters_cost_what_they_hold() -> None:
     lookup = head_costs("ngram", trunk, NgramDrafting(), prefill_tokens=8, repeats=1)
     assert (lookup.head_bytes, lookup.head_kv_bytes_per_token, lookup.context_tokens_lost) == (0, 0, 0)
     assert lookup.prefill_ratio is not None
+
+
+@pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
+def test_an_external_drafter_has_weights_and_reads_the_trunks_keys() -> None:
+    trunk, model = tiny_gemma_trunk(), tiny_assistant()
+    once = {id(weight): FP32 * weight.numel() for weight in model.parameters()}
+    costs = head_costs("assistant", trunk, AssistantDrafting(model, GEMMA4_ASSISTANT), prefill_tokens=8, repeats=1)
+    buffers = costs.head_bytes - sum(once.values())
+    assert 0 <= buffers < FP32 * VOCAB_SIZE
+    assert costs.head_kv_bytes_per_token == 0
+    # Six layers in turn sliding and full; the last two read the keys of those before.
+    assert costs.trunk_kv_bytes_per_token == FP32 * 2 * 2 * (2 * 16)
 
 
 def test_plain_decoding_costs_nothing_more_and_a_trunk_without_keys_loses_no_context() -> None:

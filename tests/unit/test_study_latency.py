@@ -138,6 +138,23 @@ def test_time_that_is_spent_ends_the_repeats_but_no_batch_goes_without(
     assert len(set(ended_at)) == 2 * 2 * repeats
 
 
+@pytest.mark.parametrize(("max_seconds", "repeats"), [(70.0, 1), (85.0, 2), (110.0, 3)])
+def test_a_repeat_that_would_end_late_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch, max_seconds: float, repeats: int
+) -> None:
+    clock = WorkClock(monkeypatch)
+
+    def reply_seconds(*_: object) -> list[float]:
+        clock.ticks += 10
+        return [10.0]
+
+    monkeypatch.setattr(latency, "reply_seconds", reply_seconds)
+    decoders = [SpeculativeDecoder(TRUNK, None, 0, eos_ids=())] * 2
+    # Each warms up for 10, and takes 10 a turn: one turn is over at 40, two at 60.
+    taken = latency.in_turns(decoders, [prompts_of([5])] * 3, [1], max_seconds=max_seconds, on_run=lambda: None)
+    assert [len(runs) for runs in taken] == [repeats, repeats]
+
+
 def test_a_head_drafts_in_it_too(clock: WorkClock) -> None:
     head = tiny_head(TRUNK)
     prompts = prompts_of([5, 5])
