@@ -1,10 +1,12 @@
 """What serving engines need to use a head: exact commands where known, the reason where not.
 
-``{path}`` is the checkpoint, ``{depth}`` the drafts per round.
+``{path}`` is the checkpoint, ``{depth}`` the drafts per round; :func:`engine_commands` fills them in, and what else may
+stand there.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,17 +77,24 @@ def engine_table(
 
 
 def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int) -> dict[str, str]:
-    """Return, per engine, the command that serves a checkpoint with its head, or why none does.
+    """Return, per engine, the command that serves with drafts, or why there is none.
 
     Args:
-        engines: The family's.
-        path: The checkpoint, complete with its head.
-        depth: Drafts per round; at 0 the commands serve it without drafts, and only engines that can draft are named.
+        engines: The table of a family, or of an external drafter.
+        path: The checkpoint, complete with its head; or the external drafter.
+        depth: Drafts per round; at 0 the commands serve without drafts, and only engines that can draft are named.
     """
-    numbers = {"path": shlex.quote(path), "depth": depth, "depth_plus_1": depth + 1}
+    draft_model = {"model": path, "num_speculative_tokens": depth}
+    words = {
+        "path": shlex.quote(path),
+        "python_path": repr(path),
+        "vllm_config": shlex.quote(json.dumps(draft_model, separators=(",", ":"))),
+        "depth": depth,
+        "depth_plus_1": depth + 1,
+    }
     if depth == 0:
-        return {name: one.plain.format(**numbers) for name, one in engines.items() if one.plain is not None}
+        return {name: one.plain.format(**words) for name, one in engines.items() if one.plain is not None}
     return {
-        name: one.text.format(**numbers) if one.supported else f"no: {one.text}" if one.supported is False else one.text
+        name: one.text.format(**words) if one.supported else f"no: {one.text}" if one.supported is False else one.text
         for name, one in engines.items()
     }

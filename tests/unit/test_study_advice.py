@@ -10,6 +10,7 @@ import pytest
 from mtp_train.acceptance import Interval
 from mtp_train.commands.inspect import SUGGESTED_DEPTH
 from mtp_train.families import FAMILIES, Family
+from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.families.engines import engine_commands
 from mtp_train.report.cells import ALL_TASKS, Advice, ArmCosts, BreakEven, Cell
 from mtp_train.study.advice import advise, break_even
@@ -232,3 +233,17 @@ def test_depth_0_serves_the_same_checkpoint_without_drafts_wherever_it_could_dra
     words = ("spec", "use_mtp")
     assert [command for command in off.values() if any(word in command for word in words)] == []
     assert all(any(word in family.engines[name].text for word in words) for name in off)
+
+
+def test_an_external_drafter_is_advised_like_a_head() -> None:
+    config = {"backbone_hidden_size": 64, "text_config": {"hidden_size": 32}}
+    commands = partial(GEMMA4_ASSISTANT.commands, config, "helper")
+    assert commands(2)["vllm"] == (
+        """vllm serve TRUNK --speculative-config '{"model":"helper","num_speculative_tokens":2}'"""
+    )
+    assert commands(2)["llama.cpp"].endswith("--spec-type draft-mtp --spec-draft-n-max 2")
+    assert commands(0)["vllm"] == "vllm serve TRUNK"
+    # llama.cpp refuses one as wide as its trunk, and serves the trunk.
+    wide = partial(GEMMA4_ASSISTANT.commands, {**config, "backbone_hidden_size": 32}, "helper")
+    assert wide(2)["llama.cpp"].startswith("no: its loader refuses")
+    assert wide(0)["llama.cpp"] == "llama-server -m TRUNK.gguf"
