@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from rich.progress import Progress
 
 from mtp_train.cures import draft_model_flag, export_command, graft_command, named_base, retrain_command
 from mtp_train.families import Family
+from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.finite import find_non_finite
@@ -162,15 +162,7 @@ def serving_commands(checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: S
         flag = draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
         return dict.fromkeys(checkpoint.family.engines, reason)
-    numbers = {"depth": SUGGESTED_DEPTH, "depth_plus_1": SUGGESTED_DEPTH + 1}
-    return {
-        engine: support.text.format(path=shlex.quote(str(checkpoint.path)), **numbers)
-        if support.supported
-        else f"no: {support.text}"
-        if support.supported is False
-        else support.text
-        for engine, support in checkpoint.family.engines.items()
-    }
+    return engine_commands(checkpoint.family.engines, str(checkpoint.path), SUGGESTED_DEPTH)
 
 
 def holds_layers(checkpoint: Checkpoint) -> bool:

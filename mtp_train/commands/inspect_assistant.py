@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 
 from rich.progress import Progress
@@ -60,17 +59,4 @@ def _serving_commands(checkpoint: Checkpoint, assistant: Assistant, diagnosis: H
     """Return, per engine, the command that serves a trunk with this drafter, or why there is none."""
     if not diagnosis.complete:
         return dict.fromkeys(assistant.engines, f"no: {diagnosis.describe()}")
-    path = str(checkpoint.path)
-    vllm_config = {"model": path, "num_speculative_tokens": SUGGESTED_DEPTH}
-    words = {
-        "path": shlex.quote(path),
-        "python_path": repr(path),
-        "vllm_config": shlex.quote(json.dumps(vllm_config, separators=(",", ":"))),
-        "depth": SUGGESTED_DEPTH,
-        "depth_plus_1": SUGGESTED_DEPTH + 1,
-    }
-    commands = {
-        engine: support.text.format(**words) if support.supported else support.text
-        for engine, support in assistant.engines.items()
-    }
-    return commands | {engine: f"no: {why}" for engine, why in assistant.refusals(checkpoint.config).items()}
+    return assistant.commands(checkpoint.config, str(checkpoint.path), SUGGESTED_DEPTH)

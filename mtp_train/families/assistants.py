@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import EngineSupport, engine_table, no
+from mtp_train.families.engines import EngineSupport, engine_commands, engine_table, no
 from mtp_train.families.spec import Convention, CountField, Engine, Family, RawConfig, raw_text_config
 
 
@@ -42,7 +42,7 @@ class Assistant:
     default: AssistantConvention
     conventions: Mapping[Engine, AssistantConvention]
     engines: Mapping[str, EngineSupport]
-    """As a family's, with ``{path}`` for the assistant."""
+    """As a family's, with ``{path}`` for the assistant and TRUNK for its trunk."""
     refusals: Callable[[RawConfig], Mapping[str, str]] = lambda config: {}
     """Engines that refuse this config of the kind, with the reason."""
     building: Callable[[PretrainedConfig], AbstractContextManager[None]] = lambda text_config: nullcontext()
@@ -63,6 +63,17 @@ class Assistant:
         raise UnsupportedModelError(
             f"convention: '{name}'; expected one of {known} for a {self.title}. Use auto unless you serve elsewhere."
         )
+
+    def commands(self, config: RawConfig, path: str, depth: int) -> dict[str, str]:
+        """Return, per engine, the command that serves a trunk with this drafter, or why there is none.
+
+        Args:
+            config: The drafter's raw config.
+            path: The drafter.
+            depth: As for :func:`engine_commands`.
+        """
+        refused = {} if depth == 0 else self.refusals(config)
+        return engine_commands(self.engines, path, depth) | {name: f"no: {why}" for name, why in refused.items()}
 
 
 def _refusals(config: RawConfig) -> Mapping[str, str]:
@@ -112,22 +123,25 @@ GEMMA4_ASSISTANT = Assistant(
     trunk=_GEMMA4_TRUNK,
     trunk_hidden_size="backbone_hidden_size",
     engines=engine_table(
-        vllm=EngineSupport(True, "vllm serve TRUNK --speculative-config {vllm_config}"),
+        vllm=EngineSupport(True, "vllm serve TRUNK --speculative-config {vllm_config}", plain="vllm serve TRUNK"),
         sglang=EngineSupport(
             True,
             "python -m sglang.launch_server --model-path TRUNK --speculative-algorithm NEXTN "
             "--speculative-draft-model-path {path} --speculative-num-steps {depth} --speculative-eagle-topk 1 "
             "--speculative-num-draft-tokens {depth_plus_1}",
+            plain="python -m sglang.launch_server --model-path TRUNK",
         ),
         llama_cpp=EngineSupport(
             True,
             "python convert_hf_to_gguf.py {path} --outfile assistant.gguf && "
             "llama-server -m TRUNK.gguf -md assistant.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
+            plain="llama-server -m TRUNK.gguf",
         ),
         transformers=EngineSupport(
             True,
             "model.generate(..., assistant_model=AutoModelForCausalLM.from_pretrained({python_path})): batch 1; "
             "release 5.23.0 fails to build its own class for it, 5.19 builds it",
+            plain="model.generate(...)",
         ),
     ),
     default=_AS_TRANSFORMERS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from mtp_train.families.compressed_keys import compressing_in_windows
-from mtp_train.families.engines import HEAD_IGNORED, EngineSupport, engine_table
+from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP, EngineSupport, engine_table
 from mtp_train.families.layouts import with_layers
 from mtp_train.families.spec import Borrowed, Convention, CountField, Family, KeyRule, SharedKey, Streams
 
@@ -125,6 +125,7 @@ DEEPSEEK_V4 = Family(
             True,
             "python convert_hf_to_gguf.py {path} --mtp --outfile mtp.gguf && llama-server -m model.gguf -md mtp.gguf "
             "--spec-type draft-mtp --spec-draft-n-max {depth}",
+            plain=LLAMA_CPP.plain,
         ),
     ),
 )

@@ -1,10 +1,13 @@
 """What serving engines need to use a head: exact commands where known, the reason where not.
 
-``{path}`` is the checkpoint, ``{depth}`` the drafts per round.
+``{path}`` is the checkpoint, ``{depth}`` the drafts per round; :func:`engine_commands` fills them in, and what else may
+stand there.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,22 +18,30 @@ class EngineSupport:
 
     supported: bool | None
     text: str
+    plain: str | None = None
+    """The command that serves the same checkpoint without drafts; None where there is nothing to turn off."""
 
 
 VLLM = EngineSupport(
-    True, 'vllm serve {path} --speculative-config \'{{"method":"mtp","num_speculative_tokens":{depth}}}\''
+    True,
+    'vllm serve {path} --speculative-config \'{{"method":"mtp","num_speculative_tokens":{depth}}}\'',
+    plain="vllm serve {path}",
 )
 SGLANG = EngineSupport(
     True,
     "python -m sglang.launch_server --model-path {path} --speculative-algorithm NEXTN --speculative-num-steps {depth} "
     "--speculative-eagle-topk 1 --speculative-num-draft-tokens {depth_plus_1}",
+    plain="python -m sglang.launch_server --model-path {path}",
 )
+_LLAMA_CPP_PLAIN = "python convert_hf_to_gguf.py {path} --outfile model.gguf && llama-server -m model.gguf"
 LLAMA_CPP = EngineSupport(
     True,
-    "python convert_hf_to_gguf.py {path} --outfile model.gguf && "
-    "llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
+    f"{_LLAMA_CPP_PLAIN} --spec-type draft-mtp --spec-draft-n-max {{depth}}",
+    plain=_LLAMA_CPP_PLAIN,
 )
-USE_MTP = EngineSupport(True, "model.generate(..., use_mtp=True): batch 1, one draft a round for each module")
+USE_MTP = EngineSupport(
+    True, "model.generate(..., use_mtp=True): batch 1, one draft a round for each module", plain="model.generate(...)"
+)
 _GGUF_FRONT_END = EngineSupport(
     None, "not verified: loads the GGUF that llama.cpp's converter writes; drafting depends on the llama.cpp inside"
 )
@@ -62,4 +73,28 @@ def engine_table(
         "mlx": _UNVERIFIED,
         "exllamav3": _UNVERIFIED,
         "transformers": transformers,
+    }
+
+
+def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int) -> dict[str, str]:
+    """Return, per engine, the command that serves with drafts, or why there is none.
+
+    Args:
+        engines: The table of a family, or of an external drafter.
+        path: The checkpoint, complete with its head; or the external drafter.
+        depth: Drafts per round; at 0 the commands serve without drafts, and only engines that can draft are named.
+    """
+    draft_model = {"model": path, "num_speculative_tokens": depth}
+    words = {
+        "path": shlex.quote(path),
+        "python_path": repr(path),
+        "vllm_config": shlex.quote(json.dumps(draft_model, separators=(",", ":"))),
+        "depth": depth,
+        "depth_plus_1": depth + 1,
+    }
+    if depth == 0:
+        return {name: one.plain.format(**words) for name, one in engines.items() if one.plain is not None}
+    return {
+        name: one.text.format(**words) if one.supported else f"no: {one.text}" if one.supported is False else one.text
+        for name, one in engines.items()
     }

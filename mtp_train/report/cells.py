@@ -129,15 +129,20 @@ class ArmCosts:
     head_bytes: int
     """Weights of the head, without the embedding and output matrix that it shares with the trunk."""
     head_kv_bytes_per_token: int
+    """As of :attr:`trunk_kv_bytes_per_token`; 0 too where the head sees a sliding window."""
     trunk_kv_bytes_per_token: int
+    """Keys and values that grow with the text, in the dtype that runs; of latent attention the latent."""
     trunk_state_bytes: int
-    """Recurrent state of one text, whatever its length."""
+    """What one text takes whatever its length: recurrent states, and sliding windows once full."""
     context_tokens_lost: int | None
-    """Tokens of the trunk's KV cache that the head's weights take the room of; None where the trunk keeps no KV."""
+    """Tokens of the trunk's KV cache that the head's weights take the room of; None where the trunk keeps no KV. Of the
+    tokens that are left, the head's own KV takes the room of ``head_kv / (trunk_kv + head_kv)``."""
     prefill_ratio: float | None
     """Prompt tokens per second with the head over without."""
     prefill_tokens: int | None
     """Length of the prompt that it was measured on."""
+    plain_prefill_tokens_per_second: float | None = None
+    """Without the head, at that length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,195 @@
+"""What a head costs, against bytes worked out by hand and by transformers' own caches."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
+from clocks import WorkClock
+from mtp_inference import AssistantDrafting, HeadDrafting
+from mtp_inference.other_drafters import ModelDrafting, NgramDrafting
+from mtp_train.families.assistants import GEMMA4_ASSISTANT
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.trunk import Trunk
+from mtp_train.study import latency
+from mtp_train.study.costs import Kept, head_costs, own_weight_bytes, probe_caches
+from tiny import ALL_FAMILIES, CACHE_KINDS, SLIDING_WINDOW, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
+
+FP32 = 4
+# Values per token and per text of the trunk, and per token of the head, from the sizes of the tiny configs.
+CONVOLUTION = 4 * (16 + 16 + 16) + 2 * 16 * 8
+BY_HAND: dict[str, tuple[int, int, int]] = {
+    # Three layers of a key and a value of 16.
+    "full": (3 * 32, 0, 32),
+    # One full layer; three of 48 channels, 4 inputs each, and a state of two heads.
+    "recurrent": (32, 3 * CONVOLUTION, 32),
+    "sliding": (0, 3 * 32 * SLIDING_WINDOW, 0),
+    "mixed": (32, 2 * 32 * SLIDING_WINDOW, 0),
+    # The latent of 16 and the rotary key of 8, not the two heads' keys and values made of them.
+    "latent": (3 * 24, 0, 24),
+    # Keys of the indexer beside.
+    "indexed": (3 * (24 + 16), 0, 24 + 16),
+    "channels": (24, 2 * (4 * 48 + 2 * 8 * 8), 24),
+    # Keys of 16 and values of 10; the windows have two key heads, and the head sees a window in each of its modules.
+    "sinks": (26, 2 * 2 * 26 * SLIDING_WINDOW, 0),
+    "mamba": (32, 2 * (4 * 64 + 4 * 8 * 8), 32),
+    "blocks": (64 + 2 * (64 + 16), 0, 64 + 16),
+    # Entries of two compressors for each 2 tokens, twice, of one for each 4. Windows of keys that are values too, but
+    # in the first layer; inputs of two groups.
+    "compressed": (
+        2 * (16 + 16) // 2 + 16 // 4,
+        (2 + 3) * 16 * SLIDING_WINDOW + 2 * (2 * 2 * (64 + 64)) + 2 * 4 * 32,
+        0,
+    ),
+    # A full layer between two windows of two key heads of 8; four convolutions see 3 inputs before theirs.
+    "convolved": (32, 2 * 32 * SLIDING_WINDOW + 3 * 3 * (16 + 16 + 32 + 32), 32),
+}
+
+
+def own_head(trunk: Trunk) -> MtpHead | None:
+    return tiny_head(trunk) if trunk.family.name in ALL_FAMILIES else None
+
+
+def kept(trunk: Trunk, head: MtpHead | None) -> tuple[Kept, Kept]:
+    depth = 0 if head is None else len(head.blocks)
+    return probe_caches(trunk, None if head is None else HeadDrafting(head), depth)
+
+
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+def test_what_caches_keep_is_as_by_hand(kind: str) -> None:
+    trunk = tiny_trunk(CACHE_KINDS[kind])
+    of_trunk, of_head = kept(trunk, own_head(trunk))
+    per_token, per_text, head_per_token = BY_HAND[kind]
+    assert of_trunk == Kept(FP32 * per_token, FP32 * per_text)
+    assert of_head.per_token == FP32 * head_per_token
+
+
+def their_bytes(trunk: Trunk, num_tokens: int) -> int:
+    """Return the bytes of transformers' own cache after a text."""
+    cache = DynamicCache(config=trunk.config)
+    with torch.no_grad():
+        trunk.hidden(torch.zeros(1, num_tokens, dtype=torch.long), cache=cache)
+    tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values", "indexer_keys")]
+    return sum(one.numel() * one.element_size() for one in tensors if isinstance(one, torch.Tensor))
+
+
+@pytest.mark.parametrize("kind", ["full", "recurrent", "sliding", "mixed", "latent"])
+def test_a_token_more_takes_what_it_takes_in_transformers_cache(kind: str) -> None:
+    trunk = tiny_trunk(CACHE_KINDS[kind])
+    grown = their_bytes(trunk, 4 * SLIDING_WINDOW + 10) - their_bytes(trunk, 4 * SLIDING_WINDOW)
+    assert kept(trunk, None)[0].per_token == grown / 10
+
+
+def test_keys_are_counted_in_the_dtype_that_runs() -> None:
+    trunk = tiny_trunk("glm4_moe").to(torch.bfloat16)
+    of_trunk, of_head = kept(trunk, tiny_head(trunk))
+    # A head may be in another.
+    assert (of_trunk.per_token, of_head.per_token) == (2 * 3 * 32, FP32 * 32)
+
+
+def test_each_module_of_a_chained_head_has_keys_of_its_own() -> None:
+    trunk = tiny_trunk("glm4_moe")
+    assert kept(trunk, chained_head(trunk, 3))[1] == Kept(3 * FP32 * 32, 0)
+
+
+def test_weights_of_a_head_are_counted_as_by_hand_and_turned_into_context() -> None:
+    trunk = tiny_trunk("qwen3_5", tied=True)
+    # Queries with their gate, keys and values, output, norms of queries and keys.
+    attention = 32 * (2 * 2 * 16) + 2 * 32 * 16 + 32 * 32 + 2 * 16
+    # Norms of both inputs, the projection; the layer, its norms; the final norm. No embedding, no output matrix.
+    weights = 2 * 32 + 64 * 32 + attention + 3 * 32 * 48 + 2 * 32 + 32
+    costs = head_costs("own", trunk, tiny_head(trunk), prefill_tokens=8, repeats=1)
+    assert costs.head_bytes == FP32 * weights
+    assert (costs.trunk_kv_bytes_per_token, costs.head_kv_bytes_per_token) == (FP32 * 32, FP32 * 32)
+    assert costs.trunk_state_bytes == FP32 * 3 * CONVOLUTION
+    assert costs.context_tokens_lost == math.ceil(weights / 32)
+
+
+def test_an_output_matrix_counts_where_it_is_the_heads_own() -> None:
+    trunk = tiny_trunk("step3p7")
+    head = tiny_head(trunk)
+    own = own_weight_bytes(trunk, HeadDrafting(head))
+    assert own == sum(FP32 * weight.numel() for weight in head.state_dict().values())
+    for block in head.blocks:
+        block.lm_head.weight = torch.nn.Parameter(trunk.lm_head_VD, requires_grad=False)
+    assert own - own_weight_bytes(trunk, HeadDrafting(head)) == 3 * FP32 * VOCAB_SIZE * 32
+
+
+def test_a_reduced_vocabulary_is_a_copy() -> None:
+    trunk = tiny_trunk("glm4_moe")
+    head = tiny_head(trunk)
+    reduced = HeadDrafting(head, torch.arange(10))
+    assert own_weight_bytes(trunk, reduced) - own_weight_bytes(trunk, HeadDrafting(head)) == FP32 * 10 * 32
+
+
+def test_other_drafters_cost_what_they_hold() -> None:
+    trunk, model = tiny_trunk("qwen3_5"), tiny_trunk("glm4_moe", seed=1)
+    own = sum(FP32 * weight.numel() for weight in model.causal_lm.state_dict().values())
+    costs = head_costs("model", trunk, ModelDrafting(model), prefill_tokens=8, repeats=1)
+    assert (costs.head_bytes, costs.head_kv_bytes_per_token) == (own, FP32 * 3 * 32)
+    # Weights that are the trunk's take no room.
+    assert own_weight_bytes(trunk, ModelDrafting(trunk)) == 0
+    lookup = head_costs("ngram", trunk, NgramDrafting(), prefill_tokens=8, repeats=1)
+    assert (lookup.head_bytes, lookup.head_kv_bytes_per_token, lookup.context_tokens_lost) == (0, 0, 0)
+    assert lookup.prefill_ratio is not None
+
+
+@pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
+def test_an_external_drafter_has_weights_and_reads_the_trunks_keys() -> None:
+    trunk, model = tiny_gemma_trunk(), tiny_assistant()
+    once = {id(weight): FP32 * weight.numel() for weight in model.parameters()}
+    costs = head_costs("assistant", trunk, AssistantDrafting(model, GEMMA4_ASSISTANT), prefill_tokens=8, repeats=1)
+    buffers = costs.head_bytes - sum(once.values())
+    assert 0 <= buffers < FP32 * VOCAB_SIZE
+    assert costs.head_kv_bytes_per_token == 0
+    # Six layers in turn sliding and full; the last two read the keys of those before.
+    assert costs.trunk_kv_bytes_per_token == FP32 * 2 * 2 * (2 * 16)
+
+
+def test_plain_decoding_costs_nothing_more_and_a_trunk_without_keys_loses_no_context() -> None:
+    plain = head_costs("none", tiny_trunk("qwen3_5"), None)
+    assert (plain.head_bytes, plain.head_kv_bytes_per_token, plain.context_tokens_lost) == (0, 0, 0)
+    assert (plain.prefill_ratio, plain.prefill_tokens, plain.plain_prefill_tokens_per_second) == (None, None, None)
+    assert head_costs("none", tiny_trunk("mistral"), None).context_tokens_lost is None
+
+
+def test_prefill_is_timed_with_the_head_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = tiny_trunk("qwen3_5")
+    head = tiny_head(trunk)
+    clock, runs = WorkClock(monkeypatch), []
+    projection: Any = head.blocks[0].proj
+    with (
+        clock.watching(trunk.decoder, 10, each_token=True),
+        clock.watching(projection, 1, each_token=True),
+    ):
+        costs = head_costs(
+            "own", trunk, head, prefill_tokens=41, repeats=3, max_seconds=1e9, on_run=lambda: runs.append(None)
+        )
+    # The head reads a prompt's rows but the last, which waits for the first draft.
+    assert costs.prefill_ratio == 410 / (410 + 40)
+    assert costs.plain_prefill_tokens_per_second == 41 / 410
+    assert (costs.prefill_tokens, len(runs)) == (41, 2 * 3)
+
+
+def test_the_prompt_fits_the_model_and_figures_are_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = tiny_trunk("qwen3_5")
+    trunk.config.max_position_embeddings = 20
+    seconds = {0: iter([9.0, 1.0, 70.0, 2.0]), 1: iter([9.0, 4.0, 5.0, 60.0])}
+    lengths = []
+
+    def reply_seconds(decoder: Any, group: latency.Group, new_tokens: Any, room: int) -> list[float]:
+        lengths.append((len(group[0]), list(new_tokens), room))
+        return [next(seconds[decoder.depth])]
+
+    monkeypatch.setattr(latency, "reply_seconds", reply_seconds)
+    monkeypatch.setattr(latency, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    costs = head_costs("own", trunk, tiny_head(trunk), repeats=3)
+    assert all(one == (19, [1], 20) for one in lengths)
+    assert (costs.prefill_tokens, costs.plain_prefill_tokens_per_second) == (19, 19 / 2.0)
+    assert costs.prefill_ratio == pytest.approx(2.0 / 5.0)
