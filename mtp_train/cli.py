@@ -332,7 +332,9 @@ def _study(args: argparse.Namespace, arms: list[ArmSpec]) -> Result:
 
     with _progress(args) as progress:
         report = study_arms(arms, grid_of(args, arms), args.out, progress, args.costs, args.wandb)
-    return Result(report.to_json(), _rendered(study_summary(report)), 1 if report.lossless and report.lossless.faults else 0)
+    # A decoder that changed a text is a bug, whatever else the report says.
+    exit_code = 1 if report.lossless and report.lossless.faults else 0
+    return Result(report.to_json(), _rendered(study_summary(report)), exit_code)
 
 
 def _rendered(renderable: RenderableType) -> str:
