@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -14,7 +14,6 @@ from mtp_train.report.template import PAGE, STYLE
 from mtp_train.report.wording import (
     COLUMNS,
     GLOSSARY,
-    Arms,
     apart_sentence,
     arm_cells,
     capitalised,
@@ -30,33 +29,58 @@ from mtp_train.report.wording import (
 def render_page(report: RunReport, figures: Sequence[FigureFile], provenance: Mapping[str, Any]) -> str:
     """Return the page. Every name, path and reason in it is text: markup in one is shown, not obeyed."""
     groups = group_arms(report)
-    depth = max((len(shares) for arm in report.arms.values() for _, shares in _per_depth(arm)), default=0)
+    trunk = next((arm.trunk for arm in groups.alike.values()), "")
+    values = {
+        "headline": headline(report),
+        "key_figures": key_figures(report),
+        "alike": arm_rows(groups.alike, "", focus="retrained"),
+        "apart": arm_rows(groups.apart, "other trunk"),
+        "recorded": arm_rows(groups.recorded, "recorded"),
+        "apart_sentence": apart_sentence(groups),
+        "figures": embedded(figures),
+        "gate": report.gate,
+        "gate_reason": capitalised(report.gate.reason) if report.gate else "",
+        "glossary": GLOSSARY,
+    }
+    return fill(PAGE, STYLE, shared_values(report, trunk, provenance) | values)
+
+
+def fill(template: str, style: str, values: Mapping[str, Any]) -> str:
+    """Fill a template; only the style sheet is taken for markup."""
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    return environment.from_string(PAGE).render(
-        style=STYLE,
-        trunk=next((arm.trunk for arm in groups.alike.values()), ""),
-        headline=headline(report),
-        key_figures=key_figures(report),
-        columns=COLUMNS,
-        alike=_rows(groups.alike, ""),
-        apart=_rows(groups.apart, "other trunk"),
-        recorded=_rows(groups.recorded, "recorded"),
-        apart_sentence=apart_sentence(groups),
-        figures=[{"caption": f.caption, "base64": base64.b64encode(f.png).decode()} for f in figures],
-        depth=depth,
-        by_position=_by_position(report, depth),
-        lossless_sentence=lossless_sentence(report.lossless),
-        gate=report.gate,
-        gate_reason=capitalised(report.gate.reason) if report.gate else "",
-        settings=flatten(report.settings),
-        provenance=flatten(provenance),
-        glossary=GLOSSARY,
-    )
+    return environment.from_string(template).render({"style": style, **values})
 
 
-def _rows(arms: Arms, note: str) -> list[dict[str, Any]]:
+def shared_values(report: RunReport, subject: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what every report's page shows, whatever its kind."""
+    depth = max((len(shares) for arm in report.arms.values() for _, shares in _per_depth(arm)), default=0)
+    return {
+        "subject": subject,
+        "columns": COLUMNS,
+        "depth": depth,
+        "by_position": _by_position(report, depth),
+        "lossless_sentence": lossless_sentence(report.lossless),
+        "settings": flatten(report.settings),
+        "provenance": flatten(provenance),
+    }
+
+
+def embedded(figures: Iterable[FigureFile]) -> list[dict[str, str]]:
+    """Return figures as the template takes them."""
+    return [{"caption": figure.caption, "base64": base64.b64encode(figure.png).decode()} for figure in figures]
+
+
+def arm_rows(arms: Mapping[str, ArmResult], note: str, focus: str | None = None) -> list[dict[str, Any]]:
+    """Return arms as the template takes them; the one in focus is set off."""
     return [
-        {"name": name, "note": note, "trunk": arm.trunk, "head": arm.head, "cells": arm_cells(arm)}
+        {
+            "name": name,
+            "note": note,
+            "trunk": arm.trunk,
+            "head": arm.head,
+            "cells": arm_cells(arm),
+            "focus": name == focus,
+        }
         for name, arm in arms.items()
     ]
 

@@ -12,6 +12,7 @@ from mtp_train.report.schema import RunReport
 from mtp_train.report.wording import (
     COLUMNS,
     Arms,
+    Headline,
     apart_sentence,
     arm_cells,
     group_arms,
@@ -25,8 +26,7 @@ TONES = {"good": "green", "bad": "red", "neutral": "cyan"}
 def arm_table(report: RunReport) -> Table:
     """Return the arms side by side: like for like first, then other trunks, then recorded figures."""
     groups = group_arms(report)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, caption_justify="left")
-    table.add_column("arm", no_wrap=True)
+    table = plain_table("arm")
     for index, column in enumerate(COLUMNS):
         table.add_column(column, justify="right", no_wrap=index == 0)
     _add_rows(table, groups.alike, "")
@@ -43,10 +43,21 @@ def arm_table(report: RunReport) -> Table:
 
 def summary(report: RunReport) -> RenderableType:
     """Return the verdict, the arms and the lossless check, ready for a rich console."""
-    verdict = headline(report)
-    # Text, not markup: a path may hold square brackets.
-    panel = Panel(Text(verdict.detail), title=Text(verdict.title), title_align="left", border_style=TONES[verdict.tone])
-    return Group(panel, arm_table(report), Text(f"Lossless: {lossless_sentence(report.lossless)}"))
+    lossless = Text(f"Lossless: {lossless_sentence(report.lossless)}")
+    return Group(verdict_panel(headline(report)), arm_table(report), lossless)
+
+
+def verdict_panel(verdict: Headline) -> Panel:
+    """Return the one thing to take away, in a frame."""
+    # Text, not markup: a path may hold square brackets. Not the frame's title, which would be cut off.
+    return Panel(Text.assemble((verdict.title, "bold"), "\n", verdict.detail), border_style=TONES[verdict.tone])
+
+
+def plain_table(first: str) -> Table:
+    """Return an empty table without a frame, its first column named."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, caption_justify="left")
+    table.add_column(Text(first), no_wrap=True)
+    return table
 
 
 def _add_rows(table: Table, arms: Arms, note: str) -> None:

@@ -4,16 +4,23 @@ The page asks nothing of the network and runs no script. Below 640 pixels each r
 """
 
 STYLE = """
-:root { color-scheme: light; --ink: #1f2328; --soft: #57606a; --line: #d5dae0; --wash: #f5f7f9; }
+:root { color-scheme: light; --paper: #fff; --ink: #1f2328; --soft: #57606a; --line: #d5dae0; --wash: #f5f7f9;
+  --focus: #eef5fb; --good: #1a7f37; --bad: #cf222e; }
+@media screen and (prefers-color-scheme: dark) {
+  :root { color-scheme: dark; --paper: #141414; --ink: #e6e6e6; --soft: #a3a9b1; --line: #3a3f45; --wash: #1f2124;
+    --focus: #16283a; --good: #3fb950; --bad: #f85149; }
+  /* The figures' white becomes the paper's colour; hues stay what the legends say. */
+  figure img { filter: invert(.92) hue-rotate(180deg); }
+}
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 66rem; padding: 1.5rem 1.25rem 4rem; color: var(--ink); background: #fff;
+body { margin: 0 auto; max-width: 66rem; padding: 1.5rem 1.25rem 4rem; color: var(--ink); background: var(--paper);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 h1 { font-size: 1.05rem; font-weight: 600; color: var(--soft); margin: 0 0 1rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 2.5rem 0 .6rem; }
 p { margin: .4rem 0; max-width: 46rem; overflow-wrap: anywhere; }
 .verdict { border-left: .5rem solid; border-radius: .25rem; padding: 1rem 1.25rem; background: var(--wash); }
 .verdict strong { display: block; font-size: 1.55rem; line-height: 1.25; margin-bottom: .35rem; }
-.good { border-color: #1a7f37; } .bad { border-color: #cf222e; } .neutral { border-color: #57606a; }
+.good { border-color: var(--good); } .bad { border-color: var(--bad); } .neutral { border-color: var(--soft); }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .5rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th:first-child, td:first-child { text-align: left; }
@@ -27,7 +34,7 @@ tbody th small { display: block; font-weight: 400; color: var(--soft); }
 .positions th, .positions td { padding: .15rem .9rem .15rem .6rem; border-bottom: 0; }
 .positions tbody th:not([rowspan]), .positions .kind { text-align: left; font-weight: 400; }
 .positions tbody { border-bottom: 1px solid var(--line); }
-.focus td, .focus th { background: #eef5fb; }
+.focus td, .focus th { background: var(--focus); }
 .scroll { overflow-x: auto; }
 .settings td { text-align: left; overflow-wrap: anywhere; } .settings th { width: 16rem; }
 .settings th, .settings td { padding: .25rem .6rem; font-size: .9rem; }
@@ -59,13 +66,13 @@ dt { font-weight: 600; } dd { margin: 0; max-width: 42rem; }
 }
 """
 
-PAGE = """\
+MACROS = """\
 {%- macro arm_table(rows) -%}
 <table class="arms">
 <thead><tr><th>arm</th>{% for column in columns %}<th>{{ column }}</th>{% endfor %}</tr></thead>
 <tbody>
 {% for row in rows -%}
-<tr{% if row.name == "retrained" %} class="focus"{% endif %}>
+<tr{% if row.focus %} class="focus"{% endif %}>
 <th scope="row">{{ row.name }}{% if row.note %} ({{ row.note }}){% endif %}
 <small>{{ row.trunk }}{% if row.head %}<br>head: {{ row.head }}{% endif %}</small></th>
 {% for cell in row.cells -%}
@@ -82,51 +89,15 @@ PAGE = """\
 {% endfor -%}
 </tbody></table>
 {%- endmacro -%}
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>mtp-train: {{ headline.title }}</title>
-<style>{{ style | safe }}</style>
-</head>
-<body>
-<h1>mtp-train report{% if trunk %}: {{ trunk }}{% endif %}</h1>
-<div class="verdict {{ headline.tone }}"><strong>{{ headline.title }}</strong>{{ headline.detail }}</div>
-{% if key_figures -%}
-<div class="key">
-{% for value, meaning in key_figures %}<div><b>{{ value }}</b>{{ meaning }}</div>
-{% endfor -%}
-</div>
-{% endif -%}
-
-{% if alike -%}
-<h2>Same trunk, same prompts</h2>
-{{ arm_table(alike) }}
-{% endif -%}
-{% if apart -%}
-<h2>Another trunk, shown apart</h2>
-<p>{{ apart_sentence }}</p>
-{{ arm_table(apart) }}
-{% endif -%}
-{% if recorded -%}
-<h2>Recorded, not measured here</h2>
-<p>Measured earlier with settings of their own and shown for scale.</p>
-{{ arm_table(recorded) }}
-{% endif -%}
-
-{% if figures -%}
-<h2>Figures</h2>
+{%- macro figure_row(shown) -%}
 <div class="figures">
-{% for figure in figures -%}
+{% for figure in shown -%}
 <figure><img alt="{{ figure.caption }}" src="data:image/png;base64,{{ figure.base64 }}">
 <figcaption>{{ figure.caption }}</figcaption></figure>
 {% endfor -%}
 </div>
-{% endif -%}
-
-{% if by_position -%}
-<h2>By position in the draft</h2>
+{%- endmacro -%}
+{%- macro position_table() -%}
 <div class="scroll"><table class="positions">
 <thead><tr><th>arm</th><th class="kind">figure</th>
 {%- for k in range(1, depth + 1) %}<th>{{ k }}</th>{% endfor %}</tr></thead>
@@ -139,20 +110,36 @@ PAGE = """\
 </tbody>
 {% endfor -%}
 </table></div>
+{%- endmacro -%}
+"""
+
+HEAD = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>mtp-train: {{ headline.title }}</title>
+<style>{{ style | safe }}</style>
+</head>
+<body>
+<h1>mtp-train report{% if subject %}: {{ subject }}{% endif %}</h1>
+<div class="verdict {{ headline.tone }}"><strong>{{ headline.title }}</strong>{{ headline.detail }}</div>
+{% if key_figures -%}
+<div class="key">
+{% for value, meaning in key_figures %}<div><b>{{ value }}</b>{{ meaning }}</div>
+{% endfor -%}
+</div>
 {% endif -%}
 
+"""
+
+LOSSLESS = """\
 <h2>Is it lossless?</h2>
 <p>{{ lossless_sentence }}</p>
-{% if gate -%}
-<h2>The gate</h2>
-<p>{{ "Passed" if gate.passed else "Refused" }} against {{ gate.baseline }}. {{ gate_reason }}</p>
-{% if gate.delta_tau_ci95 -%}
-<p>Gain in tau, paired by prompt: 95 % interval
-[{{ "%+.3f"|format(gate.delta_tau_ci95[0]) }}, {{ "%+.3f"|format(gate.delta_tau_ci95[1]) }}].
-The gate passes when the lower bound lies above 0.</p>
-{% endif -%}
-{% endif -%}
+"""
 
+FOOT = """\
 {% if settings -%}
 <h2>Settings</h2>
 {{ rows_table(settings) }}
@@ -170,3 +157,46 @@ The gate passes when the lower bound lies above 0.</p>
 </body>
 </html>
 """
+
+_BODY = """\
+{% if alike -%}
+<h2>Same trunk, same prompts</h2>
+{{ arm_table(alike) }}
+{% endif -%}
+{% if apart -%}
+<h2>Another trunk, shown apart</h2>
+<p>{{ apart_sentence }}</p>
+{{ arm_table(apart) }}
+{% endif -%}
+{% if recorded -%}
+<h2>Recorded, not measured here</h2>
+<p>Measured earlier with settings of their own and shown for scale.</p>
+{{ arm_table(recorded) }}
+{% endif -%}
+
+{% if figures -%}
+<h2>Figures</h2>
+{{ figure_row(figures) }}
+{% endif -%}
+
+{% if by_position -%}
+<h2>By position in the draft</h2>
+{{ position_table() }}
+{% endif -%}
+
+"""
+
+_GATE = """\
+{% if gate -%}
+<h2>The gate</h2>
+<p>{{ "Passed" if gate.passed else "Refused" }} against {{ gate.baseline }}. {{ gate_reason }}</p>
+{% if gate.delta_tau_ci95 -%}
+<p>Gain in tau, paired by prompt: 95 % interval
+[{{ "%+.3f"|format(gate.delta_tau_ci95[0]) }}, {{ "%+.3f"|format(gate.delta_tau_ci95[1]) }}].
+The gate passes when the lower bound lies above 0.</p>
+{% endif -%}
+{% endif -%}
+
+"""
+
+PAGE = MACROS + HEAD + _BODY + LOSSLESS + _GATE + FOOT

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mtp_train.acceptance import Interval
 from mtp_train.report.schema import ArmResult, Lossless, RunReport
 
 Arms = dict[str, ArmResult]
@@ -81,7 +82,7 @@ def group_arms(report: RunReport) -> ArmGroups:
 def headline(report: RunReport) -> Headline:
     """Return the run's verdict. Output that is not lossless comes first: its acceptance figures mean nothing."""
     if report.lossless and report.lossless.faults:
-        return Headline("bad", "Not lossless: do not trust these figures", lossless_sentence(report.lossless))
+        return lossy_headline(report.lossless)
     if report.gate is None:
         return Headline("neutral", "Acceptance measured", "Nothing was retrained, so that there was nothing to judge.")
     baseline = BASELINES.get(report.gate.baseline, report.gate.baseline)
@@ -89,6 +90,11 @@ def headline(report: RunReport) -> Headline:
     if not report.gate.passed:
         return Headline("bad", f"Refused: no gain shown over {baseline}", detail)
     return Headline("good", f"The retrained head beats {baseline}", detail)
+
+
+def lossy_headline(lossless: Lossless) -> Headline:
+    """Return the verdict on a decoder that changed texts."""
+    return Headline("bad", "Not lossless: do not trust these figures", lossless_sentence(lossless))
 
 
 def key_figures(report: RunReport) -> list[tuple[str, str]]:
@@ -148,9 +154,14 @@ def arm_cells(arm: ArmResult) -> tuple[str, ...]:
 
 def format_tau(arm: ArmResult) -> str:
     """Print tau with its interval where there is one."""
-    if arm.tau is None or arm.tau_ci95 is None:
-        return format_number(arm.tau, 2)
-    return f"{arm.tau:.2f} [{arm.tau_ci95[0]:.2f}, {arm.tau_ci95[1]:.2f}]"
+    return format_estimate(arm.tau, arm.tau_ci95)
+
+
+def format_estimate(value: float | None, interval: Interval | None) -> str:
+    """Print a figure with its interval where there is one."""
+    if value is None or interval is None:
+        return format_number(value, 2)
+    return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 def format_shares(shares: Iterable[float | None] | None) -> str:
@@ -171,6 +182,23 @@ def format_percent(value: float | None) -> str:
 def format_speedup(value: float | None) -> str:
     """Print a ratio as a multiple, or a dash."""
     return "-" if value is None else f"{value:.2f}x"
+
+
+def format_seconds(value: float | None) -> str:
+    """Print a time in the unit that suits it, or a dash."""
+    if value is None:
+        return "-"
+    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
+
+
+def format_bytes(value: int) -> str:
+    """Print a size in the unit that suits it."""
+    size = float(value)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.2f} GB"
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

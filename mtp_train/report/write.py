@@ -6,12 +6,12 @@ import csv
 import io
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mtp_train.report.figures import FIGURE_STEMS, MarginalIntervals, render_figures
+from mtp_train.report.figures import FIGURE_STEMS, FigureFile, MarginalIntervals, render_figures
 from mtp_train.report.page import render_page
 from mtp_train.report.schema import ArmResult, RunReport
 
@@ -37,36 +37,78 @@ def write_report(
         marginal_ci95: By arm, the interval of the marginal acceptance at each position, for the figure.
     """
     figures = render_figures(report, marginal_ci95 or {})
+    page = render_page(report, figures, provenance or {})
+    replace_report(run_dir, report, page, figures, {"acceptance.csv": csv_text(report)}, FIGURE_STEMS)
+
+
+def replace_report(
+    run_dir: Path,
+    report: RunReport,
+    page: str,
+    figures: Sequence[FigureFile],
+    tables: Mapping[str, str],
+    stems: Iterable[str],
+) -> None:
+    """Put a rendered report in the place of the one that is there, ``report.json`` last.
+
+    Args:
+        run_dir: Where to.
+        report: What was measured.
+        page: Its HTML.
+        figures: Go into ``figures``.
+        tables: CSV texts by file name.
+        stems: Names of figures; those that an earlier report had and this one has not are removed.
+    """
     files = {Path("figures") / f"{figure.stem}.png": figure.png for figure in figures}
-    files[Path("report.html")] = render_page(report, figures, provenance or {}).encode()
-    files[Path("acceptance.csv")] = csv_text(report).encode()
+    files[Path("report.html")] = page.encode()
+    files |= {Path(name): text.encode() for name, text in tables.items()}
     encoded = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
     files[Path("report.json")] = f"{encoded}\n".encode()
     _replace_files(run_dir, files)
-    for stem in FIGURE_STEMS:
+    for stem in stems:
         stale = Path("figures") / f"{stem}.png"
         if stale not in files:
             (run_dir / stale).unlink(missing_ok=True)
 
 
 def csv_text(report: RunReport) -> str:
-    """Return one row per arm, empty cells where a figure has no meaning.
-
-    A figure per position has a column for each (``marginal_1``, ``marginal_2``, ...), an interval one for each bound.
-    """
+    """Return one row per arm, with the columns of :func:`flat_table`."""
     rows = [{"arm": name, **asdict(arm)} for name, arm in report.arms.items()]
-    depth = max((len(row[name] or ()) for row in rows for name in PER_POSITION), default=0)
-    parts = {name: [f"{name}_{k}" for k in range(1, depth + 1)] for name in PER_POSITION}
-    parts["tau_ci95"] = ["tau_ci95_low", "tau_ci95_high"]
-    names = ["arm", *(field.name for field in fields(ArmResult))]
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, [c for name in names for c in parts.get(name, [name])], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        for name, columns in parts.items():
-            row.update(zip(columns, row.pop(name) or (), strict=False))
-        writer.writerow(row)
-    return buffer.getvalue()
+    return flat_table(["arm", *(field.name for field in fields(ArmResult))], rows).csv()
+
+
+@dataclass(frozen=True)
+class FlatTable:
+    """Records with one value a column, None where a figure has no meaning."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+
+    def csv(self) -> str:
+        """Return the table as CSV."""
+        buffer = io.StringIO()
+        csv.writer(buffer, lineterminator="\n").writerows([self.columns, *self.rows])
+        return buffer.getvalue()
+
+
+def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> FlatTable:
+    """Spread the figures of records over columns.
+
+    A figure per position has a column for each (``marginal_1``, ``marginal_2``, ...), an interval (``*_ci95``) one for
+    each bound, a histogram one for each count from 0.
+    """
+    depth = max((len(record[name] or ()) for record in records for name in PER_POSITION if name in record), default=0)
+    parts = {name: [f"{name}_{k}" for k in range(1, depth + 1)] for name in names if name in PER_POSITION}
+    parts |= {name: [f"{name}_{k}" for k in range(depth + 1)] for name in names if name.endswith("_histogram")}
+    parts |= {name: [f"{name}_low", f"{name}_high"] for name in names if name.endswith("_ci95")}
+    table = FlatTable([column for name in names for column in parts.get(name, [name])], [])
+    for record in records:
+        values: list[Any] = []
+        for name in names:
+            wide = len(parts.get(name, ()))
+            values += [*(record[name] or ()), *[None] * wide][:wide] if name in parts else [record[name]]
+        table.rows.append(values)
+    return table
 
 
 def _replace_files(run_dir: Path, files: Mapping[Path, bytes]) -> None:

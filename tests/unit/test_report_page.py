@@ -5,41 +5,16 @@ from __future__ import annotations
 import base64
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 
 from mtp_train.report import GateResult, RunReport
 from mtp_train.report.figures import FigureFile
 from mtp_train.report.page import render_page
+from rendering import HOSTILE, Reader
 from report_samples import EMPTY, RETRAINED, SAMPLE
 
 FIGURE = FigureFile("tau", "Tokens per round.", b"\x89PNG fake")
-HOSTILE = "<script>alert('x')</script>\"><img src=x onerror=y>{{ 7 * 7 }}"
-
-
-class Reader(HTMLParser):
-    """Collect tags with their attributes, visible text, and tags left open."""
-
-    VOID = frozenset({"meta", "img", "br"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.open: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def page_of(report: RunReport, **provenance: object) -> str:

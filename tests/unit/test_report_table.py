@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
-from rich.console import Console, RenderableType
-
 from mtp_train.report import RunReport, arm_table, summary
+from rendering import printed
 from report_samples import EMPTY, RETRAINED, SAMPLE
-
-
-def printed(content: RenderableType, width: int = 80) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(content)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
 
 
 def line_of(text: str, arm: str) -> str:

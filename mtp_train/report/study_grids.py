@@ -1,0 +1,193 @@
+"""The tables of a study's report, as text: one source for the page and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mtp_train.report.cells import ALL_TASKS, Cell
+from mtp_train.report.study_slices import Slices
+from mtp_train.report.study_wording import RULE_WORDS, difference_words, pair_words, signed
+from mtp_train.report.wording import (
+    format_estimate,
+    format_number,
+    format_seconds,
+    format_shares,
+    format_speedup,
+    format_tau,
+)
+from mtp_train.study.records import Setting
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: its name, and a cell for each column behind the first."""
+
+    name: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Lines under a common title; an empty one is not shown."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table.
+
+    Attributes:
+        columns: Headings, that of the rows' names first.
+        groups: At least one, none empty.
+        prose: The last column holds sentences.
+    """
+
+    columns: tuple[str, ...]
+    groups: tuple[Group, ...]
+    prose: bool = False
+
+
+Point = tuple[str, str, Setting]
+"""A label, a task and a setting."""
+
+Texts = dict[str, dict[str, dict[str, str]]]
+"""Title to row to column to what is printed."""
+
+MAX_INTERVALS = 3
+"""Columns of figures with their intervals; more do not fit on 80 characters."""
+
+_CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
+    "tau [95 %]": format_tau,
+    "macro": lambda cell: format_number(cell.tau_macro, 2),
+    "by position": lambda cell: format_shares(cell.marginal),
+    "overlap": lambda cell: format_shares((cell.overlap or ())[:1]),
+    "entropy": lambda cell: format_number(cell.target_entropy, 2),
+    "prompt tokens": lambda cell: format_number(cell.mean_prompt_tokens, 0),
+    "prefill": lambda cell: format_seconds(cell.seconds_prefill),
+    "round": lambda cell: format_seconds(cell.round_seconds),
+    "tau needed": lambda cell: format_number(cell.break_even_tau, 2),
+    "speedup": lambda cell: format_speedup(cell.speedup),
+}
+TASK_COLUMNS = ("tau [95 %]", "macro", "by position", "overlap", "entropy", "speedup")
+
+
+def task_grid(slices: Slices) -> Grid | None:
+    """Return every task at the headline setting; None where there is only one."""
+    if slices.headline is None or len(slices.tasks) < 2:
+        return None
+    return _point_grid(slices, "task", [(task, task, slices.headline) for task in slices.tasks], TASK_COLUMNS)
+
+
+def temperature_grid(slices: Slices) -> Grid | None:
+    """Return every temperature and rule, all tasks; None where there is only one."""
+    points = [(f"{s.temperature:g}, {RULE_WORDS[s.rule]}", ALL_TASKS, s) for s in slices.temperatures()]
+    return _point_grid(slices, "temperature", points, TASK_COLUMNS) if len(points) > 1 else None
+
+
+def depth_grid(slices: Slices) -> Grid | None:
+    """Return every depth, all tasks; None where there is only one."""
+    points = [(f"{s.depth} draft{'s' * (s.depth > 1)}", ALL_TASKS, s) for s in slices.depths()]
+    columns = ("tau [95 %]", "tau needed", "round", "speedup")
+    return _point_grid(slices, "drafts", points, columns) if len(points) > 1 else None
+
+
+def context_grid(slices: Slices) -> Grid | None:
+    """Return every context length, all tasks; None where there is only one."""
+    labels = ["own" if s.context_tokens is None else f"{s.context_tokens:,}" for s in slices.contexts()]
+    points = [(label, ALL_TASKS, s) for label, s in zip(labels, slices.contexts(), strict=True)]
+    columns = ("tau [95 %]", "by position", "prompt tokens", "prefill", "speedup")
+    return _point_grid(slices, "context", points, columns) if len(points) > 1 else None
+
+
+def tau_matrix(slices: Slices) -> Grid | None:
+    """Return tau by task and arm, at the headline setting; None where there is only one task."""
+    if slices.headline is None or len(slices.tasks) < 2:
+        return None
+    show = format_tau if len(slices.arms) <= MAX_INTERVALS else lambda cell: format_number(cell.tau, 2)
+    texts = {
+        task: {arm: show(cell) for arm, cell in slices.drafting(task, slices.headline).items()} for task in slices.tasks
+    }
+    return make_matrix("task", slices.arms, {"": {task: by_arm for task, by_arm in texts.items() if by_arm}})
+
+
+def difference_grid(slices: Slices) -> Grid | None:
+    """Return the comparisons of all tasks together, at the headline setting; None where there are none."""
+    rows = [
+        Row(
+            pair_words(row),
+            (
+                signed(row.delta_tau, row.delta_tau_ci95),
+                _p_value(row.p_value),
+                "yes" if row.differs else "no",
+                signed(row.delta_overlap_at_equal_entropy, row.delta_overlap_at_equal_entropy_ci95, 3),
+                difference_words(row),
+            ),
+        )
+        for row in slices.comparisons()
+        if row.task == ALL_TASKS
+    ]
+    columns = ("arms", "difference in tau [95 %]", "p", "real", "in overlap, at equal entropy", "in words")
+    return make_grid(columns, {"": rows}, prose=True)
+
+
+def difference_matrix(slices: Slices) -> Grid | None:
+    """Return the comparisons of single tasks, at the headline setting; None where there are none."""
+    texts: dict[str, dict[str, str]] = {}
+    for row in slices.comparisons():
+        if row.task != ALL_TASKS:
+            text = signed(row.delta_tau, row.delta_tau_ci95) if row.differs else "not shown"
+            texts.setdefault(row.task, {})[pair_words(row)] = text
+    pairs = dict.fromkeys(pair for by_pair in texts.values() for pair in by_pair)
+    return make_matrix("task", tuple(pairs), {"": texts})
+
+
+def drift_grid(slices: Slices) -> Grid | None:
+    """Return an untouched head along a fine-tuning; None where there is none."""
+    rows = [
+        Row(
+            point.label,
+            (
+                format_number(point.tokens, 0),
+                format_number(point.trunk_change, 4),
+                format_estimate(point.tau, point.tau_ci95),
+                format_number(point.overlap, 2),
+                format_number(point.target_entropy, 2),
+            ),
+        )
+        for point in slices.report.drift
+    ]
+    return make_grid(("trunk", "tokens", "change of weights", "tau [95 %]", "overlap", "entropy"), {"": rows})
+
+
+def _point_grid(slices: Slices, name: str, points: Sequence[Point], columns: Sequence[str]) -> Grid | None:
+    """Return a group for each point with a row for each arm; with one arm, a row for each point."""
+    groups: dict[str, list[Row]] = {}
+    for label, task, setting in points:
+        for arm, cell in slices.drafting(task, setting).items():
+            row = Row(label if len(slices.arms) == 1 else arm, tuple(_CELL_COLUMNS[column](cell) for column in columns))
+            groups.setdefault("" if len(slices.arms) == 1 else label, []).append(row)
+    return make_grid((name if len(slices.arms) == 1 else "arm", *columns), groups)
+
+
+def make_matrix(name: str, columns: Sequence[str], texts: Texts) -> Grid | None:
+    """Return texts as a table, a dash where there is none; None where there is nothing at all."""
+    groups = {
+        title: [Row(row, tuple(by_column.get(column, "-") for column in columns)) for row, by_column in rows.items()]
+        for title, rows in texts.items()
+    }
+    return make_grid((name, *columns), groups)
+
+
+def make_grid(columns: Sequence[str], groups: dict[str, list[Row]], *, prose: bool = False) -> Grid | None:
+    """Return a table without its empty groups; None where none is left."""
+    kept = tuple(Group(title, tuple(rows)) for title, rows in groups.items() if rows)
+    return Grid(tuple(columns), kept, prose) if kept else None
+
+
+def _p_value(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if value >= 0.001 else "<0.001"

@@ -1,0 +1,174 @@
+"""What a study's report says in words, for the page and the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from mtp_train.acceptance import Interval
+from mtp_train.report.cells import ALL_TASKS, ArmComparison, Cell, Finding
+from mtp_train.report.study_slices import Slices
+from mtp_train.report.wording import GLOSSARY, Headline, format_speedup, format_tau, lossy_headline
+from mtp_train.study.records import Setting
+
+TONES: dict[str, Literal["good", "bad", "neutral"]] = {"good": "good", "bad": "bad"}
+"""A finding of any other tone is neutral."""
+
+RULE_WORDS = {
+    "none": "no drafts",
+    "greedy": "greedy",
+    "argmax": "argmax drafts",
+    "sampled": "sampled drafts",
+}
+
+_ADDED = (
+    ("macro", "Mean over prompts of each prompt's own tau. Tau itself pools rounds, so that long texts weigh more."),
+    ("overlap", "Mean of sum min(p, q) at depth 1: the acceptance that rejection sampling reaches, without its noise."),
+    ("entropy", "How uncertain the trunk is about its next token, in nats. Text of low entropy is easier to draft."),
+    ("rule", "How drafts are made and verified; figures of different rules do not compare."),
+    ("greedy", "Temperature 0: the longest prefix equal to the trunk's own choices is kept."),
+    ("argmax drafts", "The head's first choice, kept with the trunk's probability of it. Most engines do this."),
+    ("sampled drafts", "Drawn from the head's distribution and verified by rejection sampling."),
+    ("tau needed", "Break-even: the tau at which a round, with all it costs, is as fast as plain decoding."),
+    (
+        "real",
+        "The difference passes a test paired by prompt, at 5 % over all comparisons together (Holm's correction).",
+    ),
+    ("the head", "Compared where both arms meet the same target entropies: an easier text alone does not count."),
+    ("own context", "Prompts as they are. A context of 512 is the same prompts with text before them."),
+)
+STUDY_GLOSSARY = tuple({**dict(GLOSSARY), **dict(_ADDED)}.items())
+
+
+def setting_words(setting: Setting) -> str:
+    """Say a setting in one line."""
+    drafts = "1 draft" if setting.depth == 1 else f"{setting.depth} drafts"
+    return (
+        f"temperature {setting.temperature:g}, {RULE_WORDS[setting.rule]}, {drafts} a round, {context_words(setting)}"
+    )
+
+
+def context_words(setting: Setting) -> str:
+    """Say how long prompts are."""
+    return "own context" if setting.context_tokens is None else f"context of {setting.context_tokens:,} tokens"
+
+
+def study_headline(slices: Slices) -> Headline:
+    """Return the verdict: a decoder that changed texts, else what was put to the test, else which arm drafts best."""
+    report = slices.report
+    if report.lossless and report.lossless.faults:
+        return lossy_headline(report.lossless)
+    if report.findings:
+        return finding_headline(report.findings[0])
+    ranked = ranked_arms(slices)
+    if not ranked:
+        return Headline("neutral", "Acceptance measured", "No arm drafted at a common setting.")
+    return _one_arm(*ranked[0]) if len(ranked) == 1 else _best_arm(slices, ranked)
+
+
+def finding_headline(finding: Finding) -> Headline:
+    """Return what was put to the test as a verdict of its own."""
+    return Headline(TONES.get(finding.tone, "neutral"), finding.statement, finding.evidence)
+
+
+def ranked_arms(slices: Slices) -> list[tuple[str, Cell, float]]:
+    """Return (arm, headline cell, tau) of the arms that draft, the highest tau first."""
+    known = [(name, cell, cell.tau) for name, cell in slices.pooled().items() if cell.tau is not None]
+    return sorted(known, key=lambda entry: -entry[2])
+
+
+def _one_arm(name: str, cell: Cell, tau: float) -> Headline:
+    detail = f"Tau {format_tau(cell)} over {cell.prompts or 0} prompts"
+    if cell.speedup is None:
+        return Headline("neutral", f"{name} commits {tau:.2f} tokens a round", f"{detail}.")
+    title = f"{name} drafts at {format_speedup(cell.speedup)} the speed without drafts"
+    needed = f"; {cell.break_even_tau:.2f} would break even" if cell.break_even_tau is not None else ""
+    return Headline("good" if cell.speedup > 1 else "bad", title, f"{detail}{needed}.")
+
+
+def _best_arm(slices: Slices, ranked: list[tuple[str, Cell, float]]) -> Headline:
+    (best, _, tau), *rest = ranked
+    rows = [row for row in slices.comparisons() if row.task == ALL_TASKS]
+    against = {row.second: row for row in (*rows, *map(swapped, rows)) if row.first == best}
+    others = ", ".join(f"{name} {its_tau:.2f}" for name, _, its_tau in rest)
+    equals = [name for name, _, _ in rest if name not in against or not against[name].differs]
+    if equals:
+        title = f"No arm is shown to be ahead; {best} has the highest tau"
+        return Headline(
+            "neutral", title, f"Tau {tau:.2f} against {others}. No real difference from {' and '.join(equals)}."
+        )
+    detail = f"Against {others}; each difference is real. From {rest[0][0]}: {difference_words(against[rest[0][0]])}."
+    return Headline("good", f"{best} has the highest tau: {tau:.2f}", detail)
+
+
+def swapped(row: ArmComparison) -> ArmComparison:
+    """Return the comparison seen from the other arm."""
+    return replace(
+        row,
+        first=row.second,
+        second=row.first,
+        delta_tau=-row.delta_tau,
+        delta_tau_ci95=_negated(row.delta_tau_ci95),
+        delta_overlap_at_equal_entropy=_negative(row.delta_overlap_at_equal_entropy),
+        delta_overlap_at_equal_entropy_ci95=_negated(row.delta_overlap_at_equal_entropy_ci95),
+    )
+
+
+def pair_words(row: ArmComparison) -> str:
+    """Name a difference by its arms."""
+    return f"{row.first} - {row.second}"
+
+
+def difference_words(row: ArmComparison) -> str:
+    """Say what differs between two arms: tau, the head, or only how easy their texts are."""
+    if row.same_trunk:
+        return "tau and head differ" if row.differs else "no difference shown"
+    interval = row.delta_overlap_at_equal_entropy_ci95
+    if interval is None:
+        return "tau differs, by text or head" if row.differs else "no difference shown"
+    head = (interval[0] > 0) - (interval[1] < 0)
+    if not row.differs:
+        return "tau does not differ, head does" if head else "no difference shown"
+    if not head:
+        return "tau differs, head does not"
+    return "tau and head differ" if head * row.delta_tau > 0 else "tau differs one way, head the other"
+
+
+def signed(value: float | None, interval: Interval | None, decimals: int = 2) -> str:
+    """Print a difference with its interval where there is one."""
+    if value is None:
+        return "-"
+    bounds = f" [{interval[0]:+.{decimals}f}, {interval[1]:+.{decimals}f}]" if interval else ""
+    return f"{value:+.{decimals}f}{bounds}"
+
+
+def count_real(slices: Slices) -> str:
+    """Say how many differences of the whole report are real."""
+    rows = slices.report.comparisons
+    return f"{sum(row.differs for row in rows):,} of {len(rows):,}"
+
+
+def study_key_figures(slices: Slices) -> list[tuple[str, str]]:
+    """Return the (figure, meaning) pairs to show large; none where the decoder is not lossless."""
+    report = slices.report
+    ranked = ranked_arms(slices)
+    if (report.lossless and report.lossless.faults) or not ranked:
+        return []
+    figures = [(f"{ranked[0][2]:.2f}", f"tokens per round, {ranked[0][0]}")]
+    fast = [(cell.speedup, arm) for arm, cell in slices.pooled().items() if cell.speedup is not None]
+    if fast:
+        speedup, arm = max(fast)
+        figures.append((format_speedup(speedup), f"the speed without drafts, {arm}"))
+    if report.comparisons:
+        figures.append((count_real(slices), "differences are real"))
+    prompts = max((cell.prompts or 0) for _, cell, _ in ranked)
+    figures.append((f"{prompts:,}", f"prompts of {len(slices.tasks)} tasks" if len(slices.tasks) > 1 else "prompts"))
+    return figures
+
+
+def _negative(value: float | None) -> float | None:
+    return None if value is None else -value
+
+
+def _negated(interval: Interval | None) -> Interval | None:
+    return None if interval is None else (-interval[1], -interval[0])

@@ -1,0 +1,240 @@
+"""The report of a study with every kind of content, computed from a few made-up rates."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import accumulate, combinations
+from operator import mul
+
+from mtp_train.report import ArmResult, Lossless
+from mtp_train.report.cells import (
+    ALL_TASKS,
+    Advice,
+    ArmComparison,
+    ArmCosts,
+    BreakEven,
+    Cell,
+    DriftPoint,
+    EntropyBin,
+    Finding,
+    Latency,
+    PositionBin,
+    StudyReport,
+)
+from mtp_train.study.records import Setting
+
+PLAIN = "distilled"
+RATES = {"vanilla+native": 0.72, "distilled+graft": 0.38, "distilled+retrained": 0.8}
+"""Conditional acceptance of each arm that drafts."""
+TRUNKS = {arm: f"models/{arm.split('+')[0]}" for arm in (PLAIN, *RATES)}
+TASKS = {"coding": 0.06, "math": 0.0, "writing": -0.12}
+TEMPERATURES, CONTEXTS, DEPTHS = (0.0, 0.6, 1.0), (None, 512, 2048), (1, 2, 3, 5)
+HEADLINE = Setting(0.0, None, 3, "greedy")
+PLAIN_SECONDS = 0.021
+
+
+def make_cell(arm: str, task: str, setting: Setting) -> Cell:
+    """Return a cell with figures that fit each other."""
+    depth = setting.depth
+    rate = RATES.get(arm, 0.0) + TASKS.get(task, 0.0) - 0.1 * setting.temperature
+    rate += 0.05 * (setting.rule == "sampled") - 0.01 * CONTEXTS.index(setting.context_tokens)
+    marginal = tuple(accumulate([rate] * depth, mul))
+    tau = 1.0 + sum(marginal)
+    needed = 1.0 + 0.12 * depth
+    prompts = 48 if task == ALL_TASKS else 16
+    rounds = round(prompts * 128 / tau)
+    return Cell(
+        arm=arm,
+        task=task,
+        temperature=setting.temperature,
+        context_tokens=setting.context_tokens,
+        depth=depth,
+        rule=setting.rule,
+        trunk=TRUNKS[arm],
+        head=f"heads/{arm}" if depth else None,
+        tau=tau,
+        tau_ci95=(tau - 0.15, tau + 0.14) if depth else None,
+        tau_macro=tau - 0.03 if depth else None,
+        acceptance_rate=sum(marginal) / depth if depth else None,
+        marginal=marginal or None,
+        conditional=(rate,) * depth or None,
+        dense=tuple(rate - 0.01 * k for k in range(depth)) or None,
+        overlap=tuple(rate - 0.02 * k for k in range(depth)) or None,
+        accepted_histogram=tuple(rounds // (depth + 1) for _ in range(depth + 1)) if depth else None,
+        target_entropy=1.21 if arm.startswith("vanilla") else 0.38,
+        repeated_8gram_share=0.002,
+        draft_tokens=rounds * depth,
+        accepted_tokens=round(rounds * sum(marginal)),
+        new_tokens=prompts * 128,
+        mean_prompt_tokens=float(setting.context_tokens or 96),
+        seconds_prefill=0.08,
+        round_seconds=PLAIN_SECONDS * needed,
+        break_even_tau=needed if depth else None,
+        break_even_acceptance=0.1 if depth else None,
+        tokens_per_second=tau / needed / PLAIN_SECONDS,
+        speedup=tau / needed,
+        rounds=rounds,
+        prompts=prompts,
+        measured_here=True,
+    )
+
+
+def make_cells() -> tuple[Cell, ...]:
+    """Return the whole grid, plain decoding too."""
+    rules = [(t, rule) for t in TEMPERATURES for rule in (("sampled", "argmax") if t else ("greedy",))]
+    drafting = [Setting(t, c, k, rule) for t, rule in rules for c in CONTEXTS for k in DEPTHS]
+    plain = [Setting(t, c, 0, "none") for t in TEMPERATURES for c in CONTEXTS]
+    tasks = (ALL_TASKS, *TASKS)
+    cells = [make_cell(PLAIN, task, setting) for task in tasks for setting in plain]
+    return (*cells, *(make_cell(arm, task, setting) for arm in RATES for task in tasks for setting in drafting))
+
+
+def make_comparisons(
+    settings: tuple[Setting, ...] = (HEADLINE, Setting(0.6, None, 3, "sampled")),
+) -> list[ArmComparison]:
+    """Return every pair of arms that draft, at each setting and task."""
+    rows = []
+    for setting in settings:
+        for first, second in combinations(RATES, 2):
+            for task in (ALL_TASKS, *TASKS):
+                taus = [make_cell(arm, task, setting).tau or 0.0 for arm in (first, second)]
+                delta = taus[0] - taus[1]
+                graft = "distilled+graft" in (first, second)
+                rows.append(
+                    ArmComparison(
+                        first=first,
+                        second=second,
+                        task=task,
+                        temperature=setting.temperature,
+                        context_tokens=setting.context_tokens,
+                        depth=setting.depth,
+                        rule=setting.rule,
+                        delta_tau=delta,
+                        delta_tau_ci95=(delta - 0.18, delta + 0.17),
+                        p_value=0.0002 if graft else 0.004,
+                        differs=graft or task == ALL_TASKS,
+                        same_trunk=TRUNKS[first] == TRUNKS[second],
+                        delta_overlap_at_equal_entropy=0.21 if graft else -0.004,
+                        delta_overlap_at_equal_entropy_ci95=(0.18, 0.24) if graft else (-0.02, 0.012),
+                    )
+                )
+    return rows
+
+
+def arm_of(cell: Cell) -> ArmResult:
+    """Return the part of a cell that a run's report knows too."""
+    names = ArmResult.__dataclass_fields__
+    return ArmResult(**{name: value for name, value in asdict(cell).items() if name in names})
+
+
+VLLM = 'vllm serve OUT --speculative-config \'{"method":"mtp","num_speculative_tokens":3}\''
+
+STUDY = StudyReport(
+    title="vanilla against distilled",
+    arms={
+        PLAIN: arm_of(make_cell(PLAIN, ALL_TASKS, HEADLINE.plain)),
+        **{arm: arm_of(make_cell(arm, ALL_TASKS, HEADLINE)) for arm in RATES},
+    },
+    lossless=Lossless(checked=720, identical=718, near_tie_divergences=2),
+    gate=None,
+    settings={"suite": "builtin", "seed": 0, "device": {"name": "cpu", "threads": 2}},
+    cells=make_cells(),
+    comparisons=tuple(make_comparisons()),
+    positions=tuple(
+        PositionBin(
+            arm=arm,
+            temperature=0.0,
+            depth=3,
+            rule="greedy",
+            start=start,
+            stop=2 * start or 16,
+            tau=1 + 2 * rate + start / 400,
+            tau_ci95=(0.9 + 2 * rate, 1.15 + 2 * rate + start / 400),
+            rounds=300,
+        )
+        for arm, rate in RATES.items()
+        for start in (0, 16, 32, 64, 128)
+    ),
+    entropy=tuple(
+        EntropyBin(
+            arm=arm,
+            temperature=0.0,
+            low_nats=low,
+            high_nats=high,
+            overlap=rate + 0.15 - 0.2 * low,
+            overlap_ci95=(rate + 0.12 - 0.2 * low, rate + 0.18 - 0.2 * low),
+            share=0.25,
+        )
+        for arm, rate in RATES.items()
+        for low, high in ((0.0, 0.1), (0.1, 0.5), (0.5, 1.5), (1.5, None))
+    ),
+    costs=tuple(
+        ArmCosts(
+            arm=arm,
+            head_bytes=421_000_000,
+            head_kv_bytes_per_token=2048,
+            trunk_kv_bytes_per_token=24_576,
+            trunk_state_bytes=19_500_000,
+            context_tokens_lost=17_130,
+            prefill_ratio=0.97,
+            prefill_tokens=2048,
+        )
+        for arm in RATES
+    ),
+    latency=tuple(
+        Latency(
+            arm=arm,
+            batch=batch,
+            prompt_tokens=512,
+            output_tokens=tokens,
+            seconds=0.08 + tokens * PLAIN_SECONDS / (1 + rate),
+            plain_seconds=0.08 + tokens * PLAIN_SECONDS,
+        )
+        for arm, rate in RATES.items()
+        for batch in (1, 4)
+        for tokens in (50, 150, 300)
+    ),
+    break_even=tuple(
+        BreakEven(arm=arm, task=task, temperature=0.0, depth=3, prompt_tokens=prompt, output_tokens=output)
+        for arm, output in zip(RATES, (0, None, 12), strict=True)
+        for task in (ALL_TASKS, *TASKS)
+        for prompt in (128, 2048)
+    ),
+    advice=tuple(
+        Advice(
+            arm=arm,
+            task=task,
+            temperature=0.0,
+            depth=depth,
+            speedup=speedup,
+            reason="fastest of the depths measured, by more than its neighbours' spread" if depth else "no depth pays",
+            flags={"vllm": VLLM, "llama.cpp": "llama-server -m OUT.gguf --spec-draft-n-max 3"} if depth else {},
+        )
+        for arm, depth, speedup in zip(RATES, (3, 0, 3), (1.72, 1.0, 2.02), strict=True)
+        for task in (ALL_TASKS, *TASKS)
+    ),
+    drift=tuple(
+        DriftPoint(
+            label=f"step {step}",
+            step=step,
+            tokens=step * 8192,
+            trunk_change=step / 5000,
+            tau=2.4 - step / 120,
+            tau_ci95=(2.3 - step / 120, 2.5 - step / 120),
+            overlap=0.6 - step / 400,
+            target_entropy=1.2 - step / 200,
+        )
+        for step in (0, 10, 40, 100)
+    ),
+    findings=(
+        Finding(
+            tone="good",
+            statement="Retraining on the distilled distribution brings acceptance back to the vanilla level",
+            evidence="Tau 2.95 [2.80, 3.09] against 2.61 [2.46, 2.75]: at least as high.",
+        ),
+        Finding(tone="bad", statement="The graft keeps the vanilla level", evidence="Tau 1.58 against 2.61."),
+        Finding(tone="neutral", statement="Longer contexts lower tau", evidence="-0.02 [-0.10, 0.06]."),
+    ),
+    endpoint={"url": "(given)", "engine": "vllm", "acceptance": {"tau": 2.71, "rate": 0.57}, "depths": [1, 3]},
+)
+BARE = StudyReport(title="one", arms={}, lossless=None, gate=None, settings={}, cells=())

@@ -1,0 +1,139 @@
+"""What a study's report says: the verdict, the differences in words, and which slices of the grid are shown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mtp_train.acceptance import Interval
+from mtp_train.report import Lossless
+from mtp_train.report.cells import ALL_TASKS, StudyReport
+from mtp_train.report.study_slices import Slices, slice_report
+from mtp_train.report.study_wording import difference_words, study_headline, study_key_figures, swapped
+from mtp_train.study.records import Setting
+from study_samples import BARE, HEADLINE, RATES, STUDY, TASKS, arm_of
+
+UNTESTED = replace(STUDY, findings=())
+BEST = "distilled+retrained"
+
+
+def slices_of(*arms: str) -> Slices:
+    """Return the study without findings, of these arms alone."""
+    kept = {name: arm for name, arm in UNTESTED.arms.items() if name in arms}
+    return slice_report(replace(UNTESTED, arms=kept, cells=tuple(c for c in UNTESTED.cells if c.arm in arms)))
+
+
+def pooled_differ(report: StudyReport, differs: bool) -> StudyReport:
+    rows = (replace(row, differs=differs) if row.task == ALL_TASKS else row for row in report.comparisons)
+    return replace(report, comparisons=tuple(rows))
+
+
+def test_headline_setting_is_the_one_that_the_arms_state() -> None:
+    assert slice_report(STUDY).headline == HEADLINE
+    other = Setting(1.0, 512, 2, "sampled")
+    index = slice_report(STUDY).cells
+    arms = {arm: arm_of(index[arm, ALL_TASKS, other]) for arm in RATES}
+    assert slice_report(replace(STUDY, arms=arms)).headline == other
+    assert slice_report(BARE).headline is None
+
+
+def test_slices_run_through_the_headline() -> None:
+    slices = slice_report(STUDY)
+    assert [(s.temperature, s.rule) for s in slices.temperatures()] == [
+        *((0.0, "greedy"), (0.6, "sampled"), (0.6, "argmax"), (1.0, "sampled"), (1.0, "argmax"))
+    ]
+    assert [(s.temperature, s.rule) for s in slices.main_temperatures()] == [
+        *((0.0, "greedy"), (0.6, "sampled"), (1.0, "sampled"))
+    ]
+    assert [s.depth for s in slices.depths()] == [1, 2, 3, 5]
+    assert [s.context_tokens for s in slices.contexts()] == [None, 512, 2048]
+    assert slices.arms == tuple(RATES)
+    assert slices.tasks == tuple(TASKS)
+
+
+def test_rule_of_the_headline_stands_for_its_temperature() -> None:
+    setting = Setting(0.6, None, 3, "argmax")
+    slices = replace(slice_report(STUDY), headline=setting)
+    assert setting in slices.main_temperatures()
+
+
+def test_headline_of_a_lossy_decoder_goes_first() -> None:
+    slices = slice_report(replace(STUDY, lossless=Lossless(checked=9, identical=1, near_tie_divergences=1)))
+    assert "do not trust" in study_headline(slices).title
+    assert study_key_figures(slices) == []
+
+
+def test_headline_is_the_first_finding() -> None:
+    verdict = study_headline(slice_report(STUDY))
+    assert (verdict.tone, verdict.title) == ("good", STUDY.findings[0].statement)
+    odd = replace(STUDY, findings=(replace(STUDY.findings[0], tone="glorious"),))
+    assert study_headline(slice_report(odd)).tone == "neutral"
+
+
+def test_headline_names_the_best_arm_only_where_every_difference_is_real() -> None:
+    ahead = study_headline(slice_report(UNTESTED))
+    assert (ahead.tone, ahead.title) == ("good", f"{BEST} has the highest tau: 2.95")
+    assert ahead.detail.endswith("From vanilla+native: tau differs, head does not.")
+    level = study_headline(slice_report(pooled_differ(UNTESTED, False)))
+    assert level.tone == "neutral"
+    assert level.title.startswith("No arm is shown to be ahead")
+    assert level.detail.endswith("No real difference from vanilla+native and distilled+graft.")
+    uncompared = study_headline(slice_report(replace(UNTESTED, comparisons=())))
+    assert uncompared.title == level.title
+
+
+def test_headline_of_one_arm_is_what_its_drafts_bring() -> None:
+    verdict = study_headline(slices_of(BEST, "distilled"))
+    assert (verdict.tone, verdict.title) == ("good", f"{BEST} drafts at 2.17x the speed without drafts")
+    assert "1.36 would break even" in verdict.detail
+
+
+def test_headline_of_drafts_that_do_not_pay_is_bad() -> None:
+    slow = tuple(replace(cell, speedup=0.9) for cell in STUDY.cells if cell.arm == BEST)
+    verdict = study_headline(slice_report(replace(UNTESTED, cells=slow, arms={BEST: STUDY.arms[BEST]})))
+    assert verdict.tone == "bad"
+
+
+def test_headline_of_an_empty_study() -> None:
+    assert study_headline(slice_report(BARE)).title == "Acceptance measured"
+
+
+@pytest.mark.parametrize(
+    ("same_trunk", "differs", "overlap", "words"),
+    [
+        (True, True, (-0.1, 0.1), "tau and head differ"),
+        (True, False, None, "no difference shown"),
+        (False, True, (-0.02, 0.01), "tau differs, head does not"),
+        (False, True, (0.1, 0.2), "tau and head differ"),
+        (False, True, (-0.2, -0.1), "tau differs one way, head the other"),
+        (False, True, None, "tau differs, by text or head"),
+        (False, False, (0.1, 0.2), "tau does not differ, head does"),
+        (False, False, (-0.1, 0.2), "no difference shown"),
+        (False, False, None, "no difference shown"),
+    ],
+)
+def test_entropy_control_decides_what_differs(
+    same_trunk: bool, differs: bool, overlap: Interval | None, words: str
+) -> None:
+    row = replace(
+        STUDY.comparisons[0],
+        delta_tau=0.5,
+        same_trunk=same_trunk,
+        differs=differs,
+        delta_overlap_at_equal_entropy_ci95=overlap,
+    )
+    assert difference_words(row) == words
+    assert difference_words(swapped(row)) == words
+
+
+def test_swapped_comparison_turns_its_signs() -> None:
+    row = replace(STUDY.comparisons[0], delta_tau=0.5, delta_tau_ci95=(0.1, 0.8))
+    other = swapped(row)
+    assert (other.first, other.delta_tau, other.delta_tau_ci95) == (row.second, -0.5, (-0.8, -0.1))
+    assert swapped(other) == row
+
+
+def test_key_figures_are_tau_speed_differences_and_prompts() -> None:
+    assert [value for value, _ in study_key_figures(slice_report(STUDY))] == ["2.95", "2.17x", "18 of 24", "48"]
+    assert study_key_figures(slice_report(BARE)) == []
