@@ -233,6 +233,7 @@ def _dense(
 ) -> dict[tuple[float, int | None], DenseRows]:
     """Look at every position of the trunk's own texts, once for each temperature and context."""
     found = {}
+    plan = next(arm.plan for arm in loaded.arms if arm.spec.name == name)
     for setting, texts in study.progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
         path = study.store.file(name, f"dense-{setting.slug}.npz")
         if not path.is_file():
@@ -244,6 +245,7 @@ def _dense(
                 max(study.grid.depths),
                 setting.temperature,
                 DENSE_SEQ_LEN_TOKENS,
+                None if plan is None else plan.draft_vocab,
             )
             rows.save(path)
         found[setting.temperature, setting.context_tokens] = DenseRows.load(path)
