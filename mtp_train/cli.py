@@ -112,22 +112,22 @@ def build_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", parents=[common], help="decode with the built-in speculative decoder")
     _add_generate(generate)
 
-    evaluate = commands.add_parser(
-        "evaluate", parents=[common], help="measure acceptance and speed by task, temperature, context, depth, rule"
-    )
-    add_evaluate(evaluate)
-    evaluate.set_defaults(handler=_evaluate)
-
-    compare = commands.add_parser(
-        "compare", parents=[common], help="the same of several arms, with paired statistics: which differences are real"
-    )
-    add_compare(compare)
-    compare.set_defaults(handler=_compare)
+    _add_studies(commands, common)
 
     demo = commands.add_parser("demo", parents=[common], help="write the embedded demo checkpoints")
     demo.add_argument("target", type=Path, metavar="DIR")
     demo.set_defaults(handler=_demo)
     return parser
+
+
+def _add_studies(commands: Any, common: argparse.ArgumentParser) -> None:
+    for name, add, handler, text in (
+        ("evaluate", add_evaluate, _evaluate, "acceptance and speed by task, temperature, context, depth and rule"),
+        ("compare", add_compare, _compare, "the same of several arms, and which differences are real"),
+    ):
+        study = commands.add_parser(name, parents=[common], help=text)
+        add(study)
+        study.set_defaults(handler=handler)
 
 
 def _add_output(command: argparse.ArgumentParser) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from mtp_inference.draft import DrafterMaker
 from mtp_inference.other_drafters import ModelDrafting, NgramDrafting
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.external import external_drafter
-from mtp_train.families import Family
+from mtp_train.families import Family, assistant_for
+from mtp_train.families.engines import engine_commands
 from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead
@@ -175,6 +177,16 @@ class OpenArm:
             return MAX_DEPTH
         convention = self.family.convention(self.plan.convention)
         return MAX_DEPTH if convention.modules == "first" else self.plan.num_modules
+
+    @property
+    def flags(self) -> Callable[[int], Mapping[str, str]] | None:
+        """From drafts per round to the flags of each engine; None where none were verified for what drafts."""
+        if self.plan is not None:
+            return partial(engine_commands, self.family.engines, self.spec.served_path)
+        assistant = None if self.draft_model is None else assistant_for(self.draft_model.config)
+        if assistant is None or self.draft_model is None:
+            return None
+        return partial(assistant.commands, self.draft_model.config, str(self.draft_model.path))
 
     @property
     def draft_checkpoints(self) -> list[Checkpoint]:

@@ -14,7 +14,6 @@ from rich.progress import Progress
 
 from mtp_inference.draft import DrafterMaker
 from mtp_train.errors import DataError
-from mtp_train.families.engines import engine_commands
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import eos_token_ids, load_tokenizer
@@ -199,8 +198,9 @@ def _measure(study: _Study, loaded: _Loaded, found: Measured) -> None:
         both = {**plain, **decoded[name]}
         found.arms.append(MeasuredArm(name, loaded.name, head_name, both, dense.get(name, {})))
         found.checked += [one for texts in decoded[name].values() for one in texts if one.same_as_plain is not None]
-        if arm.plan is not None:
-            found.flags[name] = partial(engine_commands, arm.family.engines, arm.spec.served_path)
+        flags = arm.flags
+        if flags is not None:
+            found.flags[name] = flags
     if study.costs:
         _measure_costs(study, loaded, found)
 
