@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,13 +11,12 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from mtp_inference import Request, Sampling, SpeculativeDecoder
-from mtp_train.data.endpoint import Endpoint
+from mtp_train.data.endpoint import Endpoint, read_api_key
 from mtp_train.data.prompts import choose_prompts
 from mtp_train.data.regenerated import Question, fitting_prompts, regenerate
 from mtp_train.data.responses import RegeneratedStore, ResponseCounts, settings_key
 from mtp_train.data.served import PROBE_PROMPTS, missing_prompts, probe, regenerate_served
 from mtp_train.data.tokenize import Document
-from mtp_train.errors import DataError
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs
 from mtp_train.recipe import Recipe, RegenerateSpec
@@ -172,7 +170,7 @@ def answer_by_server(
         inputs.tokenizer,
         inputs.eos_ids,
         len(trunk.lm_head_VD),
-        api_key=api_key(settings),
+        api_key=read_api_key(settings.api_key_env),
         concurrency=max(1, (settings.concurrency or CONCURRENCY) // world),
     )
     with contextlib.closing(endpoint):
@@ -194,21 +192,3 @@ def answer_by_server(
     write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", {**facts, **asdict(counts)})
     refused = f", {counts.refused} refused ({counts.refusal})" if counts.refused else ""
     return f"{endpoint.url} agrees with the trunk in {agreement:.1%} of tokens; {counts.generated} answered{refused}."
-
-
-def api_key(settings: RegenerateSpec) -> str | None:
-    """Return the server's key.
-
-    Raises:
-        DataError: The variable that should hold it does not.
-    """
-    if settings.api_key_env is None:
-        return None
-    # A line end would not fit into a header, and be told with the key.
-    key = os.environ.get(settings.api_key_env, "").strip()
-    if not key:
-        raise DataError(
-            f"data.regenerate.api_key_env: the variable {settings.api_key_env} is not set; expected the server's key "
-            "in it. Set it, or leave api_key_env out."
-        )
-    return key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +21,10 @@ class Reply:
     status: int = 200
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
+    pieces: tuple[bytes, ...] | None = None
+    """In place of the body: sent one by one, as HTTP's chunks."""
+    cut_off: bool = False
+    """Whether the pieces lack their end."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Served:
     url: str
     payloads: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    """Where each payload went."""
 
 
 ReplyFn = Callable[[dict[str, Any]], Reply]
@@ -40,6 +46,17 @@ def completion(text: str = "", finish_reason: str | None = "stop", **more: Any) 
     usage = {"prompt_tokens": more.pop("prompt_tokens")} if "prompt_tokens" in more else None
     choice = {"index": 0, "text": text, "finish_reason": finish_reason, **more}
     return Reply(body=json.dumps({"choices": [choice], "usage": usage}).encode())
+
+
+def streamed(*events: Mapping[str, Any] | str, cut_off: bool = False) -> Reply:
+    """Return a reply of server-sent events, each a piece of its own; what is text already is sent as it stands."""
+    pieces = [event if isinstance(event, str) else f"data: {json.dumps(event)}\n\n" for event in events]
+    end = () if cut_off else ("data: [DONE]\n\n",)
+    return Reply(
+        headers={"Content-Type": "text/event-stream"},
+        pieces=tuple(piece.encode() for piece in (*pieces, *end)),
+        cut_off=cut_off,
+    )
 
 
 def served_by(trunk: Trunk, eos_ids: Sequence[int]) -> ReplyFn:
@@ -59,28 +76,52 @@ def served_by(trunk: Trunk, eos_ids: Sequence[int]) -> ReplyFn:
 
 
 @contextmanager
-def openai_server(reply: ReplyFn, models: Sequence[str] = ("trunk",)) -> Iterator[Served]:
-    """Serve while the block runs."""
+def openai_server(
+    reply: ReplyFn,
+    models: Sequence[str] = ("trunk",),
+    *,
+    owner: str = "test",
+    shows: Mapping[str, Callable[[], str]] | None = None,
+) -> Iterator[Served]:
+    """Serve while the block runs.
+
+    Args:
+        reply: What is answered to a request.
+        models: Their names.
+        owner: What their list says they are served with.
+        shows: What else can be looked at, by path.
+    """
+    shown = shows or {}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            assert self.path == "/v1/models"
-            listed = {"object": "list", "data": [{"id": name, "object": "model"} for name in models]}
-            self.answer(Reply(body=json.dumps(listed).encode()))
+            if self.path in shown:
+                return self.answer(Reply(body=shown[self.path]().encode()))
+            if self.path != "/v1/models":
+                return self.answer(Reply(404))
+            listed = [{"id": name, "object": "model", "owned_by": owner} for name in models]
+            return self.answer(Reply(body=json.dumps({"object": "list", "data": listed}).encode()))
 
         def do_POST(self) -> None:
-            assert self.path == "/v1/completions"
+            assert self.path in ("/v1/completions", "/generate")
             payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             served.payloads.append(payload)
             served.headers.append(dict(self.headers.items()))
+            served.paths.append(self.path)
             self.answer(reply(payload))
 
         def answer(self, answer: Reply) -> None:
+            whole = answer.pieces is None
+            framing = {"Content-Length": str(len(answer.body))} if whole else {"Transfer-Encoding": "chunked"}
             self.send_response(answer.status)
-            for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
+            for name, value in {**framing, **answer.headers}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(answer.body)
+            for piece in answer.pieces or ():
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            if not whole and not answer.cut_off:
+                self.wfile.write(b"0\r\n\r\n")
 
         def log_message(self, *_: Any) -> None:
             """Keep the terminal clean."""

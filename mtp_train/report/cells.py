@@ -30,7 +30,8 @@ class Cell(ArmResult):
     """None: prompts as they are."""
     depth: int
     rule: str
-    """``none``, ``greedy``, ``argmax`` or ``sampled`` (``mtp_train.study.records.Rule``)."""
+    """``none``, ``greedy``, ``argmax`` or ``sampled`` (``mtp_train.study.records.Rule``); ``served``: that of a server,
+    which does not tell."""
     tau_macro: float | None
     """Mean over prompts of each prompt's own tau; ``tau`` pools rounds, so that long texts weigh more."""
     accepted_histogram: tuple[int, ...] | None

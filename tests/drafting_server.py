@@ -1,0 +1,170 @@
+"""A server that drafts, in the dialect of an engine: its counters are what our own decoder did for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+from mtp_inference import Request, Sampling, SpeculativeDecoder
+from mtp_inference.draft import DrafterMaker
+from mtp_inference.stats import GenerationResult
+from mtp_train.heads.trunk import Trunk
+from openai_server import Reply, streamed
+
+Dialect = Literal["vllm", "llamacpp", "sglang", "silent"]
+PREFIX = {"vllm": "vllm:", "llamacpp": "llamacpp:"}
+GENERATED = {"vllm": "generation_tokens_total", "llamacpp": "tokens_predicted_total"}
+
+
+@dataclass
+class DraftingServer:
+    """Answers as an engine does.
+
+    Args:
+        trunk: What decodes.
+        drafting: What drafts; None for a server without.
+        depth: Drafts per round.
+        eos_ids: Tokens that end a text.
+        dialect: The engine that it answers like; ``silent`` tells of text and usage alone.
+        beside: Whether it tells of its drafts beside each response.
+        counts: Whether it shows counters.
+        foreign_tokens: Tokens said to somebody else during each request.
+        restarts_before: Request before which its counters begin again.
+    """
+
+    trunk: Trunk
+    drafting: DrafterMaker | None
+    depth: int
+    eos_ids: Sequence[int]
+    dialect: Dialect
+    beside: bool = False
+    counts: bool = True
+    foreign_tokens: int = 0
+    restarts_before: int | None = None
+    results: list[GenerationResult] = field(default_factory=list)
+    """Of every request; the first is the warm-up."""
+
+    def __post_init__(self) -> None:
+        self._decoder = SpeculativeDecoder(self.trunk, self.drafting, self.depth, self.eos_ids)
+        self._lock = threading.Lock()
+        self._counters: dict[str, int] = {}
+        self._zero()
+
+    def _zero(self) -> None:
+        self._counters = {"generated": 0}
+        if self.drafting is not None:
+            self._counters |= {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+            self._counters |= {f"accepted_tokens_per_pos {position}": 0 for position in range(self.depth)}
+
+    @property
+    def shows(self) -> dict[str, Callable[[], str]]:
+        """Return what can be looked at beside the models."""
+        version: dict[str, Callable[[], str]] = {
+            "/version": lambda: '{"version": "1.2.3"}',
+            "/server_info": lambda: '{"version": "4.5.6"}',
+        }
+        return version | ({"/metrics": self.metrics} if self.counts and self.dialect in PREFIX else {})
+
+    def metrics(self) -> str:
+        """Return the counters in Prometheus' format, those of two engines where vLLM's are."""
+        prefix = PREFIX[self.dialect]
+        lines = ["# HELP of this and that", f"{prefix}num_requests_running 0.0"]
+        engines = [("", self._counters)]
+        if self.dialect == "vllm":
+            half = {name: value // 2 for name, value in self._counters.items()}
+            rest = {name: value - half[name] for name, value in self._counters.items()}
+            engines = [('engine="0",model_name="a b"', half), ('engine="1",model_name="a b"', rest)]
+        for labels, counters in engines:
+            for name, value in counters.items():
+                series, _, position = name.partition(" ")
+                told = [labels] if labels else []
+                told += [f'position="{position}"'] if position else []
+                full = GENERATED[self.dialect] if series == "generated" else f"spec_decode_num_{series}_total"
+                label = f"{{{','.join(told)}}}" if told else ""
+                number = float(value) if self.dialect == "vllm" else value
+                lines += [f"{prefix}{full}{label} {number}", f"{prefix}{full[:-6]}_created{label} 1.79e+09"]
+        return "\n".join(lines)
+
+    def reply(self, payload: dict[str, Any]) -> Reply:
+        """Answer a request, in pieces of a round each."""
+        native = "input_ids" in payload
+        sampling = payload["sampling_params"] if native else payload
+        request = Request(
+            prompt_ids=payload["input_ids"] if native else payload["prompt"],
+            max_new_tokens=sampling["max_new_tokens"] if native else sampling["max_tokens"],
+            sampling=Sampling(
+                temperature=sampling["temperature"], seed=sampling["sampling_seed"] if native else sampling["seed"]
+            ),
+        )
+        with self._lock:
+            if len(self.results) == self.restarts_before:
+                self._zero()
+            chunks = list(self._decoder.stream([request]))
+            result = chunks[-1].result
+            assert result is not None
+            self.results.append(result)
+            self._count(result)
+        rounds = [list(chunk.token_ids) for chunk in chunks if chunk.token_ids]
+        make = {"vllm": self._vllm, "llamacpp": self._llamacpp, "sglang": self._sglang, "silent": self._silent}
+        return streamed(*make[self.dialect](rounds, result, len(request.prompt_ids)))
+
+    def _count(self, result: GenerationResult) -> None:
+        self._counters["generated"] += len(result.token_ids) + self.foreign_tokens
+        if self.drafting is None:
+            return
+        self._counters["drafts"] += result.rounds
+        self._counters["draft_tokens"] += result.num_draft_tokens
+        self._counters["accepted_tokens"] += result.num_accepted_tokens
+        for position, accepted in enumerate(result.accepted_per_pos):
+            self._counters[f"accepted_tokens_per_pos {position}"] += accepted
+
+    def _histogram(self, result: GenerationResult) -> list[int]:
+        chain = (result.rounds, *result.accepted_per_pos, 0)
+        return [more - fewer for more, fewer in pairwise(chain)]
+
+    def _vllm(self, rounds: list[list[int]], result: GenerationResult, length: int) -> list[dict[str, Any]]:
+        pieces, told = [], 0
+        for tokens in rounds:
+            told += len(tokens)
+            usage = {"prompt_tokens": length, "completion_tokens": told}
+            pieces.append({"choices": [{"text": "x", "token_ids": tokens, "finish_reason": None}], "usage": usage})
+        pieces[-1]["choices"][0]["finish_reason"] = result.finish_reason
+        last: dict[str, Any] = {"choices": [], "usage": pieces[-1]["usage"]}
+        if self.beside:
+            numbers = {"num_draft_tokens": result.num_draft_tokens, "acceptance_histogram": self._histogram(result)}
+            last["metrics"] = {"speculative_decoding": numbers}
+        return [*pieces, last]
+
+    def _llamacpp(self, rounds: list[list[int]], result: GenerationResult, length: int) -> list[dict[str, Any]]:
+        pieces = []
+        for number in range(1, len(result.token_ids) + 1):
+            timings: dict[str, Any] = {"predicted_n": number}
+            pieces.append({"choices": [{"text": "x", "finish_reason": None}], "timings": timings})
+        if self.drafting is not None and result.num_draft_tokens:
+            timings |= {"draft_n": result.num_draft_tokens, "draft_n_accepted": result.num_accepted_tokens}
+        usage = {"prompt_tokens": length, "completion_tokens": len(result.token_ids)}
+        choice = {"text": "", "finish_reason": result.finish_reason}
+        return [*pieces, {"choices": [choice], "usage": usage, "timings": timings, "system_fingerprint": "b1-test"}]
+
+    def _sglang(self, rounds: list[list[int]], result: GenerationResult, length: int) -> list[dict[str, Any]]:
+        pieces, said = [], []
+        for tokens in rounds:
+            said += tokens
+            told = {"prompt_tokens": length, "completion_tokens": len(said), "finish_reason": None}
+            pieces.append({"text": "x" * len(said), "output_ids": list(said), "meta_info": told})
+        told["finish_reason"] = {"type": result.finish_reason}
+        if self.drafting is not None and result.rounds:
+            told["spec_verify_ct"] = result.rounds
+            told["spec_num_proposed_drafts"] = result.num_draft_tokens
+            told["spec_num_correct_drafts"] = result.num_accepted_tokens
+            told["spec_correct_drafts_histogram"] = self._histogram(result)
+        return pieces
+
+    def _silent(self, rounds: list[list[int]], result: GenerationResult, length: int) -> list[dict[str, Any]]:
+        pieces = [{"choices": [{"text": "x" * len(tokens), "finish_reason": None}]} for tokens in rounds]
+        pieces[-1]["choices"][0]["finish_reason"] = result.finish_reason
+        usage = {"prompt_tokens": length, "completion_tokens": len(result.token_ids)}
+        return [*pieces, {"choices": [], "usage": usage}]

@@ -1,0 +1,357 @@
+"""A served model is measured as the same model in this process is, unless its counters tell of something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from rich.progress import Progress
+
+from byte_tokenizer import byte_tokenizer
+from drafting_server import Dialect, DraftingServer
+from mtp_inference import Request, Sampling, SpeculativeDecoder
+from mtp_train.acceptance import (
+    PromptCounts,
+    acceptance_rate,
+    conditional,
+    marginal,
+    repeated_ngram_share,
+    tau,
+    tau_interval,
+)
+from mtp_train.data.regenerated import ask
+from mtp_train.errors import DataError
+from mtp_train.heads.trunk import Trunk
+from mtp_train.report.cells import ALL_TASKS, Cell
+from mtp_train.study.endpoint import Served, measure_endpoint
+from mtp_train.study.records import TaskPrompt
+from openai_server import Reply, ReplyFn, openai_server, streamed
+from scripted import ScriptedDrafting, plain_texts, random_prompt
+from tiny import tiny_trunk
+
+TOKENIZER = byte_tokenizer()
+VOCAB_SIZE = 259
+DEPTH, NEW_TOKENS, SEED = 3, 10, 7
+NUM_RIGHT = (3, 0, 2, 1, 3)
+PROMPTS = [
+    TaskPrompt(
+        id=f"p{number}",
+        group=f"g{number}",
+        prompt_ids=tuple(random_prompt(4 + number, number)),
+        task="math" * (number % 2) or "code",
+    )
+    for number in range(5)
+]
+
+
+@pytest.fixture(scope="module")
+def trunk() -> Trunk:
+    return tiny_trunk("glm4_moe", vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def drafting(trunk: Trunk) -> ScriptedDrafting:
+    texts = plain_texts(trunk, [prompt.prompt_ids for prompt in PROMPTS], 2 * NEW_TOKENS)
+    return ScriptedDrafting(texts, NUM_RIGHT)
+
+
+@pytest.fixture(scope="module")
+def eos_ids(drafting: ScriptedDrafting) -> list[int]:
+    """One text ends within a round, in front of accepted drafts."""
+    return [drafting.texts[PROMPTS[0].prompt_ids][5]]
+
+
+def measure(url: str, eos_ids: Sequence[int], **changes: Any) -> Served:
+    settings: dict[str, Any] = {
+        "tokenizer": TOKENIZER,
+        "eos_ids": eos_ids,
+        "vocab_size": VOCAB_SIZE,
+        "temperatures": [0.0],
+        "max_new_tokens": NEW_TOKENS,
+        "concurrency": 1,
+        "model": None,
+        "api_key_env": None,
+        "seed": SEED,
+        "wait": lambda seconds: None,
+        **changes,
+    }
+    with Progress(disable=True) as progress:
+        return measure_endpoint(url, PROMPTS, progress=progress, **settings)
+
+
+@contextmanager
+def serving(server: DraftingServer, reply: ReplyFn | None = None) -> Iterator[str]:
+    with openai_server(reply or server.reply, owner=server.dialect, shows=server.shows) as served:
+        yield served.url
+
+
+def in_process(
+    trunk: Trunk, drafting: ScriptedDrafting, eos_ids: Sequence[int], temperature: float, task: str
+) -> tuple[list[PromptCounts], list[tuple[int, ...]]]:
+    decoder = SpeculativeDecoder(trunk, drafting, DEPTH, eos_ids)
+    counts, texts = [], []
+    for prompt in PROMPTS:
+        if task not in (ALL_TASKS, prompt.task):
+            continue
+        question = ask(prompt, max_new_tokens=NEW_TOKENS, seq_len_tokens=1000, seed=SEED)
+        sampling = Sampling(temperature=temperature, seed=question.seed)
+        (result,) = decoder.generate(
+            [Request(prompt_ids=prompt.prompt_ids, max_new_tokens=NEW_TOKENS, sampling=sampling)]
+        )
+        counts.append(result.counts(prompt.id))
+        texts.append(tuple(result.token_ids))
+    return counts, texts
+
+
+def counted(cell: Cell) -> tuple[object, ...]:
+    return cell.tau, cell.acceptance_rate, cell.marginal, cell.conditional, cell.rounds, cell.new_tokens, cell.depth
+
+
+WAYS: list[tuple[Dialect, bool, int, str]] = [
+    ("vllm", False, 1, "counters"),
+    ("vllm", False, 4, "counters"),
+    ("vllm", True, 4, "responses"),
+    ("llamacpp", False, 1, "counters"),
+    ("sglang", True, 4, "responses"),
+]
+
+
+@pytest.mark.parametrize(("dialect", "beside", "concurrency", "source"), WAYS)
+def test_figures_are_those_of_the_same_decoder_in_this_process(
+    trunk: Trunk,
+    drafting: ScriptedDrafting,
+    eos_ids: list[int],
+    dialect: Dialect,
+    beside: bool,
+    concurrency: int,
+    source: str,
+) -> None:
+    server = DraftingServer(trunk, drafting, DEPTH, eos_ids, dialect, beside=beside)
+    with serving(server) as url:
+        found = measure(url, eos_ids, temperatures=[0.0, 0.8], concurrency=concurrency)
+    assert (found.document["acceptance_from"], found.document["warnings"], found.document["failures"]) == (
+        source,
+        [],
+        [],
+    )
+    assert [(cell.task, cell.temperature) for cell in found.cells] == [
+        (task, temperature) for temperature in (0.0, 0.8) for task in (ALL_TASKS, "code", "math")
+    ]
+    for cell in found.cells:
+        counts, texts = in_process(trunk, drafting, eos_ids, cell.temperature, cell.task)
+        new_tokens = sum(map(len, texts))
+        rounds = sum(one.rounds for one in counts)
+        assert counted(cell) == (
+            tau(counts),
+            acceptance_rate(counts),
+            tuple(marginal(counts)),
+            tuple(conditional(counts)),
+            rounds,
+            new_tokens,
+            DEPTH,
+        )
+        by_prompt = beside or concurrency == 1
+        assert cell.tau_ci95 == (pytest.approx(tau_interval(counts)) if by_prompt else None)
+        assert (cell.tau_macro is not None) == by_prompt
+        assert cell.accepted_histogram is not None
+        assert sum(cell.accepted_histogram) == rounds
+        if dialect != "llamacpp":  # which sends text alone
+            assert cell.repeated_8gram_share == repeated_ngram_share(texts)
+        assert (cell.arm, cell.rule) == ("served", "served" if cell.temperature else "greedy")
+    assert found.cells[0].tau is not None
+    assert found.cells[0].tau > 1.5
+    assert (found.arm.tau, found.arm.prompts) == (found.cells[0].tau, len(PROMPTS))
+
+
+def test_the_document_says_what_was_measured_and_how(
+    trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]
+) -> None:
+    server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm")
+    with serving(server) as url:
+        document = measure(url, eos_ids, concurrency=2).document
+    assert document["server"] == {"kind": "vllm", "version": "1.2.3"}
+    assert (document["model"], document["prompts_as"], document["drafts"]) == ("trunk", "token ids", True)
+    (speed,) = document["speeds"]
+    assert (speed["requests"], speed["failed"]) == (len(PROMPTS), 0)
+    assert speed["tokens"] == sum(len(result.token_ids) for result in server.results[1:])
+    for name in ("first_token_ms", "between_pieces_ms", "per_token_ms"):
+        assert speed[name]["p50"] <= speed[name]["p99"]
+    assert document["verdict"]["way"] == "acceptance"
+
+
+def test_no_prompt_is_found_in_a_cache(trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]) -> None:
+    server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm")
+    with openai_server(server.reply, owner="vllm", shows=server.shows) as served:
+        measure(served.url, eos_ids, temperatures=[0.0, 0.8])
+    salts = {payload["cache_salt"] for payload in served.payloads}
+    assert len(salts) == len(served.payloads) == 2 * len(PROMPTS) + 1
+
+
+# What would make the figures those of something else
+
+
+def test_counters_with_others_drafts_in_them_are_refused(
+    trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]
+) -> None:
+    server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm", foreign_tokens=3)
+    with serving(server) as url, pytest.raises(DataError, match=r"said \d+ tokens while it said \d+ to us \(code, 3 p"):
+        measure(url, eos_ids)
+
+
+def test_figures_beside_each_response_stand_beside_others(
+    trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]
+) -> None:
+    server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm", beside=True, foreign_tokens=3)
+    with serving(server) as url:
+        found = measure(url, eos_ids)
+    counts, _ = in_process(trunk, drafting, eos_ids, 0.0, ALL_TASKS)
+    assert found.cells[0].tau == tau(counts)
+    (warning,) = found.document["warnings"]
+    assert f"counted {3 * len(PROMPTS)} that it did not send us" in warning
+
+
+def test_a_server_that_was_started_again_is_refused(
+    trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]
+) -> None:
+    server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm", restarts_before=3)
+    with serving(server) as url, pytest.raises(DataError, match=r"counter vllm:.+ stood at \d+ and now at \d+"):
+        measure(url, eos_ids)
+
+
+def test_counters_that_go_away_are_missed(trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]) -> None:
+    server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm")
+    shows = server.shows
+    shows["/metrics"] = lambda: server.metrics() if len(server.results) < 3 else ""
+    with (
+        openai_server(server.reply, owner="vllm", shows=shows) as served,
+        pytest.raises(DataError, match="shows its counters no longer; expected them after 1 responses"),
+    ):
+        measure(served.url, eos_ids)
+
+
+def test_rounded_counters_are_refused(trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]) -> None:
+    server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "llamacpp")
+    server._counters["draft_tokens"] = 1_000_000
+    with serving(server) as url, pytest.raises(DataError, match="stand above 1000000, from where it rounds them"):
+        measure(url, eos_ids)
+
+
+# Servers that tell less
+
+
+def test_rounds_that_are_not_told_are_inferred(trunk: Trunk, drafting: ScriptedDrafting) -> None:
+    server = DraftingServer(trunk, drafting, DEPTH, [], "llamacpp", counts=False)
+    with serving(server) as url:
+        found = measure(url, [])
+    results = server.results[1:]
+    accepted = sum(result.num_accepted_tokens for result in results)
+    rounds = sum(len(result.token_ids) - 1 - result.num_accepted_tokens for result in results)
+    assert (found.cells[0].tau, found.cells[0].marginal) == (1 + accepted / rounds, None)
+    assert found.document["acceptance_from"] == "responses, rounds inferred"
+    assert "Start llama-server with --metrics" in found.document["warnings"][0]
+    # Drafts accepted past the limit, which no token shows, make it high here.
+    assert found.cells[0].tau >= tau([result.counts("p") for result in results])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "drafts"), [("silent", None), ("vllm", False), ("llamacpp", False), ("sglang", False)]
+)
+def test_where_no_acceptance_is_told_two_lengths_are_asked_for(
+    trunk: Trunk, drafting: ScriptedDrafting, dialect: Dialect, drafts: bool | None
+) -> None:
+    head = drafting if drafts is None else None
+    server = DraftingServer(trunk, head, DEPTH if head else 0, [], dialect)
+    with serving(server) as url:
+        found = measure(url, [], max_new_tokens=8)
+    lengths = [len(result.token_ids) for result in server.results]
+    assert lengths == [8] * (1 + len(PROMPTS)) + [2] * len(PROMPTS)
+    document = found.document
+    assert (document["drafts"], document["acceptance_from"]) == (drafts, "none")
+    assert document["verdict"]["way"] == "two lengths"
+    # What it comes to depends on the clock: see test_served_report.
+    assert [speed["temperature"] for speed in document["verdict"]["temperatures"]] == [0.0]
+    cell = found.cells[0]
+    assert (cell.tau, cell.rule, cell.head) == ((None, "served", url) if head else (1.0, "none", None))
+    assert (cell.new_tokens, cell.draft_tokens, cell.acceptance_rate) == (8 * len(PROMPTS), 0, None)
+    assert (document["speeds"][0]["per_token_ms"] is None) == (dialect == "silent")
+
+
+def test_prompts_go_as_text_where_token_ids_are_not_taken(trunk: Trunk) -> None:
+    server = DraftingServer(trunk, None, 0, [], "silent")
+
+    def reply(payload: dict[str, Any]) -> Reply:
+        if not isinstance(payload["prompt"], str):
+            return Reply(400, b"prompt must be text")
+        return server.reply({**payload, "prompt": TOKENIZER(payload["prompt"])["input_ids"]})
+
+    with serving(server, reply) as url:
+        document = measure(url, []).document
+    assert (document["prompts_as"], document["failures"]) == ("text", [])
+
+
+# Failures
+
+
+def test_failed_requests_are_counted_and_told(trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]) -> None:
+    server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm", beside=True)
+
+    def reply(payload: dict[str, Any]) -> Reply:
+        whole = server.reply(payload)
+        if payload["prompt"] == list(PROMPTS[1].prompt_ids):
+            return Reply(400, b"no")
+        if payload["prompt"] == list(PROMPTS[2].prompt_ids):
+            assert whole.pieces is not None
+            return Reply(headers=whole.headers, pieces=whole.pieces[:2], cut_off=True)
+        if payload["prompt"] == list(PROMPTS[3].prompt_ids):
+            return streamed({"error": {"message": "out of blocks"}})
+        return whole
+
+    with serving(server, reply) as url:
+        found = measure(url, eos_ids)
+    reasons = {failure["prompt"]: failure["reason"] for failure in found.document["failures"]}
+    assert reasons.keys() == {"p1", "p2", "p3"}
+    assert reasons["p1"] == "answers 400 (no)"
+    assert reasons["p2"].startswith("broke off")
+    assert "out of blocks" in reasons["p3"]
+    assert (found.document["speeds"][0]["failed"], found.cells[0].prompts) == (3, 2)
+    assert found.document["warnings"][0].startswith("3 requests failed, p")
+
+
+def test_a_failing_server_is_an_error_that_names_the_prompt(
+    trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]
+) -> None:
+    server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm")
+
+    def reply(payload: dict[str, Any]) -> Reply:
+        return Reply(500, b"dead") if len(server.results) == 3 else server.reply(payload)
+
+    with (
+        serving(server, reply) as url,
+        pytest.raises(
+            DataError,
+            match=r"^prompt p4 \(code, temperature 0\): --endpoint: .*500 \(dead\), 8 times.*run the command again",
+        ),
+    ):
+        measure(url, eos_ids)
+
+
+def test_a_server_that_refuses_everything_is_an_error() -> None:
+    with (
+        openai_server(lambda payload: Reply(400, b"context of 4 tokens")) as served,
+        pytest.raises(DataError, match=r"answers 400 \(context of 4 tokens\), asked for p0; expected a response"),
+    ):
+        measure(served.url, [0])
+
+
+@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "http:///v1"])
+def test_an_address_has_a_scheme_and_a_host(url: str) -> None:
+    with pytest.raises(DataError, match=r"--endpoint: .*expected an address such as"):
+        measure(url, [0])
+
+
+def test_a_key_that_is_not_there_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KEY_OF_THE_TEST", raising=False)
+    with pytest.raises(DataError, match=r"--api-key-env: the variable KEY_OF_THE_TEST is not set"):
+        measure("http://localhost/v1", [0], api_key_env="KEY_OF_THE_TEST")
