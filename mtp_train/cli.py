@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rich.console import Console, RenderableType
 from rich.progress import Progress
 
-from mtp_train.cli_study import add_compare, add_evaluate, evaluated_arms, grid_of
+from mtp_train.cli_study import add_compare, add_evaluate, evaluated_arms, grid_of, server_of
 from mtp_train.errors import GateRefusedError, MtpError
 
 if TYPE_CHECKING:
     from mtp_train.study.arms import ArmSpec
+    from mtp_train.study.beside import Server
 
 
 class Result(NamedTuple):
@@ -317,21 +318,21 @@ def _generate(args: argparse.Namespace) -> Result:
 
 
 def _evaluate(args: argparse.Namespace) -> Result:
-    return _study(args, evaluated_arms(args))
+    return _study(args, evaluated_arms(args), server_of(args))
 
 
 def _compare(args: argparse.Namespace) -> Result:
     from mtp_train.study.arms import parse_arm
 
-    return _study(args, [parse_arm(text) for text in args.arms])
+    return _study(args, [parse_arm(text) for text in args.arms], None)
 
 
-def _study(args: argparse.Namespace, arms: list[ArmSpec]) -> Result:
+def _study(args: argparse.Namespace, arms: list[ArmSpec], server: Server | None) -> Result:
     from mtp_train.commands.evaluate import study_arms
     from mtp_train.report.study_table import study_summary
 
     with _progress(args) as progress:
-        report = study_arms(arms, grid_of(args, arms), args.out, progress, args.costs, args.wandb)
+        report = study_arms(arms, grid_of(args, arms), args.out, progress, args.costs, args.wandb, server)
     # A decoder that changed a text is a bug, whatever else the report says.
     exit_code = 1 if report.lossless and report.lossless.faults else 0
     return Result(report.to_json(), _rendered(study_summary(report)), exit_code)

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from mtp_train.errors import DataError
+
 if TYPE_CHECKING:
     from mtp_train.study.arms import ArmSpec
+    from mtp_train.study.beside import Server
     from mtp_train.study.measure import Grid
 
 T = TypeVar("T")
@@ -31,6 +34,11 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--head-bits", nargs="+", choices=PACKINGS, default=["none"], help="pack the head: an arm for each"
     )
+    command.add_argument("--endpoint", metavar="URL", help="ask the same of a server too, as http://host:port/v1")
+    command.add_argument("--served-model", metavar="NAME", help="what the server calls it (default: the only one)")
+    command.add_argument("--api-key-env", metavar="VAR", help="the environment variable with the server's key")
+    command.add_argument("--concurrency", type=int, default=1, metavar="N", help="requests to the server at a time")
+    command.add_argument("--served-only", action="store_true", help="ask the server alone; load no weights here")
     _add_grid(command)
 
 
@@ -86,7 +94,7 @@ def grid_of(args: argparse.Namespace, arms: Sequence[ArmSpec]) -> Grid:
     from mtp_train.study.measure import Grid
 
     return Grid(
-        suite=args.suite or default_suite(arms),
+        suite=args.suite or default_suite([one.trunk for one in arms] or [args.checkpoint]),
         tasks=None if args.tasks is None else tuple(args.tasks),
         prompts_per_task=args.prompts_per_task,
         temperatures=_unique(args.temperatures),
@@ -100,9 +108,11 @@ def grid_of(args: argparse.Namespace, arms: Sequence[ArmSpec]) -> Grid:
 
 
 def evaluated_arms(args: argparse.Namespace) -> list[ArmSpec]:
-    """Return the arms of ``evaluate``: one, or one for each way of packing."""
+    """Return the arms of ``evaluate``: one, or one for each way of packing; none where a server alone is asked."""
     from mtp_train.study.arms import ArmSpec, named
 
+    if args.served_only:
+        return []
     packings = [(trunk, head) for trunk in _unique(args.trunk_bits) for head in _unique(args.head_bits)]
     return [
         named(
@@ -117,6 +127,31 @@ def evaluated_arms(args: argparse.Namespace) -> list[ArmSpec]:
         )
         for trunk, head in packings
     ]
+
+
+def server_of(args: argparse.Namespace) -> Server | None:
+    """Return the server that ``evaluate`` is to ask.
+
+    Raises:
+        DataError: A setting of a server is given, and no server; or a number is out of range.
+    """
+    from mtp_train.study.beside import Server
+
+    if args.endpoint is None:
+        for flag in ("served_model", "api_key_env", "served_only"):
+            if vars(args)[flag]:
+                name = flag.replace("_", "-")
+                raise DataError(f"--{name}: given without --endpoint; expected a server. Add --endpoint URL.")
+        return None
+    if args.concurrency < 1:
+        raise DataError(f"--concurrency: {args.concurrency}; expected 1 or more. Correct it.")
+    return Server(
+        url=args.endpoint,
+        checkpoint=args.checkpoint,
+        model=args.served_model,
+        api_key_env=args.api_key_env,
+        concurrency=args.concurrency,
+    )
 
 
 def _unique(values: Sequence[T]) -> tuple[T, ...]:

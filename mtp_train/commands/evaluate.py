@@ -18,6 +18,7 @@ from mtp_train.report.study_tracking import log_study
 from mtp_train.report.study_write import write_study
 from mtp_train.run_dir import checkpoint_identity, environment_facts
 from mtp_train.study.arms import ArmSpec, open_arm
+from mtp_train.study.beside import Server
 from mtp_train.study.measure import Grid
 from mtp_train.study.run import REPORT_FILE, run_study
 
@@ -32,6 +33,7 @@ def study_arms(
     progress: Progress,
     costs: bool,
     wandb: Literal["off", "offline", "online"],
+    server: Server | None,
 ) -> StudyReport:
     """Measure arms, write the report and return it.
 
@@ -42,15 +44,15 @@ def study_arms(
         progress: Shows how far it is.
         costs: Whether latency and prefill are timed as well.
         wandb: Whether Weights & Biases gets the report, and when.
+        server: A server that is asked the same prompts.
 
     Raises:
         MtpError: The grid is empty or out of range, an arm cannot be measured, or ``out`` holds something else.
     """
     require_grid(grid)
-    title = "evaluation" if len(specs) == 1 else "comparison"
-    report = run_study(
-        specs, grid, out, progress, title=f"{title} of {', '.join(one.name for one in specs)}", costs=costs
-    )
+    names = [one.name for one in specs] + ([] if server is None else [server.url])
+    title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
+    report = run_study(specs, grid, out, progress, title=title, costs=costs, server=server)
     if not (out / REPORT_FILE).is_file():
         identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}
         write_study(report, out, {"arms": identities, **environment_facts()})
@@ -58,9 +60,9 @@ def study_arms(
     return report
 
 
-def default_suite(specs: Sequence[ArmSpec]) -> str:
-    """Return the suite of arms that none was named for: the demo's own for its trunks, which know nothing else."""
-    return "demo" if all(spec.trunk.startswith(PREFIX) for spec in specs) else "builtin"
+def default_suite(trunks: Sequence[str]) -> str:
+    """Return the suite of trunks that none was named for: the demo's own for its trunks, which know nothing else."""
+    return "demo" if all(trunk.startswith(PREFIX) for trunk in trunks) else "builtin"
 
 
 def default_depths(specs: Sequence[ArmSpec]) -> tuple[int, ...]:
@@ -69,7 +71,7 @@ def default_depths(specs: Sequence[ArmSpec]) -> tuple[int, ...]:
     Raises:
         MtpError: The files of an arm are not what they should be.
     """
-    deepest = min(open_arm(spec).deepest for spec in specs)
+    deepest = min((open_arm(spec).deepest for spec in specs), default=MAX_DEPTH)
     return tuple(depth for depth in DEPTHS if depth <= deepest)
 
 

@@ -31,6 +31,7 @@ from mtp_train.study.arms import (
     trunk_label,
 )
 from mtp_train.study.assemble import Measured, assemble
+from mtp_train.study.beside import Server, ask, with_served
 from mtp_train.study.costs import head_costs
 from mtp_train.study.dense import DenseRows, dense_rows
 from mtp_train.study.latency import measure_latency
@@ -84,6 +85,7 @@ def run_study(
     title: str,
     costs: bool,
     prompts: Sequence[TaskPrompt] | None = None,
+    server: Server | None = None,
 ) -> StudyReport:
     """Measure arms over a grid.
 
@@ -96,6 +98,7 @@ def run_study(
         title: What the report is called.
         costs: Whether latency and prefill are timed as well.
         prompts: Prompts in the place of the grid's suite, as they are.
+        server: A server that is asked the suite's prompts, before anything is decoded here.
 
     Raises:
         MtpError: An arm cannot be measured, or ``out`` holds something else.
@@ -104,9 +107,10 @@ def run_study(
     arms = [open_arm(spec) for spec in specs]
     for checkpoint in _checkpoints(arms):
         require_finite_checkpoint(checkpoint, progress)
-    store = Store(out, _identity(arms, grid, costs, prompts))
+    store = Store(out, _identity(arms, grid, costs, prompts, server))
     if (out / REPORT_FILE).is_file():
         return load_study(out / REPORT_FILE)
+    served = None if server is None else ask(server, grid, progress)
     study = _Study(grid, store, progress, costs, prompts)
     by_trunk: dict[Any, list[OpenArm]] = {}
     for arm in arms:
@@ -117,7 +121,8 @@ def run_study(
         _measure(study, _load(study, group, plain_name), found)
         # Its weights go before the next one's come.
         gc.collect()
-    return assemble(found, grid, title)
+    report = assemble(found, grid, title)
+    return report if served is None else with_served(report, served)
 
 
 def _checkpoints(arms: Sequence[OpenArm]) -> list[Checkpoint]:
@@ -125,7 +130,13 @@ def _checkpoints(arms: Sequence[OpenArm]) -> list[Checkpoint]:
     return list({checkpoint.path: checkpoint for checkpoint in every}.values())
 
 
-def _identity(arms: Sequence[OpenArm], grid: Grid, costs: bool, prompts: Sequence[TaskPrompt] | None) -> dict[str, Any]:
+def _identity(
+    arms: Sequence[OpenArm],
+    grid: Grid,
+    costs: bool,
+    prompts: Sequence[TaskPrompt] | None,
+    server: Server | None,
+) -> dict[str, Any]:
     """Say what a study is, for its directory. Two that say the same may go on with each other's measurements."""
     return {
         "arms": [
@@ -134,6 +145,7 @@ def _identity(arms: Sequence[OpenArm], grid: Grid, costs: bool, prompts: Sequenc
         "grid": {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(grid).items()},
         "costs": costs,
         "prompts": None if prompts is None else [prompt.id for prompt in prompts],
+        "server": None if server is None else server.identity(),
         "device": _device().type,
     }
 
