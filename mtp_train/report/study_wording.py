@@ -19,6 +19,7 @@ RULE_WORDS = {
     "greedy": "greedy",
     "argmax": "argmax drafts",
     "sampled": "sampled drafts",
+    "served": "the server's rule",
 }
 
 _ADDED = (
@@ -42,15 +43,15 @@ STUDY_GLOSSARY = tuple({**dict(GLOSSARY), **dict(_ADDED)}.items())
 
 def setting_words(setting: Setting) -> str:
     """Say a setting in one line."""
-    drafts = "1 draft" if setting.depth == 1 else f"{setting.depth} drafts"
-    return (
-        f"temperature {setting.temperature:g}, {RULE_WORDS[setting.rule]}, {drafts} a round, {context_words(setting)}"
-    )
+    context = "own context" if setting.context_tokens is None else f"context of {setting.context_tokens:,} tokens"
+    # A server may not tell how many.
+    drafts = f", {depth_words(setting.depth)} a round" if setting.depth else ""
+    return f"temperature {setting.temperature:g}, {RULE_WORDS[setting.rule]}{drafts}, {context}"
 
 
-def context_words(setting: Setting) -> str:
-    """Say how long prompts are."""
-    return "own context" if setting.context_tokens is None else f"context of {setting.context_tokens:,} tokens"
+def depth_words(depth: int) -> str:
+    """Say how many drafts."""
+    return "no drafts" if depth == 0 else f"{depth} draft{'s' * (depth > 1)}"
 
 
 def study_headline(slices: Slices) -> Headline:

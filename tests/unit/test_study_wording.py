@@ -10,7 +10,13 @@ from mtp_train.acceptance import Interval
 from mtp_train.report import Lossless
 from mtp_train.report.cells import ALL_TASKS, StudyReport
 from mtp_train.report.study_slices import Slices, slice_report
-from mtp_train.report.study_wording import difference_words, study_headline, study_key_figures, swapped
+from mtp_train.report.study_wording import (
+    difference_words,
+    setting_words,
+    study_headline,
+    study_key_figures,
+    swapped,
+)
 from mtp_train.study.records import Setting
 from study_samples import BARE, HEADLINE, RATES, STUDY, TASKS, arm_of
 
@@ -56,6 +62,16 @@ def test_rule_of_the_headline_stands_for_its_temperature() -> None:
     setting = Setting(0.6, None, 3, "argmax")
     slices = replace(slice_report(STUDY), headline=setting)
     assert setting in slices.main_temperatures()
+
+
+def test_cells_of_a_server_are_told_as_far_as_it_tells() -> None:
+    cell = replace(STUDY.cells[-1], arm="served", task=ALL_TASKS, temperature=0.6, context_tokens=None, depth=0)
+    served = replace(cell, rule="served", tau=None, speedup=None)
+    slices = slice_report(replace(BARE, cells=(served,), arms={"served": arm_of(served)}))
+    assert [s.rule for s in slices.temperatures()] == ["served"]
+    assert slices.headline is not None
+    assert setting_words(slices.headline) == "temperature 0.6, the server's rule, own context"
+    assert study_headline(slices).title == "Acceptance measured"
 
 
 def test_headline_of_a_lossy_decoder_goes_first() -> None:
