@@ -124,7 +124,7 @@ def test_headline_of_an_empty_study() -> None:
         (False, True, (0.1, 0.2), "tau and head differ"),
         (False, True, (-0.2, -0.1), "tau differs one way, head the other"),
         (False, True, None, "tau differs, by text or head"),
-        (False, False, (0.1, 0.2), "tau does not differ, head does"),
+        (False, False, (0.1, 0.2), "tau not shown to differ, head does"),
         (False, False, (-0.1, 0.2), "no difference shown"),
         (False, False, None, "no difference shown"),
     ],
@@ -135,12 +135,18 @@ def test_entropy_control_decides_what_differs(
     row = replace(
         STUDY.comparisons[0],
         delta_tau=0.5,
+        delta_tau_ci95=(-0.1, 1.1),
         same_trunk=same_trunk,
         differs=differs,
         delta_overlap_at_equal_entropy_ci95=overlap,
     )
     assert difference_words(row) == words
     assert difference_words(swapped(row)) == words
+
+
+def test_interval_beyond_zero_that_the_correction_does_not_pass_is_said() -> None:
+    row = replace(STUDY.comparisons[0], same_trunk=True, differs=False, delta_tau_ci95=(0.1, 0.9))
+    assert difference_words(row) == difference_words(swapped(row)) == "not shown over so many comparisons"
 
 
 def test_swapped_comparison_turns_its_signs() -> None:
