@@ -57,6 +57,7 @@ def make_cell(arm: str, task: str, setting: Setting) -> Cell:
         tau_macro=tau - 0.03 if depth else None,
         acceptance_rate=sum(marginal) / depth if depth else None,
         marginal=marginal or None,
+        marginal_ci95=tuple((share - 0.05, share + 0.04) for share in marginal) or None,
         conditional=(rate,) * depth or None,
         dense=tuple(rate - 0.01 * k for k in range(depth)) or None,
         overlap=tuple(rate - 0.02 * k for k in range(depth)) or None,
@@ -235,6 +236,6 @@ STUDY = StudyReport(
         Finding(tone="bad", statement="The graft keeps the vanilla level", evidence="Tau 1.58 against 2.61."),
         Finding(tone="neutral", statement="Longer contexts lower tau", evidence="-0.02 [-0.10, 0.06]."),
     ),
-    endpoint={"url": "(given)", "engine": "vllm", "acceptance": {"tau": 2.71, "rate": 0.57}, "depths": [1, 3]},
+    endpoint={"url": "(given)", "engine": "vllm", "speeds": [{"temperature": 0.0, "requests": 48}], "depths": [1, 3]},
 )
 BARE = StudyReport(title="one", arms={}, lossless=None, gate=None, settings={}, cells=())

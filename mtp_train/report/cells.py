@@ -49,6 +49,8 @@ class Cell(ArmResult):
     """Tau at which this arm is as fast as plain decoding: the ratio of their ``round_seconds``."""
     break_even_acceptance: float | None
     """Conditional acceptance, the same at each position, that gives :attr:`break_even_tau`; None where none does."""
+    marginal_ci95: tuple[Interval | None, ...] | None = None
+    """Of each entry of :attr:`marginal`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -165,7 +165,11 @@ def _require_keys(raw: object, names: set[str], where: str) -> dict[str, Any]:
 
 
 def build(record: type[Record], raw: object, where: str) -> Record:
-    """Make a dataclass of a JSON object that has exactly its fields; lists become tuples."""
+    """Make a dataclass of a JSON object that has exactly its fields; lists become tuples, at any depth."""
     found = _require_keys(raw, {f.name for f in fields(cast(Any, record))}, where)
     make: Callable[..., Record] = record
-    return make(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
+    return make(**{key: _frozen(value) for key, value in found.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

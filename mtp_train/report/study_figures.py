@@ -14,7 +14,6 @@ from mtp_train.report.figures import (
     Drawn,
     FigureFile,
     Look,
-    MarginalIntervals,
     Series,
     Subject,
     assign_looks,
@@ -39,13 +38,8 @@ FIGURE_STEM = re.compile(r"(tau|marginal_acceptance|depth|context|output_positio
 MAX_TASK_CHARS = 18
 
 
-def render_study_figures(report: StudyReport, marginal_ci95: MarginalIntervals) -> list[FigureFile]:
-    """Draw every figure that has data.
-
-    Args:
-        report: What was measured.
-        marginal_ci95: By arm, the interval of each entry of the headline's ``marginal``; arms may be missing.
-    """
+def render_study_figures(report: StudyReport) -> list[FigureFile]:
+    """Draw every figure that has data."""
     slices = slice_report(report)
     looks = assign_looks(slices.arms)
     drawn = [Drawn(arm, "", looks[arm], cell) for arm, cell in slices.pooled().items() if cell.tau is not None]
@@ -54,8 +48,9 @@ def render_study_figures(report: StudyReport, marginal_ci95: MarginalIntervals) 
         caption = "Tokens committed per round (tau), with 95 % intervals over prompts. 1 is plain decoding."
         figures.append(FigureFile("tau", caption, tau_figure(drawn)))
     if with_shares := [d for d in drawn if d.arm.marginal]:
-        caption = "Share of rounds that accepted the draft at each position (marginal acceptance)."
-        figures.append(FigureFile("marginal_acceptance", caption, marginal_figure(with_shares, marginal_ci95)))
+        caption = "Share of rounds that accepted the draft at each position (marginal acceptance), with 95 % intervals."
+        intervals = {arm: cell.marginal_ci95 or () for arm, cell in slices.pooled().items()}
+        figures.append(FigureFile("marginal_acceptance", caption, marginal_figure(with_shares, intervals)))
     figures += _heat_maps(slices)
     figures += [figure for draw in (_depth, _context, _output, _entropy) if (figure := draw(slices, looks))]
     figures += [figure for draw in (_costs, _drift) if (figure := draw(slices))]
@@ -190,10 +185,9 @@ def _entropy(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
     series = [Series(Subject(arm, "", looks[arm]), of_arm) for arm, of_arm in points.items() if of_arm]
     if not series:
         return None
-    ends = [*(f"-{stop:g}" for stop in starts[1:]), "+"]
-    ticks = [f"{start:g}{end}" for start, end in zip(starts, ends, strict=True)]
+    ticks = [f"{start:g}" for start in starts]
     caption = "Overlap of head and trunk at depth 1, where the trunk is equally uncertain. A better head lies higher."
-    return FigureFile("entropy", caption, _curves(series, ticks, "target entropy (nats)", "overlap at depth 1"))
+    return FigureFile("entropy", caption, _curves(series, ticks, "target entropy in nats, from", "overlap at depth 1"))
 
 
 def _costs(slices: Slices) -> FigureFile | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mtp_train.report.cells import ALL_TASKS, Cell
 from mtp_train.report.study_slices import Slices
-from mtp_train.report.study_wording import RULE_WORDS, difference_words, pair_words, signed
+from mtp_train.report.study_wording import RULE_WORDS, depth_words, difference_words, pair_words, signed
 from mtp_train.report.wording import (
     format_estimate,
     format_number,
@@ -89,7 +89,7 @@ def temperature_grid(slices: Slices) -> Grid | None:
 
 def depth_grid(slices: Slices) -> Grid | None:
     """Return every depth, all tasks; None where there is only one."""
-    points = [(f"{s.depth} draft{'s' * (s.depth > 1)}", ALL_TASKS, s) for s in slices.depths()]
+    points = [(depth_words(s.depth), ALL_TASKS, s) for s in slices.depths()]
     columns = ("tau [95 %]", "tau needed", "round", "speedup")
     return _point_grid(slices, "drafts", points, columns) if len(points) > 1 else None
 
@@ -129,7 +129,7 @@ def difference_grid(slices: Slices) -> Grid | None:
         for row in slices.comparisons()
         if row.task == ALL_TASKS
     ]
-    columns = ("arms", "difference in tau [95 %]", "p", "real", "in overlap, at equal entropy", "in words")
+    columns = ("first - second", "tau [95 %]", "p", "real", "overlap at equal entropy", "in words")
     return make_grid(columns, {"": rows}, prose=True)
 
 

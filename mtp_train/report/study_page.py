@@ -33,6 +33,7 @@ from mtp_train.report.study_template import STUDY_PAGE, STUDY_STYLE
 from mtp_train.report.study_wording import (
     STUDY_GLOSSARY,
     count_real,
+    depth_words,
     finding_headline,
     ranked_arms,
     setting_words,
@@ -125,7 +126,9 @@ def _sections(slices: Slices, figures: Mapping[str, FigureFile], positions: bool
 
 _RULE_NOTE = "Arms compare within one temperature and rule; which head is better can depend on both."
 _LATENCY_NOTE = "Seconds for a whole reply, prefill included, and the speed over plain decoding in brackets."
-_BREAK_EVEN_NOTE = "Output length from which drafts make up for what the head costs over the prompt."
+_BREAK_EVEN_NOTE = (
+    "Output length from which drafts make up for what the head costs over the prompt, and the depth that does."
+)
 
 
 def _setting_sentence(slices: Slices) -> str:
@@ -169,7 +172,7 @@ def _flags(slices: Slices) -> tuple[Flags, ...]:
         if row.flags:
             tasks.setdefault((row.arm, row.depth, tuple(row.flags.items())), []).append(task_words(row.task))
     return tuple(
-        Flags(f"{arm}, {f'{depth} drafts' if depth else 'no drafts'}: {', '.join(dict.fromkeys(names))}", flags)
+        Flags(f"{arm}, {depth_words(depth)}: {', '.join(dict.fromkeys(names))}", flags)
         for (arm, depth, flags), names in tasks.items()
     )
 

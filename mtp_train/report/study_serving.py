@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mtp_train.report.cells import ALL_TASKS, Advice
+from mtp_train.report.cells import ALL_TASKS, Advice, BreakEven
 from mtp_train.report.study_grids import Grid, Row, Texts, make_grid, make_matrix
 from mtp_train.report.study_slices import Slices
+from mtp_train.report.study_wording import depth_words
 from mtp_train.report.wording import format_bytes, format_number, format_seconds, format_speedup
 
 
@@ -39,15 +40,13 @@ def latency_grid(slices: Slices) -> Grid | None:
 
 
 def break_even_grid(slices: Slices) -> Grid | None:
-    """Return from which output length on drafts pay, at the headline's temperature and depth."""
+    """Return from which output length on drafts pay, at the headline's temperature."""
     at = slices.headline
-    known = [
-        row for row in slices.report.break_even if at and (row.temperature, row.depth) == (at.temperature, at.depth)
-    ]
+    known = [row for row in slices.report.break_even if at is None or row.temperature == at.temperature]
     texts: Texts = {}
     for row in sorted(known, key=lambda row: row.prompt_tokens):
         title = f"prompt of {row.prompt_tokens:,} tokens"
-        texts.setdefault(title, {}).setdefault(task_words(row.task), {})[row.arm] = _from_length(row.output_tokens)
+        texts.setdefault(title, {}).setdefault(task_words(row.task), {})[row.arm] = _from_length(row)
     return make_matrix("task", tuple(dict.fromkeys(row.arm for row in known)), texts)
 
 
@@ -91,7 +90,8 @@ def _prefill(ratio: float | None, tokens: int | None) -> str:
     return format_speedup(ratio) + (f" at {tokens:,} tokens" if tokens else "")
 
 
-def _from_length(tokens: int | None) -> str:
-    if tokens is None:
+def _from_length(row: BreakEven) -> str:
+    if row.output_tokens is None:
         return "never"
-    return f"from {tokens:,} tokens" if tokens else "always"
+    length = f"from {row.output_tokens:,} tokens" if row.output_tokens else "always"
+    return f"{length}, {depth_words(row.depth)}"

@@ -13,8 +13,8 @@ from typing import cast
 from mtp_train.report.cells import ALL_TASKS, ArmComparison, Cell, StudyReport
 from mtp_train.study.records import Rule, Setting
 
-RULES: tuple[Rule, ...] = ("greedy", "sampled", "argmax", "none")
-"""In the order of choice where a temperature has several."""
+RULES = ("greedy", "sampled", "argmax")
+"""In the order of choice where a temperature has several; rules that only a server knows come last."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Slices:
     def temperatures(self) -> list[Setting]:
         """Return every temperature and rule at the headline's context and depth."""
         line = [s for s, h in self._settings() if replace(s, temperature=h.temperature, rule=h.rule) == h]
-        return sorted(line, key=lambda s: (s.temperature, RULES.index(s.rule)))
+        return sorted(line, key=lambda s: (s.temperature, (*RULES, s.rule).index(s.rule)))
 
     def main_temperatures(self) -> list[Setting]:
         """Return one setting a temperature: the headline's rule where it has it, else the first of :data:`RULES`."""

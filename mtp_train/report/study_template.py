@@ -14,15 +14,17 @@ nav a, p a { color: inherit; }
 .finding strong { display: block; }
 .grid { width: auto; min-width: 100%; }
 .grid th, .grid td { padding: .3rem .7rem; white-space: nowrap; }
-.grid thead th { white-space: normal; }
+.grid thead th { white-space: normal; } .grid thead th:first-child { white-space: nowrap; }
 .grid tbody th { font-weight: 400; text-align: left; }
 .grid .group th { font-weight: 600; padding-top: .8rem; }
 .grid .group span { position: sticky; left: .7rem; white-space: normal; overflow-wrap: anywhere; }
 .grid th:first-child { position: sticky; left: 0; background: var(--paper); }
-.grid .name { display: inline-block; max-width: 16rem; white-space: normal; overflow-wrap: break-word; }
+.grid .name { display: inline-block; min-width: 5rem; max-width: 16rem; white-space: normal;
+  overflow-wrap: break-word; }
 .grid .prose { white-space: normal; text-align: left; }
 .grid td.prose { min-width: 15rem; }
 .figures { margin: .8rem 0 1.2rem; }
+.scroll + .scroll { margin-top: 1.5rem; }
 .flags { margin: .3rem 0 1rem; }
 .flags h3 { font-size: 1rem; margin: 1rem 0 .2rem; overflow-wrap: anywhere; }
 .flags span { font-size: .85rem; color: var(--soft); }
@@ -36,7 +38,7 @@ nav a, p a { color: inherit; }
 @media print {
   nav { display: none; }
   .scroll { overflow: visible; }
-  .arms { font-size: 9pt; } .grid { font-size: 8pt; } .grid th, .grid td { padding: .15rem .3rem; }
+  .arms { font-size: 9pt; } .grid, .grid thead th { font-size: 8pt; } .grid th, .grid td { padding: .15rem .3rem; }
   .grid td.prose { min-width: 0; }
   .grid th:first-child { position: static; }
   .grid .group { break-after: avoid; }

@@ -8,8 +8,10 @@ from typing import Literal
 from mtp_train.report.cells import StudyReport
 from mtp_train.report.study_write import study_tables
 
+WandbMode = Literal["off", "offline", "online"]
 
-def log_study(report: StudyReport, out: Path, project: str, mode: Literal["off", "offline", "online"]) -> None:
+
+def log_study(report: StudyReport, out: Path, project: str, mode: WandbMode) -> None:
     """Log a study that was written to ``out``.
 
     Args:

@@ -19,6 +19,7 @@ RULE_WORDS = {
     "greedy": "greedy",
     "argmax": "argmax drafts",
     "sampled": "sampled drafts",
+    "served": "the server's rule",
 }
 
 _ADDED = (
@@ -42,15 +43,15 @@ STUDY_GLOSSARY = tuple({**dict(GLOSSARY), **dict(_ADDED)}.items())
 
 def setting_words(setting: Setting) -> str:
     """Say a setting in one line."""
-    drafts = "1 draft" if setting.depth == 1 else f"{setting.depth} drafts"
-    return (
-        f"temperature {setting.temperature:g}, {RULE_WORDS[setting.rule]}, {drafts} a round, {context_words(setting)}"
-    )
+    context = "own context" if setting.context_tokens is None else f"context of {setting.context_tokens:,} tokens"
+    # A server may not tell how many.
+    drafts = f", {depth_words(setting.depth)} a round" if setting.depth else ""
+    return f"temperature {setting.temperature:g}, {RULE_WORDS[setting.rule]}{drafts}, {context}"
 
 
-def context_words(setting: Setting) -> str:
-    """Say how long prompts are."""
-    return "own context" if setting.context_tokens is None else f"context of {setting.context_tokens:,} tokens"
+def depth_words(depth: int) -> str:
+    """Say how many drafts."""
+    return "no drafts" if depth == 0 else f"{depth} draft{'s' * (depth > 1)}"
 
 
 def study_headline(slices: Slices) -> Headline:
@@ -121,14 +122,16 @@ def pair_words(row: ArmComparison) -> str:
 
 def difference_words(row: ArmComparison) -> str:
     """Say what differs between two arms: tau, the head, or only how easy their texts are."""
+    alone = row.delta_tau_ci95 is not None and not row.delta_tau_ci95[0] <= 0.0 <= row.delta_tau_ci95[1]
+    level = "not shown over so many comparisons" if alone else "no difference shown"
     if row.same_trunk:
-        return "tau and head differ" if row.differs else "no difference shown"
+        return "tau and head differ" if row.differs else level
     interval = row.delta_overlap_at_equal_entropy_ci95
     if interval is None:
-        return "tau differs, by text or head" if row.differs else "no difference shown"
+        return "tau differs, by text or head" if row.differs else level
     head = (interval[0] > 0) - (interval[1] < 0)
     if not row.differs:
-        return "tau does not differ, head does" if head else "no difference shown"
+        return "tau not shown to differ, head does" if head else level
     if not head:
         return "tau differs, head does not"
     return "tau and head differ" if head * row.delta_tau > 0 else "tau differs one way, head the other"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.report.cells import ArmComparison, Cell, StudyReport
-from mtp_train.report.figures import MarginalIntervals
 from mtp_train.report.study_figures import FIGURE_STEM, render_study_figures
 from mtp_train.report.study_page import render_study_page
 from mtp_train.report.write import FlatTable, flat_table, replace_report
@@ -18,9 +17,7 @@ CELL_COLUMNS = (*CELL_KEYS, *(field.name for field in fields(Cell) if field.name
 COMPARISON_COLUMNS = tuple(field.name for field in fields(ArmComparison))
 
 
-def write_study(
-    report: StudyReport, out: Path, provenance: Mapping[str, Any], marginal_ci95: MarginalIntervals | None = None
-) -> None:
+def write_study(report: StudyReport, out: Path, provenance: Mapping[str, Any]) -> None:
     """Write a study's report, replacing the one that is there; whatever fails, an earlier one stays whole.
 
     ``acceptance.csv`` has one row a cell, ``comparisons.csv`` one row a comparison.
@@ -29,9 +26,8 @@ def write_study(
         report: What was measured.
         out: The study's directory; created where it is missing.
         provenance: What the page shows of the study's origin, nested as it likes.
-        marginal_ci95: By arm, the interval of each entry of the headline's ``marginal``, for the figure.
     """
-    figures = render_study_figures(report, marginal_ci95 or {})
+    figures = render_study_figures(report)
     page = render_study_page(report, figures, provenance)
     earlier = [path.stem for path in (out / "figures").glob("*.png") if FIGURE_STEM.fullmatch(path.stem)]
     texts = {f"{name}.csv": table.csv() for name, table in study_tables(report).items()}

@@ -207,6 +207,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
     for key, value in values.items():
         if isinstance(value, Mapping):
             rows += flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            rows += flatten({str(number): item for number, item in enumerate(value, 1)}, f"{prefix}{key}.")
         elif isinstance(value, list | tuple):
             rows.append((f"{prefix}{key}", " ".join(str(item) for item in value) or "-"))
         else:

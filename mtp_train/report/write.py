@@ -15,6 +15,7 @@ from mtp_train.report.figures import FIGURE_STEMS, FigureFile, MarginalIntervals
 from mtp_train.report.page import render_page
 from mtp_train.report.schema import ArmResult, RunReport
 
+MARGINAL_CI95 = "marginal_ci95"
 PER_POSITION = ("marginal", "conditional", "dense", "overlap")
 
 
@@ -101,12 +102,19 @@ def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Fl
     parts = {name: [f"{name}_{k}" for k in range(1, depth + 1)] for name in names if name in PER_POSITION}
     parts |= {name: [f"{name}_{k}" for k in range(depth + 1)] for name in names if name.endswith("_histogram")}
     parts |= {name: [f"{name}_low", f"{name}_high"] for name in names if name.endswith("_ci95")}
+    if MARGINAL_CI95 in names:
+        parts[MARGINAL_CI95] = [f"marginal_{k}_ci95_{end}" for k in range(1, depth + 1) for end in ("low", "high")]
     table = FlatTable([column for name in names for column in parts.get(name, [name])], [])
     for record in records:
         values: list[Any] = []
         for name in names:
-            wide = len(parts.get(name, ()))
-            values += [*(record[name] or ()), *[None] * wide][:wide] if name in parts else [record[name]]
+            if name not in parts:
+                values.append(record[name])
+                continue
+            found = record[name] or ()
+            if name == MARGINAL_CI95:
+                found = [bound for interval in found for bound in interval or (None, None)]
+            values += [*found, *[None] * len(parts[name])][: len(parts[name])]
         table.rows.append(values)
     return table
 

@@ -197,6 +197,7 @@ def _cell(part: _Part) -> Cell:
         context_tokens=setting.context_tokens,
         depth=setting.depth,
         rule=setting.rule,
+        marginal_ci95=_marginal_intervals(counts, setting.depth) if drafts else None,
         tau_macro=_macro(counts),
         accepted_histogram=_histogram(decoded, setting.depth) if drafts else None,
         draft_tokens=sum(count.num_draft_tokens for count in counts),
@@ -228,6 +229,15 @@ def _accepted_and_rounds(counts: Sequence[PromptCounts]) -> tuple[FloatArray, Fl
 def _tau_interval(accepted_P: FloatArray, rounds_P: FloatArray, depth: int) -> Interval | None:
     interval = ratio_interval(accepted_P, rounds_P, 0.0, depth) if rounds_P.any() else None
     return None if interval is None else (1.0 + interval[0], 1.0 + interval[1])
+
+
+def _marginal_intervals(counts: Sequence[PromptCounts], depth: int) -> tuple[Interval | None, ...]:
+    accepted_PK = np.array([one.accepted_per_pos for one in counts], dtype=np.float64)
+    rounds_P = np.array([one.rounds for one in counts], dtype=np.float64)
+    return tuple(
+        ratio_interval(accepted_PK[:, position], rounds_P, 0.0, 1.0) if rounds_P.any() else None
+        for position in range(depth)
+    )
 
 
 def _histogram(decoded: Sequence[Decoded], depth: int) -> tuple[int, ...]:

@@ -94,3 +94,4 @@ def test_arm_cells_print_one_value_a_column() -> None:
 
 def test_settings_are_flattened_in_order() -> None:
     assert flatten({"b": {"y": 1, "x": None}, "a": [1, 2]}) == [("b.y", "1"), ("b.x", "-"), ("a", "1 2")]
+    assert flatten({"rows": [{"x": 1}, {"x": 2}]}) == [("rows.1.x", "1"), ("rows.2.x", "2")]

@@ -20,7 +20,7 @@ EVERY += ["entropy", "costs", "drift"]
 @pytest.fixture(scope="module")
 def full() -> list[FigureFile]:
     """Return the figures of the full study, drawn once."""
-    return render_study_figures(STUDY, {})
+    return render_study_figures(STUDY)
 
 
 def small(depth: int = 3, tasks: tuple[str, ...] = ("all",)) -> StudyReport:
@@ -49,14 +49,14 @@ def test_full_study_has_every_figure_on_white(full: list[FigureFile]) -> None:
 
 
 def test_figures_without_data_are_left_out() -> None:
-    assert render_study_figures(BARE, {}) == []
-    assert [figure.stem for figure in render_study_figures(small(), {})] == ["marginal_acceptance", "costs"]
-    assert [f.stem for f in render_study_figures(replace(BARE, drift=STUDY.drift[:1]), {})] == []
+    assert render_study_figures(BARE) == []
+    assert [figure.stem for figure in render_study_figures(small())] == ["marginal_acceptance", "costs"]
+    assert [f.stem for f in render_study_figures(replace(BARE, drift=STUDY.drift[:1]))] == []
 
 
 def test_drift_goes_by_the_weights_where_tokens_are_unknown(full: list[FigureFile]) -> None:
     points = tuple(replace(point, tokens=None) for point in STUDY.drift)
-    (by_weights,) = render_study_figures(replace(BARE, drift=points), {})
+    (by_weights,) = render_study_figures(replace(BARE, drift=points))
     assert by_weights.png != png_of(full, "drift")
 
 
@@ -67,14 +67,15 @@ def test_figures_show_the_cells(full: list[FigureFile]) -> None:
         else cell
         for cell in STUDY.cells
     ]
-    figures = render_study_figures(replace(STUDY, cells=tuple(changed)), {})
+    figures = render_study_figures(replace(STUDY, cells=tuple(changed)))
     same = [one.stem for one, other in zip(figures, full, strict=True) if one.png == other.png]
     assert same == ["output_position", "entropy", "drift"]
 
 
 def test_intervals_of_the_positions_are_drawn_where_they_are_given() -> None:
-    given = render_study_figures(small(), {"distilled+retrained": [(0.7, 0.9), None, (0.4, 0.6)]})
-    without = render_study_figures(small(), {})
+    report = small()
+    bare = replace(report, cells=tuple(replace(cell, marginal_ci95=None) for cell in report.cells))
+    given, without = render_study_figures(report), render_study_figures(bare)
     assert [one.png == other.png for one, other in zip(given, without, strict=True)] == [False, True]
 
 
@@ -82,7 +83,7 @@ def test_intervals_of_the_positions_are_drawn_where_they_are_given() -> None:
 def test_names_of_any_kind_are_drawn(name: str) -> None:
     report = small(tasks=("all", "coding", "math"))
     cells = tuple(replace(cell, arm=name, task=name if cell.task == "math" else cell.task) for cell in report.cells)
-    figures = render_study_figures(replace(report, arms={name: STUDY.arms["distilled+retrained"]}, cells=cells), {})
+    figures = render_study_figures(replace(report, arms={name: STUDY.arms["distilled+retrained"]}, cells=cells))
     assert [figure.stem for figure in figures] == ["marginal_acceptance", "tasks_1", "costs"]
     assert len({Image.open(io.BytesIO(figure.png)).width for figure in figures}) == 1
 

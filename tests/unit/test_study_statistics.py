@@ -139,7 +139,9 @@ def test_plain_decoding_has_cells_of_its_own() -> None:
     assert (cell.head, cell.rule, cell.depth, cell.tau, cell.tau_macro) == (None, "none", 0, 1.0, 1.0)
     assert (cell.speedup, cell.round_seconds) == (1.0, pytest.approx(0.2))
     assert cell.target_entropy == pytest.approx(0.5)
-    meaningless = "tau_ci95 acceptance_rate marginal conditional dense overlap accepted_histogram break_even_tau"
+    meaningless = (
+        "tau_ci95 acceptance_rate marginal marginal_ci95 conditional dense overlap accepted_histogram break_even_tau"
+    )
     assert {name: getattr(cell, name) for name in meaningless.split()} == dict.fromkeys(meaningless.split())
 
 
@@ -157,6 +159,11 @@ def test_the_headline_is_the_cell_of_all_tasks() -> None:
     headline = arm_result(arm(records), GREEDY)
     cell = make_cells(arm(records))[0]
     assert headline.tau_ci95 is not None
+    assert cell.marginal is not None
+    assert cell.marginal_ci95 is not None
+    for share, interval in zip(cell.marginal, cell.marginal_ci95, strict=True):
+        assert interval is not None
+        assert 0.0 <= interval[0] < share < interval[1] <= 1.0
     assert dataclasses.asdict(headline).items() <= dataclasses.asdict(cell).items()
 
 

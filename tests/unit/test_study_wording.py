@@ -10,7 +10,13 @@ from mtp_train.acceptance import Interval
 from mtp_train.report import Lossless
 from mtp_train.report.cells import ALL_TASKS, StudyReport
 from mtp_train.report.study_slices import Slices, slice_report
-from mtp_train.report.study_wording import difference_words, study_headline, study_key_figures, swapped
+from mtp_train.report.study_wording import (
+    difference_words,
+    setting_words,
+    study_headline,
+    study_key_figures,
+    swapped,
+)
 from mtp_train.study.records import Setting
 from study_samples import BARE, HEADLINE, RATES, STUDY, TASKS, arm_of
 
@@ -56,6 +62,16 @@ def test_rule_of_the_headline_stands_for_its_temperature() -> None:
     setting = Setting(0.6, None, 3, "argmax")
     slices = replace(slice_report(STUDY), headline=setting)
     assert setting in slices.main_temperatures()
+
+
+def test_cells_of_a_server_are_told_as_far_as_it_tells() -> None:
+    cell = replace(STUDY.cells[-1], arm="served", task=ALL_TASKS, temperature=0.6, context_tokens=None, depth=0)
+    served = replace(cell, rule="served", tau=None, speedup=None)
+    slices = slice_report(replace(BARE, cells=(served,), arms={"served": arm_of(served)}))
+    assert [s.rule for s in slices.temperatures()] == ["served"]
+    assert slices.headline is not None
+    assert setting_words(slices.headline) == "temperature 0.6, the server's rule, own context"
+    assert study_headline(slices).title == "Acceptance measured"
 
 
 def test_headline_of_a_lossy_decoder_goes_first() -> None:
@@ -108,7 +124,7 @@ def test_headline_of_an_empty_study() -> None:
         (False, True, (0.1, 0.2), "tau and head differ"),
         (False, True, (-0.2, -0.1), "tau differs one way, head the other"),
         (False, True, None, "tau differs, by text or head"),
-        (False, False, (0.1, 0.2), "tau does not differ, head does"),
+        (False, False, (0.1, 0.2), "tau not shown to differ, head does"),
         (False, False, (-0.1, 0.2), "no difference shown"),
         (False, False, None, "no difference shown"),
     ],
@@ -119,12 +135,18 @@ def test_entropy_control_decides_what_differs(
     row = replace(
         STUDY.comparisons[0],
         delta_tau=0.5,
+        delta_tau_ci95=(-0.1, 1.1),
         same_trunk=same_trunk,
         differs=differs,
         delta_overlap_at_equal_entropy_ci95=overlap,
     )
     assert difference_words(row) == words
     assert difference_words(swapped(row)) == words
+
+
+def test_interval_beyond_zero_that_the_correction_does_not_pass_is_said() -> None:
+    row = replace(STUDY.comparisons[0], same_trunk=True, differs=False, delta_tau_ci95=(0.1, 0.9))
+    assert difference_words(row) == difference_words(swapped(row)) == "not shown over so many comparisons"
 
 
 def test_swapped_comparison_turns_its_signs() -> None:

@@ -21,7 +21,7 @@ PROVENANCE = {"versions": {"torch": "2.13.0"}}
 def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw nothing: the figures have tests of their own."""
 
-    def draw(report: StudyReport, marginal_ci95: object) -> list[FigureFile]:
+    def draw(report: StudyReport) -> list[FigureFile]:
         stems = ("tau", *(f"tasks_{number}" for number in range(1, len(report.arms))))
         return [FigureFile(stem, "A figure.", report.title.encode()) for stem in stems if report.cells]
 
@@ -63,7 +63,9 @@ def test_acceptance_csv_has_one_row_a_cell(tmp_path: Path) -> None:
     assert cell.marginal is not None
     assert cell.accepted_histogram is not None
     assert row["marginal_2"] == str(cell.marginal[1])
-    assert row["marginal_3"] == row["accepted_histogram_3"] == ""
+    assert cell.marginal_ci95 is not None
+    assert row["marginal_2_ci95_high"] == str((cell.marginal_ci95[1] or (0, 0))[1])
+    assert row["marginal_3"] == row["marginal_3_ci95_low"] == row["accepted_histogram_3"] == ""
     assert row["accepted_histogram_0"] == str(cell.accepted_histogram[0])
     assert row["tau_ci95_low"] == str(cell.tau_ci95[0] if cell.tau_ci95 else "")
     plain = rows[0]
