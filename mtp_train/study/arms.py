@@ -16,7 +16,7 @@ from mtp_inference.draft import DrafterMaker
 from mtp_inference.other_drafters import ModelDrafting, NgramDrafting
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.external import external_drafter
-from mtp_train.families import Family, assistant_for
+from mtp_train.families import Assistant, Family, assistant_for
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import stored_dtype, text_config_of
@@ -182,16 +182,23 @@ class OpenArm:
     def flags(self) -> Callable[[int], Mapping[str, str]] | None:
         """From drafts per round to the flags of each engine; None where none were verified for what drafts."""
         if self.plan is not None:
-            return partial(engine_commands, self.family.engines, self.spec.served_path)
+            engines = {name: one for name, one in self.family.engines.items() if one.supported}
+            return partial(engine_commands, engines, self.spec.served_path)
         assistant = None if self.draft_model is None else assistant_for(self.draft_model.config)
         if assistant is None or self.draft_model is None:
             return None
-        return partial(assistant.commands, self.draft_model.config, str(self.draft_model.path))
+        return partial(_assistant_flags, assistant, self.draft_model)
 
     @property
     def draft_checkpoints(self) -> list[Checkpoint]:
         """Checkpoints besides the trunk's whose weights are read."""
         return [] if self.draft_model is None else [self.draft_model]
+
+
+def _assistant_flags(assistant: Assistant, drafter: Checkpoint, depth: int) -> dict[str, str]:
+    refused = assistant.refusals(drafter.config)
+    commands = assistant.commands(drafter.config, str(drafter.path), depth)
+    return {name: text for name, text in commands.items() if name not in refused and assistant.engines[name].supported}
 
 
 def open_arm(spec: ArmSpec) -> OpenArm:

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from drafting_server import DraftingServer
 from mtp_train.cli import main
+from mtp_train.inputs import eos_token_ids, load_tokenizer
 from mtp_train.report.cells import load_study
 from mtp_train.study import run
+from mtp_train.study.arms import ArmSpec, load_arm_trunk, load_drafting, open_arm
+from openai_server import openai_server
 from runs import document, write_inputs
 
 SMALL = ["--prompts-per-task", 3, "--depths", 1, 2, "--max-new-tokens", 10, "--no-costs"]
@@ -85,6 +90,34 @@ def test_compare_pairs_every_arm(inputs: Path, tmp_path: Path, capfd: pytest.Cap
     assert load_study(out / "report.json").to_json() == report
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_server_is_asked_the_same(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], alone: bool
+) -> None:
+    arm = open_arm(ArmSpec("base", str(inputs / "base"), "own"))
+    trunk = load_arm_trunk(arm, torch.device("cpu"))
+    eos_ids = eos_token_ids(arm.checkpoint, load_tokenizer(arm.checkpoint, trust_remote_code=False))
+    engine = DraftingServer(trunk, load_drafting(arm, trunk)[0], 2, sorted(eos_ids), "vllm")
+    with openai_server(engine.reply, owner="vllm", shows=engine.shows) as served:
+        flags = ["--endpoint", served.url, "--temperatures", 0, *(["--served-only"] if alone else [])]
+        report = document(["evaluate", inputs / "base", *suite(inputs), *flags, "--out", tmp_path / "out"], capfd)
+    assert list(report["arms"]) == (["served"] if alone else ["none", "base", "served"])
+    assert report["endpoint"]["url"] == served.url
+    if not alone:
+        ours, theirs = (cells_of(report, task="all", arm=name, depth=2)[0] for name in ("base", "served"))
+        assert (theirs["tau"], theirs["marginal"], theirs["rounds"]) == (ours["tau"], ours["marginal"], ours["rounds"])
+
+
+def test_a_server_that_is_not_there_is_found_before_anything_is_decoded(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "load_arm_trunk", None)
+    argv = ["evaluate", inputs / "base", *suite(inputs), "--endpoint", "nowhere", "--out", tmp_path / "out"]
+    assert main([str(one) for one in argv]) == 2
+    assert "--endpoint: 'nowhere'; expected an address" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -93,6 +126,7 @@ def test_compare_pairs_every_arm(inputs: Path, tmp_path: Path, capfd: pytest.Cap
         (["--temperatures", -1], "--temperatures: -1"),
         (["--tasks", "nonsense"], "nonsense"),
         (["--suite", "bulitin"], "bulitin"),
+        (["--served-only"], "--served-only: given without --endpoint"),
     ],
 )
 def test_wrong_input_ends_in_2_and_leaves_nothing(
