@@ -291,6 +291,8 @@ class Family:
     logit_bound: str | None = None
     """Field of the text config with the c of ``c tanh(logits / c)``, where the trunk bounds its logits so."""
     engines: Mapping[str, EngineSupport]
+    engines_of: Callable[[Mapping[str, str]], Mapping[str, EngineSupport]] | None = None
+    """The same for one checkpoint, from its keys and their safetensors dtypes, where loaders do not take all."""
     recurrent: RecurrentKernels | None = None
 
     @property
