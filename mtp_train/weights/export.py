@@ -192,13 +192,12 @@ def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) 
 
 
 def _with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    missing = {name: value for name, value in fields.items() if source.text_config.get(name) != value}
-    if not missing:
-        return None
     config = copy.deepcopy(dict(source.config))
     nested = config.get("text_config")
-    (nested if isinstance(nested, dict) else config).update(missing)
-    return config
+    text_config = nested if isinstance(nested, dict) else config
+    for name, value in fields.items():
+        (config if name == source.family.count.section else text_config)[name] = value
+    return None if config == source.config else config
 
 
 def _index(
