@@ -9,6 +9,7 @@ from mtp_train.demo import resolve
 from mtp_train.families import family_for
 from mtp_train.heads.diagnose import head_shapes
 from mtp_train.heads.lora import require_lora_targets
+from mtp_train.heads.offload import require_offload
 from mtp_train.heads.quantization import require_quantizable
 from mtp_train.heads.trunk import empty_trunk, trunk_config
 from mtp_train.inputs import require_draft_vocab, require_unroll
@@ -75,6 +76,8 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     num_modules = family.declared_modules(raw) or 1
     if recipe.model.quantization is not None:
         require_quantizable(recipe.model.quantization, raw, where=path)
+    if recipe.model.offload is not None:
+        require_offload(recipe.model.offload, world_size, raw, where=path)
     convention = family.convention(recipe.head.convention)
     require_unroll(recipe, convention, num_modules)
     # Raises where the head cannot be run.
@@ -101,4 +104,5 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     # What is refused under shards has no estimate for them.
     packed = recipe.model.quantization is not None or quant_method(raw) is not None
     shards = None if packed or recipe.train.hidden_cache is not None else in_shards(memory, trunk, plan)
-    return CheckResult(recipe, family.title, plan, memory, shards, estimate_cost(recipe, plan, sizes))
+    cost = estimate_cost(recipe, plan, sizes, memory.offloaded_bytes if recipe.model.offload == "disk" else 0)
+    return CheckResult(recipe, family.title, plan, memory, shards, cost)

@@ -28,10 +28,12 @@ class Footprint:
     head_and_optimizer_bytes: int
     loss_bytes: int
     activation_bytes: int
+    offloaded_bytes: int = 0
+    """Of the trunk, in main memory or on disk."""
 
     @property
     def total_bytes(self) -> int:
-        """Everything together."""
+        """Everything together, on the device."""
         return self.trunk_bytes + self.head_and_optimizer_bytes + self.loss_bytes + self.activation_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -40,9 +42,10 @@ class Footprint:
 
     def to_text(self) -> str:
         """Return total and parts for a reader."""
+        elsewhere = f" ({self.offloaded_bytes / GIB:.2f} offloaded)" if self.offloaded_bytes else ""
         return (
-            f"about {self.total_bytes / GIB:.2f} GiB: trunk {self.trunk_bytes / GIB:.2f}, head with optimiser "
-            f"{self.head_and_optimizer_bytes / GIB:.2f}, loss {self.loss_bytes / GIB:.2f}, activations "
+            f"about {self.total_bytes / GIB:.2f} GiB: trunk {self.trunk_bytes / GIB:.2f}{elsewhere}, head with "
+            f"optimiser {self.head_and_optimizer_bytes / GIB:.2f}, loss {self.loss_bytes / GIB:.2f}, activations "
             f"{self.activation_bytes / GIB:.2f}"
         )
 
@@ -62,18 +65,27 @@ def estimate_footprint(
     # The backward pass needs about 30 hidden-sized states per row and depth, of which all but two and the keys and
     # values can be made again, depth by depth.
     states = 30 + 4 * depths if recipe.train.gradient_checkpointing else 30 * depths
+    on_device, offloaded = trunk_bytes(trunk.causal_lm, recipe.model.quantization, trunk_itemsize), 0
+    if recipe.model.offload is not None:
+        layers = _layer_bytes(trunk, trunk_itemsize)
+        on_device, offloaded = on_device - sum(layers) + max(layers), sum(layers)
     return Footprint(
         trunk_parameters=trunk_parameters,
         head_parameters=head_parameters,
         trained_parameters=trained,
-        trunk_bytes=trunk_bytes(trunk.causal_lm, recipe.model.quantization, trunk_itemsize),
+        trunk_bytes=on_device,
         # Weights, gradients and AdamW's two moments, all in fp32.
         head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
         # Teacher, student, gradient and one temporary of a chunk, in fp32.
         loss_bytes=CHUNK_ROWS * vocab * 4 * 4,
         # With the unroll's masks.
         activation_bytes=rows * hidden * 4 * states + rows * plan.seq_len_tokens * depths * (depths + 1) // 2,
+        offloaded_bytes=offloaded,
     )
+
+
+def _layer_bytes(trunk: Trunk, itemsize: int) -> list[int]:
+    return [sum(parameter.numel() for parameter in layer.parameters()) * itemsize for layer in trunk.layers]
 
 
 def in_shards(whole: Footprint, trunk: Trunk, plan: Plan) -> Footprint | None:
@@ -89,8 +101,7 @@ def in_shards(whole: Footprint, trunk: Trunk, plan: Plan) -> Footprint | None:
     """
     if plan.world_size == 1:
         return None
-    itemsize = whole.trunk_bytes // whole.trunk_parameters
-    layers = [sum(one.numel() for one in layer.parameters()) * itemsize for layer in trunk.layers]
+    layers = _layer_bytes(trunk, whole.trunk_bytes // whole.trunk_parameters)
     beside = whole.trunk_bytes - sum(layers) + sum(sorted(layers)[-2:])
     in_step = 4 * (whole.head_parameters + whole.trained_parameters)
     return replace(

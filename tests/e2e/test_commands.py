@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -81,21 +82,23 @@ def test_check_knows_what_saves_memory(recipe: Path, capfd: Capture) -> None:
     assert few["loss_bytes"] < whole["loss_bytes"] / 2
 
 
+def layer_sizes(checkpoint: Path) -> list[int]:
+    """Return the number of weights of each layer of a trunk."""
+    sizes: Counter[str] = Counter()
+    for key, tensor in all_tensors(checkpoint).items():
+        if found := re.search(r"layers\.\d+\.", key):
+            sizes[found[0]] += tensor.numel()
+    return list(sizes.values())
+
+
 def test_check_says_what_a_process_holds_of_shards(recipe: Path, inputs: Path, capfd: Capture) -> None:
     """By hand: a half of everything, and what is whole in a step; two processes take the same numbers whole."""
     assert document(["check", recipe], capfd)["memory_in_shards"] is None
     found = document(["check", recipe, "--processes", "2"], capfd)
     whole, shared = found["memory"], found["memory_in_shards"]
-    layers: dict[str, int] = {}
-    beside = 0
-    for key, tensor in all_tensors(inputs / "finetune").items():
-        layer = re.search(r"layers\.\d+\.", key)
-        if layer is None:
-            beside += tensor.numel()
-        else:
-            layers[layer[0]] = layers.get(layer[0], 0) + tensor.numel()
+    layers = layer_sizes(inputs / "finetune")
     itemsize = whole["trunk_bytes"] // whole["trunk_parameters"]
-    at_once = beside + sum(sorted(layers.values())[-2:])
+    at_once = whole["trunk_parameters"] - sum(layers) + sum(sorted(layers)[-2:])
     assert shared["trunk_bytes"] == whole["trunk_bytes"] // 2 + at_once * itemsize
     trained = whole["trained_parameters"]
     assert trained == whole["head_parameters"]
@@ -106,6 +109,19 @@ def test_check_says_what_a_process_holds_of_shards(recipe: Path, inputs: Path, c
         assert document(["check", recipe, refused, "--processes", "2"], capfd)["memory_in_shards"] is None
     assert main(["check", str(recipe), "--processes", "2"]) == 0
     assert "# in training with fsdp2.yaml or zero3.yaml, about" in capfd.readouterr().out
+
+
+def test_check_says_what_offloading_leaves_on_the_device(recipe: Path, inputs: Path, capfd: Capture) -> None:
+    whole, by_layer = document(["check", recipe], capfd), [4 * size for size in layer_sizes(inputs / "finetune")]
+    for where in ("cpu", "disk"):
+        found = document(["check", recipe, f"model.offload={where}", "model.dtype=float32"], capfd)
+        memory = found["memory"]
+        assert memory["offloaded_bytes"] == sum(by_layer)
+        assert memory["trunk_bytes"] == whole["memory"]["trunk_parameters"] * 4 - sum(by_layer) + max(by_layer)
+        on_disk = sum(by_layer) if where == "disk" else 0
+        assert found["cost"]["disk_bytes"] == whole["cost"]["disk_bytes"] + on_disk
+    assert main(["check", str(recipe), "model.offload=cpu", "--processes", "2"]) == 2
+    assert "model.offload: cpu, and 2 processes; expected one" in capfd.readouterr().err
 
 
 def test_check_touches_no_weights(recipe: Path, inputs: Path, tmp_path: Path, capfd: Capture) -> None:
