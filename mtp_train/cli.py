@@ -73,18 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON document and nothing else on stdout")
 
-    for name, handler, text in (
-        ("run", _run, "run a recipe from where it stands: regenerate, train, evaluate, gate, export"),
-        ("check", _check, "check a recipe and print its plan; touches no weights"),
-        ("regenerate", _regenerate, "only the stage that lets the trunk answer the recipe's prompts"),
-    ):
-        command = commands.add_parser(name, parents=[common], help=text, allow_abbrev=False)
-        command.add_argument("recipe", type=Path)
-        command.add_argument("overrides", nargs="*", metavar="section.field=value")
-        command.set_defaults(handler=handler)
-    commands.choices["check"].add_argument(
-        "--processes", type=_count, metavar="N", help="how many will train; else what a launcher started"
-    )
+    _add_recipes(commands, common)
 
     inspect = commands.add_parser("inspect", parents=[common], help="say what a checkpoint has of a head")
     inspect.add_argument("checkpoint")
@@ -132,6 +121,21 @@ def _add_studies(commands: Any, common: argparse.ArgumentParser) -> None:
         study = commands.add_parser(name, parents=[common], help=text)
         add(study)
         study.set_defaults(handler=handler)
+
+
+def _add_recipes(commands: Any, common: argparse.ArgumentParser) -> None:
+    for name, handler, text in (
+        ("run", _run, "run a recipe from where it stands: regenerate, train, evaluate, gate, export"),
+        ("check", _check, "check a recipe and print its plan; touches no weights"),
+        ("regenerate", _regenerate, "only the stage that lets the trunk answer the recipe's prompts"),
+    ):
+        command = commands.add_parser(name, parents=[common], help=text, allow_abbrev=False)
+        command.add_argument("recipe", type=Path)
+        command.add_argument("overrides", nargs="*", metavar="section.field=value")
+        command.set_defaults(handler=handler)
+    commands.choices["check"].add_argument(
+        "--processes", type=_count, metavar="N", help="how many will train; else what a launcher started"
+    )
 
 
 def _add_output(command: argparse.ArgumentParser) -> None:
