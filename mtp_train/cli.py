@@ -73,15 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON document and nothing else on stdout")
 
-    for name, handler, text in (
-        ("run", _run, "run a recipe from where it stands: regenerate, train, evaluate, gate, export"),
-        ("check", _check, "check a recipe and print its plan; touches no weights"),
-        ("regenerate", _regenerate, "only the stage that lets the trunk answer the recipe's prompts"),
-    ):
-        command = commands.add_parser(name, parents=[common], help=text, allow_abbrev=False)
-        command.add_argument("recipe", type=Path)
-        command.add_argument("overrides", nargs="*", metavar="section.field=value")
-        command.set_defaults(handler=handler)
+    _add_recipes(commands, common)
 
     inspect = commands.add_parser("inspect", parents=[common], help="say what a checkpoint has of a head")
     inspect.add_argument("checkpoint")
@@ -131,9 +123,31 @@ def _add_studies(commands: Any, common: argparse.ArgumentParser) -> None:
         study.set_defaults(handler=handler)
 
 
+def _add_recipes(commands: Any, common: argparse.ArgumentParser) -> None:
+    for name, handler, text in (
+        ("run", _run, "run a recipe from where it stands: regenerate, train, evaluate, gate, export"),
+        ("check", _check, "check a recipe and print its plan; touches no weights"),
+        ("regenerate", _regenerate, "only the stage that lets the trunk answer the recipe's prompts"),
+    ):
+        command = commands.add_parser(name, parents=[common], help=text, allow_abbrev=False)
+        command.add_argument("recipe", type=Path)
+        command.add_argument("overrides", nargs="*", metavar="section.field=value")
+        command.set_defaults(handler=handler)
+    commands.choices["check"].add_argument(
+        "--processes", type=_count, metavar="N", help="how many will train; else what a launcher started"
+    )
+
+
 def _add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
     command.add_argument("--copy", action="store_true", help="copy unchanged files instead of hard-linking them")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}; expected 1 or more")
+    return number
 
 
 def _add_generate(command: argparse.ArgumentParser) -> None:
@@ -215,7 +229,8 @@ def _check(args: argparse.Namespace) -> Result:
     from mtp_train.commands.check import check
     from mtp_train.recipe_io import load_recipe
 
-    result = check(load_recipe(args.recipe, args.overrides), world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    world_size = args.processes or int(os.environ.get("WORLD_SIZE", "1"))
+    result = check(load_recipe(args.recipe, args.overrides), world_size)
     return Result(result.to_json(), result.to_text())
 
 

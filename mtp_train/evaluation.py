@@ -30,6 +30,7 @@ from mtp_train.data.pack import collate, pack_documents
 from mtp_train.demo import recorded_arms
 from mtp_train.heads.attach import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
 from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.offload import offload_layers
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.inputs import Inputs
 from mtp_train.recipe import Recipe
@@ -69,8 +70,11 @@ def evaluate_run(recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, pr
     settings = evaluation_settings(recipe, inputs, trunk)
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
         dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
+        trunk.drop_layers()
         trunk.to("meta")
-        results[VANILLA], drafted[VANILLA] = measure_vanilla(recipe, inputs, inputs.base, dtype, device, progress)
+        results[VANILLA], drafted[VANILLA] = measure_vanilla(
+            recipe, run_dir, inputs, inputs.base, dtype, device, progress
+        )
     checked = list(drafted.values())
     results.update(recorded_arms(recipe.model.trunk))
     gate = judge(recipe, runs, checked)
@@ -172,17 +176,25 @@ def _measured(values: Sequence[float | None]) -> tuple[float, ...]:
 
 
 def measure_vanilla(
-    recipe: Recipe, inputs: Inputs, base: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress
+    recipe: Recipe,
+    run_dir: Path,
+    inputs: Inputs,
+    base: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
 ) -> tuple[ArmResult, ArmRun]:
     """Measure the base with its own head on the same prompts; its speedup is over its own trunk without drafts."""
     trunk = load_trunk(
         base.path,
         base.family,
         dtype=dtype,
-        device=device,
+        device=device if recipe.model.offload is None else "cpu",
         quantization=recipe.model.quantization,
         trust_remote_code=recipe.model.trust_remote_code,
     )
+    if recipe.model.offload is not None:
+        offload_layers(trunk, recipe.model.offload, device, run_dir)
     native = _drafting(native_plan(base, recipe.head.convention), base, trunk)
     runs, dense = measure(recipe, inputs, trunk, {VANILLA: native}, progress)
     name = recipe.model.head_from or str(base.path)
@@ -235,6 +247,7 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, trunk: Trunk) -> dict[st
         "max_new_tokens": recipe.evaluate.max_new_tokens,
         "prompts": len(inputs.held_out),
         "dtype": str(weight.dtype).removeprefix("torch."),
+        "offload": recipe.model.offload,
         "device": torch.cuda.get_device_name(weight.device) if on_cuda else str(weight.device),
         "threads": torch.get_num_threads(),
         "loss": recipe.objective.loss,

@@ -23,6 +23,7 @@ from mtp_train.families.spec import Convention
 from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.heads.lora import require_lora_targets
+from mtp_train.heads.offload import require_offload
 from mtp_train.heads.quantization import require_bitsandbytes, require_quantizable
 from mtp_train.recipe import Recipe
 from mtp_train.train.plan import Plan, make_plan
@@ -105,6 +106,8 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         if recipe.model.quantization is not None:
             require_quantizable(recipe.model.quantization, checkpoint.config, where=checkpoint.path)
             require_bitsandbytes(recipe.model.quantization)
+        if recipe.model.offload is not None:
+            require_offload(recipe.model.offload, world_size, checkpoint.config, where=checkpoint.path)
     if recipe.head.lora is not None:
         text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
         require_lora_targets(recipe.head.lora, head_plan.family, text_config, head_plan.num_modules, convention)

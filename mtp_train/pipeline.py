@@ -14,13 +14,15 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from rich.console import Console
 from rich.progress import Progress
 
 from mtp_train.data.tokenize import Document
-from mtp_train.errors import GateRefusedError, MtpError, OutputExistsError, RecipeError
+from mtp_train.errors import GateRefusedError, MtpError, OutputExistsError, RecipeError, TrainingError
 from mtp_train.evaluation import evaluate_run
 from mtp_train.heads.diagnose import layout_of, stored_dtype
+from mtp_train.heads.offload import offload_layers
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.inputs import Inputs, evaluation_dtype, gather_inputs
 from mtp_train.memory import memory_is_named
@@ -117,6 +119,7 @@ def run_stages(
         clear_leftovers(run_dir)
         claim(run_dir, recipe, provenance(recipe, inputs))
     accelerator.wait_for_everyone()
+    offload_run_trunk(recipe, run_dir, trunk, accelerator)
     if not trained:
         stage.name = "data"
         documents = make_documents(recipe, run_dir, inputs, trunk, accelerator, progress)
@@ -134,6 +137,7 @@ def run_stages(
         del trunk
         gc.collect()
         trunk = load_run_trunk(recipe, inputs, accelerator)
+        offload_run_trunk(recipe, run_dir, trunk, accelerator)
     evaluation = evaluate_run(recipe, run_dir, inputs, trunk, progress)
     report = evaluation.report
     write_report(
@@ -158,7 +162,19 @@ def run_stages(
 def load_run_trunk(
     recipe: Recipe, inputs: Inputs, accelerator: Accelerator, device: torch.device | str | None = None
 ) -> Trunk:
-    """Load the whole trunk, on the process's own device if no other is given."""
+    """Load the whole trunk, on the process's own device if no other is given; to be offloaded, in main memory.
+
+    Raises:
+        TrainingError: It is to be offloaded, and the launcher asks for a wrapper.
+    """
+    if recipe.model.offload is not None:
+        if accelerator.distributed_type is not DistributedType.NO:
+            raise TrainingError(
+                f"model.offload: {recipe.model.offload}, and the launcher asks for "
+                f"{accelerator.distributed_type.value}; expected one process without a wrapper. Launch with "
+                "recipes/accelerate/single.yaml, or write model.offload: null."
+            )
+        device = "cpu"
     return load_trunk(
         inputs.finetune.path,
         inputs.finetune.family,
@@ -168,6 +184,12 @@ def load_run_trunk(
         quantization=recipe.model.quantization,
         trust_remote_code=recipe.model.trust_remote_code,
     )
+
+
+def offload_run_trunk(recipe: Recipe, run_dir: Path, trunk: Trunk, accelerator: Accelerator) -> None:
+    """Take the layers of a trunk that was loaded off the device, where the recipe says so."""
+    if recipe.model.offload is not None:
+        offload_layers(trunk, recipe.model.offload, accelerator.device, run_dir)
 
 
 def provenance(recipe: Recipe, inputs: Inputs) -> dict[str, object]:
@@ -207,5 +229,6 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
     if accelerator.is_main_process:
         claim(run_dir, recipe, provenance(recipe, inputs))
     accelerator.wait_for_everyone()
+    offload_run_trunk(recipe, run_dir, trunk, accelerator)
     _, counts = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
     return asdict(counts)

@@ -39,6 +39,10 @@ class ModelSection:
     quantization: Literal["8bit", "4bit"] | None = None
     """Pack the trunk's linear layers into fewer bits as they are loaded, by bitsandbytes, for training and measuring on
     a small card; experts stay as they are. The export has the checkpoint's own bytes."""
+    offload: Literal["cpu", "disk"] | None = None
+    """Keep the trunk's layers in main memory, or in a folder of the run directory, and bring them to the device one at
+    a time: slow, and small; the results are the same. For one process. The trunk is loaded through main memory either
+    way."""
     trust_remote_code: bool = False
     """Whether a checkpoint may bring code of its own."""
 

@@ -48,7 +48,7 @@ what wrapped the model; a set-up that accelerate does not give as it was asked f
 Shards make room in training only. Before it every GPU holds the whole trunk to answer its share of the prompts; after
 it the first GPU loads the whole trunk again to evaluate. Without `data.regenerate` the shards are cut in main memory,
 where every process reads the whole trunk. Quantised trunks are not sharded. ZeRO and shards were tested on CPU
-processes.
+processes. `mtp-train check RECIPE --processes N` estimates what a process holds, whole and in shards.
 
 # Longer runs
 
@@ -57,7 +57,8 @@ processes.
 - `'train.select={every_steps: 100, patience: 5}'` measures acceptance on text kept from training, takes the best head
   and stops when it gets no better. `metrics.jsonl` has the measures by depth, and the trunk's entropy beside them.
 - Small card? `'head.lora={r: 16}'` trains low-rank matrices instead of the head's weights and exports them merged;
-  `model.quantization=4bit` or `8bit` (`pip install bitsandbytes`) packs the trunk, whose own bytes are exported.
+  `model.quantization=4bit` or `8bit` (`pip install bitsandbytes`) packs the trunk, whose own bytes are exported;
+  `model.offload: cpu` or `disk` brings the trunk's layers to the card one at a time: any trunk fits, every step waits.
 - Out of memory? The error names the setting to change: `train.micro_batch_sequences`, `train.gradient_checkpointing`...
 - Whatever ends a run - a kill, SIGTERM from a scheduler, a full disk, a loss that is not finite - the last saved state
   is whole, and the same command goes on from it.

@@ -48,6 +48,15 @@ def _graft_has_a_donor(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@_reads("model.offload", "model.quantization")
+def _what_is_packed_stays(recipe: Recipe) -> Iterator[str]:
+    if recipe.model.offload is not None and recipe.model.quantization is not None:
+        yield (
+            f"model.offload: {recipe.model.offload!r} with model.quantization: {recipe.model.quantization!r}; expected "
+            "one of them. Write null for the other."
+        )
+
+
 @_reads("head.init", "head.lora")
 def _lora_has_a_head_to_start_from(recipe: Recipe) -> Iterator[str]:
     if recipe.head.lora is not None and recipe.head.init == "random":

@@ -189,7 +189,8 @@ class SpeculativeDecoder:
 
     @property
     def _on_gpu(self) -> bool:
-        return self.trunk.lm_head_VD.device.type == "cuda"
+        # A captured graph reads weights where they were: offloaded ones are elsewhere each time.
+        return self.trunk.lm_head_VD.device.type == "cuda" and not self.trunk.offloaded
 
     def _lane(self, index: int, request: Request) -> Lane:
         if request.stop and self.tokenizer is None:

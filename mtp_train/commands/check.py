@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from torch import Size
 
 from mtp_train.demo import resolve
 from mtp_train.families import family_for
 from mtp_train.heads.diagnose import head_shapes
 from mtp_train.heads.lora import require_lora_targets
-from mtp_train.heads.quantization import require_quantizable, trunk_bytes
-from mtp_train.heads.trunk import Trunk, empty_trunk, trunk_config
+from mtp_train.heads.offload import require_offload
+from mtp_train.heads.quantization import require_quantizable
+from mtp_train.heads.trunk import empty_trunk, trunk_config
 from mtp_train.inputs import require_draft_vocab, require_unroll
-from mtp_train.losses import CHUNK_ROWS
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe
 from mtp_train.train.cost import Cost, Sizes, active_weights, estimate_cost
+from mtp_train.train.footprint import GIB, Footprint, estimate_footprint, in_shards
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.weights.files import CONFIG_FILE, locate_checkpoint, read_json
-
-GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes per process, estimated."""
-
-    trunk_parameters: int
-    head_parameters: int
-    trained_parameters: int
-    trunk_bytes: int
-    head_and_optimizer_bytes: int
-    loss_bytes: int
-    activation_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Everything together."""
-        return self.trunk_bytes + self.head_and_optimizer_bytes + self.loss_bytes + self.activation_bytes
+from mtp_train.weights.quantised import quant_method
 
 
 @dataclass(frozen=True)
@@ -50,29 +29,35 @@ class CheckResult:
     recipe: Recipe
     family: str
     plan: Plan
-    memory: MemoryEstimate
+    memory: Footprint
+    memory_in_shards: Footprint | None
+    """In training, where FSDP2 or ZeRO-3 shares trunk and head out; None where that is not to be had."""
     cost: Cost
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        memory = {**asdict(self.memory), "total_bytes": self.memory.total_bytes}
         plan = {**asdict(self.plan), "total_tokens": self.plan.total_tokens}
         cost = {**asdict(self.cost), "total_flops": self.cost.total_flops}
-        return {"recipe": asdict(self.recipe), "family": self.family, "plan": plan, "memory": memory, "cost": cost}
+        return {
+            "recipe": asdict(self.recipe),
+            "family": self.family,
+            "plan": plan,
+            "memory": self.memory.to_json(),
+            "memory_in_shards": None if self.memory_in_shards is None else self.memory_in_shards.to_json(),
+            "cost": cost,
+        }
 
     def to_text(self) -> str:
         """Return the recipe and the plan for a reader."""
-        plan, memory, cost = self.plan, self.memory, self.cost
+        plan, memory, shards, cost = self.plan, self.memory, self.memory_in_shards, self.cost
+        shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
         return (
             f"{dump_recipe(self.recipe)}\n"
             f"# {self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
             f"{memory.head_parameters / 1e6:.2f} M ({memory.trained_parameters / 1e6:.2f} M trained)\n"
             f"# {plan.max_steps} steps of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
             f"({plan.total_tokens / 1e6:.2f} M in all), {plan.world_size} process(es), {plan.accumulation} "
-            f"micro-batch(es) each\n# memory per process, about {memory.total_bytes / GIB:.2f} GiB: trunk "
-            f"{memory.trunk_bytes / GIB:.2f}, "
-            f"head with optimiser {memory.head_and_optimizer_bytes / GIB:.2f}, loss {memory.loss_bytes / GIB:.2f}, "
-            f"activations {memory.activation_bytes / GIB:.2f}\n"
+            f"micro-batch(es) each\n# memory per process, {memory.to_text()}\n{shared}"
             f"# about {cost.total_flops / 1e12:.3g} TFLOP on all processes: trunk {cost.trunk_flops / 1e12:.3g}, head "
             f"{cost.head_flops / 1e12:.3g}, loss {cost.loss_flops / 1e12:.3g}, answers at most "
             f"{cost.regenerate_flops / 1e12:.3g}; disk at most {cost.disk_bytes / GIB:.2f} GiB besides answers"
@@ -91,6 +76,8 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     num_modules = family.declared_modules(raw) or 1
     if recipe.model.quantization is not None:
         require_quantizable(recipe.model.quantization, raw, where=path)
+    if recipe.model.offload is not None:
+        require_offload(recipe.model.offload, world_size, raw, where=path)
     convention = family.convention(recipe.head.convention)
     require_unroll(recipe, convention, num_modules)
     # Raises where the head cannot be run.
@@ -104,7 +91,7 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     trained = None
     if recipe.head.lora is not None:
         trained = require_lora_targets(recipe.head.lora, family, text_config, num_modules, convention)
-    memory = estimate_memory(recipe, trunk, head, plan, trained)
+    memory = estimate_footprint(recipe, trunk, head, plan, trained)
     experts = int(text_config.num_experts_per_tok) if any(".experts." in name for name in head) else 1
     sizes = Sizes(
         trunk=active_weights({name: value.shape for name, value in trunk.decoder.named_parameters()}, experts),
@@ -114,33 +101,8 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
         state=family.state_width(text_config),
         head_trained=memory.trained_parameters,
     )
-    return CheckResult(recipe, family.title, plan, memory, estimate_cost(recipe, plan, sizes))
-
-
-def estimate_memory(
-    recipe: Recipe, trunk: Trunk, head: Mapping[str, Size], plan: Plan, lora_parameters: int | None = None
-) -> MemoryEstimate:
-    """Estimate the memory of training from shapes alone; without LoRA all of the head is trained."""
-    trunk_parameters = sum(parameter.numel() for parameter in trunk.parameters())
-    head_parameters = sum(shape.numel() for shape in head.values())
-    trained = head_parameters if lora_parameters is None else lora_parameters
-    trunk_itemsize = 4 if recipe.model.dtype == "float32" else 2
-    rows = plan.micro_batch_sequences * plan.seq_len_tokens
-    depths, hidden, vocab = recipe.head.num_depths, trunk.family.state_width(trunk.config), trunk.config.vocab_size
-    if recipe.objective.vocab == "draft":
-        vocab = recipe.head.draft_vocab or vocab
-    # The backward pass needs about 30 hidden-sized states per row and depth, of which all but two and the keys and
-    # values can be made again, depth by depth.
-    states = 30 + 4 * depths if recipe.train.gradient_checkpointing else 30 * depths
-    return MemoryEstimate(
-        trunk_parameters=trunk_parameters,
-        head_parameters=head_parameters,
-        trained_parameters=trained,
-        trunk_bytes=trunk_bytes(trunk.causal_lm, recipe.model.quantization, trunk_itemsize),
-        # Weights, gradients and AdamW's two moments, all in fp32.
-        head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
-        # Teacher, student, gradient and one temporary of a chunk, in fp32.
-        loss_bytes=CHUNK_ROWS * vocab * 4 * 4,
-        # With the unroll's masks.
-        activation_bytes=rows * hidden * 4 * states + rows * plan.seq_len_tokens * depths * (depths + 1) // 2,
-    )
+    # What is refused under shards has no estimate for them.
+    packed = recipe.model.quantization is not None or quant_method(raw) is not None
+    shards = None if packed or recipe.train.hidden_cache is not None else in_shards(memory, trunk, plan)
+    cost = estimate_cost(recipe, plan, sizes, memory.offloaded_bytes if recipe.model.offload == "disk" else 0)
+    return CheckResult(recipe, family.title, plan, memory, shards, cost)

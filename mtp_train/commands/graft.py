@@ -136,5 +136,6 @@ def _own_head(checkpoint: Checkpoint) -> NativeHead:
         )
     layout = layout_of(checkpoint)
     template = native_head_of(checkpoint, layout, layout, verbatim=True)
-    fields = {**template.config_fields, **checkpoint.family.count_as_field(diagnosis.present_modules)}
+    declared = checkpoint.family.declaring(diagnosis.present_modules, checkpoint.config)
+    fields = {**template.config_fields, **declared}
     return NativeHead(template.tensors, template.shared_keys, fields)

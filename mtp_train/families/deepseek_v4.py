@@ -5,10 +5,12 @@ V4.1 has another model type and no such head.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from transformers import PretrainedConfig
 
 from mtp_train.families.compressed_keys import compressing_in_windows
-from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP, EngineSupport, engine_table
+from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP, EngineSupport, engine_table, no
 from mtp_train.families.layouts import with_layers
 from mtp_train.families.spec import Borrowed, Convention, CountField, Family, KeyRule, SharedKey, Streams
 
@@ -44,6 +46,7 @@ _EXPERT_NAMES = {
     "w2": "mlp.experts.{expert}.down_proj",
     "w3": "mlp.experts.{expert}.up_proj",
 }
+_SAVED_NAMES = {"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
 # All read the streams before they are mixed, and hand on the layer's.
 _STREAMS = Convention(hidden="before_final_norm", recycle="before_final_norm")
 _VLLM = Convention(hidden="before_final_norm", recycle="before_final_norm", zero_first_embedding=True)
@@ -66,6 +69,39 @@ def _sliding(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfi
     )
 
 
+_ENGINES = engine_table(
+    transformers=HEAD_IGNORED,
+    llama_cpp=EngineSupport(
+        True,
+        "python convert_hf_to_gguf.py {path} --mtp --outfile mtp.gguf && llama-server -m model.gguf -md mtp.gguf "
+        "--spec-type draft-mtp --spec-draft-n-max {depth}",
+        plain=LLAMA_CPP.plain,
+    ),
+)
+_OTHER_NAMES = (
+    "transformers saved it under names such as model.hc_head.hc_fn and attn.norm, for hc_head_fn and attn.kv_norm"
+)
+_TO_RELEASE = "Rename to a release's, and take its config.json"
+_SAVED_BY_TRANSFORMERS = engine_table(
+    transformers=HEAD_IGNORED,
+    vllm=no(f"{_OTHER_NAMES}; its loader stops with a KeyError. {_TO_RELEASE}"),
+    sglang=no(f"{_OTHER_NAMES}; its loader warns and leaves these weights as they began. {_TO_RELEASE}"),
+    llama_cpp=no(f"{_OTHER_NAMES}; its converter stops. {_TO_RELEASE}"),
+)
+_NOT_IN_FP4 = engine_table(
+    transformers=HEAD_IGNORED,
+    llama_cpp=no("its converter takes routed experts in FP4 alone, as releases have them; these are not"),
+)
+
+
+def _engines_of(dtypes: Mapping[str, str]) -> Mapping[str, EngineSupport]:
+    """Return the table for the names and safetensors dtypes of a checkpoint: which of them loaders look for."""
+    if any(name in key for key in dtypes for name in _SAVED_NAMES):
+        return _SAVED_BY_TRANSFORMERS
+    experts = [dtype for key, dtype in dtypes.items() if ".experts." in key and key.endswith(".weight")]
+    return _ENGINES if set(experts) == {"I8"} else _NOT_IN_FP4
+
+
 DEEPSEEK_V4 = Family(
     name="deepseek_v4",
     title="DeepSeek V4",
@@ -76,7 +112,7 @@ DEEPSEEK_V4 = Family(
     trunk_prefixes=("model.", ""),
     other_embed_keys={"": "embed.weight"},
     lm_head_key="head.weight",
-    saved_names={"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."},
+    saved_names=_SAVED_NAMES,
     head_prefixes=("mtp.",),
     key_rules=(
         KeyRule(native=f"{_MODULE}e_proj.weight", ours="token_proj.weight"),
@@ -119,13 +155,6 @@ DEEPSEEK_V4 = Family(
     rotary_kind="main",
     streams=Streams(count="hc_mult", mixer="DeepseekV4HyperHead", trunk_mixer="hc_head"),
     running_windows=compressing_in_windows,
-    engines=engine_table(
-        transformers=HEAD_IGNORED,
-        llama_cpp=EngineSupport(
-            True,
-            "python convert_hf_to_gguf.py {path} --mtp --outfile mtp.gguf && llama-server -m model.gguf -md mtp.gguf "
-            "--spec-type draft-mtp --spec-draft-n-max {depth}",
-            plain=LLAMA_CPP.plain,
-        ),
-    ),
+    engines=_ENGINES,
+    engines_of=_engines_of,
 )

@@ -63,7 +63,8 @@ def gguf_head_for(family: Family, model_type: str, *, where: str) -> GgufHead:
         )
     raise UnsupportedModelError(
         f"{where}: no GGUF layout is known here for the head of model_type '{model_type}'; expected one of "
-        f"{', '.join(sorted(GGUF_HEADS))}. Export without --gguf and use llama.cpp's own converter with --mtp."
+        f"{', '.join(sorted(GGUF_HEADS))}. Export without --gguf; `mtp-train inspect` then says whether "
+        "llama.cpp's own converter takes it."
     )
 
 

@@ -104,7 +104,7 @@ INKLING = Family(
     title="Inkling",
     # The releases' text config names no type of its own.
     model_types=("inkling_text", "inkling_mm_model"),
-    count=CountField(name="num_nextn_predict_layers", section="mtp_config"),
+    count=CountField(name="num_nextn_predict_layers", section="mtp_config", repeated_as="num_mtp_layers"),
     head_config_fields=(),
     trunk_prefixes=("model.llm.", "model."),
     embed_key="{trunk}embed.weight",

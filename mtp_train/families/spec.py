@@ -207,6 +207,8 @@ class CountField:
     """What engines take where the config does not say."""
     section: str | None = None
     """Section of the whole config that has the field, where it is not the text config."""
+    repeated_as: str | None = None
+    """Field of the text config in which transformers' own save says it once more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +293,8 @@ class Family:
     logit_bound: str | None = None
     """Field of the text config with the c of ``c tanh(logits / c)``, where the trunk bounds its logits so."""
     engines: Mapping[str, EngineSupport]
+    engines_of: Callable[[Mapping[str, str]], Mapping[str, EngineSupport]] | None = None
+    """The same for one checkpoint, from its keys and their safetensors dtypes, where loaders do not take all."""
     recurrent: RecurrentKernels | None = None
 
     @property
@@ -359,6 +363,16 @@ class Family:
     def count_as_field(self, num_modules: int) -> dict[str, int]:
         """Return the text-config field that declares so many modules; none where it has no such field."""
         return {} if self.count.name is None or self.count.section else {self.count.name: num_modules}
+
+    def declaring(self, num_modules: int, config: RawConfig) -> dict[str, Any]:
+        """Return what a raw config has to say of so many modules: fields of its text config, or its section, whole."""
+        count = self.count
+        if count.section is None or count.name is None:
+            return self.count_as_field(num_modules)
+        fields: dict[str, Any] = {count.section: {**(config.get(count.section) or {}), count.name: num_modules}}
+        if count.repeated_as is not None and count.repeated_as in raw_text_config(config):
+            fields[count.repeated_as] = num_modules
+        return fields
 
     def declared_modules(self, config: RawConfig) -> int:
         """Return the number of head modules a raw config declares, what engines take where it says nothing."""

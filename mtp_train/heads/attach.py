@@ -88,7 +88,7 @@ def fresh_plan(checkpoint: Checkpoint, text_config: PretrainedConfig, convention
         for name, value in head.state_dict().items()
         for key, _ in layout.split(name, value)
     }
-    fields = {**head_config_fields(checkpoint), **family.count_as_field(1)}
+    fields = {**head_config_fields(checkpoint), **family.declaring(1, checkpoint.config)}
     template = NativeHead(native_tensors(head.state_dict(), layout, dtypes), (), fields)
     return HeadPlan(family, layout, 1, convention, template)
 

@@ -34,6 +34,8 @@ class Trunk(nn.Module):
         self.calls_together: Callable[[int], int] = int
         """From the forwards that this process needs to those that it must make: where the trunk is in shards, every
         process lends its own in each of them."""
+        self.offloaded = False
+        """Whether the layers' weights are elsewhere until they run, see :mod:`mtp_train.heads.offload`."""
 
         self._logit_bound = None if family.logit_bound is None else self.config.to_dict().get(family.logit_bound)
         self._before_norm: Tensor | None = None
@@ -62,6 +64,11 @@ class Trunk(nn.Module):
     def drop_layers(self) -> None:
         """Let go of the decoder's layers, and of their memory: embedding, final norm and output matrix are left."""
         self.decoder.layers = nn.ModuleList()
+        self.offloaded = False
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Trunk:
+        # What offloaded layers have between forwards can be neither moved nor cast; the rest is where it belongs.
+        return self if self.offloaded else super()._apply(fn, recurse)
 
     @property
     def _final_norm(self) -> nn.Module:

@@ -50,7 +50,8 @@ class Cost:
     loss_flops: int
     """Products with the output matrix: the trunk's once a target, the head's twice a depth."""
     disk_bytes: int
-    """Resume state, head and export, whose unchanged shards are links; hidden states where they are kept."""
+    """Resume state, head and export, whose unchanged shards are links; hidden states and the trunk's layers where they
+    are kept there."""
 
     @property
     def total_flops(self) -> int:
@@ -69,8 +70,15 @@ def active_weights(shapes: Mapping[str, Size], experts_per_token: int) -> int:
     return total
 
 
-def estimate_cost(recipe: Recipe, plan: Plan, sizes: Sizes) -> Cost:
-    """Estimate a run; evaluation is left out."""
+def estimate_cost(recipe: Recipe, plan: Plan, sizes: Sizes, offloaded_bytes: int = 0) -> Cost:
+    """Estimate a run; evaluation is left out.
+
+    Args:
+        recipe: The recipe.
+        plan: Its numbers for so many processes.
+        sizes: What its model has.
+        offloaded_bytes: Of the trunk, on disk.
+    """
     tokens, depths = plan.total_tokens, recipe.head.num_depths
     regenerate = recipe.data.regenerate
     # A server's work is not this run's.
@@ -84,7 +92,8 @@ def estimate_cost(recipe: Recipe, plan: Plan, sizes: Sizes) -> Cost:
         loss_flops=2 * sizes.lm_head * tokens * (teacher + 2 * depths),
         disk_bytes=sizes.head_trained * _STATE_BYTES * _STATES_AT_ONCE
         + sizes.head_stored * 2 * 2
-        + _hidden_cache_bytes(recipe, tokens * sizes.state),
+        + _hidden_cache_bytes(recipe, tokens * sizes.state)
+        + offloaded_bytes,
     )
 
 

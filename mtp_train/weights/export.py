@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -100,7 +101,13 @@ def _replaced_packed(source: Checkpoint, layout: HeadLayout, tensors: list[Pendi
     """Return the keys of packed head weights, and of what belongs to them, that new plain ones take the place of."""
     new = {pending.key for pending in tensors}
     parts = {key: packed_weight(key) for key in source.tensors if layout.is_head_key(key)}
-    packed = {key for key, weight in parts.items() if weight in new and key not in new}
+    # Stacked experts may be replaced one by one.
+    new |= {re.sub(r"\.experts\.\d+\..*", ".experts.", key) for key in new}
+    packed = {
+        key
+        for key, weight in parts.items()
+        if weight is not None and key not in new and (weight in new or re.sub(r"\w+_proj$", "", weight) in new)
+    }
     return packed | {weight for weight in map(parts.get, packed) if weight is not None and weight in source.tensors}
 
 
@@ -192,13 +199,12 @@ def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) 
 
 
 def _with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    missing = {name: value for name, value in fields.items() if source.text_config.get(name) != value}
-    if not missing:
-        return None
     config = copy.deepcopy(dict(source.config))
     nested = config.get("text_config")
-    (nested if isinstance(nested, dict) else config).update(missing)
-    return config
+    text_config = nested if isinstance(nested, dict) else config
+    for name, value in fields.items():
+        (config if name == source.family.count.section else text_config)[name] = value
+    return None if config == source.config else config
 
 
 def _index(

@@ -31,7 +31,8 @@ class NativeHead:
     """Everything that makes a checkpoint one with a head.
 
     ``tensors`` are the head's own, under the keys of the checkpoint they go to. ``shared_keys`` repeat trunk tensors
-    and are written from the trunk they go to. ``config_fields`` belong into its text config.
+    and are written from the trunk they go to. ``config_fields`` belong into its text config, the family's section for
+    the head, where it has one, into the whole config.
     """
 
     tensors: tuple[PendingTensor, ...]
@@ -67,9 +68,12 @@ def native_head_of(
 
 
 def head_config_fields(source: Checkpoint) -> dict[str, Any]:
-    """Return the text-config fields that describe the head, as the checkpoint has them."""
-    fields = source.family.head_config_fields
-    return {field: source.text_config[field] for field in fields if field in source.text_config}
+    """Return the text-config fields that describe the head, and its section, as the checkpoint has them."""
+    fields, section = source.family.head_config_fields, source.family.count.section
+    found = {field: source.text_config[field] for field in fields if field in source.text_config}
+    if section is not None and section in source.config:
+        found[section] = source.config[section]
+    return found
 
 
 def stored_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:

@@ -44,6 +44,8 @@ _PACKED = re.compile(
     r"|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+)"
     r")"
 )
+# What transformers keeps of stacked experts, which have no ".weight": MXFP4's two halves; the scales of FP8.
+_PACKED_STACK = re.compile(r"(?P<weight>.+\.experts\.\w+_proj)_(?:blocks|scales|scale_inv)")
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ def quant_method(config: RawConfig) -> str | None:
 
 def packed_weight(key: str) -> str | None:
     """Return the key of the weight that a packed tensor stands for or belongs to, None for any other tensor."""
+    if match := _PACKED_STACK.fullmatch(key):
+        return match["weight"]
     match = _PACKED.fullmatch(key)
     return None if match is None else f"{match['module']}.weight"
 

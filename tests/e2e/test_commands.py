@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,48 @@ def test_check_knows_what_saves_memory(recipe: Path, capfd: Capture) -> None:
     assert few["loss_bytes"] < whole["loss_bytes"] / 2
 
 
+def layer_sizes(checkpoint: Path) -> list[int]:
+    """Return the number of weights of each layer of a trunk."""
+    sizes: Counter[str] = Counter()
+    for key, tensor in all_tensors(checkpoint).items():
+        if found := re.search(r"layers\.\d+\.", key):
+            sizes[found[0]] += tensor.numel()
+    return list(sizes.values())
+
+
+def test_check_says_what_a_process_holds_of_shards(recipe: Path, inputs: Path, capfd: Capture) -> None:
+    """By hand: a half of everything, and what is whole in a step; two processes take the same numbers whole."""
+    assert document(["check", recipe], capfd)["memory_in_shards"] is None
+    found = document(["check", recipe, "--processes", "2"], capfd)
+    whole, shared = found["memory"], found["memory_in_shards"]
+    layers = layer_sizes(inputs / "finetune")
+    itemsize = whole["trunk_bytes"] // whole["trunk_parameters"]
+    at_once = whole["trunk_parameters"] - sum(layers) + sum(sorted(layers)[-2:])
+    assert shared["trunk_bytes"] == whole["trunk_bytes"] // 2 + at_once * itemsize
+    trained = whole["trained_parameters"]
+    assert trained == whole["head_parameters"]
+    assert shared["head_and_optimizer_bytes"] == trained * 16 // 2 + trained * 8
+    for part in ("loss_bytes", "activation_bytes"):
+        assert shared[part] == whole[part]
+    for refused in ("model.quantization=8bit", "train.hidden_cache={}"):
+        assert document(["check", recipe, refused, "--processes", "2"], capfd)["memory_in_shards"] is None
+    assert main(["check", str(recipe), "--processes", "2"]) == 0
+    assert "# in training with fsdp2.yaml or zero3.yaml, about" in capfd.readouterr().out
+
+
+def test_check_says_what_offloading_leaves_on_the_device(recipe: Path, inputs: Path, capfd: Capture) -> None:
+    whole, by_layer = document(["check", recipe], capfd), [4 * size for size in layer_sizes(inputs / "finetune")]
+    for where in ("cpu", "disk"):
+        found = document(["check", recipe, f"model.offload={where}", "model.dtype=float32"], capfd)
+        memory = found["memory"]
+        assert memory["offloaded_bytes"] == sum(by_layer)
+        assert memory["trunk_bytes"] == whole["memory"]["trunk_parameters"] * 4 - sum(by_layer) + max(by_layer)
+        on_disk = sum(by_layer) if where == "disk" else 0
+        assert found["cost"]["disk_bytes"] == whole["cost"]["disk_bytes"] + on_disk
+    assert main(["check", str(recipe), "model.offload=cpu", "--processes", "2"]) == 2
+    assert "model.offload: cpu, and 2 processes; expected one" in capfd.readouterr().err
+
+
 def test_check_touches_no_weights(recipe: Path, inputs: Path, tmp_path: Path, capfd: Capture) -> None:
     hollow = Path(shutil.copytree(inputs, tmp_path / "in"))
     emptied = list(hollow.rglob("*.safetensors"))
@@ -100,6 +143,10 @@ def test_check_sees_that_a_step_does_not_divide(recipe: Path, capfd: Capture, mo
     assert main(["check", str(recipe)]) == 2
     message = capfd.readouterr().err
     assert "train.tokens_per_step: 384 is 4 sequences; expected a multiple of 3 (micro_batch_sequences x 3" in message
+    assert document(["check", recipe, "--processes", "2"], capfd)["plan"]["accumulation"] == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", str(recipe), "--processes", "0"])
+    assert "--processes: 0; expected 1 or more" in capfd.readouterr().err
 
 
 # regenerate
@@ -224,7 +271,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
     }
     fields = {
         "run": {"run_dir", "exit_code", "reason", "message", "stage"},
-        "check": {"recipe", "family", "plan", "memory", "cost"},
+        "check": {"recipe", "family", "plan", "memory", "memory_in_shards", "cost"},
         "regenerate": {"responses", "documents", "response_tokens", "too_short", "truncated", "unfinished"},
         "inspect": {"family", "status", "stale", "missing_keys", "serves", "cure"},
         "graft": {"out"},

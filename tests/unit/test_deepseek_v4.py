@@ -67,6 +67,10 @@ def test_a_release_s_head_goes_to_a_fine_tune_that_transformers_saved(tmp_path: 
     assert {"embed.weight", "head.weight", "hc_head_fn", "mtp.0.emb.tok_emb.weight"} <= all_tensors(base).keys()
     healthy = document(["inspect", base], capfd)
     assert (healthy["status"], healthy["runs_here"]) == ("healthy", "yes")
+    serves = healthy["serves"]
+    assert serves["vllm"].startswith("vllm serve")
+    assert "sglang.launch_server" in serves["sglang"]
+    assert serves["llama.cpp"].startswith("no: its converter takes routed experts in FP4 alone")
     stripped = document(["inspect", finetune, "--base", base], capfd)
     assert stripped["status"] == "declared_but_missing"
     # Every parameter was moved; a table that routes by token and three biases of routers are none.
@@ -75,6 +79,10 @@ def test_a_release_s_head_goes_to_a_fine_tune_that_transformers_saved(tmp_path: 
     document(["graft", finetune, "--from", base, "--out", tmp_path / "out"], capfd)
     written, tuned, original = (all_tensors(path) for path in (tmp_path / "out", finetune, base))
     own = {key for key in original if key.startswith("mtp.")}
+    serves = document(["inspect", tmp_path / "out"], capfd)["serves"]
+    no = "no: transformers saved it under names"
+    assert all(serves[name].startswith(no) for name in ("vllm", "sglang", "llama.cpp"))
+    assert "KeyError" in serves["vllm"]
     assert written.keys() == tuned.keys() | own
     shared = {"mtp.0.emb.tok_emb.weight": "model.embed_tokens.weight", "mtp.0.head.weight": "head.weight"}
     for key, value in written.items():
@@ -103,7 +111,9 @@ def test_a_release_s_experts_in_fp4_and_its_other_matrices_in_fp8_are_read(tmp_p
         tensors[key], tensors[key.removesuffix("weight") + "scale"], plain[key] = pack(tensors[key])
     save_file(tensors, base / SINGLE_FILE, metadata={"format": "pt"})
     configure(base, FP8)
-    assert document(["inspect", base], capfd)["status"] == "healthy"
+    released = document(["inspect", base], capfd)
+    assert released["status"] == "healthy"
+    assert "convert_hf_to_gguf.py" in released["serves"]["llama.cpp"]
     document(["graft", finetune, "--from", base, "--out", tmp_path / "out"], capfd)
     written = all_tensors(tmp_path / "out")
     head = {key: value for key, value in plain.items() if key.startswith("mtp.")}

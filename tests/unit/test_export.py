@@ -14,7 +14,7 @@ from rich.progress import Progress
 from checkpoints import all_tensors, base_and_finetune, save_with_head, set_count, shard, wrap_as_vision_language
 from mtp_train.commands.graft import export, graft
 from mtp_train.errors import CheckpointError, OutputExistsError
-from mtp_train.heads.attach import build_head, graft_plan, trained_head
+from mtp_train.heads.attach import build_head, fresh_plan, graft_plan, trained_head
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.weights import export as export_module
 from mtp_train.weights.export import write_checkpoint
@@ -208,6 +208,35 @@ def test_export_declares_the_head_that_the_config_forgot(tmp_path: Path) -> None
     export(base, tmp_path / "out", link="hard", progress=QUIET)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["mtp_num_hidden_layers"] == 1
     assert diagnose_head(open_checkpoint(tmp_path / "out")).complete
+
+
+def test_export_declares_a_forgotten_head_in_the_section_that_its_family_has(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "inkling")
+    config = json.loads((base / "config.json").read_text())
+    declared = config["mtp_config"].pop("num_nextn_predict_layers")
+    (base / "config.json").write_text(json.dumps(config))
+    export(base, tmp_path / "out", link="hard", progress=QUIET)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == {**config, "mtp_config": {**config["mtp_config"], "num_nextn_predict_layers": declared}}
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_fresh_head_is_declared_in_the_section_that_its_family_has(repeated: bool, tmp_path: Path) -> None:
+    """Where the trunk came with a longer head, and where transformers wrote the count a second time."""
+    _, finetune = base_and_finetune(tmp_path, "inkling")
+    config = json.loads((finetune / "config.json").read_text())
+    config["mtp_config"]["num_nextn_predict_layers"] = 3
+    if repeated:
+        config["text_config"]["num_mtp_layers"] = 3
+    (finetune / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(finetune)
+    plan = fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=1)
+    write_checkpoint(checkpoint, plan.layout, plan.template, tmp_path / "out", link="hard")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["mtp_config"] == {**config["mtp_config"], "num_nextn_predict_layers": 1}
+    assert written["text_config"].get("num_mtp_layers") == (1 if repeated else None)
+    diagnosis = diagnose_head(open_checkpoint(tmp_path / "out"))
+    assert (diagnosis.complete, diagnosis.declared_modules, diagnosis.present_modules) == (True, 1, 1)
 
 
 def test_export_without_a_head_names_the_cure(tmp_path: Path) -> None:

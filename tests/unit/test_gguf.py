@@ -315,7 +315,9 @@ def test_a_head_that_llama_cpp_does_not_draft_with_is_refused_with_the_reason(tm
 
 def test_a_head_that_only_llama_cpp_s_converter_knows_is_left_to_it() -> None:
     v4 = next(family for family in FAMILIES if family.name == "deepseek_v4")
-    with pytest.raises(UnsupportedModelError, match=r"of model_type 'deepseek_v4'; .* use llama\.cpp's own converter"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"of model_type 'deepseek_v4'; .* llama\.cpp's own converter takes"
+    ):
         gguf_head_for(v4, "deepseek_v4", where="here")
 
 

@@ -38,7 +38,8 @@ def recipe(*overrides: str) -> Recipe:
 @pytest.mark.parametrize(
     ("stage", "overrides", "cure"),
     [
-        ("check", [], "Write model.dtype: bfloat16, or launch with recipes/accelerate/fsdp2.yaml"),
+        ("check", [], "Write model.dtype: bfloat16 or model.offload: cpu, or launch with recipes/accelerate/fsdp2"),
+        ("check", ["model.offload=cpu"], "Write model.dtype: bfloat16, or launch with recipes/accelerate/fsdp2.yaml"),
         ("data", [], "Lower data.regenerate.batch_size, or data.regenerate.max_new_tokens (256)."),
         ("train", [MICRO], "Write train.micro_batch_sequences: 1; it is 4"),
         ("train", [], "Write train.gradient_checkpointing: true"),

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import all_tensors, base_and_finetune, save_with_head, shard
+from checkpoints import all_tensors, base_and_finetune, fuse_experts, save_with_head, shard
 from mtp_train.cli import main
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.attach import graft_plan
@@ -66,6 +66,7 @@ def nf4(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
     }
 
 
+MXFP4 = ("blocks", "scales")
 METHODS: dict[str, tuple[Pack, dict[str, Any]]] = {
     "awq": (int4, {"quant_method": "awq", "bits": 4}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4}),
@@ -190,3 +191,35 @@ def test_a_shard_of_the_head_s_own_keeps_what_is_not_packed(original: Path, tmp_
     assert {file.name for file in (tmp_path / "out").glob("*.safetensors")} == {
         *("model-1.safetensors", "model-mtp.safetensors", "model-mtp-2.safetensors"),
     }
+
+
+@pytest.mark.parametrize("donor_is_stacked", [False, True])
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_stacked_experts_that_are_packed_are_named_and_replaced(
+    method: str, donor_is_stacked: bool, tmp_path: Path, capfd: Capture
+) -> None:
+    donor, _ = base_and_finetune(tmp_path / "plain", "qwen3_5_moe")
+    path = fuse_experts(base_and_finetune(tmp_path / "packed", "qwen3_5_moe")[0])
+    if donor_is_stacked:
+        fuse_experts(donor)
+    tensors = load_file(path / SINGLE_FILE)
+    stacks = [key for key in tensors if key.startswith("mtp.") and key.endswith(("gate_up_proj", "experts.down_proj"))]
+    assert len(stacks) == 2
+    for key in stacks:
+        value = tensors.pop(key)
+        if method == "fp8":
+            tensors |= {key: value.to(torch.float8_e4m3fn), f"{key}_scale_inv": torch.ones(len(value), 1, 1)}
+        else:
+            tensors |= {f"{key}_{half}": torch.ones(*value.shape[:-1], 2, dtype=torch.uint8) for half in MXFP4}
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    found = document(["inspect", path], capfd)
+    assert (found["status"], found["missing_keys"], found["unexpected_keys"]) == ("quantised", [], [])
+    assert f"head quantised with {method}" in found["runs_here"]
+    document(["graft", path, "--from", donor, "--out", tmp_path / "out"], capfd)
+    assert document(["inspect", tmp_path / "out"], capfd)["status"] == "healthy"
+    written, given = all_tensors(tmp_path / "out"), all_tensors(donor)
+    own = {key for key in written if key.startswith("mtp.")}
+    assert own == {key for key in given if key.startswith("mtp.")}
+    assert all(torch.equal(written[key], given[key]) for key in own)

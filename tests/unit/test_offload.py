@@ -1,0 +1,130 @@
+"""Layers in main memory or on disk: the same numbers, and between forwards nothing on the device."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+
+from adapters import write_adapter
+from checkpoints import save_stripped
+from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
+from mtp_train.errors import CheckpointError, RecipeError, TrainingError
+from mtp_train.heads.offload import Offload, offload_layers, require_offload
+from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.pipeline import load_run_trunk
+from mtp_train.weights.files import open_checkpoint
+from runs import tiny_recipe
+from scripted import random_prompt
+from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
+
+CPU = torch.device("cpu")
+
+
+def devices(module: torch.nn.Module) -> set[str]:
+    return {parameter.device.type for parameter in module.parameters()}
+
+
+def offloaded(trunk: Trunk, where: Offload, directory: Path) -> Trunk:
+    offload_layers(trunk.requires_grad_(False), where, CPU, directory)
+    return trunk
+
+
+def folders(directory: Path) -> list[Path]:
+    return list(directory.glob(".offload-*"))
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize("family_name", ALL_FAMILIES)
+@torch.inference_mode()
+def test_every_family_says_the_same_and_holds_one_layer_at_a_time(
+    family_name: str, where: Offload, tmp_path: Path
+) -> None:
+    trunk = tiny_trunk(family_name)
+    tokens_BT = torch.tensor([random_prompt(19), random_prompt(19)])
+    expected = trunk.logits(trunk.hidden(tokens_BT))
+    offloaded(trunk, where, tmp_path)
+    seen: list[list[str]] = []
+
+    def look(*_: Any) -> None:
+        seen.append([min(devices(layer)) for layer in trunk.layers])
+
+    for layer in trunk.layers:
+        inner = next(child for child in layer.modules() if child is not layer and not list(child.children()))
+        inner.register_forward_pre_hook(look)
+    assert torch.equal(trunk.logits(trunk.hidden(tokens_BT)), expected)
+    assert seen
+    assert all(places.count("cpu") == 1 for places in seen)
+    assert devices(trunk.layers) == {"meta"}
+    assert trunk.lm_head_VD.device == trunk.causal_lm.get_input_embeddings().weight.device == CPU
+
+
+@torch.inference_mode()
+def test_layers_on_disk_are_read_from_there_and_go_with_the_trunk(tmp_path: Path) -> None:
+    trunk = offloaded(tiny_trunk("qwen3_5"), "disk", tmp_path)
+    tokens_BT = torch.tensor([random_prompt(9)])
+    (folder,) = folders(tmp_path)
+    kept = shutil.move(folder / "00001", tmp_path / "kept")
+    with pytest.raises(FileNotFoundError):
+        trunk.hidden(tokens_BT)
+    shutil.move(kept, folder / "00001")
+    trunk.hidden(tokens_BT)
+    trunk.drop_layers()
+    assert folders(tmp_path) == []
+    # What is left is a trunk like any other.
+    assert devices(trunk.to("meta")) == {"meta"}
+
+
+def test_what_moves_a_model_leaves_offloaded_layers_alone(tmp_path: Path) -> None:
+    trunk = offloaded(tiny_trunk("qwen3_5"), "cpu", tmp_path)
+    holder = torch.nn.ModuleList([trunk, torch.nn.Linear(2, 2)])
+    holder.to(torch.float64)
+    assert (trunk.lm_head_VD.dtype, holder[1].weight.dtype) == (torch.float32, torch.float64)
+    trunk.hidden(torch.tensor([random_prompt(5)]))
+    assert devices(trunk.layers) == {"meta"}
+
+
+@pytest.mark.parametrize("family_name", ["qwen3_5", "glm4_moe", "deepseek_v4"])
+@torch.inference_mode()
+def test_decoding_is_lossless_and_drafts_the_same(family_name: str, tmp_path: Path) -> None:
+    trunk, prompt = tiny_trunk(family_name), random_prompt(11)
+    head = tiny_head(trunk)
+    plain = plain_greedy(trunk, prompt, 16, ())
+    (expected,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).generate([prompt], 16)
+    offloaded(trunk, "disk", tmp_path)
+    (found,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).generate([prompt], 16)
+    assert (found.token_ids, found.accepted_per_pos) == (expected.token_ids, expected.accepted_per_pos)
+    assert compare(found.token_ids, plain, trunk, prompt).verdict == "identical"
+
+
+@torch.inference_mode()
+def test_an_adapter_is_offloaded_with_the_layers_that_wear_it(tmp_path: Path) -> None:
+    path = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "trunk")
+    write_adapter(path, tmp_path / "lora", target_modules=["q_proj", "down_proj"])
+    family = open_checkpoint(path).family
+    tokens_BT = torch.tensor([random_prompt(9)])
+    trunk = load_trunk(path, family, dtype=torch.float32, adapter=tmp_path / "lora")
+    plain = load_trunk(path, family, dtype=torch.float32).hidden(tokens_BT)
+    expected = trunk.hidden(tokens_BT)
+    assert not torch.equal(plain, expected)
+    assert torch.equal(offloaded(trunk, "disk", tmp_path).hidden(tokens_BT), expected)
+
+
+def test_a_wrapper_around_one_process_is_refused_too(tmp_path: Path) -> None:
+    recipe, launched = tiny_recipe(tmp_path, tmp_path / "run", model__offload="cpu"), Mock()
+    launched.distributed_type = DistributedType.DEEPSPEED
+    with pytest.raises(TrainingError, match=r"model\.offload: cpu, and the launcher asks for DEEPSPEED; expected one"):
+        load_run_trunk(recipe, Mock(), launched)
+
+
+def test_several_processes_and_quantised_weights_are_refused(tmp_path: Path) -> None:
+    require_offload("cpu", 1, {}, where=tmp_path)
+    with pytest.raises(RecipeError, match=r"model\.offload: cpu, and 2 processes; expected one\. Launch with"):
+        require_offload("cpu", 2, {}, where=tmp_path)
+    with pytest.raises(CheckpointError, match=r"quantised with fp8, and model\.offload says disk; expected plain"):
+        require_offload("disk", 1, {"quantization_config": {"quant_method": "fp8"}}, where=tmp_path)
