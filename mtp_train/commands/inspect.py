@@ -162,9 +162,7 @@ def serving_commands(checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: S
         flag = draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
         return dict.fromkeys(checkpoint.family.engines, reason)
-    family = checkpoint.family
-    dtypes = {key: info.dtype for key, info in checkpoint.tensors.items()}
-    engines = family.engines if family.engines_of is None else family.engines_of(dtypes)
+    engines = checkpoint.family.engines_for({key: info.dtype for key, info in checkpoint.tensors.items()})
     return engine_commands(engines, str(checkpoint.path), SUGGESTED_DEPTH)
 
 

@@ -344,6 +344,10 @@ class Family:
         """Return what states are divided by before the lm_head reads them, None for nothing."""
         return None if self.logit_divisor is None else float(text_config.to_dict()[self.logit_divisor])
 
+    def engines_for(self, dtypes: Mapping[str, str]) -> Mapping[str, EngineSupport]:
+        """Return what engines take of one checkpoint, by its keys and their safetensors dtypes."""
+        return self.engines if self.engines_of is None else self.engines_of(dtypes)
+
     def convention(self, name: str) -> Convention:
         """Return the wiring for ``auto`` (this family's default) or for an engine.
 

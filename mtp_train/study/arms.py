@@ -182,7 +182,9 @@ class OpenArm:
     def flags(self) -> Callable[[int], Mapping[str, str]] | None:
         """From drafts per round to the flags of each engine; None where none were verified for what drafts."""
         if self.plan is not None:
-            engines = {name: one for name, one in self.family.engines.items() if one.supported}
+            dtypes = {key: info.dtype for key, info in self.checkpoint.tensors.items()}
+            dtypes |= {tensor.key: tensor.dtype for tensor in self.plan.template.tensors}
+            engines = {name: one for name, one in self.family.engines_for(dtypes).items() if one.supported}
             return partial(engine_commands, engines, self.spec.served_path)
         assistant = None if self.draft_model is None else assistant_for(self.draft_model.config)
         if assistant is None or self.draft_model is None:

@@ -24,7 +24,19 @@ from mtp_train.recipe_io import load_recipe
 from runs import GETS_NO_BETTER, document, tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("run", "check", "regenerate", "inspect", "graft", "merge", "export", "generate", "demo")
+COMMANDS = (
+    "run",
+    "check",
+    "regenerate",
+    "inspect",
+    "graft",
+    "merge",
+    "export",
+    "generate",
+    "evaluate",
+    "compare",
+    "demo",
+)
 Capture = pytest.CaptureFixture[str]
 
 
