@@ -20,12 +20,13 @@ from mtp_train.recipe_study import StudySection
 from mtp_train.report.cells import ALL_TASKS, ArmComparison, Cell, DriftPoint, Finding, StudyReport
 from mtp_train.study.comparison import tau_difference
 from mtp_train.study.entropy import EntropySums, fine_edges, overlap_difference
-from mtp_train.study.paired import Difference
+from mtp_train.study.jackknife import Difference
 from mtp_train.study.records import Setting
 from mtp_train.study.statistics import MeasuredArm
 
 VANILLA, GRAFT, HOME = "vanilla", "graft", "vanilla-home"
 Tone = Literal["good", "bad", "neutral"]
+CLAIM = "Retraining on what the distilled trunk says brings acceptance back to the vanilla level"
 VERDICTS = {"good": "confirmed", "bad": "refuted", "neutral": "undecided"}
 
 
@@ -114,10 +115,31 @@ def find(
     """
     settings = [level.setting for level in levels]
     first, *others = study.objectives
-    findings = [finding for level in levels for finding in back_at_vanilla(report, level, study)]
-    findings += [beats_graft(report, retrained(first), setting) for setting in settings]
-    findings += went_stale(drift)
-    return (*findings, *(objectives_differ(report, first, other, one) for other in others for one in settings))
+    measures = [finding for level in levels for finding in back_at_vanilla(report, level, study)]
+    return (
+        prediction(measures),
+        *measures,
+        *(beats_graft(report, retrained(first), setting) for setting in settings),
+        *went_stale(drift),
+        *(objectives_differ(report, first, other, setting) for other in others for setting in settings),
+    )
+
+
+def prediction(measures: Sequence[Finding]) -> Finding:
+    """Sum up what the measures say: the prediction holds where all confirm it, and fails where all refute it."""
+    tones = {one.tone for one in measures}
+    tone: Tone = "good" if tones == {"good"} else "bad" if tones == {"bad"} else "neutral"
+    found = {word: [one.statement for one in measures if one.tone == of] for of, word in VERDICTS.items()}
+    told = [f"{word} by {', '.join(map(_measure, some))}" for word, some in found.items() if some]
+    return Finding(tone=tone, statement=f"{CLAIM}.", evidence=f"{'; '.join(told).capitalize() or 'Not measured'}.")
+
+
+def _measure(statement: str) -> str:
+    return statement.removeprefix(f"{CLAIM}: ").rstrip(".")
+
+
+def _finding(tone: Tone, statement: str, evidence: str) -> Finding:
+    return Finding(tone=tone, statement=f"{statement}.", evidence=f"{VERDICTS[tone].capitalize()}: {evidence}")
 
 
 def back_at_vanilla(report: StudyReport, level: Level, study: StudySection) -> list[Finding]:
@@ -134,47 +156,34 @@ def back_at_vanilla(report: StudyReport, level: Level, study: StudySection) -> l
     if mine.tau is not None and theirs.tau is not None:
         limit = -study.margin * theirs.tau
         findings.append(
-            Finding(
-                tone=tone_of(level.tau.ci95, limit),
-                statement=f"Retraining brings acceptance back to the vanilla level: tau, {where}.",
-                evidence=f"{head} {mine.tau:.2f} against {home} {theirs.tau:.2f}: {_difference(level.tau, 2)}; back "
+            _finding(
+                tone_of(level.tau.ci95, limit),
+                f"{CLAIM}: tau ({where})",
+                f"{head} {mine.tau:.2f} against {home} {theirs.tau:.2f}: {_difference(level.tau, 2)}; back "
                 f"means above {limit:+.2f} ({100 * study.margin:g} %). Each on text of its own: {texts}.",
             )
         )
     if level.overlap is not None and theirs.overlap and theirs.overlap[0] is not None:
         limit = -study.margin * theirs.overlap[0]
         findings.append(
-            Finding(
-                tone=tone_of(level.overlap.ci95, limit),
-                statement="Retraining brings acceptance back to the vanilla level: overlap at equal target entropy, "
-                f"{_text(level.setting)}.",
-                evidence=f"{head} less {home}: {_difference(level.overlap, 3)}; back means above {limit:+.3f} "
+            _finding(
+                tone_of(level.overlap.ci95, limit),
+                f"{CLAIM}: overlap at equal target entropy ({_text(level.setting)})",
+                f"{head} less {home}: {_difference(level.overlap, 3)}; back means above {limit:+.3f} "
                 f"({100 * study.margin:g} % of {theirs.overlap[0]:.3f}).",
             )
         )
     return findings
 
 
-def verdict(findings: Sequence[Finding]) -> str:
-    """Sum up what was found of the prediction, in a sentence."""
-    about = [one for one in findings if one.statement.startswith("Retraining brings acceptance back")]
-    found = {
-        word: [one.statement.partition(": ")[2].rstrip(".") for one in about if one.tone == tone]
-        for tone, word in VERDICTS.items()
-    }
-    told = [f"{word} by {'; '.join(some)}" for word, some in found.items() if some]
-    claim = "That retraining brings acceptance back to the vanilla level is"
-    return f"{claim} {', and '.join(told) if told else 'not measured'}."
-
-
 def beats_graft(report: StudyReport, head: str, setting: Setting) -> Finding:
     """Test whether retraining helps on the distilled trunk: same trunk, same prompts."""
     one = comparison_of(report, head, GRAFT, setting)
     mine, theirs = cell_of(report, head, setting), cell_of(report, GRAFT, setting)
-    return Finding(
-        tone=tone_of(one.delta_tau_ci95),
-        statement=f"Retraining beats the grafted head on the distilled trunk, {_where(setting)}.",
-        evidence=f"tau {_number(mine.tau)} against {_number(theirs.tau)}: "
+    return _finding(
+        tone_of(one.delta_tau_ci95),
+        f"Retraining beats the grafted head on the distilled trunk ({_where(setting)})",
+        f"tau {_number(mine.tau)} against {_number(theirs.tau)}: "
         f"{_difference(Difference(one.delta_tau, one.delta_tau_ci95, None), 2)}.",
     )
 
@@ -190,10 +199,10 @@ def went_stale(drift: Sequence[DriftPoint]) -> list[Finding]:
         lost, gained = before.tau_ci95[0] - after.tau_ci95[1], after.tau_ci95[0] - before.tau_ci95[1]
         tone = "good" if lost > 0 else "bad" if gained > 0 else "neutral"
     return [
-        Finding(
-            tone=tone,
-            statement="Fine-tuning the trunk makes an untouched head stale: tau, greedy.",
-            evidence=f"{before.label}: tau {before.tau:.2f}{_interval(before.tau_ci95, 2)}, overlap "
+        _finding(
+            tone,
+            "Fine-tuning the trunk makes an untouched head stale (greedy)",
+            f"{before.label}: tau {before.tau:.2f}{_interval(before.tau_ci95, 2)}, overlap "
             f"{_number(before.overlap)}, entropy {_number(before.target_entropy)} nats. {after.label}: tau "
             f"{after.tau:.2f}{_interval(after.tau_ci95, 2)}, overlap {_number(after.overlap)}, entropy "
             f"{_number(after.target_entropy)} nats, weights changed by {100 * (after.trunk_change or 0):.1f} %.",
@@ -205,10 +214,10 @@ def objectives_differ(report: StudyReport, first: str, other: str, setting: Sett
     """Test whether the first objective gives the better head: same trunk, prompts, data, steps and seed."""
     one = comparison_of(report, retrained(first), retrained(other), setting)
     mine, theirs = (cell_of(report, retrained(name), setting) for name in (first, other))
-    return Finding(
-        tone=tone_of(one.delta_tau_ci95),
-        statement=f"A head trained towards {first} drafts better than one towards {other}, {_where(setting)}.",
-        evidence=f"tau {_number(mine.tau)} against {_number(theirs.tau)}: "
+    return _finding(
+        tone_of(one.delta_tau_ci95),
+        f"A head trained towards {first} drafts better than one towards {other} ({_where(setting)})",
+        f"tau {_number(mine.tau)} against {_number(theirs.tau)}: "
         f"{_difference(Difference(one.delta_tau, one.delta_tau_ci95, None), 2)}.",
     )
 

@@ -22,6 +22,7 @@ from mtp_train.report.cells import DriftPoint, StudyReport
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.study_tracking import log_study
 from mtp_train.report.study_write import write_study
+from mtp_train.report.wording import lossless_sentence
 from mtp_train.run_dir import PROVENANCE_FILE, Outcome, claim, clear_leftovers
 from mtp_train.stages import Stage, load_run_trunk, make_documents, provenance
 from mtp_train.study.arms import OWN, ArmSpec
@@ -37,7 +38,6 @@ from mtp_train.study.protocol import (
     levels_at_home,
     levels_on_shared_prompts,
     retrained,
-    verdict,
 )
 from mtp_train.study.run import measure_study
 from mtp_train.train.shard import give_up_shards, shards_trunk
@@ -71,7 +71,10 @@ def run_study_stages(
     write_study(report, run_dir, read_json(run_dir / PROVENANCE_FILE))
     log_study(report, run_dir, recipe.track.project, recipe.track.wandb)
     console.print(study_summary(report))
-    return Outcome(0, "done", verdict(report.findings), "done")
+    if report.lossless is not None and report.lossless.faults:
+        return Outcome(1, "not_lossless", f"{lossless_sentence(report.lossless)} Please report it.", "done")
+    claim_tested = report.findings[0]
+    return Outcome(0, "done", f"{claim_tested.statement} {claim_tested.evidence}", "done")
 
 
 def section_of(recipe: Recipe) -> StudySection:
@@ -170,7 +173,9 @@ def measure_arms(
         else levels_on_shared_prompts(report, head, settings)
     )
     told = {**report.settings, "vanilla_sources": list(study.vanilla_sources), "margin": study.margin}
-    return replace(report, settings=told, drift=drift, findings=find(report, study, levels, drift))
+    sound = report.lossless is None or not report.lossless.faults
+    findings = find(report, study, levels, drift) if sound else ()
+    return replace(report, settings=told, drift=drift, findings=findings)
 
 
 def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpec]:

@@ -15,6 +15,7 @@ from mtp_train.errors import OutputExistsError
 from mtp_train.recipe_io import dump_recipe, load_recipe
 from mtp_train.report.cells import StudyReport, load_study
 from mtp_train.study import stages
+from mtp_train.study.protocol import CLAIM
 from runs import run_quietly, tiny_recipe, write_inputs, write_recipe
 
 FINE_TUNE = {"max_steps": 3, "lr": 1e-3, "documents_per_step": 2, "points": [0.3, 1.0]}
@@ -63,11 +64,10 @@ def test_a_study_leaves_what_a_run_leaves_and_its_findings(unbroken: Path) -> No
     assert len(pairs) == 6
     assert not any("vanilla-home" in pair for pair in pairs)
     assert [point.step for point in report.drift] == [0, 1, 3]
-    claims = [finding.statement.split(",")[0].split(":")[0] for finding in report.findings]
-    assert claims[0] == "Retraining brings acceptance back to the vanilla level"
-    assert "A head trained towards kl drafts better than one towards ce" in claims
-    said = outcome(unbroken)
-    assert said["message"].startswith("That retraining brings acceptance back to the vanilla level is ")
+    claims = [finding.statement for finding in report.findings]
+    assert claims[0] == f"{CLAIM}."
+    assert "A head trained towards kl drafts better than one towards ce (greedy)." in claims
+    assert outcome(unbroken)["message"].startswith(f"{CLAIM}. ")
     names = {path.name for path in unbroken.iterdir()}
     assert names >= {"recipe.yaml", "provenance.json", "report.html", "acceptance.csv", "figures", "drift.json"}
     assert not (unbroken / "export").exists()
@@ -169,7 +169,7 @@ def test_the_demos_study_shows_a_stale_head_recovering(tmp_path: Path) -> None:
     run_quietly(recipe)
     report = load_study(tmp_path / "run" / "report.json")
     tones = {finding.statement: finding.tone for finding in report.findings}
-    assert tones["Retraining beats the grafted head on the distilled trunk, greedy."] == "good"
-    assert tones["Fine-tuning the trunk makes an untouched head stale: tau, greedy."] == "good"
+    assert tones["Retraining beats the grafted head on the distilled trunk (greedy)."] == "good"
+    assert tones["Fine-tuning the trunk makes an untouched head stale (greedy)."] == "good"
     assert report.lossless is not None
     assert report.lossless.faults == 0

@@ -11,8 +11,9 @@ from mtp_train.acceptance import Interval
 from mtp_train.recipe_study import StudySection
 from mtp_train.report.cells import ALL_TASKS, ArmComparison, Cell, DriftPoint, StudyReport
 from mtp_train.study.dense import DenseRows
-from mtp_train.study.paired import Difference
+from mtp_train.study.jackknife import Difference
 from mtp_train.study.protocol import (
+    CLAIM,
     GRAFT,
     HOME,
     VANILLA,
@@ -22,8 +23,8 @@ from mtp_train.study.protocol import (
     find,
     levels_at_home,
     levels_on_shared_prompts,
+    prediction,
     tone_of,
-    verdict,
     went_stale,
 )
 from mtp_train.study.records import Decoded, Setting
@@ -125,7 +126,7 @@ def test_the_prediction_is_judged_raw_and_at_equal_entropy(
     level = Level(GREEDY, Difference(*tau, None), Difference(*overlap, None))
     found = back_at_vanilla(USUAL, level, STUDY)
     assert [one.tone for one in found] == tones
-    assert "tau, greedy" in found[0].statement
+    assert found[0].statement.endswith("vanilla level: tau (greedy).")
     assert f"retrained-kl 3.10 against vanilla 2.50: {tau[0]:+.2f} [{tau[1][0]:+.2f}, {tau[1][1]:+.2f}]" in (
         found[0].evidence
     )
@@ -139,14 +140,28 @@ def test_texts_with_no_entropy_in_common_are_not_compared_at_equal_entropy() -> 
     assert len(back_at_vanilla(USUAL, level, STUDY)) == 1
 
 
-def test_the_verdict_says_which_measure_confirms_and_which_refutes() -> None:
-    level = Level(GREEDY, Difference(0.5, (0.2, 0.8), None), Difference(-0.1, (-0.12, -0.08), None))
-    said = verdict(find(USUAL, STUDY, [level], ()))
-    assert said == (
-        "That retraining brings acceptance back to the vanilla level is confirmed by tau, greedy, and refuted by "
-        "overlap at equal target entropy, greedy text."
-    )
-    assert verdict(()).endswith("is not measured.")
+@pytest.mark.parametrize(
+    ("overlap", "tone", "said"),
+    [
+        ((0.01, (0.005, 0.015)), "good", "Confirmed by tau (greedy), overlap at equal target entropy (greedy text)."),
+        (
+            (-0.1, (-0.12, -0.08)),
+            "neutral",
+            "Confirmed by tau (greedy); refuted by overlap at equal target entropy (greedy text).",
+        ),
+    ],
+)
+def test_the_prediction_needs_every_measure(overlap: tuple[float, Interval], tone: str, said: str) -> None:
+    level = Level(GREEDY, Difference(0.5, (0.2, 0.8), None), Difference(*overlap, None))
+    first = find(USUAL, STUDY, [level], ())[0]
+    assert (first.tone, first.evidence) == (tone, said)
+    assert first.statement.endswith("brings acceptance back to the vanilla level.")
+
+
+def test_a_prediction_that_every_measure_refutes_is_refuted() -> None:
+    level = Level(GREEDY, Difference(-0.5, (-0.8, -0.2), None), Difference(-0.1, (-0.12, -0.08), None))
+    assert find(USUAL, STUDY, [level], ())[0].tone == "bad"
+    assert prediction([]).evidence == "Not measured."
 
 
 def test_a_comparison_is_found_whichever_way_round_it_was_made() -> None:
@@ -163,9 +178,10 @@ def test_every_claim_is_put_to_the_test_the_prediction_first() -> None:
     (level,) = levels_on_shared_prompts(USUAL, KL, [GREEDY])
     drift = (point("step 0", 2.5, (2.4, 2.6)), point("step 9", 1.4, (1.3, 1.5)))
     found = find(USUAL, STUDY, [level], drift)
-    assert [(one.tone, one.statement.split(",")[0].split(":")[0]) for one in found] == [
-        ("good", "Retraining brings acceptance back to the vanilla level"),
-        ("good", "Retraining brings acceptance back to the vanilla level"),
+    assert [(one.tone, one.statement.split(" (")[0].split(":")[0]) for one in found] == [
+        ("good", f"{CLAIM}."),
+        ("good", CLAIM),
+        ("good", CLAIM),
         ("good", "Retraining beats the grafted head on the distilled trunk"),
         ("good", "Fine-tuning the trunk makes an untouched head stale"),
         ("neutral", "A head trained towards kl drafts better than one towards ce"),
@@ -199,7 +215,7 @@ def test_a_head_went_stale_where_the_ends_of_the_curve_are_apart(
     middle = point("step 1", 1.0, (0.9, 1.1))
     (found,) = went_stale([point("step 0", 2.0, before), middle, point("step 9", 2.0, after)])
     assert found.tone == tone
-    assert found.evidence.startswith("step 0: tau 2.00")
+    assert ": step 0: tau 2.00" in found.evidence
     assert went_stale([point("step 0", 2.0, before)]) == []
 
 
