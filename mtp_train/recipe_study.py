@@ -56,9 +56,9 @@ class StudySection:
     """What to retrain a head towards, see `objective.loss`; each gives an arm, `retrained-kl` say. The verdict is about
     the first, the others are compared with it."""
     suite: str | None = None
-    """A prompt suite, as `mtp-train evaluate --suite` takes it, less what the heads were trained on; null: the held-out
+    """A prompt suite, as `mtp-train evaluate --suite` takes it, less what heads are trained on; null: the held-out
     prompts of `data.sources`."""
-    prompts_per_task: Count = 32
+    prompts_per_task: Count = 8
     """Prompts of each of the suite's tasks."""
     vanilla_sources: tuple[str, ...] = ()
     """Sources, as `data.sources[].path`, of text that `model.head_from` was made for: the vanilla level is then that on

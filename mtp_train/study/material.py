@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtp_train.data.prompts import Prompt, choose_prompts
+from mtp_train.data.records import Record
 from mtp_train.data.sources import load_records
 from mtp_train.data.split import split_by_group
 from mtp_train.data.tokenize import Document, tokenize_records
@@ -16,6 +18,7 @@ from mtp_train.inputs import Inputs, open_location, prompts_of, read_records
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_study import Objective, StudySection
 from mtp_train.study.records import TaskPrompt
+from mtp_train.study.suites import load_suite, suite_prompts
 from mtp_train.training import HIDDEN
 from mtp_train.weights.files import Checkpoint
 
@@ -50,17 +53,41 @@ def gather_study(recipe: Recipe, study: StudySection, inputs: Inputs) -> StudyIn
     for checkpoint in checkpoints.values():
         # Raises where the base's head does not fit.
         graft_plan(checkpoint, inputs.base, recipe.head.convention)
+    training, _ = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
     documents: list[Document] = []
     if drift is not None and drift.fine_tune is not None:
-        training, _ = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
         documents, _ = tokenize_records(training, inputs.tokenizer, recipe.data.seq_len_tokens)
+    prompts = [of_task(prompt, HELD_OUT_TASK) for prompt in inputs.held_out]
     return StudyInputs(
-        prompts=[of_task(prompt, HELD_OUT_TASK) for prompt in inputs.held_out],
+        prompts=prompts if study.suite is None else untrained_prompts(recipe, study, study.suite, training, inputs),
         home=home_prompts(recipe, study, inputs),
         base=inputs.base,
         checkpoints=checkpoints,
         documents=documents,
     )
+
+
+def untrained_prompts(
+    recipe: Recipe, study: StudySection, suite: str, training: Sequence[Record], inputs: Inputs
+) -> list[TaskPrompt]:
+    """Return a suite's prompts, task by task, without those that are trained on or share a group with what is.
+
+    Raises:
+        DataError: There is no such suite, or too little is left of it.
+    """
+    groups = {record.group for record in training}
+    known = {prompt.prompt_ids for prompt in prompts_of(training, inputs.tokenizer)}
+    every = suite_prompts(load_suite(suite), inputs.tokenizer, seed=recipe.seed)
+    unseen = [prompt for prompt in every if prompt.group not in groups and prompt.prompt_ids not in known]
+    if len(unseen) < 2:
+        raise DataError(
+            f"study.suite: {suite} has {len(every)} prompts, {len(unseen)} of them not trained on; expected at least "
+            "2, as intervals are over prompts. Name another suite, or null for the held-out prompts."
+        )
+    by_task: dict[str, list[TaskPrompt]] = {}
+    for prompt in unseen:
+        by_task.setdefault(prompt.task, []).append(prompt)
+    return [prompt for some in by_task.values() for prompt in some[: study.prompts_per_task]]
 
 
 def of_task(prompt: Prompt, task: str) -> TaskPrompt:

@@ -195,9 +195,9 @@ def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpe
 def grid_of(recipe: Recipe, study: StudySection) -> Grid:
     """Return the settings to measure."""
     return Grid(
-        suite="held-out prompts",
+        suite=study.suite or "held-out prompts",
         tasks=None,
-        prompts_per_task=recipe.evaluate.prompts,
+        prompts_per_task=study.prompts_per_task if study.suite else recipe.evaluate.prompts,
         temperatures=study.temperatures,
         contexts=(None,),
         depths=study.depths,
