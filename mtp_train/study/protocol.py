@@ -103,7 +103,11 @@ def _over_all(first: EntropySums, second: EntropySums) -> tuple[EntropySums, Ent
 
 
 def find(
-    report: StudyReport, study: StudySection, levels: Sequence[Level], drift: Sequence[DriftPoint]
+    report: StudyReport,
+    study: StudySection,
+    levels: Sequence[Level],
+    grafted: Sequence[Level],
+    drift: Sequence[DriftPoint],
 ) -> tuple[Finding, ...]:
     """Put every claim to the test, the prediction first.
 
@@ -111,18 +115,22 @@ def find(
         report: Cells and comparisons of all arms.
         study: The recipe's section.
         levels: Of the head of the first objective, against the arm that stands for the vanilla level.
+        grafted: Of the grafted head, likewise.
         drift: The drift curve, the untouched trunk first; may be empty.
     """
     settings = [level.setting for level in levels]
     first, *others = study.objectives
-    measures = [finding for level in levels for finding in back_at_vanilla(report, level, study)]
-    return (
+    measures = list(dict.fromkeys(one for level in levels for one in back_at_vanilla(report, level, study)))
+    found = (
         prediction(measures),
         *measures,
         *(beats_graft(report, retrained(first), setting) for setting in settings),
+        *(finding for level in grafted for finding in is_stale(level)),
         *went_stale(drift),
         *(objectives_differ(report, first, other, setting) for other in others for setting in settings),
     )
+    # Rules of one temperature share its text, and with it what is measured on that.
+    return tuple(dict.fromkeys(found))
 
 
 def prediction(measures: Sequence[Finding]) -> Finding:
@@ -186,6 +194,19 @@ def beats_graft(report: StudyReport, head: str, setting: Setting) -> Finding:
         f"tau {_number(mine.tau)} against {_number(theirs.tau)}: "
         f"{_difference(Difference(one.delta_tau, one.delta_tau_ci95, None), 2)}.",
     )
+
+
+def is_stale(level: Level) -> list[Finding]:
+    """Test whether the untouched head is worse on the distilled trunk, its text as hard to draft as vanilla's."""
+    if level.overlap is None:
+        return []
+    return [
+        _finding(
+            tone_of(_mirrored(level.overlap.ci95)),
+            f"The grafted head is stale: overlap at equal target entropy ({_text(level.setting)})",
+            f"{GRAFT} less vanilla with its own head: {_difference(level.overlap, 3)}.",
+        )
+    ]
 
 
 def went_stale(drift: Sequence[DriftPoint]) -> list[Finding]:

@@ -34,6 +34,7 @@ from mtp_train.study.protocol import (
     GRAFT,
     HOME,
     VANILLA,
+    Level,
     find,
     levels_at_home,
     levels_on_shared_prompts,
@@ -159,22 +160,23 @@ def measure_arms(
         arm_specs(recipe, study, run_dir), grid, run_dir / GRID_DIR, progress, costs=False, prompts=found.prompts
     )
     settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
-    head = retrained(study.objectives[0])
     if found.home:
-        vanilla = ArmSpec(HOME, str(recipe.model.head_from), OWN)
+        vanilla = ArmSpec(HOME, str(recipe.model.head_from), OWN, quantization=recipe.model.quantization)
         at_home = measure_study([vanilla], grid, run_dir / HOME_DIR, progress, costs=False, prompts=found.home)
         measured.arms += [arm for arm in at_home.arms if arm.head is not None]
         measured.checked += at_home.checked
     report = assemble(measured, grid, title=f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
     by_name = {arm.name: arm for arm in measured.arms}
-    levels = (
-        levels_at_home(by_name[head], by_name[HOME], settings)
-        if found.home
-        else levels_on_shared_prompts(report, head, settings)
-    )
+
+    def levels(head: str) -> list[Level]:
+        if found.home:
+            return levels_at_home(by_name[head], by_name[HOME], settings)
+        return levels_on_shared_prompts(report, head, settings)
+
     told = {**report.settings, "vanilla_sources": list(study.vanilla_sources), "margin": study.margin}
     sound = report.lossless is None or not report.lossless.faults
-    findings = find(report, study, levels, drift) if sound else ()
+    head = retrained(study.objectives[0])
+    findings = find(report, study, levels(head), levels(GRAFT), drift) if sound else ()
     return replace(report, settings=told, drift=drift, findings=findings)
 
 

@@ -21,6 +21,7 @@ from mtp_train.study.protocol import (
     back_at_vanilla,
     comparison_of,
     find,
+    is_stale,
     levels_at_home,
     levels_on_shared_prompts,
     prediction,
@@ -153,14 +154,14 @@ def test_texts_with_no_entropy_in_common_are_not_compared_at_equal_entropy() -> 
 )
 def test_the_prediction_needs_every_measure(overlap: tuple[float, Interval], tone: str, said: str) -> None:
     level = Level(GREEDY, Difference(0.5, (0.2, 0.8), None), Difference(*overlap, None))
-    first = find(USUAL, STUDY, [level], ())[0]
+    first = find(USUAL, STUDY, [level], [], ())[0]
     assert (first.tone, first.evidence) == (tone, said)
     assert first.statement.endswith("brings acceptance back to the vanilla level.")
 
 
 def test_a_prediction_that_every_measure_refutes_is_refuted() -> None:
     level = Level(GREEDY, Difference(-0.5, (-0.8, -0.2), None), Difference(-0.1, (-0.12, -0.08), None))
-    assert find(USUAL, STUDY, [level], ())[0].tone == "bad"
+    assert find(USUAL, STUDY, [level], [], ())[0].tone == "bad"
     assert prediction([]).evidence == "Not measured."
 
 
@@ -176,13 +177,15 @@ def test_a_comparison_is_found_whichever_way_round_it_was_made() -> None:
 
 def test_every_claim_is_put_to_the_test_the_prediction_first() -> None:
     (level,) = levels_on_shared_prompts(USUAL, KL, [GREEDY])
+    stale = Level(GREEDY, Difference(-1.1, (-1.2, -1.0), None), Difference(-0.3, (-0.4, -0.2), None))
     drift = (point("step 0", 2.5, (2.4, 2.6)), point("step 9", 1.4, (1.3, 1.5)))
-    found = find(USUAL, STUDY, [level], drift)
+    found = find(USUAL, STUDY, [level], [stale], drift)
     assert [(one.tone, one.statement.split(" (")[0].split(":")[0]) for one in found] == [
         ("good", f"{CLAIM}."),
         ("good", CLAIM),
         ("good", CLAIM),
         ("good", "Retraining beats the grafted head on the distilled trunk"),
+        ("good", "The grafted head is stale"),
         ("good", "Fine-tuning the trunk makes an untouched head stale"),
         ("neutral", "A head trained towards kl drafts better than one towards ce"),
     ]
@@ -190,8 +193,15 @@ def test_every_claim_is_put_to_the_test_the_prediction_first() -> None:
 
 def test_a_graft_that_is_better_refutes_retraining() -> None:
     worse = report(list(USUAL.cells), [comparison(KL, GRAFT, -0.3, (-0.4, -0.2)), *USUAL.comparisons[1:]])
-    found = find(worse, STUDY, levels_on_shared_prompts(worse, KL, [GREEDY]), ())
+    found = find(worse, STUDY, levels_on_shared_prompts(worse, KL, [GREEDY]), [], ())
     assert [one.tone for one in found if "beats the grafted head" in one.statement] == ["bad"]
+
+
+def test_a_head_that_is_as_good_as_vanilla_at_equal_entropy_is_not_called_stale() -> None:
+    for interval, tone in (((0.1, 0.3), "bad"), ((-0.1, 0.1), "neutral"), ((-0.3, -0.1), "good")):
+        (found,) = is_stale(Level(GREEDY, Difference(-1.0, (-1.2, -0.8), None), Difference(0.0, interval, None)))
+        assert found.tone == tone
+    assert is_stale(Level(GREEDY, Difference(-1.0, (-1.2, -0.8), None), None)) == []
 
 
 def point(label: str, tau: float, ci95: Interval | None) -> DriftPoint:
