@@ -156,15 +156,14 @@ def measure_arms(
 ) -> StudyReport:
     """Measure every arm on the same prompts, vanilla on its own ones besides, and put the claims to the test."""
     grid = grid_of(recipe, study)
-    measured = measure_study(
-        arm_specs(recipe, study, run_dir), grid, run_dir / GRID_DIR, progress, costs=False, prompts=found.prompts
-    )
+    measured = measure_study(arm_specs(recipe, study, run_dir), grid, run_dir / GRID_DIR, progress, found.prompts)
     settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
     if found.home:
         vanilla = ArmSpec(HOME, str(recipe.model.head_from), OWN, quantization=recipe.model.quantization)
-        at_home = measure_study([vanilla], grid, run_dir / HOME_DIR, progress, costs=False, prompts=found.home)
+        at_home = measure_study([vanilla], grid, run_dir / HOME_DIR, progress, found.home)
         measured.arms += [arm for arm in at_home.arms if arm.head is not None]
         measured.checked += at_home.checked
+        measured.flags |= at_home.flags
     report = assemble(measured, grid, title=f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
     by_name = {arm.name: arm for arm in measured.arms}
 
