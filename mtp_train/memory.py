@@ -41,6 +41,12 @@ def cure(recipe: Recipe, stage: str) -> str:
     train, regenerate = recipe.train, recipe.data.regenerate
     if stage == "data" and regenerate is not None:
         return f"Lower data.regenerate.batch_size, or data.regenerate.max_new_tokens ({regenerate.max_new_tokens})."
+    if stage == "drift":
+        return (
+            "Write study.drift: null, or name checkpoints of a fine-tune that ran elsewhere in study.drift.checkpoints."
+        )
+    if stage == "evaluate" and recipe.study is not None:
+        return f"Lower study.batch ({recipe.study.batch}), or evaluate.max_new_tokens."
     if stage == "evaluate":
         return f"Lower evaluate.dense_tokens ({recipe.evaluate.dense_tokens}), or write model.dtype: bfloat16."
     if stage == "train" and train.micro_batch_sequences > 1:

@@ -12,19 +12,14 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from rich.console import Console
 from rich.progress import Progress
 
-from mtp_train.data.tokenize import Document
-from mtp_train.errors import GateRefusedError, MtpError, OutputExistsError, RecipeError, TrainingError
+from mtp_train.errors import GateRefusedError, MtpError, OutputExistsError, RecipeError
 from mtp_train.evaluation import evaluate_run
-from mtp_train.heads.diagnose import layout_of, stored_dtype
-from mtp_train.heads.offload import offload_layers
-from mtp_train.heads.trunk import Trunk, load_trunk
-from mtp_train.inputs import Inputs, evaluation_dtype, gather_inputs
+from mtp_train.heads.diagnose import layout_of
+from mtp_train.inputs import gather_inputs
 from mtp_train.memory import memory_is_named
 from mtp_train.recipe import Recipe
 from mtp_train.regeneration import regenerate_stage
@@ -33,14 +28,14 @@ from mtp_train.report.write import write_report
 from mtp_train.run_dir import (
     PROVENANCE_FILE,
     Outcome,
-    checkpoint_identity,
     claim,
     clear_leftovers,
-    environment_facts,
     read_outcome,
     require_ours,
     write_outcome,
 )
+from mtp_train.stages import Stage, load_run_trunk, make_documents, offload_run_trunk, provenance
+from mtp_train.study.stages import run_study_stages
 from mtp_train.train.launch import lost_process_is_named, make_accelerator
 from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.training import HEAD, train_stage
@@ -75,7 +70,8 @@ def run(recipe: Recipe, console: Console) -> Outcome:
         progress_bars = Progress(console=console, disable=quiet, transient=True)
         named = memory_is_named(recipe, lambda: stage.name)
         with full_disk_is_named(run_dir, what="the run"), lost_process_is_named(), named, progress_bars as progress:
-            outcome = run_stages(recipe, run_dir, accelerator, console, progress, stage)
+            stages = run_stages if recipe.study is None else run_study_stages
+            outcome = stages(recipe, run_dir, accelerator, console, progress, stage)
     except MtpError as error:
         reached = "done" if isinstance(error, GateRefusedError) else stage.name
         if not isinstance(error, OutputExistsError):
@@ -96,12 +92,6 @@ def record_failure(run_dir: Path, outcome: Outcome) -> None:
         # A disk without room for the outcome must not hide what the error says.
         with contextlib.suppress(OSError):
             write_outcome(run_dir, outcome)
-
-
-class Stage:
-    """Where the run is, for the outcome of a failure."""
-
-    name = "check"
 
 
 def run_stages(
@@ -157,60 +147,6 @@ def run_stages(
     if recipe.export.enabled:
         message += f" Exported to {run_dir / EXPORT}."
     return Outcome(0, "done", message, "done")
-
-
-def load_run_trunk(
-    recipe: Recipe, inputs: Inputs, accelerator: Accelerator, device: torch.device | str | None = None
-) -> Trunk:
-    """Load the whole trunk, on the process's own device if no other is given; to be offloaded, in main memory.
-
-    Raises:
-        TrainingError: It is to be offloaded, and the launcher asks for a wrapper.
-    """
-    if recipe.model.offload is not None:
-        if accelerator.distributed_type is not DistributedType.NO:
-            raise TrainingError(
-                f"model.offload: {recipe.model.offload}, and the launcher asks for "
-                f"{accelerator.distributed_type.value}; expected one process without a wrapper. Launch with "
-                "recipes/accelerate/single.yaml, or write model.offload: null."
-            )
-        device = "cpu"
-    return load_trunk(
-        inputs.finetune.path,
-        inputs.finetune.family,
-        dtype=evaluation_dtype(recipe, accelerator.device, stored_dtype(inputs.finetune)),
-        device=accelerator.device if device is None else device,
-        adapter=inputs.adapter,
-        quantization=recipe.model.quantization,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
-
-
-def offload_run_trunk(recipe: Recipe, run_dir: Path, trunk: Trunk, accelerator: Accelerator) -> None:
-    """Take the layers of a trunk that was loaded off the device, where the recipe says so."""
-    if recipe.model.offload is not None:
-        offload_layers(trunk, recipe.model.offload, accelerator.device, run_dir)
-
-
-def provenance(recipe: Recipe, inputs: Inputs) -> dict[str, object]:
-    """Say where everything came from."""
-    return {
-        "trunk": checkpoint_identity(recipe.model.trunk, inputs.finetune),
-        "head_from": checkpoint_identity(recipe.model.head_from or "", inputs.base) if inputs.base else None,
-        "seed": recipe.seed,
-        "plan": asdict(inputs.plan),
-        **environment_facts(),
-    }
-
-
-def make_documents(
-    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, accelerator: Accelerator, progress: Progress
-) -> list[Document]:
-    """Return what to train on: the trunk's own responses, or the sources' text as it is."""
-    if recipe.data.regenerate is None or not recipe.data.regenerate.enabled:
-        return list(inputs.documents)
-    documents, _ = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
-    return documents
 
 
 def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:

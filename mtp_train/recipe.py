@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mtp_train.recipe_hints import Bound
+from mtp_train.recipe_study import StudySection
 
 Count = Annotated[int, Bound(min=1)]
 Depth = Annotated[int, Bound(min=1, max=7)]
@@ -315,6 +316,8 @@ class Recipe:
     gate: GateSection = field(default_factory=GateSection)
     export: ExportSection = field(default_factory=ExportSection)
     track: TrackSection = field(default_factory=TrackSection)
+    study: StudySection | None = None
+    """A study in the place of a single retrained head; null is the usual run, with its gate and its export."""
 
     @property
     def gate_baseline(self) -> Baseline:

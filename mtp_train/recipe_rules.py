@@ -286,3 +286,79 @@ def _decoding_needs_the_trunk(recipe: Recipe) -> Iterator[str]:
             f"train.select.prompts: {select.prompts} with train.hidden_cache, which trains without the trunk; expected "
             "0 or null. Write null, or train.hidden_cache: null."
         )
+
+
+@_reads("study", "model.head_from", "evaluate.arms")
+def _study_has_both_sides(recipe: Recipe) -> Iterator[str]:
+    if recipe.study is None:
+        return
+    missing = [arm for arm in ("graft", "retrained", "vanilla") if arm not in recipe.evaluate.arms]
+    if missing:
+        yield (
+            f"evaluate.arms: no {missing[0]!r} in a study; expected all that its verdict is about. Write "
+            "evaluate.arms: [graft, retrained, vanilla]."
+        )
+
+
+@_reads("study", "head.convention", "model.offload")
+def _study_measures_as_usual(recipe: Recipe) -> Iterator[str]:
+    if recipe.study is None:
+        return
+    if recipe.head.convention != "auto":
+        yield (
+            f"head.convention: {recipe.head.convention!r} in a study, whose arms are read in their family's usual way; "
+            "expected auto. Write head.convention: auto."
+        )
+    if recipe.model.offload is not None:
+        yield (
+            f"model.offload: {recipe.model.offload!r} in a study, which measures trunks that lie whole on the device; "
+            "expected null. Write model.offload: null, or model.quantization: 4bit."
+        )
+
+
+@_reads("study", "export.enabled")
+def _study_exports_nothing(recipe: Recipe) -> Iterator[str]:
+    if recipe.study is not None and recipe.export.enabled:
+        yield (
+            "export.enabled: true in a study, which has several heads and no gate; expected false. Write "
+            "export.enabled: false; a recipe without a study exports."
+        )
+
+
+@_reads("study")
+def _study_settings_differ_and_meet(recipe: Recipe) -> Iterator[str]:
+    study = recipe.study
+    if study is None:
+        return
+    lists = {
+        "objectives": study.objectives,
+        "temperatures": study.temperatures,
+        "rules": study.rules,
+        "depths": study.depths,
+    }
+    for name, values in lists.items():
+        if len(set(values)) < len(values):
+            yield f"study.{name}: one of {list(values)} twice; expected each once. Remove the others."
+    for temperature in study.temperatures:
+        if not any((rule == "greedy") == (temperature == 0) for rule in study.rules):
+            wanted = "greedy" if temperature == 0 else "sampled"
+            yield (
+                f"study.rules: {list(study.rules)} has none for temperature {temperature:g}; expected one. Add "
+                f"{wanted!r}, or remove the temperature."
+            )
+
+
+@_reads("study")
+def _drift_has_points(recipe: Recipe) -> Iterator[str]:
+    drift = recipe.study.drift if recipe.study is not None else None
+    if drift is None:
+        return
+    if not drift.checkpoints and drift.fine_tune is None:
+        yield (
+            "study.drift: neither checkpoints nor fine_tune; expected trunks to measure. Name checkpoints, or write "
+            "study.drift: null."
+        )
+    if drift.checkpoints and drift.fine_tune is not None:
+        yield (
+            "study.drift.fine_tune: set beside checkpoints; expected one of them. Write study.drift.fine_tune: null."
+        )

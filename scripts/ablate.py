@@ -38,10 +38,10 @@ from mtp_train.heads.attach import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs, gather_inputs, read_records
-from mtp_train.pipeline import load_run_trunk, make_documents, provenance
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import load_recipe
 from mtp_train.run_dir import claim, environment_facts, require_ours
+from mtp_train.stages import load_run_trunk, make_documents, provenance
 from mtp_train.train.launch import make_accelerator
 from mtp_train.training import train_stage
 from mtp_train.weights.artifact import load_artifact

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mtp_train.demo import resolve
@@ -15,11 +15,15 @@ from mtp_train.heads.trunk import empty_trunk, trunk_config
 from mtp_train.inputs import require_draft_vocab, require_unroll
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe
+from mtp_train.study.material import for_objective
 from mtp_train.train.cost import Cost, Sizes, active_weights, estimate_cost
 from mtp_train.train.footprint import GIB, Footprint, estimate_footprint, in_shards
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.weights.files import CONFIG_FILE, locate_checkpoint, read_json
 from mtp_train.weights.quantised import quant_method
+
+_FINE_TUNE_BYTES = 16
+"""Of each weight of a trunk that is fine-tuned: itself, its gradient and AdamW's two moments, all in fp32."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,22 @@ class CheckResult:
             f"# about {cost.total_flops / 1e12:.3g} TFLOP on all processes: trunk {cost.trunk_flops / 1e12:.3g}, head "
             f"{cost.head_flops / 1e12:.3g}, loss {cost.loss_flops / 1e12:.3g}, answers at most "
             f"{cost.regenerate_flops / 1e12:.3g}; disk at most {cost.disk_bytes / GIB:.2f} GiB besides answers"
+            f"{self._study_text()}"
         )
+
+    def _study_text(self) -> str:
+        study = self.recipe.study
+        if study is None:
+            return ""
+        heads = ", ".join(study.objectives)
+        text = f"\n# study: {len(study.objectives)} head(s) ({heads}); operations and disk are of all of them"
+        fine_tune = study.drift.fine_tune if study.drift is not None else None
+        if fine_tune is not None:
+            text += (
+                f"\n# drift: a fine-tune of {fine_tune.max_steps} steps on one process, about "
+                f"{self.memory.trunk_parameters * _FINE_TUNE_BYTES / GIB:.2f} GiB without activations"
+            )
+        return text
 
 
 def check(recipe: Recipe, world_size: int) -> CheckResult:
@@ -104,5 +123,19 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     # What is refused under shards has no estimate for them.
     packed = recipe.model.quantization is not None or quant_method(raw) is not None
     shards = None if packed or recipe.train.hidden_cache is not None else in_shards(memory, trunk, plan)
-    cost = estimate_cost(recipe, plan, sizes, memory.offloaded_bytes if recipe.model.offload == "disk" else 0)
+    cost = whole_cost(recipe, plan, sizes, memory.offloaded_bytes if recipe.model.offload == "disk" else 0)
     return CheckResult(recipe, family.title, plan, memory, shards, cost)
+
+
+def whole_cost(recipe: Recipe, plan: Plan, sizes: Sizes, offloaded_bytes: int) -> Cost:
+    """Estimate the operations and the disk of all heads of a recipe; the answers are written once."""
+    if recipe.study is None:
+        return estimate_cost(recipe, plan, sizes, offloaded_bytes)
+    costs = [estimate_cost(for_objective(recipe, objective), plan, sizes) for objective in recipe.study.objectives]
+    return replace(
+        costs[0],
+        trunk_flops=sum(cost.trunk_flops for cost in costs),
+        head_flops=sum(cost.head_flops for cost in costs),
+        loss_flops=sum(cost.loss_flops for cost in costs),
+        disk_bytes=sum(cost.disk_bytes for cost in costs),
+    )

@@ -6,19 +6,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mtp_train.report.cells import ALL_TASKS, StudyReport
+from mtp_train.report.cells import ALL_TASKS, Finding, StudyReport
 from mtp_train.report.study_grids import Grid, tau_matrix
 from mtp_train.report.study_serving import advice_matrix
 from mtp_train.report.study_slices import Slices, slice_report
 from mtp_train.report.study_wording import (
     count_real,
     difference_words,
+    finding_headline,
     pair_words,
     setting_words,
     signed,
     study_headline,
 )
-from mtp_train.report.table import plain_table, verdict_panel
+from mtp_train.report.table import TONES, plain_table, verdict_panel
 from mtp_train.report.wording import (
     capitalised,
     format_number,
@@ -33,6 +34,8 @@ def study_summary(report: StudyReport) -> RenderableType:
     """Return verdict, arms, tasks, differences and advice, ready for a rich console."""
     slices = slice_report(report)
     parts: list[RenderableType] = [verdict_panel(study_headline(slices))]
+    if report.findings[1:]:
+        parts += [_title("Findings"), *map(_finding, report.findings[1:])]
     if slices.headline:
         parts += [Text(f"{capitalised(setting_words(slices.headline))}\n"), _arms(slices)]
     if tasks := tau_matrix(slices):
@@ -42,6 +45,11 @@ def study_summary(report: StudyReport) -> RenderableType:
     if advice := advice_matrix(slices):
         parts += [_title("Drafts to serve with"), _grid_table(advice)]
     return Group(*parts, Text(f"\nLossless: {lossless_sentence(report.lossless)}"))
+
+
+def _finding(finding: Finding) -> Text:
+    tone = finding_headline(finding).tone
+    return Text.assemble((finding.statement, TONES[tone]), f"\n  {finding.evidence}")
 
 
 def _arms(slices: Slices) -> Table:

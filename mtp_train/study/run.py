@@ -103,15 +103,45 @@ def run_study(
     Raises:
         MtpError: An arm cannot be measured, or ``out`` holds something else.
     """
-    require_distinct(specs)
-    arms = [open_arm(spec) for spec in specs]
-    for checkpoint in _checkpoints(arms):
-        require_finite_checkpoint(checkpoint, progress)
+    arms = _open(specs, progress)
     store = Store(out, _identity(arms, grid, costs, prompts, server))
     if (out / REPORT_FILE).is_file():
         return load_study(out / REPORT_FILE)
     served = None if server is None else ask(server, grid, progress)
-    study = _Study(grid, store, progress, costs, prompts)
+    found = _measure_all(arms, _Study(grid, store, progress, costs, prompts))
+    report = assemble(found, grid, title)
+    return report if served is None else with_served(report, served)
+
+
+def measure_study(
+    specs: Sequence[ArmSpec], grid: Grid, out: Path, progress: Progress, prompts: Sequence[TaskPrompt]
+) -> Measured:
+    """Measure arms on given prompts, their costs left out, for a report that more goes into.
+
+    Args:
+        specs: The arms, in the order they are shown.
+        grid: The settings.
+        out: As for :func:`run_study`.
+        progress: Shows how far it is.
+        prompts: What is decoded.
+
+    Raises:
+        MtpError: An arm cannot be measured, or ``out`` holds something else.
+    """
+    arms = _open(specs, progress)
+    store = Store(out, _identity(arms, grid, False, prompts, None))
+    return _measure_all(arms, _Study(grid, store, progress, False, prompts))
+
+
+def _open(specs: Sequence[ArmSpec], progress: Progress) -> list[OpenArm]:
+    require_distinct(specs)
+    arms = [open_arm(spec) for spec in specs]
+    for checkpoint in _checkpoints(arms):
+        require_finite_checkpoint(checkpoint, progress)
+    return arms
+
+
+def _measure_all(arms: Sequence[OpenArm], study: _Study) -> Measured:
     by_trunk: dict[Any, list[OpenArm]] = {}
     for arm in arms:
         by_trunk.setdefault(arm.spec.trunk_key, []).append(arm)
@@ -121,8 +151,7 @@ def run_study(
         _measure(study, _load(study, group, plain_name), found)
         # Its weights go before the next one's come.
         gc.collect()
-    report = assemble(found, grid, title)
-    return report if served is None else with_served(report, served)
+    return found
 
 
 def _checkpoints(arms: Sequence[OpenArm]) -> list[Checkpoint]:

@@ -29,6 +29,7 @@ MICRO, CHECKPOINTING, CACHE = (
     "train.gradient_checkpointing=true",
     "train.hidden_cache={}",
 )
+STUDY = ["study={batch: 4}", "export.enabled=false", "evaluate.arms=[graft, retrained, vanilla]"]
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -46,6 +47,8 @@ def recipe(*overrides: str) -> Recipe:
         ("train", [CHECKPOINTING], "Write train.hidden_cache: {}"),
         ("train", [CHECKPOINTING, CACHE], "Lower data.seq_len_tokens (512)"),
         ("evaluate", [], "Lower evaluate.dense_tokens"),
+        ("evaluate", STUDY, "Lower study.batch (4), or evaluate.max_new_tokens"),
+        ("drift", STUDY, "Write study.drift: null"),
     ],
 )
 def test_the_setting_that_helps_is_named(stage: str, overrides: list[str], cure: str) -> None:

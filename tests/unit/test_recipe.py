@@ -82,7 +82,7 @@ def test_every_field_has_a_docstring() -> None:
             documented.append(section)
         owner = next(cls for cls in documented if item in dataclasses.fields(cls))
         assert dataclasses.is_dataclass(hint) or field_docs(owner)[item.name].endswith("."), path
-    assert len(documented) == 15
+    assert len(documented) == 18
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,7 @@ def test_limits_that_are_included_are_accepted(depth_decay: str) -> None:
     assert isinstance(recipe.objective.depth_decay, float)
 
 
+STUDIED = ["study={}", "export.enabled=false", "evaluate.arms=[graft, retrained, vanilla]"]
 RANDOM = ["model.head_from=null", "head.init=random", "evaluate.arms=[none, retrained]"]
 
 
@@ -192,6 +193,19 @@ RANDOM = ["model.head_from=null", "head.init=random", "evaluate.arms=[none, retr
             "Write http://localhost:8000/v1",
         ),
         (["data.regenerate={concurrency: 4}"], "data.regenerate.concurrency", "Name the server"),
+        (["study={}", "export.enabled=false"], "evaluate.arms", "Write evaluate.arms: [graft, retrained, vanilla]"),
+        ([*STUDIED, "export.enabled=true"], "export.enabled", "Write export.enabled: false"),
+        ([*STUDIED, "head.convention=sglang"], "head.convention", "Write head.convention: auto"),
+        ([*STUDIED, "model.offload=cpu"], "model.offload", "Write model.offload: null"),
+        ([*STUDIED, "study.depths=[3, 3]"], "study.depths", "Remove the others"),
+        ([*STUDIED, "study.rules=[greedy]"], "study.rules", "Add 'sampled', or remove the temperature"),
+        ([*STUDIED, "study.rules=[argmax]"], "study.rules", "Add 'greedy', or remove the temperature"),
+        ([*STUDIED, "study.drift={}"], "study.drift", "Name checkpoints"),
+        (
+            [*STUDIED, "study.drift={checkpoints: [a], fine_tune: {max_steps: 1, lr: 1.0}}"],
+            "study.drift.fine_tune",
+            "Write study.drift.fine_tune: null",
+        ),
     ],
 )
 def test_contradictions_are_refused_with_their_cure(overrides: list[str], path: str, cure: str) -> None:
@@ -223,6 +237,8 @@ def test_contradictions_are_refused_with_their_cure(overrides: list[str], path: 
         ["data.regenerate={temperature: 0.7, top_p: 0.9, top_k: 20, min_p: 0.1}"],
         ["data.regenerate={endpoint: 'https://a/v1', concurrency: 4, model: a, api_key_env: KEY}"],
         ["model.adapter=lora", "objective.loss=ce"],
+        STUDIED,
+        [*STUDIED, "study.temperatures=[0.0]", "study.rules=[greedy]", "study.drift={checkpoints: [a, b]}"],
     ],
 )
 def test_recipes_next_to_a_contradiction_are_accepted(overrides: list[str]) -> None:
@@ -258,4 +274,7 @@ def test_rules_read_fields_that_exist() -> None:
 @pytest.mark.parametrize("path", [path.replace("[]", ".0") for path, _ in FIELDS])
 def test_an_unusable_value_is_one_problem_and_breaks_no_rule(path: str) -> None:
     """A rule that reads more than it declares would meet a value that is not there, and fail or mislead."""
-    assert only_problem_of("data.regenerate={}", f"{path}=[{{}}]").startswith(path)
+    whole = ["data.regenerate={}"]
+    if path.startswith("study."):
+        whole += [*STUDIED, "study.drift={fine_tune: {max_steps: 1, lr: 1.0}}"]
+    assert only_problem_of(*whole, f"{path}=[{{}}]").startswith(path)

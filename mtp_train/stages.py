@@ -1,0 +1,81 @@
+"""What the stages of a run and of a study share: where a run is, its trunk, its text, and where all of it came from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from rich.progress import Progress
+
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import TrainingError
+from mtp_train.heads.diagnose import stored_dtype
+from mtp_train.heads.offload import offload_layers
+from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.inputs import Inputs, evaluation_dtype
+from mtp_train.recipe import Recipe
+from mtp_train.regeneration import regenerate_stage
+from mtp_train.run_dir import checkpoint_identity, environment_facts
+
+
+class Stage:
+    """Where the run is, for the outcome of a failure."""
+
+    name = "check"
+
+
+def load_run_trunk(
+    recipe: Recipe, inputs: Inputs, accelerator: Accelerator, device: torch.device | str | None = None
+) -> Trunk:
+    """Load the whole trunk, on the process's own device if no other is given; to be offloaded, in main memory.
+
+    Raises:
+        TrainingError: It is to be offloaded, and the launcher asks for a wrapper.
+    """
+    if recipe.model.offload is not None:
+        if accelerator.distributed_type is not DistributedType.NO:
+            raise TrainingError(
+                f"model.offload: {recipe.model.offload}, and the launcher asks for "
+                f"{accelerator.distributed_type.value}; expected one process without a wrapper. Launch with "
+                "recipes/accelerate/single.yaml, or write model.offload: null."
+            )
+        device = "cpu"
+    return load_trunk(
+        inputs.finetune.path,
+        inputs.finetune.family,
+        dtype=evaluation_dtype(recipe, accelerator.device, stored_dtype(inputs.finetune)),
+        device=accelerator.device if device is None else device,
+        adapter=inputs.adapter,
+        quantization=recipe.model.quantization,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+
+
+def offload_run_trunk(recipe: Recipe, run_dir: Path, trunk: Trunk, accelerator: Accelerator) -> None:
+    """Take the layers of a trunk that was loaded off the device, where the recipe says so."""
+    if recipe.model.offload is not None:
+        offload_layers(trunk, recipe.model.offload, accelerator.device, run_dir)
+
+
+def provenance(recipe: Recipe, inputs: Inputs) -> dict[str, object]:
+    """Say where everything came from."""
+    return {
+        "trunk": checkpoint_identity(recipe.model.trunk, inputs.finetune),
+        "head_from": checkpoint_identity(recipe.model.head_from or "", inputs.base) if inputs.base else None,
+        "seed": recipe.seed,
+        "plan": asdict(inputs.plan),
+        **environment_facts(),
+    }
+
+
+def make_documents(
+    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, accelerator: Accelerator, progress: Progress
+) -> list[Document]:
+    """Return what to train on: the trunk's own responses, or the sources' text as it is."""
+    if recipe.data.regenerate is None or not recipe.data.regenerate.enabled:
+        return list(inputs.documents)
+    documents, _ = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
+    return documents

@@ -1,0 +1,208 @@
+"""A study as a recipe, from the stripped fine-tune to the findings, killed on the way and in two processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.progress import Progress
+
+from launching import ROOT, launch, metrics, outcome
+from mtp_train.commands.check import check
+from mtp_train.errors import DataError, OutputExistsError
+from mtp_train.inputs import gather_inputs
+from mtp_train.recipe_io import dump_recipe, load_recipe
+from mtp_train.recipe_study import StudySection
+from mtp_train.report.cells import StudyReport, load_study
+from mtp_train.study import stages
+from mtp_train.study.material import gather_study
+from mtp_train.study.protocol import CLAIM
+from runs import run_quietly, tiny_recipe, write_inputs, write_recipe
+
+FINE_TUNE = {"max_steps": 3, "lr": 1e-3, "documents_per_step": 2, "points": [0.3, 1.0]}
+STUDY: dict[str, Any] = {
+    "data__regenerate": {"enabled": True, "max_new_tokens": 12, "batch_size": 4},
+    "train__max_steps": 3,
+    "train__save_steps": 1,
+    "evaluate__arms": ["graft", "retrained", "vanilla"],
+    "evaluate__prompts": 4,
+    "evaluate__max_new_tokens": 8,
+    "export__enabled": False,
+    "study": {"temperatures": [0.0, 1.0], "depths": [2], "batch": 4, "drift": {"fine_tune": FINE_TUNE}},
+}
+ARMS = ["none@finetune", "graft", "retrained-kl", "retrained-ce", "none@base", "vanilla"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_inputs(tmp_path_factory.mktemp("study") / "in")
+    rows = [{"text": f"of its own kind, number {number} " * 4} for number in range(5)]
+    (directory / "home.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def at_home(inputs: Path) -> dict[str, Any]:
+    return {**STUDY, "study": {**STUDY["study"], "vanilla_sources": [str(inputs / "home.jsonl")]}}
+
+
+@pytest.fixture(scope="module")
+def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a study that nothing disturbed."""
+    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    done = run_quietly(tiny_recipe(inputs, run_dir, **at_home(inputs)))
+    assert (done.exit_code, done.stage) == (0, "done")
+    return run_dir
+
+
+def test_a_study_leaves_what_a_run_leaves_and_its_findings(unbroken: Path) -> None:
+    report = load_study(unbroken / "report.json")
+    assert list(report.arms) == [*ARMS, "vanilla-home"]
+    assert {cell.task for cell in report.cells if cell.arm == "vanilla-home"} == {"all", "vanilla's own"}
+    assert {cell.task for cell in report.cells if cell.arm == "graft"} == {"all", "held-out"}
+    # All arms meet the same prompts, vanilla at home others: it is compared with none of them by prompt.
+    assert {cell.prompts for cell in report.cells if cell.arm in ARMS} == {4}
+    pairs = {(one.first, one.second) for one in report.comparisons}
+    assert len(pairs) == 6
+    assert not any("vanilla-home" in pair for pair in pairs)
+    assert [point.step for point in report.drift] == [0, 1, 3]
+    claims = [finding.statement for finding in report.findings]
+    assert claims[0] == f"{CLAIM}."
+    assert "A head trained towards kl drafts better than one towards ce (greedy)." in claims
+    assert outcome(unbroken)["message"].startswith(f"{CLAIM}. ")
+    names = {path.name for path in unbroken.iterdir()}
+    assert names >= {"recipe.yaml", "provenance.json", "report.html", "acceptance.csv", "figures", "drift.json"}
+    assert not (unbroken / "export").exists()
+    heads = {path.name: {inner.name for inner in path.iterdir()} for path in (unbroken / "heads").iterdir()}
+    assert heads == {"kl": {"state", "head", "metrics.jsonl"}, "ce": {"state", "head", "metrics.jsonl"}}
+
+
+def test_heads_differ_by_their_loss_alone(unbroken: Path) -> None:
+    logged = {objective: metrics(unbroken / "heads" / objective) for objective in ("kl", "ce")}
+    assert [line["step"] for line in logged["kl"]] == [line["step"] for line in logged["ce"]] == [1, 2, 3]
+    assert [line["tokens"] for line in logged["kl"]] == [line["tokens"] for line in logged["ce"]]
+    assert logged["kl"][0]["loss"] != logged["ce"][0]["loss"]
+    # One set of responses for both.
+    assert len(list((unbroken / "data").glob("responses-*"))) == 1
+
+
+class KilledError(Exception):
+    """Stands for the end of the process."""
+
+
+def stable(report: StudyReport) -> Any:
+    """Return what does not depend on the clock."""
+    figures = [
+        (cell.arm, cell.task, cell.temperature, cell.rule, cell.tau, cell.overlap, cell.target_entropy)
+        for cell in report.cells
+    ]
+    return figures, report.drift, report.findings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("train_stage", 2), ("drift_along_fine_tune", 1), ("measure_study", 1), ("measure_study", 2), ("write_study", 1)],
+)
+def test_a_study_killed_in_any_stage_ends_the_same(
+    name: str, call: int, inputs: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_recipe(inputs, tmp_path / "run", **at_home(inputs))
+    calls = {"count": 0}
+    whole: Callable[..., Any] = getattr(stages, name)
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        calls["count"] += 1
+        if calls["count"] == call:
+            raise KilledError
+        return whole(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stages, name, killed)
+        with pytest.raises(KilledError):
+            run_quietly(recipe)
+    run_quietly(recipe)
+    assert stable(load_study(tmp_path / "run" / "report.json")) == stable(load_study(unbroken / "report.json"))
+    # Finished: nothing is done again.
+    monkeypatch.setattr(stages, "gather_inputs", lambda *_: pytest.fail("run again"))
+    run_quietly(recipe)
+
+
+def test_a_suite_is_measured_without_what_was_trained_on(inputs: Path, tmp_path: Path) -> None:
+    """Of the suite's prompts one is the training data's, word by word; the others are nobody's."""
+    trained = json.loads((inputs / "chats.jsonl").read_text().splitlines()[0])["messages"][:1]
+    rows = [{"task": "known", "messages": trained}]
+    rows += [{"task": "new", "messages": [{"role": "user", "content": f"unheard of {number}"}]} for number in range(4)]
+    (tmp_path / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    study = {"suite": str(tmp_path / "suite.jsonl"), "prompts_per_task": 3}
+    # Of the groups in the data, every one that says so has been trained on.
+    recipe = tiny_recipe(inputs, tmp_path / "run", **{**STUDY, "study": study, "data__holdout": 0.2})
+    read = gather_inputs(recipe, 1, Progress(disable=True))
+    found = gather_study(recipe, StudySection(**study), read)
+    assert [prompt.task for prompt in found.prompts] == ["new"] * 3
+    (tmp_path / "suite.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(DataError, match=r"study\.suite: .* 1 prompts, 0 of them not trained on; expected"):
+        gather_study(recipe, StudySection(**study), read)
+
+
+def test_the_run_directory_of_a_study_is_refused_to_another(inputs: Path, unbroken: Path) -> None:
+    other = {**at_home(inputs), "study": {**at_home(inputs)["study"], "margin": 0.1}}
+    with pytest.raises(OutputExistsError, match="holds the run of another recipe"):
+        run_quietly(tiny_recipe(inputs, unbroken, **other))
+
+
+def test_a_recipe_without_a_study_reads_as_it_always_did(inputs: Path, tmp_path: Path) -> None:
+    assert "study" not in yaml.safe_load(dump_recipe(tiny_recipe(inputs, tmp_path)))
+    assert "study" in yaml.safe_load(dump_recipe(tiny_recipe(inputs, tmp_path, **STUDY)))
+
+
+def test_check_plans_for_all_heads_and_the_fine_tune(inputs: Path, tmp_path: Path) -> None:
+    both = check(tiny_recipe(inputs, tmp_path, **STUDY), 1)
+    one = check(tiny_recipe(inputs, tmp_path, **{**STUDY, "study": {"objectives": ["kl"]}}), 1)
+    assert "# study: 2 head(s) (kl, ce); operations and disk are of all of them" in both.to_text()
+    assert "# drift: a fine-tune of 3 steps on one process, about " in both.to_text()
+    assert "# drift" not in one.to_text()
+    assert both.cost.head_flops == 2 * one.cost.head_flops
+    assert both.cost.regenerate_flops == one.cost.regenerate_flops
+    assert "# study" not in check(tiny_recipe(inputs, tmp_path), 1).to_text()
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_study_of_one(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
+    """The drift curve is fine-tuned on one of them, while the other is gone."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **at_home(inputs))
+    done = launch("cpu_ddp.yaml", recipe, tmp_path / "run", ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    assert load_study(tmp_path / "run" / "report.json").drift == load_study(unbroken / "report.json").drift
+
+
+@pytest.mark.slow
+def test_the_demos_study_shows_a_stale_head_recovering(tmp_path: Path) -> None:
+    """Smaller than the recipe, and with the same story."""
+    recipe = load_recipe(
+        ROOT / "recipes" / "vanilla_vs_distill.yaml",
+        [
+            f"run_dir={tmp_path / 'run'}",
+            "data.regenerate.max_prompts=160",
+            "data.regenerate.max_new_tokens=64",
+            "train.max_steps=20",
+            "train.tokens_per_step=1536",
+            "evaluate.prompts=12",
+            "evaluate.max_new_tokens=48",
+            "study.temperatures=[0.0]",
+            "study.rules=[greedy]",
+            "study.drift.fine_tune.max_steps=30",
+            "study.drift.fine_tune.points=[1.0]",
+            "track.wandb=off",
+        ],
+    )
+    run_quietly(recipe)
+    report = load_study(tmp_path / "run" / "report.json")
+    tones = {finding.statement: finding.tone for finding in report.findings}
+    assert tones["Retraining beats the grafted head on the distilled trunk (greedy)."] == "good"
+    assert tones["Fine-tuning the trunk makes an untouched head stale (greedy)."] == "good"
+    assert report.lossless is not None
+    assert report.lossless.faults == 0

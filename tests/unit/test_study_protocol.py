@@ -1,0 +1,280 @@
+"""What a study says of its claims, from figures that were planted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtp_train.acceptance import Interval
+from mtp_train.recipe_study import StudySection
+from mtp_train.report.cells import ALL_TASKS, ArmComparison, Cell, DriftPoint, StudyReport
+from mtp_train.study.dense import DenseRows
+from mtp_train.study.jackknife import Difference
+from mtp_train.study.protocol import (
+    CLAIM,
+    GRAFT,
+    HOME,
+    VANILLA,
+    Level,
+    back_at_vanilla,
+    comparison_of,
+    find,
+    is_stale,
+    levels_at_home,
+    levels_on_shared_prompts,
+    prediction,
+    tone_of,
+    went_stale,
+)
+from mtp_train.study.records import Decoded, Setting
+from mtp_train.study.statistics import MeasuredArm
+
+GREEDY = Setting(0.0, None, 3, "greedy")
+STUDY = StudySection(objectives=("kl", "ce"), margin=0.05)
+KL, CE = "retrained-kl", "retrained-ce"
+
+
+def cell(arm: str, tau: float, overlap: float = 0.6) -> Cell:
+    empty = dict.fromkeys(Cell.__dataclass_fields__)
+    known: dict[str, Any] = {
+        "arm": arm,
+        "task": ALL_TASKS,
+        "temperature": 0.0,
+        "depth": 3,
+        "rule": "greedy",
+        "tau": tau,
+        "overlap": (overlap,),
+        "target_entropy": 0.5,
+        "repeated_8gram_share": 0.02,
+    }
+    return Cell(**{**empty, **known})
+
+
+def comparison(first: str, second: str, delta: float, ci95: Interval | None, overlap: float | None = None) -> Any:
+    return ArmComparison(
+        first=first,
+        second=second,
+        task=ALL_TASKS,
+        temperature=0.0,
+        context_tokens=None,
+        depth=3,
+        rule="greedy",
+        delta_tau=delta,
+        delta_tau_ci95=ci95,
+        p_value=0.01,
+        differs=True,
+        same_trunk=True,
+        delta_overlap_at_equal_entropy=overlap,
+        delta_overlap_at_equal_entropy_ci95=None if overlap is None else (overlap - 0.01, overlap + 0.01),
+    )
+
+
+def report(cells: list[Cell], comparisons: list[ArmComparison]) -> StudyReport:
+    return StudyReport(
+        title="t",
+        arms={},
+        lossless=None,
+        gate=None,
+        settings={},
+        cells=tuple(cells),
+        comparisons=tuple(comparisons),
+    )
+
+
+USUAL = report(
+    [cell(VANILLA, 2.5), cell(GRAFT, 1.4), cell(KL, 3.1), cell(CE, 3.0)],
+    [
+        comparison(GRAFT, KL, -1.7, (-2.0, -1.4)),
+        comparison(KL, CE, 0.1, (-0.1, 0.3)),
+        comparison(VANILLA, KL, -0.6, (-0.9, -0.3), overlap=-0.02),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("interval", "limit", "tone"),
+    [
+        ((0.1, 0.3), 0.0, "good"),
+        ((-0.3, -0.1), 0.0, "bad"),
+        ((-0.1, 0.1), 0.0, "neutral"),
+        # A little may be missing, not more.
+        ((-0.1, 0.1), -0.125, "good"),
+        ((-0.1, 0.1), -0.05, "neutral"),
+        ((-0.3, -0.2), -0.125, "bad"),
+        (None, -0.125, "neutral"),
+    ],
+)
+def test_an_interval_confirms_refutes_or_leaves_open(interval: Interval | None, limit: float, tone: str) -> None:
+    assert tone_of(interval, limit) == tone
+
+
+@pytest.mark.parametrize(
+    ("tau", "overlap", "tones"),
+    [
+        ((0.5, (0.2, 0.8)), (0.02, (0.01, 0.03)), ["good", "good"]),
+        # Easier text is not a better head.
+        ((0.5, (0.2, 0.8)), (-0.1, (-0.12, -0.08)), ["good", "bad"]),
+        ((-0.5, (-0.8, -0.2)), (-0.02, (-0.04, 0.0)), ["bad", "neutral"]),
+        # Within the margin of 5 %: 0.125 of tau, 0.03 of overlap.
+        ((-0.05, (-0.12, 0.02)), (-0.01, (-0.029, 0.01)), ["good", "good"]),
+    ],
+)
+def test_the_prediction_is_judged_raw_and_at_equal_entropy(
+    tau: tuple[float, Interval], overlap: tuple[float, Interval], tones: list[str]
+) -> None:
+    level = Level(GREEDY, Difference(*tau, None), Difference(*overlap, None))
+    found = back_at_vanilla(USUAL, level, STUDY)
+    assert [one.tone for one in found] == tones
+    assert found[0].statement == "Back at the vanilla level by tau (greedy)."
+    assert f"retrained-kl 3.10 against vanilla 2.50: {tau[0]:+.2f} [{tau[1][0]:+.2f}, {tau[1][1]:+.2f}]" in (
+        found[0].evidence
+    )
+    assert "above -0.12 (5 %)" in found[0].evidence
+    assert "equal target entropy" in found[1].statement
+    assert "above -0.030 (5 % of 0.600)" in found[1].evidence
+
+
+def test_texts_with_no_entropy_in_common_are_not_compared_at_equal_entropy() -> None:
+    level = Level(GREEDY, Difference(0.5, (0.2, 0.8), None), None)
+    assert len(back_at_vanilla(USUAL, level, STUDY)) == 1
+
+
+@pytest.mark.parametrize(
+    ("overlap", "tone", "said"),
+    [
+        ((0.01, (0.005, 0.015)), "good", "Confirmed by tau (greedy), overlap at equal target entropy (greedy text)."),
+        (
+            (-0.1, (-0.12, -0.08)),
+            "neutral",
+            "Confirmed by tau (greedy); refuted by overlap at equal target entropy (greedy text).",
+        ),
+    ],
+)
+def test_the_prediction_needs_every_measure(overlap: tuple[float, Interval], tone: str, said: str) -> None:
+    level = Level(GREEDY, Difference(0.5, (0.2, 0.8), None), Difference(*overlap, None))
+    first = find(USUAL, STUDY, [level], [], ())[0]
+    assert (first.tone, first.evidence) == (tone, said)
+    assert first.statement.endswith("brings acceptance back to the vanilla level.")
+
+
+def test_a_prediction_that_every_measure_refutes_is_refuted() -> None:
+    level = Level(GREEDY, Difference(-0.5, (-0.8, -0.2), None), Difference(-0.1, (-0.12, -0.08), None))
+    assert find(USUAL, STUDY, [level], [], ())[0].tone == "bad"
+    assert prediction([]).evidence == "Not measured."
+
+
+def test_a_comparison_is_found_whichever_way_round_it_was_made() -> None:
+    turned = comparison_of(USUAL, KL, VANILLA, GREEDY)
+    assert (turned.first, turned.delta_tau, turned.delta_tau_ci95) == (KL, 0.6, (0.3, 0.9))
+    assert turned.delta_overlap_at_equal_entropy == 0.02
+    assert turned.delta_overlap_at_equal_entropy_ci95 == pytest.approx((0.01, 0.03))
+    assert comparison_of(USUAL, VANILLA, KL, GREEDY).delta_tau == -0.6
+    with pytest.raises(LookupError, match="no comparison of vanilla and graft"):
+        comparison_of(USUAL, VANILLA, GRAFT, GREEDY)
+
+
+def test_every_claim_is_put_to_the_test_the_prediction_first() -> None:
+    (level,) = levels_on_shared_prompts(USUAL, KL, [GREEDY])
+    stale = Level(GREEDY, Difference(-1.1, (-1.2, -1.0), None), Difference(-0.3, (-0.4, -0.2), None))
+    drift = (point("step 0", 2.5, (2.4, 2.6)), point("step 9", 1.4, (1.3, 1.5)))
+    found = find(USUAL, STUDY, [level], [stale], drift)
+    assert [(one.tone, one.statement.split(" (")[0].split(":")[0]) for one in found] == [
+        ("good", f"{CLAIM}."),
+        ("good", "Back at the vanilla level by tau"),
+        ("good", "Back at the vanilla level by overlap at equal target entropy"),
+        ("good", "Retraining beats the grafted head on the distilled trunk"),
+        ("good", "The grafted head is stale"),
+        ("good", "Fine-tuning the trunk makes an untouched head stale"),
+        ("neutral", "A head trained towards kl drafts better than one towards ce"),
+    ]
+
+
+def test_a_graft_that_is_better_refutes_retraining() -> None:
+    worse = report(list(USUAL.cells), [comparison(KL, GRAFT, -0.3, (-0.4, -0.2)), *USUAL.comparisons[1:]])
+    found = find(worse, STUDY, levels_on_shared_prompts(worse, KL, [GREEDY]), [], ())
+    assert [one.tone for one in found if "beats the grafted head" in one.statement] == ["bad"]
+
+
+def test_a_head_that_is_as_good_as_vanilla_at_equal_entropy_is_not_called_stale() -> None:
+    for interval, tone in (((0.1, 0.3), "bad"), ((-0.1, 0.1), "neutral"), ((-0.3, -0.1), "good")):
+        (found,) = is_stale(Level(GREEDY, Difference(-1.0, (-1.2, -0.8), None), Difference(0.0, interval, None)))
+        assert found.tone == tone
+    assert is_stale(Level(GREEDY, Difference(-1.0, (-1.2, -0.8), None), None)) == []
+
+
+def point(label: str, tau: float, ci95: Interval | None) -> DriftPoint:
+    return DriftPoint(
+        label=label, step=0, tokens=0, trunk_change=0.1, tau=tau, tau_ci95=ci95, overlap=0.5, target_entropy=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tone"),
+    [
+        ((2.4, 2.6), (1.3, 1.5), "good"),
+        ((1.3, 1.5), (2.4, 2.6), "bad"),
+        ((2.0, 2.6), (1.8, 2.2), "neutral"),
+        (None, (1.3, 1.5), "neutral"),
+    ],
+)
+def test_a_head_went_stale_where_the_ends_of_the_curve_are_apart(
+    before: Interval | None, after: Interval, tone: str
+) -> None:
+    middle = point("step 1", 1.0, (0.9, 1.1))
+    (found,) = went_stale([point("step 0", 2.0, before), middle, point("step 9", 2.0, after)])
+    assert found.tone == tone
+    assert ": step 0: tau 2.00" in found.evidence
+    assert went_stale([point("step 0", 2.0, before)]) == []
+
+
+def arm(name: str, prompts: list[str], accepted: list[int], entropy: float, overlap: list[float]) -> MeasuredArm:
+    """Each prompt decodes in ten rounds, and has ten positions of one overlap."""
+    decoded = [
+        Decoded(
+            prompt_id=prompt,
+            task="t",
+            prompt_tokens=4,
+            token_ids=tuple(range(20)),
+            drafted=(3,) * 10,
+            accepted=(number,) * 10,
+            seconds_prefill=0.1,
+            seconds_decode=1.0,
+            same_as_plain="identical",
+        )
+        for prompt, number in zip(prompts, accepted, strict=True)
+    ]
+    rows = DenseRows(
+        prompt_ids=np.array(prompts),
+        tasks=np.array(["t"] * len(prompts)),
+        prompt_N=np.repeat(np.arange(len(prompts)), 10),
+        entropy_N=np.full(10 * len(prompts), entropy, np.float32),
+        overlap_KN=np.repeat(np.array(overlap, np.float32), 10)[None],
+        agreed_KN=np.ones((1, 10 * len(prompts)), np.bool_),
+        valid_KN=np.ones((1, 10 * len(prompts)), np.bool_),
+    )
+    return MeasuredArm(name, name, "head", {GREEDY: decoded}, {(0.0, None): rows})
+
+
+def test_arms_on_prompts_of_their_own_are_compared_as_independent() -> None:
+    head = arm(KL, ["a", "b", "c", "d"], [2, 3, 2, 3], 0.5, [0.7, 0.8, 0.7, 0.8])
+    home = arm(HOME, ["v", "w", "x"], [1, 2, 1], 0.5, [0.5, 0.6, 0.5])
+    (level,) = levels_at_home(head, home, [GREEDY])
+    assert level.tau.value == pytest.approx(2.5 - 4 / 3)
+    assert level.overlap is not None
+    assert level.overlap.value == pytest.approx(0.75 - 1.6 / 3, abs=1e-6)
+    # The error of a difference of independent means, as the textbook has it.
+    for difference, spread in ((level.tau, 1.0), (level.overlap, 0.1)):
+        assert difference.ci95 is not None
+        half = (difference.ci95[1] - difference.ci95[0]) / 2
+        error = spread * (np.var([0, 1, 0, 1], ddof=1) / 4 + np.var([0, 1, 0], ddof=1) / 3) ** 0.5
+        assert 2.0 * error < half < 3.2 * error
+
+
+def test_entropies_that_do_not_meet_are_not_compared_across_prompts() -> None:
+    head = arm(KL, ["a", "b", "c"], [2, 3, 2], 0.02, [0.7, 0.8, 0.7])
+    home = arm(HOME, ["v", "w", "x"], [1, 2, 1], 3.5, [0.5, 0.6, 0.5])
+    (level,) = levels_at_home(head, home, [GREEDY])
+    assert level.overlap is None
+    assert level.tau.value > 0
