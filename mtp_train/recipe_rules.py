@@ -300,21 +300,19 @@ def _study_has_both_sides(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@_reads("study", "head.convention")
-def _study_reads_heads_as_usual(recipe: Recipe) -> Iterator[str]:
-    if recipe.study is not None and recipe.head.convention != "auto":
+@_reads("study", "head.convention", "model.offload")
+def _study_measures_as_usual(recipe: Recipe) -> Iterator[str]:
+    if recipe.study is None:
+        return
+    if recipe.head.convention != "auto":
         yield (
             f"head.convention: {recipe.head.convention!r} in a study, whose arms are read in their family's usual way; "
             "expected auto. Write head.convention: auto."
         )
-
-
-@_reads("study", "model.offload")
-def _study_holds_its_trunks(recipe: Recipe) -> Iterator[str]:
-    if recipe.study is not None and recipe.model.offload is not None:
+    if recipe.model.offload is not None:
         yield (
-            f"model.offload: {recipe.model.offload!r} in a study, which measures every trunk whole; expected null. Write "
-            "model.offload: null, or model.quantization: 4bit."
+            f"model.offload: {recipe.model.offload!r} in a study, which measures trunks that lie whole on the device; "
+            "expected null. Write model.offload: null, or model.quantization: 4bit."
         )
 
 

@@ -27,6 +27,7 @@ from mtp_train.study.statistics import MeasuredArm
 VANILLA, GRAFT, HOME = "vanilla", "graft", "vanilla-home"
 Tone = Literal["good", "bad", "neutral"]
 CLAIM = "Retraining on what the distilled trunk says brings acceptance back to the vanilla level"
+BACK = "Back at the vanilla level by "
 VERDICTS = {"good": "confirmed", "bad": "refuted", "neutral": "undecided"}
 
 
@@ -143,7 +144,7 @@ def prediction(measures: Sequence[Finding]) -> Finding:
 
 
 def _measure(statement: str) -> str:
-    return statement.removeprefix(f"{CLAIM}: ").rstrip(".")
+    return statement.removeprefix(BACK).rstrip(".")
 
 
 def _finding(tone: Tone, statement: str, evidence: str) -> Finding:
@@ -166,7 +167,7 @@ def back_at_vanilla(report: StudyReport, level: Level, study: StudySection) -> l
         findings.append(
             _finding(
                 tone_of(level.tau.ci95, limit),
-                f"{CLAIM}: tau ({where})",
+                f"{BACK}tau ({where})",
                 f"{head} {mine.tau:.2f} against {home} {theirs.tau:.2f}: {_difference(level.tau, 2)}; back "
                 f"means above {limit:+.2f} ({100 * study.margin:g} %). Each on text of its own: {texts}.",
             )
@@ -176,7 +177,7 @@ def back_at_vanilla(report: StudyReport, level: Level, study: StudySection) -> l
         findings.append(
             _finding(
                 tone_of(level.overlap.ci95, limit),
-                f"{CLAIM}: overlap at equal target entropy ({_text(level.setting)})",
+                f"{BACK}overlap at equal target entropy ({_text(level.setting)})",
                 f"{head} less {home}: {_difference(level.overlap, 3)}; back means above {limit:+.3f} "
                 f"({100 * study.margin:g} % of {theirs.overlap[0]:.3f}).",
             )

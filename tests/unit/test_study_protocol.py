@@ -127,7 +127,7 @@ def test_the_prediction_is_judged_raw_and_at_equal_entropy(
     level = Level(GREEDY, Difference(*tau, None), Difference(*overlap, None))
     found = back_at_vanilla(USUAL, level, STUDY)
     assert [one.tone for one in found] == tones
-    assert found[0].statement.endswith("vanilla level: tau (greedy).")
+    assert found[0].statement == "Back at the vanilla level by tau (greedy)."
     assert f"retrained-kl 3.10 against vanilla 2.50: {tau[0]:+.2f} [{tau[1][0]:+.2f}, {tau[1][1]:+.2f}]" in (
         found[0].evidence
     )
@@ -182,8 +182,8 @@ def test_every_claim_is_put_to_the_test_the_prediction_first() -> None:
     found = find(USUAL, STUDY, [level], [stale], drift)
     assert [(one.tone, one.statement.split(" (")[0].split(":")[0]) for one in found] == [
         ("good", f"{CLAIM}."),
-        ("good", CLAIM),
-        ("good", CLAIM),
+        ("good", "Back at the vanilla level by tau"),
+        ("good", "Back at the vanilla level by overlap at equal target entropy"),
         ("good", "Retraining beats the grafted head on the distilled trunk"),
         ("good", "The grafted head is stale"),
         ("good", "Fine-tuning the trunk makes an untouched head stale"),
