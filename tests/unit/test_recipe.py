@@ -197,7 +197,6 @@ RANDOM = ["model.head_from=null", "head.init=random", "evaluate.arms=[none, retr
         (["study={}", "export.enabled=false"], "evaluate.arms", "Write evaluate.arms: [graft, retrained, vanilla]"),
         ([*STUDIED, "export.enabled=true"], "export.enabled", "Write export.enabled: false"),
         ([*STUDIED, "head.convention=sglang"], "head.convention", "Write head.convention: auto"),
-        ([*STUDIED, "model.offload=cpu"], "model.offload", "Write model.offload: null"),
         ([*STUDIED, "study.depths=[3, 3]"], "study.depths", "Remove the others"),
         ([*STUDIED, "study.rules=[greedy]"], "study.rules", "Add 'sampled', or remove the temperature"),
         ([*STUDIED, "study.rules=[argmax]"], "study.rules", "Add 'greedy', or remove the temperature"),
