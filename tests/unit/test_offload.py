@@ -17,7 +17,7 @@ from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greed
 from mtp_train.errors import CheckpointError, RecipeError, TrainingError
 from mtp_train.heads.offload import Offload, offload_layers, require_offload
 from mtp_train.heads.trunk import Trunk, load_trunk
-from mtp_train.pipeline import load_run_trunk
+from mtp_train.stages import load_run_trunk
 from mtp_train.weights.files import open_checkpoint
 from runs import tiny_recipe
 from scripted import random_prompt
