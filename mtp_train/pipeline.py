@@ -24,6 +24,7 @@ from mtp_train.heads.diagnose import layout_of, stored_dtype
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.inputs import Inputs, evaluation_dtype, gather_inputs
 from mtp_train.memory import memory_is_named
+from mtp_train.model_card import write_card
 from mtp_train.recipe import Recipe
 from mtp_train.regeneration import regenerate_stage
 from mtp_train.report.table import summary
@@ -151,6 +152,7 @@ def run_stages(
             inputs.finetune, layout, head, run_dir / EXPORT, adapter=inputs.adapter, link=link, progress=progress
         )
     if recipe.export.enabled:
+        write_card(run_dir, run_dir / EXPORT)
         message += f" Exported to {run_dir / EXPORT}."
     return Outcome(0, "done", message, "done")
 

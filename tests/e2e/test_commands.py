@@ -23,7 +23,7 @@ from mtp_train.recipe_io import load_recipe
 from runs import GETS_NO_BETTER, document, tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("run", "check", "regenerate", "inspect", "graft", "merge", "export", "generate", "demo")
+COMMANDS = ("run", "check", "regenerate", "inspect", "graft", "merge", "export", "generate", "push", "demo")
 Capture = pytest.CaptureFixture[str]
 
 
@@ -220,6 +220,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "merge": ["merge", inputs / "base", "--adapter", tmp_path / "lora", "--out", tmp_path / "out"],
         "export": ["export", recipe.parent / "run", "--out", tmp_path / "out"],
         "generate": ["generate", inputs / "base", "--prompt", "x", "--max-new-tokens", "2"],
+        "push": ["push", recipe.parent / "run" / "export", "someone/model"],
         "demo": ["demo", tmp_path / "demo"],
     }
     fields = {
@@ -231,6 +232,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "merge": {"out", "checkpoint", "adapter", "num_tensors", "head_keys", "cure"},
         "export": {"out"},
         "generate": {"requests", "settings"},
+        "push": {"export", "repo", "files", "total_bytes", "uploaded", "url"},
         "demo": {"base", "finetune"},
     }
     if command == "merge":

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    Trainer,
-    TrainingArguments,
-)
 
+from mtp_train.cli import main
 from mtp_train.demo import demo_path
 from mtp_train.preserve import KeepHead
 from preserving import trainer_arguments
 from runs import document
 
+HOW_TO = Path(__file__).parents[2] / "recipes" / "preserve.md"
 Capture = pytest.CaptureFixture[str]
 PROMPT = "import os\nimport sys\n\n\ndef main("
 
@@ -31,21 +27,17 @@ def code() -> list[str]:
     return [json.loads(line)["text"] for line in lines[:16]]
 
 
-def fine_tune(out: Path, *callbacks: Any) -> None:
-    """Fine-tune the demo's base as transformers' own examples do."""
-    base = demo_path("base")
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    rows = [tokenizer(text, truncation=True, max_length=64) for text in code()]
-    trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(base),
-        args=TrainingArguments(**trainer_arguments(out, learning_rate=1e-5)),
-        train_dataset=Dataset.from_list([dict(row) for row in rows]),
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        processing_class=tokenizer,
-        callbacks=list(callbacks),
-    )
-    trainer.train()
-    trainer.save_model()
+def page() -> list[str]:
+    """Return the code blocks of the how-to."""
+    return re.findall(r"```(?:python|bash)\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def fine_tune(script: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run a script beside the demo; return what it saved."""
+    assert main(["demo", str(directory / "demo")]) == 0
+    monkeypatch.chdir(directory)
+    exec(compile(script, str(HOW_TO), "exec"), {})
+    return directory / "tuned"
 
 
 def tau(path: Path, capfd: Capture) -> float:
@@ -55,18 +47,27 @@ def tau(path: Path, capfd: Capture) -> float:
     return 1 + request["num_accepted_tokens"] / request["num_drafts"]
 
 
-def test_with_the_line_a_trainers_checkpoints_are_healthy_and_draft(tmp_path: Path, capfd: Capture) -> None:
-    fine_tune(tmp_path / "out", KeepHead())
-    for path in (tmp_path / "out" / "checkpoint-1", tmp_path / "out"):
+def test_the_how_to_keeps_the_head_and_it_drafts(
+    tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, commands = page()
+    tuned = fine_tune(script, tmp_path, monkeypatch)
+    for line in commands.splitlines():
+        assert main(shlex.split(line, comments=True)[1:]) == 0
+    for path in (tuned / "checkpoint-1", tuned):
         found = document(["inspect", path, "--base", "demo:base"], capfd)
         assert (found["status"], found["stale"]) == ("healthy", True)
     # Without a head a round commits one token.
-    assert tau(tmp_path / "out", capfd) > 2
+    assert tau(tuned, capfd) > 2
 
 
-def test_without_the_line_inspect_names_what_was_lost(tmp_path: Path, capfd: Capture) -> None:
-    fine_tune(tmp_path / "out")
-    found = document(["inspect", tmp_path / "out", "--base", "demo:base"], capfd)
+def test_without_the_line_inspect_names_what_was_lost(
+    tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, line = page()[0], "    callbacks=[KeepHead()],  # the one line\n"
+    assert line in script
+    tuned = fine_tune(script.replace(line, ""), tmp_path, monkeypatch)
+    found = document(["inspect", tuned, "--base", "demo:base"], capfd)
     assert found["status"] == "declared_but_missing"
     assert "mtp.fc.weight" in found["missing_keys"]
     assert found["cure"].startswith("mtp-train graft ")
