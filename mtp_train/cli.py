@@ -107,6 +107,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_studies(commands, common)
 
+    push = commands.add_parser("push", parents=[common], help="upload an export to the Hugging Face hub")
+    push.add_argument("export", type=Path, metavar="EXPORT", help="a checkpoint with a healthy head")
+    push.add_argument("repo", metavar="REPO", help="the model repository, OWNER/NAME")
+    push.add_argument("--yes", action="store_true", help="upload; without it only what would be uploaded is printed")
+    push.set_defaults(handler=_push)
+
     demo = commands.add_parser("demo", parents=[common], help="write the embedded demo checkpoints")
     demo.add_argument("target", type=Path, metavar="DIR")
     demo.set_defaults(handler=_demo)
@@ -359,6 +365,14 @@ def _rendered(renderable: RenderableType) -> str:
     with console.capture() as capture:
         console.print(renderable)
     return capture.get().rstrip()
+
+
+def _push(args: argparse.Namespace) -> Result:
+    from mtp_train.commands.push import push
+
+    with _progress(args) as progress:
+        upload = push(args.export, args.repo, yes=args.yes, progress=progress)
+    return Result(upload.to_json(), upload.to_text())
 
 
 def _demo(args: argparse.Namespace) -> Result:

@@ -21,6 +21,7 @@ from mtp_train.evaluation import evaluate_run
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.inputs import gather_inputs
 from mtp_train.memory import memory_is_named
+from mtp_train.model_card import write_card
 from mtp_train.recipe import Recipe
 from mtp_train.regeneration import regenerate_stage
 from mtp_train.report.table import summary
@@ -145,6 +146,7 @@ def run_stages(
             inputs.finetune, layout, head, run_dir / EXPORT, adapter=inputs.adapter, link=link, progress=progress
         )
     if recipe.export.enabled:
+        write_card(run_dir, run_dir / EXPORT)
         message += f" Exported to {run_dir / EXPORT}."
     return Outcome(0, "done", message, "done")
 

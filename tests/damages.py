@@ -12,10 +12,8 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import save_with_head, shard
+from checkpoints import all_tensors, shard
 from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from runs import BYTE_VOCAB_SIZE
-from tiny import tiny_head, tiny_trunk
 
 
 class Damage(NamedTuple):
@@ -60,10 +58,13 @@ def poison(inputs: Path, name: str, key: str) -> None:
     save(inputs / name, tensors)
 
 
-def resize_the_base(inputs: Path) -> None:
+def narrow_the_base(inputs: Path) -> None:
+    tensors = all_tensors(inputs / "base")
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"][:-1]
+    shutil.copytree(inputs / "base", inputs / "narrow", ignore=shutil.ignore_patterns("model*"))
+    save_file(tensors, inputs / "narrow" / SINGLE_FILE, {"format": "pt"})
     shutil.rmtree(inputs / "base")
-    trunk = tiny_trunk("qwen3_5", vocab_size=BYTE_VOCAB_SIZE + 5)
-    save_with_head(trunk, tiny_head(trunk), inputs / "base")
+    (inputs / "narrow").rename(inputs / "base")
 
 
 def rename_the_architecture(inputs: Path) -> None:
@@ -105,9 +106,9 @@ DAMAGES = {
         r"mtp\.norm\.weight.* holds NaN or infinite values.*; expected finite weights\. Use a checkpoint saved before",
     ),
     "base of another trunk": Damage(
-        resize_the_base,
-        rf"base: trunk tensor embed_tokens\.weight is \[{BYTE_VOCAB_SIZE + 5}, 32\], in .*finetune it is "
-        rf"\[{BYTE_VOCAB_SIZE}, 32\]; expected the same trunk shape\. Point at the base that the fine-tune came from\.",
+        narrow_the_base,
+        r"base: trunk tensor layers\.0\.mlp\.up_proj\.weight is \[47, 32\], in .*finetune it is \[48, 32\]; "
+        r"expected the same trunk shape\. Point at the base that the fine-tune came from\.",
     ),
     "unknown architecture": Damage(
         rename_the_architecture,

@@ -13,6 +13,7 @@ from mtp_train.errors import CheckpointError, GateRefusedError
 from mtp_train.heads.attach import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.inputs import refuse_adapter
+from mtp_train.model_card import write_card
 from mtp_train.recipe_io import load_recipe
 from mtp_train.report.schema import load_report
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
@@ -75,6 +76,8 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress, head_
         write_head_only(trunk, layout_of(trunk), head, out)
     else:
         write_adapted(trunk, layout_of(trunk), head, out, adapter=found.adapter, link=link, progress=progress)
+        if is_run(source):
+            write_card(source, out)
     return Exported(trunk.path, found.num_depths)
 
 
@@ -94,7 +97,7 @@ def head_to_export(source: Path) -> HeadToExport:
         CheckpointError: There is no head to export, or the run's has not been measured.
         GateRefusedError: The run's head is not better than its baseline.
     """
-    if not (source / HEAD_DIRECTORY / HEAD_CONFIG_FILE).is_file():
+    if not is_run(source):
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
         return HeadToExport(trunk, _own_head(trunk), SUGGESTED_DEPTH, None)
@@ -105,6 +108,11 @@ def head_to_export(source: Path) -> HeadToExport:
     model = load_recipe(source / RECIPE_FILE).model
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
     return HeadToExport(trunk, artifact.head, artifact.num_depths, adapter)
+
+
+def is_run(source: Path) -> bool:
+    """Whether a directory is that of a run with a trained head, and not a checkpoint."""
+    return (source / HEAD_DIRECTORY / HEAD_CONFIG_FILE).is_file()
 
 
 def refuse_with_adapter(source: Path, found: HeadToExport) -> None:

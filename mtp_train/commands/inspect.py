@@ -128,10 +128,12 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
     for name in progress.track(names, description="comparing with the base"):
         difference, size = 0.0, 0.0
         mine_of, other_of = read_plain_in_blocks(checkpoint, ours[name]), read_plain_in_blocks(base, theirs[name])
-        blocks = zip(mine_of, other_of, strict=True)
-        for mine, other in blocks:
-            difference += float((mine.double() - other.double()).square().sum())
-            size += float(other.double().square().sum())
+        for blocks in zip(mine_of, other_of, strict=False):
+            # Of an embedding that was resized: the rows that both have.
+            rows = min(len(torch.atleast_1d(block)) for block in blocks)
+            mine, other = (torch.atleast_1d(block)[:rows].double() for block in blocks)
+            difference += float((mine - other).square().sum())
+            size += float(other.square().sum())
         # NaN counts as changed: it differs from everything.
         if difference != 0.0:
             changed += 1

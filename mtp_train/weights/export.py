@@ -37,7 +37,15 @@ from mtp_train.weights.quantised import (
     plain_modules,
     scale_of,
 )
-from mtp_train.weights.writing import PendingTensor, new_directory, patch_safetensors, write_json, write_safetensors
+from mtp_train.weights.writing import (
+    PendingTensor,
+    full_disk_is_named,
+    new_directory,
+    patch_safetensors,
+    sync_directory,
+    write_json,
+    write_safetensors,
+)
 
 HEAD_FILE = "model-mtp.safetensors"
 LinkMode = Literal["hard", "copy"]
@@ -83,6 +91,47 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
             write_json(directory / name, document)
         if source.index is not None or additions:
             write_json(directory / INDEX_FILE, _index(source, additions, added_to, renames, dropped))
+
+
+def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> None:
+    """Add ``head`` to a checkpoint that lacks it, in its own directory. No tensor of the trunk is read or moved.
+
+    A loader finds the checkpoint without the head, or with it, whenever this is interrupted: the last rename counts.
+
+    Args:
+        source: The checkpoint; nobody else may be writing to it.
+        layout: Its head layout.
+        head: The head to put in, keys in ``layout``.
+
+    Raises:
+        CheckpointError: It holds another head's tensors, or the disk is full.
+    """
+    tensors = [*head.tensors, *shared_tensors(source, layout, head)]
+    patches, additions = _sort_by_place(source, layout, tensors, set())
+    if patches:
+        raise CheckpointError(
+            f"{source.path}: holds {len(patches)} file(s) with head tensors of its own; expected a checkpoint without "
+            "any. Use mtp-train graft, which writes a new one."
+        )
+    added_to, renames = _new_file(source), _shard_names(source, additions)
+    shard = source.path / renames.get(added_to, added_to)
+    temporary = shard.with_name(f".{shard.name}.tmp")
+    documents = patched_documents(source, layout, head)
+    with full_disk_is_named(source.path, what="the head"):
+        try:
+            write_safetensors(temporary, additions)
+            temporary.replace(shard)
+        finally:
+            temporary.unlink(missing_ok=True)
+        write_json(source.path / INDEX_FILE, _index(source, additions, added_to, renames, set()))
+        for name, document in documents.items():
+            write_json(source.path / name, document)
+        if SINGLE_FILE in renames:
+            # transformers reads a single file as long as there is one, and the index from here on.
+            (source.path / SINGLE_FILE).replace(source.path / renames[SINGLE_FILE])
+            # Left of an earlier save in shards: transformers clears away its own.
+            (source.path / HEAD_FILE).unlink(missing_ok=True)
+        sync_directory(source.path)
 
 
 def shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[PendingTensor]:

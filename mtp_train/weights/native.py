@@ -134,7 +134,8 @@ def require_same_trunk_shape(
     """Check that a head of ``base`` fits ``finetune``: the same family, and a trunk of the same tensors and shapes.
 
     Where they are quantised differently, or one stacks its experts: of the same modules, and the same shapes where both
-    store a tensor as it is.
+    store a tensor as it is. The embedding may have more or fewer rows (added tokens) where the head has no weights of
+    that size: it reads the embedding and the output matrix of the trunk that it is on.
 
     Raises:
         CheckpointError: They differ; the message names the first tensor.
@@ -161,12 +162,17 @@ def require_same_trunk_shape(
     for name in sorted(names):
         mine = finetune.tensors[ours[name]].shape if name in ours else None
         other = base.tensors[theirs[name]].shape if name in theirs else None
-        if mine != other:
-            raise CheckpointError(
-                f"{base.path}: trunk tensor {name} is {_shape_text(other)}, in {finetune.path} it is "
-                f"{_shape_text(mine)}; "
-                "expected the same trunk shape. Point at the base that the fine-tune came from."
-            )
+        if mine == other:
+            continue
+        both = mine is not None and other is not None and mine[1:] == other[1:]
+        resized = both and ours[name] == finetune_layout.embed_key
+        if resized and not finetune.family.own_lm_head:
+            continue
+        because = f": each module of a {finetune.family.title} head has an output matrix of its own" if resized else ""
+        raise CheckpointError(
+            f"{base.path}: trunk tensor {name} is {_shape_text(other)}, in {finetune.path} it is {_shape_text(mine)}; "
+            f"expected the same trunk shape{because}. Point at the base that the fine-tune came from."
+        )
 
 
 def _stacks_experts(names: Iterable[str]) -> bool:

@@ -35,6 +35,7 @@ COMMANDS = (
     "generate",
     "evaluate",
     "compare",
+    "push",
     "demo",
 )
 Capture = pytest.CaptureFixture[str]
@@ -279,6 +280,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "merge": ["merge", inputs / "base", "--adapter", tmp_path / "lora", "--out", tmp_path / "out"],
         "export": ["export", recipe.parent / "run", "--out", tmp_path / "out"],
         "generate": ["generate", inputs / "base", "--prompt", "x", "--max-new-tokens", "2"],
+        "push": ["push", recipe.parent / "run" / "export", "someone/model"],
         "demo": ["demo", tmp_path / "demo"],
     }
     fields = {
@@ -290,6 +292,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "merge": {"out", "checkpoint", "adapter", "num_tensors", "head_keys", "cure"},
         "export": {"out"},
         "generate": {"requests", "settings"},
+        "push": {"export", "repo", "files", "total_bytes", "uploaded", "url"},
         "demo": {"base", "finetune"},
     }
     if command == "merge":

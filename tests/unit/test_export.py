@@ -10,16 +10,25 @@ from typing import Any
 import pytest
 import torch
 from rich.progress import Progress
+from safetensors.torch import save_file
 
-from checkpoints import all_tensors, base_and_finetune, save_with_head, set_count, shard, wrap_as_vision_language
+from checkpoints import (
+    all_tensors,
+    base_and_finetune,
+    save_stripped,
+    set_count,
+    shard,
+    wrap_as_vision_language,
+)
 from mtp_train.commands.graft import export, graft
+from mtp_train.commands.inspect import inspect_checkpoint
 from mtp_train.errors import CheckpointError, OutputExistsError
 from mtp_train.heads.attach import build_head, fresh_plan, graft_plan, trained_head
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.weights import export as export_module
 from mtp_train.weights.export import write_checkpoint
 from mtp_train.weights.files import INDEX_FILE, open_checkpoint
-from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
+from tiny import FAMILY_NAMES, tiny_trunk
 
 QUIET = Progress(disable=True)
 
@@ -142,16 +151,45 @@ def test_training_leftovers_and_pickles_are_not_copied(tmp_path: Path) -> None:
     assert not names & {"optimizer.pt", "checkpoint-10"}
 
 
-def test_a_base_of_another_shape_is_refused(tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    config = json.loads((base / "config.json").read_text())
-    trunk = tiny_trunk("qwen3_5")
+@pytest.mark.parametrize("num_tokens", [80, 50])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_a_trunk_with_more_or_fewer_tokens_gets_the_head_and_repeats_its_own_embedding(
+    family_name: str, tied: bool, num_tokens: int, tmp_path: Path
+) -> None:
+    base, finetune = base_and_finetune(tmp_path, family_name, tied=tied)
+    trunk = tiny_trunk(family_name, tied=tied)
+    trunk.causal_lm.resize_token_embeddings(num_tokens)
+    shutil.rmtree(finetune)
+    save_stripped(trunk, finetune)
+    run_graft(finetune, base, tmp_path / "out")
+    assert_grafted(tmp_path / "out", finetune, base)
+    found = inspect_checkpoint(open_checkpoint(tmp_path / "out"), open_checkpoint(base), QUIET)
+    assert (found.status, found.stale) == ("healthy", False)
+    layout = layout_of(open_checkpoint(tmp_path / "out"))
+    tensors = all_tensors(tmp_path / "out")
+    repeats = [key for key in tensors if layout.is_head_key(key) and layout.shared_key(key) is not None]
+    assert len(repeats) == (0 if family_name == "qwen3_5" else 2)
+    assert all(len(tensors[key]) == num_tokens for key in repeats)
+
+
+def test_a_head_with_an_output_matrix_of_its_own_does_not_follow_added_tokens(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "step3p7")
+    trunk = tiny_trunk("step3p7")
     trunk.causal_lm.resize_token_embeddings(80)
-    shutil.rmtree(base)
-    save_with_head(trunk, tiny_head(trunk), base)
-    assert json.loads((base / "config.json").read_text())["vocab_size"] != config["vocab_size"]
+    shutil.rmtree(finetune)
+    save_stripped(trunk, finetune)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is \[67, 32\], in .* \[80, 32\]; .* of its own"):
+        run_graft(finetune, base, tmp_path / "out")
+
+
+def test_a_base_of_another_width_is_refused(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    tensors = all_tensors(base)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:, 1:].contiguous()
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        CheckpointError, match=r"trunk tensor embed_tokens\.weight is \[80, 32\], in .* it is \[67, 32\]"
+        CheckpointError, match=r"trunk tensor embed_tokens\.weight is \[67, 31\], in .* it is \[67, 32\]"
     ):
         run_graft(finetune, base, tmp_path / "out")
 

@@ -1,0 +1,167 @@
+"""The model card of an export: the section that says what its head is worth, where it is from, and how to serve it.
+
+The card of the trunk stays its author's: text and header are left as they are, up to the fields that the hub needs. Our
+section stands between two markers, so that writing it again replaces it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mtp_train.recipe import Recipe
+from mtp_train.recipe_io import dump_recipe, load_recipe
+from mtp_train.recipe_yaml import dump_yaml
+from mtp_train.report.schema import RunReport, load_report
+from mtp_train.report.wording import COLUMNS, apart_sentence, arm_cells, capitalised, group_arms, lossless_sentence
+from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
+from mtp_train.weights.files import open_checkpoint, read_json
+from mtp_train.weights.writing import write_text
+
+CARD_FILE, REPORT_FILE = "README.md", "report.json"
+OPENING, CLOSING = "<!-- mtp-train -->", "<!-- /mtp-train -->"
+TAGS = ("mtp", "speculative-decoding")
+LICENCE_FIELDS = ("license", "license_name", "license_link")
+_HEADER = re.compile(r"---[ \t]*\n(.*?)\n?---[ \t]*(?:\n|\Z)", flags=re.DOTALL)
+
+
+def write_card(run_dir: Path, out: Path) -> None:
+    """Write the card of a run's export, over the trunk's card that was copied or linked there.
+
+    Args:
+        run_dir: A run that was evaluated.
+        out: What was exported of it.
+    """
+    recipe, provenance = load_recipe(run_dir / RECIPE_FILE), read_json(run_dir / PROVENANCE_FILE)
+    report = load_report(run_dir / REPORT_FILE)
+    card = out / CARD_FILE
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    match = _HEADER.match(text)
+    header, body = (match[1], text[match.end() :]) if match else ("", text)
+    if not body.strip():
+        body = f"\n# {_name(provenance['trunk'])}, with its MTP head\n"
+    # A function: what a section holds must not be read as a replacement's escapes.
+    section = _section(recipe, provenance, report, out)
+    body, replaced = re.subn(f"{OPENING}.*{CLOSING}", lambda _: section, body, flags=re.DOTALL)
+    if not replaced:
+        body = f"{body.rstrip()}\n\n{section}\n"
+    # Renamed into place: the file there may be a link to the trunk's own.
+    write_text(card, f"---\n{_completed(header, provenance)}---\n{body}")
+
+
+def _completed(header: str, provenance: Mapping[str, Any]) -> str:
+    """Return a card's header with the fields that it lacks; all other lines stay as they are."""
+    known = _fields(header)
+    trunk, base = provenance["trunk"], provenance["head_from"]
+    lines = header.rstrip().splitlines()
+    added: dict[str, Any] = {}
+    if _hub_id(trunk):
+        # The export is a model of its own, made from this one. An entry goes on in indented lines and in list items.
+        kept = re.sub(r"^base_model:.*(?:\n(?:[ \t]+|- ).*)*\n?", "", "\n".join(lines) + "\n", flags=re.MULTILINE)
+        lines = kept.rstrip().splitlines()
+        added["base_model"] = _hub_id(trunk)
+    elif "base_model" not in known and base is not None and _hub_id(base):
+        added["base_model"] = _hub_id(base)
+    if "license" not in known and base is not None:
+        theirs = _card_fields(Path(base["path"]) / CARD_FILE)
+        added |= {name: theirs[name] for name in LICENCE_FIELDS if name in theirs}
+    added |= {name: value for name, value in (("library_name", "transformers"), ("tags", [*TAGS])) if name not in known}
+    return "".join(f"{line}\n" for line in lines) + (dump_yaml(added) if added else "")
+
+
+def _card_fields(card: Path) -> dict[str, Any]:
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    match = _HEADER.match(text)
+    return _fields(match[1]) if match else {}
+
+
+def _fields(header: str) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(header)
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _section(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport, out: Path) -> str:
+    trunk, base, adapter = provenance["trunk"], provenance["head_from"], recipe.model.adapter
+    merged = f", with the adapter `{_public(adapter)}` merged into them" if adapter else ", bit for bit"
+    grafted = recipe.head.init == "graft" and base is not None
+    start = f"the head of `{_name(base)}`" if grafted else f"`head.init: {recipe.head.init}`"
+    sources = ", ".join(f"`{_public(source.path)}`" for source in recipe.data.sources)
+    said = "the model's own answers to the prompts of" if recipe.regenerates else "the text of"
+    parts = [
+        OPENING,
+        "## MTP head",
+        f"The weights of `{_name(trunk)}`{merged}, and a multi-token-prediction head that was retrained for them with "
+        f"mtp-train {provenance['versions']['mtp-train']}: it drafts the next tokens, the model verifies them in one "
+        "pass. It changes how fast the model answers, not what it says.",
+        f"- started from: {start}\n- trained on: {said} {sources}",
+        "### Acceptance",
+        _table(report),
+        f"Lossless: {lossless_sentence(report.lossless)}",
+        *([f"Gate: {capitalised(report.gate.reason)}."] if report.gate else []),
+        f"Measured with mtp-train's own decoder: {_settings(report)}.",
+        "### Serve it",
+        "In this directory; elsewhere put the model's name in the place of `.`:",
+        f"```bash\n{_commands(out, recipe.head.num_depths)}\n```",
+        f"<details><summary>Recipe</summary>\n\n```yaml\n{_public_recipe(recipe)}```\n\n</details>",
+        CLOSING,
+    ]
+    return "\n\n".join(parts)
+
+
+def _table(report: RunReport) -> str:
+    groups = group_arms(report)
+    rows = [("arm", *COLUMNS), ("---",) * (1 + len(COLUMNS))]
+    marked = ((groups.alike, ""), (groups.apart, " \\*"), (groups.recorded, " +"))
+    rows += [(name + mark, *arm_cells(arm)) for arms, mark in marked for name, arm in arms.items()]
+    notes = [f"\\* {apart_sentence(groups)}"] if groups.apart else []
+    notes += ["\\+ Recorded earlier with settings of its own."] if groups.recorded else []
+    return "\n\n".join(["\n".join(f"| {' | '.join(row)} |" for row in rows), *notes])
+
+
+def _settings(report: RunReport) -> str:
+    shown = ("temperature", "depth", "verify_rule", "draft_sampling", "dtype", "device", "max_new_tokens")
+    return ", ".join(f"{name} {report.settings[name]}" for name in shown if name in report.settings)
+
+
+def _commands(out: Path, num_depths: int) -> str:
+    engines = open_checkpoint(out).family.engines
+    numbers = {"path": ".", "depth": num_depths, "depth_plus_1": num_depths + 1}
+    known = {name: engines[name] for name in ("vllm", "sglang", "llama.cpp") if engines[name].supported}
+    return "\n".join(f"# {name}\n{support.text.format(**numbers)}" for name, support in known.items())
+
+
+def _public_recipe(recipe: Recipe) -> str:
+    plain: dict[str, Any] = yaml.safe_load(dump_recipe(recipe))
+    return dump_yaml(_without_places(plain))
+
+
+def _without_places(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_places(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_places(item) for item in value]
+    return _public(value) if isinstance(value, str) else value
+
+
+def _public(text: str) -> str:
+    """Return a path or address without what it tells of the machine: a card may be published."""
+    if "://" in text:
+        return "(an address)"
+    return Path(text).name if text.startswith(("/", "~", "..")) else text
+
+
+def _name(identity: Mapping[str, Any]) -> str:
+    hub_id = _hub_id(identity)
+    return f"{hub_id}@{identity['revision'][:7]}" if hub_id else _public(identity["name"])
+
+
+def _hub_id(identity: Mapping[str, Any]) -> str | None:
+    """Return a checkpoint's name on the hub, None for a local one."""
+    return str(identity["name"]) if identity["revision"] else None

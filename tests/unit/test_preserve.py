@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.progress import Progress
+from transformers import AutoModelForCausalLM
+
+import mtp_train.weights.export
+from adapters import write_adapter
+from checkpoints import all_tensors, base_and_finetune, shard, wrap_as_vision_language
+from mtp_train.commands.inspect import Inspection, inspect_checkpoint
+from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.heads.diagnose import layout_of
+from mtp_train.preserve import KeepHead, keep_head
+from mtp_train.weights.files import INDEX_FILE, open_checkpoint
+from preserving import load, make_trainer
+from tiny import FAMILY_NAMES
+
+
+def inspect(path: Path, base: Path | None = None) -> Inspection:
+    opened = open_checkpoint(base) if base else None
+    return inspect_checkpoint(open_checkpoint(path), opened, Progress(disable=True))
+
+
+def assert_keeps_the_head(path: Path, base: Path, *, stale: bool = True) -> None:
+    """The checkpoint is healthy, its head the base's byte for byte, and transformers loads all of its trunk."""
+    found = inspect(path, base)
+    assert (found.status, found.stale) == ("healthy", stale)
+    saved, original = open_checkpoint(path), open_checkpoint(base)
+    layout, base_layout = layout_of(saved), layout_of(original)
+    own = [key for key in original.tensors if base_layout.is_head_key(key) and base_layout.shared_key(key) is None]
+    assert own
+    for key in own:
+        renamed = base_layout.renamed(key, layout)
+        assert saved.tensors[renamed].dtype == original.tensors[key].dtype
+        assert torch.equal(saved.read(renamed), original.read(key))
+    _, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    index = json.loads((path / INDEX_FILE).read_text())
+    assert index["weight_map"].keys() == all_tensors(path).keys()
+    assert {file.name for file in path.glob("*.safetensors")} == set(index["weight_map"].values())
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return base_and_finetune(tmp_path, "qwen3_5")[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_every_checkpoint_of_a_trainer_and_its_last_save_hold_the_head(
+    family_name: str, tied: bool, tmp_path: Path
+) -> None:
+    base, _ = base_and_finetune(tmp_path, family_name, tied=tied)
+    trainer = make_trainer(load(base), tmp_path / "out", KeepHead())
+    trainer.train()
+    trainer.save_model()
+    for path in (tmp_path / "out" / "checkpoint-1", tmp_path / "out" / "checkpoint-2", tmp_path / "out"):
+        assert_keeps_the_head(path, base)
+
+
+def test_without_the_line_the_head_is_lost(base: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(load(base), tmp_path / "out")
+    trainer.train()
+    trainer.save_model()
+    for path in (tmp_path / "out" / "checkpoint-2", tmp_path / "out"):
+        assert inspect(path, base).status == "declared_but_missing"
+
+
+def test_added_to_a_trainer_it_works_from_the_start_of_training(base: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(load(base), tmp_path / "out")
+    trainer.add_callback(KeepHead(base))
+    trainer.train()
+    assert_keeps_the_head(tmp_path / "out" / "checkpoint-1", base)
+
+
+def test_a_model_that_the_trainer_makes_itself_is_taken_hold_of(base: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(None, tmp_path / "out", KeepHead(), model_init=lambda: load(base))
+    trainer.train()
+    assert_keeps_the_head(tmp_path / "out" / "checkpoint-2", base)
+
+
+def test_training_resumes_from_such_a_checkpoint_to_the_same_weights(base: Path, tmp_path: Path) -> None:
+    make_trainer(load(base), tmp_path / "whole", KeepHead()).train()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "out" / "checkpoint-1")
+    resumed = make_trainer(load(base), tmp_path / "out", KeepHead())
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    ours, theirs = (all_tensors(tmp_path / run / "checkpoint-2") for run in ("out", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    assert_keeps_the_head(tmp_path / "out" / "checkpoint-2", base)
+
+
+def test_the_best_model_is_loaded_from_such_a_checkpoint(base: Path, tmp_path: Path) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
+    trainer = make_trainer(load(base), tmp_path / "out", KeepHead(), **settings)
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint or "")
+    assert_keeps_the_head(best, base)
+    trainer.save_model(str(tmp_path / "last"))
+    ours, theirs = all_tensors(tmp_path / "last"), all_tensors(best)
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+
+
+@pytest.mark.parametrize("of_base", [False, True])
+def test_a_save_in_shards_gets_one_more(of_base: bool, base: Path, tmp_path: Path) -> None:
+    if of_base:
+        shard(base)
+    model = load(base)
+    keep_head(model)
+    model.save_pretrained(tmp_path / "out", max_shard_size="20KB")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 4
+    assert_keeps_the_head(tmp_path / "out", base, stale=False)
+
+
+def test_saving_again_to_the_same_place_leaves_no_file_behind(base: Path, tmp_path: Path) -> None:
+    model = load(base)
+    keep_head(model)
+    for size in ("20KB", "1GB", "1GB", "20KB"):
+        model.save_pretrained(tmp_path / "out", max_shard_size=size)
+        assert_keeps_the_head(tmp_path / "out", base, stale=False)
+
+
+def test_saving_over_the_base_keeps_its_head(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "own")
+    trainer = make_trainer(load(tmp_path / "own"), tmp_path / "own", KeepHead(), save_strategy="no")
+    trainer.train()
+    for _ in range(2):
+        trainer.save_model()
+        assert_keeps_the_head(tmp_path / "own", base)
+
+
+def test_added_tokens_are_no_hindrance(base: Path, tmp_path: Path) -> None:
+    model = load(base)
+    model.resize_token_embeddings(80)
+    trainer = make_trainer(model, tmp_path / "out", KeepHead())
+    trainer.train()
+    assert_keeps_the_head(tmp_path / "out" / "checkpoint-2", base)
+    assert open_checkpoint(tmp_path / "out" / "checkpoint-2").text_config["vocab_size"] == 80
+
+
+def test_the_text_model_of_a_wrapper_gets_the_wrappers_head(base: Path, tmp_path: Path) -> None:
+    wrapped = wrap_as_vision_language(shutil.copytree(base, tmp_path / "wrapped"))
+    model = load(base)
+    keep_head(model, wrapped)
+    model.save_pretrained(tmp_path / "out")
+    assert_keeps_the_head(tmp_path / "out", base, stale=False)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize("modules_to_save", [None, ["embed_tokens", "lm_head"]])
+@pytest.mark.parametrize("resized", [False, True])
+def test_a_merged_adapter_keeps_the_head_and_its_checkpoints_say_where_it_is(
+    modules_to_save: list[str] | None, resized: bool, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = load(base)
+    if resized:
+        plain.resize_token_embeddings(80)
+    model = get_peft_model(plain, LoraConfig(target_modules=["q_proj", "up_proj"], modules_to_save=modules_to_save))
+    trainer = make_trainer(model, tmp_path / "out", KeepHead())
+    trainer.train()
+    adapter = tmp_path / "out" / "checkpoint-1"
+    assert not list(adapter.glob("model*"))
+    told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.preserve"]
+    assert len(told) == 1
+    assert f"mtp-train merge {base} --adapter {adapter} --out {base}-merged" in told[0]
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert_keeps_the_head(tmp_path / "merged", base)
+
+
+def test_an_adapter_merged_by_another_script_keeps_the_head(base: Path, tmp_path: Path) -> None:
+    worn = write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
+    keep_head(worn)
+    worn.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert_keeps_the_head(tmp_path / "merged", base)
+
+
+def test_a_checkpoint_in_the_trainers_own_shards_is_named(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class SavesElsewhere(type(make_trainer(load(base), tmp_path / "none"))):  # type: ignore[misc]
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            """As with FSDP's SHARDED_STATE_DICT: the weights are saved beside the optimiser's state."""
+            Path(output_dir or "").mkdir(parents=True)
+
+    trainer = make_trainer(load(base), tmp_path / "out", KeepHead())
+    trainer.__class__ = SavesElsewhere
+    trainer.train()
+    told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.preserve"]
+    assert len(told) == 1
+    assert f"mtp-train graft MERGED --from {base}" in told[0]
+
+
+def test_a_copy_of_the_model_saves_itself(base: Path, tmp_path: Path) -> None:
+    model = load(base)
+    keep_head(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.get_output_embeddings().weight.zero_()
+    other.save_pretrained(tmp_path / "out")
+    assert not all_tensors(tmp_path / "out")["lm_head.weight"].any()
+    assert inspect(tmp_path / "out").status == "healthy"
+
+
+def test_only_the_main_process_writes(base: Path, tmp_path: Path) -> None:
+    model = load(base)
+    keep_head(model)
+    model.save_pretrained(tmp_path / "out", is_main_process=False)
+    assert not list((tmp_path / "out").glob("*mtp*"))
+    model.save_pretrained(tmp_path / "empty", state_dict={})
+    assert not (tmp_path / "empty" / INDEX_FILE).exists()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("step", range(4))
+def test_a_kill_at_any_step_leaves_a_checkpoint_that_loads(
+    step: int, sharded: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    model, out = load(base), tmp_path / "out"
+    size = "20KB" if sharded else "1GB"
+    model.save_pretrained(tmp_path / "plain", max_shard_size=size)
+    keep_head(model)
+    left = [step]
+    replace = Path.replace
+
+    def replace_or_die(source: Path, target: Any) -> Path:
+        if left[0] == 0:
+            raise Killed
+        left[0] -= 1
+        return replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", replace_or_die)
+        try:
+            model.save_pretrained(out, max_shard_size=size)
+        except Killed:
+            assert step < 3
+        else:
+            assert inspect(out).status == "healthy"
+    _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    found, plain = open_checkpoint(out), all_tensors(tmp_path / "plain")
+    assert all(torch.equal(found.read(key), value) for key, value in plain.items())
+    # The same save once more cures it.
+    model.save_pretrained(out, max_shard_size=size)
+    assert_keeps_the_head(out, base, stale=False)
+
+
+def test_a_full_disk_is_told_and_training_goes_on(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(mtp_train.weights.export, "write_safetensors", full)
+    trainer = make_trainer(load(base), tmp_path / "out", KeepHead())
+    trainer.train()
+    assert trainer.state.global_step == 2
+    saved = tmp_path / "out" / "checkpoint-1"
+    told = [record for record in caplog.records if record.name == "mtp_train.preserve"]
+    assert [record.levelno for record in told] == [logging.WARNING] * 2
+    assert f"{saved}: saved without its MTP head: {saved}: writing the head failed" in told[0].getMessage()
+    assert f"mtp-train graft {saved} --from {base} --out {saved}-mtp" in told[0].getMessage()
+    assert inspect(saved).status == "declared_but_missing"
+
+
+def test_a_base_that_cannot_give_a_head_is_refused_before_training(base: Path, tmp_path: Path) -> None:
+    finetune = tmp_path / "finetune"
+    with pytest.raises(CheckpointError, match=r"finetune: holds no head tensors .*; expected a complete head\. Name"):
+        make_trainer(load(finetune), tmp_path / "out", KeepHead())
+    make_trainer(load(finetune), tmp_path / "out", KeepHead(base))
+    other, _ = base_and_finetune(tmp_path / "glm", "glm4_moe")
+    with pytest.raises(CheckpointError, match=r"base: family GLM.*, but the model has Qwen3\.5.*; expected the base"):
+        keep_head(load(base), other)
+    small = load(base)
+    small.config.num_hidden_layers = 1
+    with pytest.raises(CheckpointError, match=r"base: num_hidden_layers 4, but the model has 1; expected the base"):
+        keep_head(small)
+    unnamed = load(base)
+    unnamed.config._name_or_path = ""
+    with pytest.raises(CheckpointError, match=r"not loaded from a checkpoint; expected one that has the head"):
+        keep_head(unnamed)
+    with pytest.raises(UnsupportedModelError, match="the model is a Linear; expected one of transformers"):
+        keep_head(torch.nn.Linear(2, 2))

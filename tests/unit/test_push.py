@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from checkpoints import base_and_finetune, set_count
+from mtp_train.cli import main
+
+
+class Commit:
+    commit_url = "https://huggingface.co/someone/model/commit/1"
+
+
+class Hub:
+    """Stands in for ``HfApi`` and keeps what it was asked for."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def __call__(self) -> Hub:
+        return self
+
+    def create_repo(self, repo_id: str, **settings: Any) -> None:
+        self.calls.append(("create_repo", {"repo_id": repo_id, **settings}))
+        if self.error is not None:
+            raise self.error
+
+    def upload_folder(self, **settings: Any) -> Commit:
+        self.calls.append(("upload_folder", settings))
+        return Commit()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    stub = Hub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", stub)
+    return stub
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    (base / "README.md").write_text("# card\n")
+    for stray in ("optimizer.pt", ".hidden", "checkpoint-1/model.safetensors"):
+        (base / stray).parent.mkdir(exist_ok=True)
+        (base / stray).write_text("x")
+    return base
+
+
+def test_a_dry_run_says_what_would_be_uploaded_and_uploads_nothing(
+    export: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(export), "someone/model"]) == 0
+    printed = capsys.readouterr().out
+    size = (export / "model.safetensors").stat().st_size
+    assert f"{size:,}  model.safetensors" in printed
+    assert "Nothing was uploaded. Add --yes" in printed
+    assert "optimizer.pt" not in printed
+    assert hub.calls == []
+
+
+def test_yes_uploads_the_same_files_to_a_private_repository(
+    export: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(export), "someone/model", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert main(["push", str(export), "someone/model", "--yes", "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done == planned | {"uploaded": True, "url": Commit.commit_url}
+    (created, creation), (uploaded, upload) = hub.calls
+    assert (created, creation) == ("create_repo", {"repo_id": "someone/model", "private": True, "exist_ok": True})
+    assert (uploaded, upload["repo_id"], upload["folder_path"]) == ("upload_folder", "someone/model", export)
+    assert upload["allow_patterns"] == list(planned["files"])
+    assert {"config.json", "model.safetensors", "README.md"} <= planned["files"].keys()
+    assert planned["total_bytes"] == sum(planned["files"].values())
+
+
+@pytest.mark.parametrize("yes", [[], ["--yes"]])
+def test_a_checkpoint_without_a_healthy_head_is_refused(
+    yes: list[str], export: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finetune = export.parent / "finetune"
+    assert main(["push", str(finetune), "someone/model", *yes]) == 2
+    message = capsys.readouterr().err
+    assert f"{finetune}: holds no head tensors" in message
+    assert f"Run 'mtp-train graft {finetune} --from BASE" in message
+    set_count(export, "mtp_num_hidden_layers", None)
+    assert main(["push", str(export), "someone/model", *yes]) == 2
+    message = capsys.readouterr().err
+    assert "its config does not declare the head that it holds; expected" in message
+    cure = shlex.split(message.split("Run '")[1].split("'")[0])
+    assert main(cure[1:]) == 0
+    assert main(["push", cure[-1], "someone/model", *yes]) == 0
+    assert [name for name, _ in hub.calls] == (["create_repo", "upload_folder"] if yes else [])
+
+
+def test_what_the_hub_refuses_is_told_with_the_way_to_log_in(
+    export: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.error = OfflineModeIsEnabled("offline")
+    assert main(["push", str(export), "someone/model", "--yes"]) == 2
+    message = capsys.readouterr().err
+    assert "someone/model: the hub refused the upload (OfflineModeIsEnabled: offline); expected" in message
+    assert "hf auth login" in message
+    assert main(["push", str(export), "some one/mo del"]) == 2
+    assert "expected the name of a repository. Write OWNER/NAME." in capsys.readouterr().err
