@@ -271,6 +271,8 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
 ) -> None:
     # The demo's own checkpoints are large beside these.
     monkeypatch.setattr("mtp_train.demo.demo_path", lambda name: inputs / name)
+    small: list[Any] = ["--suite", inputs / "chats.jsonl", "--prompts-per-task", 2, "--depths", 1]
+    small += ["--temperatures", 0, "--max-new-tokens", 4, "--no-costs", "--out"]
     argv: dict[str, list[Any]] = {
         "run": ["run", recipe, f"run_dir={tmp_path / 'run'}"],
         "check": ["check", recipe],
@@ -280,6 +282,8 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "merge": ["merge", inputs / "base", "--adapter", tmp_path / "lora", "--out", tmp_path / "out"],
         "export": ["export", recipe.parent / "run", "--out", tmp_path / "out"],
         "generate": ["generate", inputs / "base", "--prompt", "x", "--max-new-tokens", "2"],
+        "evaluate": ["evaluate", inputs / "base", *small, tmp_path / "out"],
+        "compare": ["compare", inputs / "base", *small, tmp_path / "out"],
         "push": ["push", recipe.parent / "run" / "export", "someone/model"],
         "demo": ["demo", tmp_path / "demo"],
     }
@@ -292,6 +296,8 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "merge": {"out", "checkpoint", "adapter", "num_tensors", "head_keys", "cure"},
         "export": {"out"},
         "generate": {"requests", "settings"},
+        "evaluate": {"arms", "cells", "lossless", "settings"},
+        "compare": {"arms", "cells", "comparisons", "lossless", "settings"},
         "push": {"export", "repo", "files", "total_bytes", "uploaded", "url"},
         "demo": {"base", "finetune"},
     }
