@@ -287,6 +287,7 @@ def test_dump_spells_out_every_field_in_order(recipe_file: Path) -> None:
         "adapter": None,
         "dtype": "auto",
         "quantization": None,
+        "offload": None,
         "trust_remote_code": False,
     }
 
