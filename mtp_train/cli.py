@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rich.console import Console, RenderableType
 from rich.progress import Progress
 
-from mtp_train.cli_study import add_compare, add_evaluate, evaluated_arms, grid_of, server_of
+from mtp_train.cli_study import add_compare, add_evaluate, add_rescue, evaluated_arms, grid_of, server_of
 from mtp_train.errors import GateRefusedError, MtpError
 
 if TYPE_CHECKING:
@@ -85,6 +85,10 @@ def build_parser() -> argparse.ArgumentParser:
     graft.add_argument("--from", dest="base", required=True, metavar="BASE")
     _add_output(graft)
     graft.set_defaults(handler=_graft)
+
+    rescue = commands.add_parser("rescue", parents=[common], help="put the base's head back, retrained if that helps")
+    add_rescue(rescue)
+    rescue.set_defaults(handler=_rescue)
 
     merge = commands.add_parser("merge", parents=[common], help="merge a LoRA adapter into a checkpoint, head kept")
     merge.add_argument("checkpoint")
@@ -272,6 +276,14 @@ def _graft(args: argparse.Namespace) -> Result:
         finetune, base = open_location(args.finetune), open_location(args.base)
         graft(finetune, base, args.out, link="copy" if args.copy else "hard", progress=progress)
     return Result({"out": str(args.out)}, f"Wrote {args.out}: the trunk of {args.finetune}, the head of {args.base}.")
+
+
+def _rescue(args: argparse.Namespace) -> Result:
+    from mtp_train.commands.rescue import rescue
+
+    console = Console(quiet=args.json or not is_main_process())
+    rescued = rescue(args.finetune, args.base, args.out, args.data, args.overrides, console)
+    return Result(rescued.to_json(), rescued.to_text())
 
 
 def _merge(args: argparse.Namespace) -> Result:

@@ -1,4 +1,4 @@
-"""The command line of ``evaluate`` and ``compare``."""
+"""The command line of ``evaluate``, ``compare`` and ``rescue``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RULES = ("greedy", "argmax", "sampled")
 PACKINGS = ("none", "8bit", "4bit")
+
+
+def add_rescue(command: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``rescue``."""
+    command.add_argument("finetune", help="a checkpoint, or a peft adapter of the base")
+    command.add_argument("--from", dest="base", required=True, metavar="BASE", help="what it came from, with its head")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run; the checkpoint is DIR/export")
+    command.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="prompts like those it will serve (default: built-in ones)",
+    )
+    command.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="section.field=value")
 
 
 def add_evaluate(command: argparse.ArgumentParser) -> None:

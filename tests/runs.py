@@ -96,6 +96,28 @@ LEARNS = {
 GETS_NO_BETTER = {"train__lr": 1e-9, "train__max_steps": 1}
 
 
+def overrides_of(**fields: Any) -> list[str]:
+    """Return ``section__field=value`` pairs, as above, as overrides on a command line."""
+    return [f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in fields.items()]
+
+
+TINY_RESCUE = overrides_of(
+    head__num_depths=2,
+    data__holdout=0.4,
+    data__group_field="group",
+    data__seq_len_tokens=96,
+    data__regenerate={"enabled": True, "max_new_tokens": 24},
+    train__max_steps=2,
+    train__tokens_per_step=192,
+    train__warmup_steps=0,
+    train__precision="fp32",
+    evaluate__prompts=6,
+    evaluate__max_new_tokens=12,
+    track__wandb="off",
+)
+"""A rescue on ``write_inputs`` in a few seconds."""
+
+
 def document(argv: list[Any], capfd: pytest.CaptureFixture[str], exit_code: int = 0) -> Any:
     """Run a command with ``--json`` and return the one document that it printed."""
     capfd.readouterr()

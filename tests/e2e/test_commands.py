@@ -21,7 +21,7 @@ from checkpoints import all_tensors
 from mtp_inference import SpeculativeDecoder
 from mtp_train.cli import main
 from mtp_train.recipe_io import load_recipe
-from runs import GETS_NO_BETTER, document, tree, write_recipe
+from runs import GETS_NO_BETTER, TINY_RESCUE, document, tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
@@ -30,6 +30,7 @@ COMMANDS = (
     "regenerate",
     "inspect",
     "graft",
+    "rescue",
     "merge",
     "export",
     "generate",
@@ -279,6 +280,18 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "regenerate": ["regenerate", recipe],
         "inspect": ["inspect", inputs / "finetune", "--base", inputs / "base"],
         "graft": ["graft", inputs / "finetune", "--from", inputs / "base", "--out", tmp_path / "out"],
+        "rescue": [
+            "rescue",
+            inputs / "finetune",
+            "--from",
+            inputs / "base",
+            "--out",
+            tmp_path / "out",
+            "--data",
+            inputs / "chats.jsonl",
+            "--set",
+            *TINY_RESCUE,
+        ],
         "merge": ["merge", inputs / "base", "--adapter", tmp_path / "lora", "--out", tmp_path / "out"],
         "export": ["export", recipe.parent / "run", "--out", tmp_path / "out"],
         "generate": ["generate", inputs / "base", "--prompt", "x", "--max-new-tokens", "2"],
@@ -293,6 +306,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "regenerate": {"responses", "documents", "response_tokens", "too_short", "truncated", "unfinished"},
         "inspect": {"family", "status", "stale", "missing_keys", "serves", "cure"},
         "graft": {"out"},
+        "rescue": {"out", "head", "reason", "serves"},
         "merge": {"out", "checkpoint", "adapter", "num_tensors", "head_keys", "cure"},
         "export": {"out"},
         "generate": {"requests", "settings"},

@@ -1,0 +1,110 @@
+"""A rescue: one command from a stripped fine-tune, or an adapter, to the better of two heads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapters import write_adapter
+from checkpoints import all_tensors, set_fields
+from mtp_train.cli import main
+from mtp_train.commands.rescue import rescue_recipe
+from mtp_train.recipe_io import load_recipe
+from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, write_inputs
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "retrain_head.yaml"
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def command(inputs: Path, out: Path, finetune: Path, **overrides: Any) -> list[Any]:
+    said = ["--set", *TINY_RESCUE, *overrides_of(**overrides)]
+    return ["rescue", finetune, "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl", *said]
+
+
+def status(capfd: Capture, path: str) -> Any:
+    return document(["inspect", path], capfd)["status"]
+
+
+def test_a_head_that_learnt_is_exported(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    argv = command(inputs, tmp_path / "out", inputs / "finetune", **LEARNS)
+    rescued = document(argv, capfd)
+    assert (rescued["head"], status(capfd, rescued["out"])) == ("retrained", "healthy")
+    assert rescued["serves"]["vllm"].startswith(f"vllm serve {rescued['out']} --speculative-config")
+    base, export = all_tensors(inputs / "base"), all_tensors(Path(rescued["out"]))
+    assert any(not torch.equal(export[key], value) for key, value in base.items() if key.startswith("mtp."))
+    # Again: nothing is done twice.
+    assert document(argv, capfd) == rescued
+
+
+def test_where_training_does_not_help_the_graft_is_exported(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    argv = command(inputs, tmp_path / "out", inputs / "finetune", **GETS_NO_BETTER)
+    rescued = document(argv, capfd)
+    assert (rescued["head"], status(capfd, rescued["out"])) == ("graft", "healthy")
+    assert "does not lie above 0" in rescued["reason"]
+    base, export = all_tensors(inputs / "base"), all_tensors(Path(rescued["out"]))
+    assert all(torch.equal(export[key], value) for key, value in base.items() if key.startswith("mtp."))
+    assert json.loads((tmp_path / "out" / "outcome.json").read_text())["reason"] == "gate_refused"
+    assert document(argv, capfd) == rescued
+
+
+def test_an_adapter_is_merged(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    write_adapter(inputs / "base", tmp_path / "lora", target_modules=["q_proj"])
+    rescued = document(command(inputs, tmp_path / "out", tmp_path / "lora", **GETS_NO_BETTER), capfd)
+    assert status(capfd, rescued["out"]) == "healthy"
+    base, export = all_tensors(inputs / "base"), all_tensors(Path(rescued["out"]))
+    assert base.keys() == export.keys()
+    changed = {key for key, value in base.items() if not torch.equal(export[key], value)}
+    assert changed
+    assert all("q_proj" in key for key in changed)
+
+
+def test_added_tokens_do_not_stand_in_the_way(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    grown = write_inputs(tmp_path / "grown") / "finetune"
+    file = grown / "model.safetensors"
+    tensors = load_file(file)
+    sizes = {len(tensors[key]) for key in tensors if "embed_tokens" in key or "lm_head" in key}
+    (size,) = sizes
+    for key in [key for key in tensors if "embed_tokens" in key or "lm_head" in key]:
+        tensors[key] = torch.cat([tensors[key], tensors[key][:5]])
+    save_file(tensors, file, metadata={"format": "pt"})
+    set_fields(grown, {"vocab_size": size + 5})
+    rescued = document(command(inputs, tmp_path / "out", grown, **GETS_NO_BETTER), capfd)
+    assert status(capfd, rescued["out"]) == "healthy"
+
+
+def test_the_demos_rescue_is_the_main_recipe(tmp_path: Path) -> None:
+    ours = rescue_recipe("demo:finetune", "demo:base", tmp_path, [])
+    main_one = load_recipe(RECIPE, [f"run_dir={tmp_path}", "evaluate.arms=[none, graft, retrained]"])
+    assert ours == main_one
+
+
+def test_a_real_rescue_without_prompts_takes_built_in_ones(inputs: Path, tmp_path: Path) -> None:
+    recipe = rescue_recipe(str(inputs / "finetune"), str(inputs / "base"), tmp_path, [])
+    assert recipe.data.sources[0].path.endswith("builtin.jsonl")
+    assert recipe.data.group_field is None
+
+
+@pytest.mark.parametrize(
+    ("finetune", "said", "says"),
+    [
+        ("nowhere", [], "nowhere"),
+        ("finetune", ["train.max_step=3"], "Did you mean"),
+    ],
+)
+def test_wrong_input_ends_in_2(
+    inputs: Path, tmp_path: Path, capfd: Capture, finetune: str, said: list[str], says: str
+) -> None:
+    argv = [*command(inputs, tmp_path / "out", inputs / finetune), *said]
+    assert main([str(word) for word in argv]) == 2
+    assert says in capfd.readouterr().err
+    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "outcome.json"]
