@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, extract_model_from_parallel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def train_head_beside(
         trainer: A trainer, before ``train()``.
         base: Where the head starts from: see :class:`mtp_train.preserve.KeepHead`.
         lr: AdamW's peak learning rate for the head; it rises and falls as the trainer's own does.
-        num_depths: How many tokens ahead it is trained to draft.
+        num_depths: How many tokens ahead it is trained to draft; no more than its modules where each depth has its own.
         depth_decay: Depth k weighs this to the power k - 1.
 
     Raises:
@@ -73,7 +73,7 @@ def train_head_beside(
         UnsupportedModelError: The model's head cannot be run here, or the model is in shards.
     """
     keep_head(trainer.model, base)
-    callback = HeadBeside(trainer.model, lr=lr, weights=depth_weights(num_depths, depth_decay))
+    callback = HeadBeside(trainer.model, lr=lr, num_depths=num_depths, depth_decay=depth_decay)
     # Before all others: what it adds to the logs is then there for whoever writes them.
     trainer.callback_handler.callbacks.insert(0, callback)
 
@@ -81,19 +81,21 @@ def train_head_beside(
 class HeadBeside(TrainerCallback):
     """The head, its optimiser, and what they need to hear of the training; see :func:`train_head_beside`."""
 
-    def __init__(self, model: Any, *, lr: float, weights: list[float]) -> None:
+    def __init__(self, model: Any, *, lr: float, num_depths: int, depth_decay: float) -> None:
         self.model, self.lr = inside(model), lr
         base = kept_base(model)
         self.plan: HeadPlan = native_plan(base, "auto")
         self.head = build_head(self.plan, text_config_of(base), dtype=torch.float32).to(self.model.device)
-        for module in set(self.head.blocks) - {self.head.module_for(depth + 1) for depth in range(len(weights))}:
+        if self.head.unroll == "chained":
+            num_depths = min(num_depths, len(self.head.blocks))
+        for module in set(self.head.blocks) - {self.head.module_for(depth + 1) for depth in range(num_depths)}:
             module.requires_grad_(False)
         # With peft's wrapper, by which a trunk tells that its model wears an adapter.
         self.trunk = Trunk(extract_model_from_parallel(model, keep_torch_compile=False), base.family)
-        self.weight_K = torch.tensor(weights, device=self.model.device)
+        self.weight_K = torch.tensor(depth_weights(num_depths, depth_decay), device=self.model.device)
         self.named = {name: value for name, value in self.head.named_parameters() if value.requires_grad}
         self.optimizer = torch.optim.AdamW(self.named.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-        self.window = torch.zeros(2, len(weights), device=self.model.device)
+        self.window = torch.zeros(2, num_depths, device=self.model.device)
         """Summed losses and targets of each depth since the last log."""
         self._arguments: dict[str, Any] = {}
         self._micro_batches = 0
@@ -113,7 +115,7 @@ class HeadBeside(TrainerCallback):
         Raises:
             UnsupportedModelError: The model is in shards.
         """
-        kind = PartialState().distributed_type
+        kind = AcceleratorState().distributed_type
         if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise UnsupportedModelError(
                 f"train_head_beside: the model is in shards ({kind.value}); expected it whole in every process. Train "
