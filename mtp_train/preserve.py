@@ -13,6 +13,7 @@ for byte, in a shard of its own. The head is that of the base: stale, as after `
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +110,20 @@ def keep_head(model: Any, base: str | Path | None = None) -> None:
         CheckpointError: There is no base, or it has no complete head for this model.
         UnsupportedModelError: The model belongs to no family with heads.
     """
-    inner = _inside(model)
+    inner = inside(model)
     if not isinstance(vars(inner).get("save_pretrained"), _SaveWithHead):
         inner.save_pretrained = _SaveWithHead(inner, _open_base(inner, base))
 
 
 def kept_base(model: Any) -> Checkpoint:
     """Return the checkpoint whose head is kept with a model that :func:`keep_head` was given."""
-    base: Checkpoint = _inside(model).save_pretrained.base
+    base: Checkpoint = inside(model).save_pretrained.base
     return base
+
+
+def save_with(model: Any, values: Callable[[], list[Tensor]]) -> None:
+    """Let a model that :func:`keep_head` was given save other values for its head: see ``_SaveWithHead.trained``."""
+    inside(model).save_pretrained.trained = values
 
 
 class _SaveWithHead:
@@ -126,6 +132,8 @@ class _SaveWithHead:
     def __init__(self, model: PreTrainedModel, base: Checkpoint) -> None:
         self.model = model
         self.base = base
+        self.trained: Callable[[], list[Tensor]] | None = None
+        """Gives the head's tensors, in the order of :func:`native_head_of`, where they are no longer the base's."""
 
     def __call__(
         self,
@@ -138,6 +146,8 @@ class _SaveWithHead:
         directory = Path(save_directory)
         overwrites = is_main_process and directory.resolve() == self.base.path.resolve()
         held = _values(self.base) if overwrites else None
+        if is_main_process and self.trained is not None:
+            held = self.trained()
         type(self.model).save_pretrained(self.model, save_directory, is_main_process, state_dict, **settings)
         # DeepSpeed's way of saving without weights: a file with no tensors, which it takes away again.
         is_empty = state_dict is not None and not state_dict
@@ -183,7 +193,12 @@ def _holds_model(directory: Path) -> bool:
     return any((directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 
 
-def _inside(model: Any) -> PreTrainedModel:
+def inside(model: Any) -> PreTrainedModel:
+    """Return the transformers model in what peft, ``torch.compile`` or a way to train on many devices wrapped.
+
+    Raises:
+        UnsupportedModelError: There is none.
+    """
     unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
     inner = unwrapped.get_base_model() if isinstance(unwrapped, PeftModel) else unwrapped
     if not isinstance(inner, PreTrainedModel):

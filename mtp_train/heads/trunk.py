@@ -85,7 +85,7 @@ class Trunk(nn.Module):
         # Streams are joined: (B, T, streams, D) becomes (B, T, width).
         self._before_norm = state if self._mixer is None else state.flatten(2)
 
-    def _last_state(self, output: Any) -> Tensor:
+    def last_state(self, output: Any) -> Tensor:
         """Return the hidden state of a forward of the decoder: before its final norm where a head may read that."""
         state: Tensor = output.last_hidden_state if self._before_norm is None else self._before_norm
         self._before_norm = None
@@ -121,7 +121,7 @@ class Trunk(nn.Module):
         output = self.decoder(
             input_ids=tokens_BT, attention_mask=mask_BT, past_key_values=cache, use_cache=cache is not None
         )
-        return self._last_state(output)
+        return self.last_state(output)
 
     def window_hidden(
         self, tokens_BT: Tensor, *, positions_BT: Tensor, masks: Mapping[str, Tensor | None], cache: Cache
@@ -143,7 +143,7 @@ class Trunk(nn.Module):
                 past_key_values=cache,
                 use_cache=True,
             )
-        return self._last_state(output)
+        return self.last_state(output)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return what the lm_head reads of hidden states of any leading shape."""

@@ -12,12 +12,14 @@ from datasets import Dataset
 
 from mtp_train.cli import main
 from mtp_train.demo import demo_path
+from mtp_train.joint import train_head_beside
 from mtp_train.preserve import KeepHead
 from preserving import trainer_arguments
 from runs import document
 
 HOW_TO = Path(__file__).parents[2] / "recipes" / "preserve.md"
 Capture = pytest.CaptureFixture[str]
+LINE = "    callbacks=[KeepHead()],  # the one line\n"
 PROMPT = "import os\nimport sys\n\n\ndef main("
 
 
@@ -50,7 +52,7 @@ def tau(path: Path, capfd: Capture) -> float:
 def test_the_how_to_keeps_the_head_and_it_drafts(
     tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, commands = page()
+    script, commands, _ = page()
     tuned = fine_tune(script, tmp_path, monkeypatch)
     for line in commands.splitlines():
         assert main(shlex.split(line, comments=True)[1:]) == 0
@@ -64,33 +66,47 @@ def test_the_how_to_keeps_the_head_and_it_drafts(
 def test_without_the_line_inspect_names_what_was_lost(
     tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, line = page()[0], "    callbacks=[KeepHead()],  # the one line\n"
-    assert line in script
-    tuned = fine_tune(script.replace(line, ""), tmp_path, monkeypatch)
+    script, _, _ = page()
+    assert LINE in script
+    tuned = fine_tune(script.replace(LINE, ""), tmp_path, monkeypatch)
     found = document(["inspect", tuned, "--base", "demo:base"], capfd)
     assert found["status"] == "declared_but_missing"
     assert "mtp.fc.weight" in found["missing_keys"]
     assert found["cure"].startswith("mtp-train graft ")
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_with_the_line_trl_keeps_the_head(lora: bool, tmp_path: Path, capfd: Capture) -> None:
+def test_the_how_to_trains_the_head_beside_the_model(
+    tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, _, beside = page()
+    assert "trainer.train()\n" in script
+    script = script.replace(LINE, "").replace("trainer.train()\n", f"{beside}trainer.train()\n")
+    tuned = fine_tune(script, tmp_path, monkeypatch)
+    found = document(["inspect", tuned, "--base", "demo:base"], capfd)
+    assert (found["status"], found["stale"]) == ("healthy", False)
+    assert tau(tuned, capfd) > 2
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "beside"])
+def test_with_one_line_trl_keeps_the_head(kind: str, tmp_path: Path, capfd: Capture) -> None:
     trl = pytest.importorskip("trl", reason="trl is not installed")
     from peft import LoraConfig
 
     trainer = trl.SFTTrainer(
         model=str(demo_path("base")),
-        args=trl.SFTConfig(**trainer_arguments(tmp_path / "out", max_length=64, bf16=False)),
+        args=trl.SFTConfig(**trainer_arguments(tmp_path / "out", max_length=64, bf16=False, learning_rate=1e-5)),
         train_dataset=Dataset.from_list([{"text": text} for text in code()]),
-        peft_config=LoraConfig(target_modules=["q_proj", "up_proj"]) if lora else None,
-        callbacks=[KeepHead()],
+        peft_config=LoraConfig(target_modules=["q_proj", "up_proj"]) if kind == "lora" else None,
+        callbacks=[] if kind == "beside" else [KeepHead()],
     )
+    if kind == "beside":
+        train_head_beside(trainer)
     trainer.train()
     saved = tmp_path / "out" / "checkpoint-2"
-    if lora:
+    if kind == "lora":
         saved = tmp_path / "merged"
         trainer.model.merge_and_unload().save_pretrained(saved)
         trainer.processing_class.save_pretrained(saved)
     found = document(["inspect", saved, "--base", "demo:base"], capfd)
-    assert (found["status"], found["stale"]) == ("healthy", True)
+    assert (found["status"], found["stale"]) == ("healthy", kind != "beside")
     assert tau(saved, capfd) > 2

@@ -74,7 +74,7 @@ def test_masks_and_positions_would_not_keep_compressed_keys_apart() -> None:
     mask_B1TT = torch.zeros(1, 1, 12, 12).masked_fill(~prefix_mask(document_BT)[:, None], -torch.inf)
     positions_BT = torch.tensor([[*range(5), *range(3), *range(2), 0, 0]])
     trunk.decoder(tokens_BT, attention_mask={"any": mask_B1TT}, position_ids=positions_BT, use_cache=False)
-    masked_BTD = trunk._last_state(None)
+    masked_BTD = trunk.last_state(None)
     torch.testing.assert_close(masked_BTD[0, :5], isolated_BTD[0, :5], **TOLERANCE)
     for _, start, length in PLACES[1:3]:
         assert (masked_BTD - isolated_BTD)[0, start + 1 : start + length].abs().amax(-1).min() > 1e-2

@@ -10,24 +10,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from rich.progress import Progress
 from transformers import AutoModelForCausalLM
 
 import mtp_train.weights.export
 from adapters import write_adapter
 from checkpoints import all_tensors, base_and_finetune, shard, wrap_as_vision_language
-from mtp_train.commands.inspect import Inspection, inspect_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.preserve import KeepHead, keep_head
 from mtp_train.weights.files import INDEX_FILE, open_checkpoint
-from preserving import load, make_trainer
+from preserving import inspect, load, make_trainer
 from tiny import FAMILY_NAMES
-
-
-def inspect(path: Path, base: Path | None = None) -> Inspection:
-    opened = open_checkpoint(base) if base else None
-    return inspect_checkpoint(open_checkpoint(path), opened, Progress(disable=True))
 
 
 def assert_keeps_the_head(path: Path, base: Path, *, stale: bool = True) -> None:

@@ -1,0 +1,280 @@
+"""Train the head beside the model, while another trainer fine-tunes that: one line after the trainer is made.
+
+    from mtp_train.joint import train_head_beside
+
+    train_head_beside(trainer)  # transformers' Trainer or TRL's SFTTrainer, with or without peft
+
+The head learns to draft what the model says at that moment: in every training forward it reads the hidden states that
+the trainer's own forward made, and is drawn to the model's own distribution (KL). Nothing flows back into the model,
+whose training stays what it was, bit for bit: gradients of the head's loss in the trunk are known to hurt it. Whatever
+the model saves (see ``preserve.py``) then holds the head as it is by then; its loss stands in the trainer's logs.
+
+Shapes: B rows, T tokens, K depths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, extract_model_from_parallel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.heads.alignment import PADDING_DOCUMENT
+from mtp_train.heads.attach import HeadPlan, build_head, native_plan, trained_head
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.trunk import Trunk
+from mtp_train.losses import depth_weights, frozen_head_loss
+from mtp_train.preserve import inside, keep_head, kept_base, save_with
+from mtp_train.train.module import Batch, aligned_rows
+from mtp_train.weights.adapter import is_adapter
+from mtp_train.weights.artifact import Artifact, save_artifact
+
+logger = logging.getLogger(__name__)
+
+# Hidden: what copies, exports or uploads a checkpoint leaves it out.
+STATE_FILE = ".mtp_head_state.safetensors"
+HEAD_DIRECTORY = "mtp_head"
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+MAX_GRAD_NORM = 1.0
+
+
+def train_head_beside(
+    trainer: Trainer,
+    base: str | Path | None = None,
+    *,
+    lr: float = 1e-4,
+    num_depths: int = 3,
+    depth_decay: float = 0.6,
+) -> None:
+    """Train the model's head beside it, and let whatever the trainer saves hold that head.
+
+    For one process or data-parallel ones that hold the model whole each. Checkpoints of an adapter get the head as a
+    head directory, ``mtp_head``, for ``mtp-train generate --head``.
+
+    Args:
+        trainer: A trainer, before ``train()``.
+        base: Where the head starts from: see :class:`mtp_train.preserve.KeepHead`.
+        lr: AdamW's peak learning rate for the head; it rises and falls as the trainer's own does.
+        num_depths: How many tokens ahead it is trained to draft; no more than its modules where each depth has its own.
+        depth_decay: Depth k weighs this to the power k - 1.
+
+    Raises:
+        CheckpointError: There is no base, or it has no complete head for this model.
+        UnsupportedModelError: The model's head cannot be run here, or the model is in shards.
+    """
+    keep_head(trainer.model, base)
+    callback = HeadBeside(trainer.model, lr=lr, num_depths=num_depths, depth_decay=depth_decay)
+    # Before all others: what it adds to the logs is then there for whoever writes them.
+    trainer.callback_handler.callbacks.insert(0, callback)
+
+
+class HeadBeside(TrainerCallback):
+    """The head, its optimiser, and what they need to hear of the training; see :func:`train_head_beside`."""
+
+    def __init__(self, model: Any, *, lr: float, num_depths: int, depth_decay: float) -> None:
+        self.model, self.lr = inside(model), lr
+        base = kept_base(model)
+        self.plan: HeadPlan = native_plan(base, "auto")
+        self.head = build_head(self.plan, text_config_of(base), dtype=torch.float32).to(self.model.device)
+        if self.head.unroll == "chained":
+            num_depths = min(num_depths, len(self.head.blocks))
+        for module in set(self.head.blocks) - {self.head.module_for(depth + 1) for depth in range(num_depths)}:
+            module.requires_grad_(False)
+        # With peft's wrapper, by which a trunk tells that its model wears an adapter.
+        self.trunk = Trunk(extract_model_from_parallel(model, keep_torch_compile=False), base.family)
+        self.weight_K = torch.tensor(depth_weights(num_depths, depth_decay), device=self.model.device)
+        self.named = {name: value for name, value in self.head.named_parameters() if value.requires_grad}
+        self.optimizer = torch.optim.AdamW(self.named.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.window = torch.zeros(2, num_depths, device=self.model.device)
+        """Summed losses and targets of each depth since the last log."""
+        self._arguments: dict[str, Any] = {}
+        self._micro_batches = 0
+        self._told = False
+        self._hooks: list[RemovableHandle] = []
+        save_with(model, self.native_values)
+
+    def native_values(self) -> list[Tensor]:
+        """Return the head's tensors as a checkpoint stores them."""
+        return [pending.load() for pending in trained_head(self.plan, self.head.state_dict()).tensors]
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Listen to the model's forwards; go on from a checkpoint's head where the trainer does.
+
+        Raises:
+            UnsupportedModelError: The model is in shards.
+        """
+        kind = AcceleratorState().distributed_type
+        if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise UnsupportedModelError(
+                f"train_head_beside: the model is in shards ({kind.value}); expected it whole in every process. Train "
+                "the head after it: recipes/retrain_head.yaml does so in shards."
+            )
+        self.head.to(self.model.device).train()
+        decoder = self.trunk.decoder
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._keep_arguments, with_kwargs=True),
+            decoder.register_forward_hook(self._learn, with_kwargs=True),
+        ]
+        if state.global_step:
+            self.restore(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Stop listening; take the head of the checkpoint that the trainer took."""
+        for hook in self._hooks:
+            hook.remove()
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self.restore(Path(state.best_model_checkpoint))
+
+    def _keep_arguments(self, _model: nn.Module, _inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._arguments = named
+
+    def _learn(self, decoder: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        """Add the gradient of one forward's loss."""
+        hidden_BTD = self.trunk.last_state(output).detach()
+        outer, self._arguments = self._arguments, {}
+        tokens_BT = inputs[0] if inputs else named.get("input_ids")
+        if tokens_BT is None:
+            # A vision-language model embeds the tokens before it calls its decoder.
+            tokens_BT = outer.get("input_ids")
+        with_images = any(name.startswith("pixel_values") for name in outer)
+        if not decoder.training or not torch.is_grad_enabled() or tokens_BT is None or with_images:
+            return
+        batch = batch_of(tokens_BT, named.get("attention_mask"), named.get("position_ids"), outer.get("labels"))
+        # A model in bf16 needs no autocast of the trainer's; the head, in fp32, does.
+        dtype, on = hidden_BTD.dtype, hidden_BTD.device.type
+        with torch.autocast(on, dtype) if dtype != torch.float32 else contextlib.nullcontext():
+            rows = aligned_rows(self.trunk, self.head, batch, len(self.weight_K), hidden_BTD=hidden_BTD)
+        count_K = rows.valid_KN.sum(dim=1)
+        scale_K = self.weight_K / count_K.clamp(min=1)
+        terms = frozen_head_loss(
+            rows.student_KND,
+            rows.teacher_ND,
+            self.trunk.lm_head_VD,
+            rows.targets_N,
+            rows.valid_KN.float() * scale_K[:, None],
+            kind="kl",
+            own_heads=self.head.own_lm_heads(len(self.weight_K)),
+        )
+        # Of the head alone: the embedding and the norm that it reads are the model's.
+        gradients = torch.autograd.grad(terms.total, list(self.named.values()), materialize_grads=True)
+        for parameter, gradient in zip(self.named.values(), gradients, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._micro_batches += 1
+        self.window += torch.stack([terms.sum_K.detach(), count_K])
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, optimizer: Any, **others: Any
+    ) -> None:
+        """Do the head's step with the model's: once all micro-batches have been seen."""
+        if not self._micro_batches and not self._told:
+            self._told = True
+            logger.warning("Step %d: no text was seen of which the head could learn.", state.global_step + 1)
+        parameters = list(self.named.values())
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad /= max(self._micro_batches, 1)
+            if args.world_size > 1:
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad /= args.world_size
+        nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * optimizer.param_groups[0]["lr"] / args.learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._micro_batches = 0
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        """Add the mean loss of each depth since the last log of the training loss."""
+        if logs is None or "loss" not in logs or not self.window[1].any():
+            return
+        sums_K, count_K = self.window
+        mean_K = sums_K / count_K.clamp(min=1)
+        found = {"mtp_loss": float(mean_K @ self.weight_K)}
+        found |= {f"mtp_loss_{depth + 1}": float(mean) for depth, mean in enumerate(mean_K)}
+        logs.update(found)
+        state.log_history[-1].update(found)
+        self.window.zero_()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        """Leave in a checkpoint what it takes to go on, and beside an adapter the head itself."""
+        directory = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if not state.is_world_process_zero or not directory.is_dir():
+            return
+        temporary = directory / f"{STATE_FILE}.tmp"
+        save_file(self.state(), temporary)
+        temporary.replace(directory / STATE_FILE)
+        if is_adapter(directory):
+            shutil.rmtree(directory / HEAD_DIRECTORY, ignore_errors=True)
+            save_artifact(self.artifact(), directory / HEAD_DIRECTORY)
+
+    def artifact(self) -> Artifact:
+        """Return the head as a head directory holds it."""
+        plan, notes = self.plan, {"trained": "beside the model"}
+        head = trained_head(plan, self.head.state_dict())
+        depths = len(self.weight_K)
+        return Artifact(plan.family, plan.layout, plan.num_modules, depths, plan.convention, head, notes)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return weights and moments, by name."""
+        found = {f"weight.{name}": value.detach() for name, value in self.named.items()}
+        for name, value in self.named.items():
+            found |= {f"{field}.{name}": entry for field, entry in self.optimizer.state[value].items()}
+        return {name: value.cpu().contiguous() for name, value in found.items()}
+
+    def restore(self, checkpoint: Path) -> None:
+        """Take weights and moments of a checkpoint; where it has none, say so and go on with the head as it is."""
+        if not (checkpoint / STATE_FILE).is_file():
+            logger.warning("%s: holds no state of the head; it starts from %s.", checkpoint, kept_base(self.model).path)
+            return
+        found = load_file(checkpoint / STATE_FILE)
+        for name, value in self.named.items():
+            value.data.copy_(found[f"weight.{name}"])
+            moments = {field: found[f"{field}.{name}"] for field in MOMENTS}
+            self.optimizer.state[value] = {
+                field: entry if field == "step" else entry.to(value.device) for field, entry in moments.items()
+            }
+
+
+def batch_of(tokens_BT: Tensor, mask: Any, positions_BT: Tensor | None, labels_BT: Tensor | None) -> Batch:
+    """Return a forward's tokens as the head is trained on them: padding apart, packed documents kept apart.
+
+    Args:
+        tokens_BT: int, the tokens.
+        mask: The forward's attention mask; of shape (B, T), 0 on padding, or of another kind that says nothing here.
+        positions_BT: int, restarting at each document of a packed row; None for a document a row. (1, T) stands for
+            all rows.
+        labels_BT: int, -100 on tokens that are no targets; None where every token is one.
+    """
+    real_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+    if isinstance(mask, Tensor) and mask.shape == tokens_BT.shape:
+        real_BT = mask.bool()
+    if positions_BT is None or positions_BT.ndim != 2:
+        positions_BT = real_BT.cumsum(dim=1) - 1
+    positions_BT = positions_BT.expand_as(tokens_BT).clamp(min=0)
+    starts_BT = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
+    document_BT = torch.nn.functional.pad((starts_BT & real_BT[:, :-1]).cumsum(dim=1), (1, 0))
+    told = labels_BT is not None and labels_BT.shape == tokens_BT.shape
+    wanted_BT = real_BT & (labels_BT != -100) if told else real_BT
+    return Batch(tokens_BT, positions_BT, document_BT.masked_fill(~real_BT, PADDING_DOCUMENT), wanted_BT)

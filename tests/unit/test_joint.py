@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+
+from checkpoints import all_tensors, base_and_finetune
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.heads.attach import artifact_plan, build_head
+from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.joint import HEAD_DIRECTORY, HeadBeside, batch_of, train_head_beside
+from mtp_train.weights.artifact import load_artifact
+from mtp_train.weights.files import open_checkpoint
+from preserving import inspect, load, make_trainer
+from tiny import FAMILY_NAMES
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return base_and_finetune(tmp_path, "qwen3_5")[0]
+
+
+def beside(path: Path, out: Path, *callbacks: Any, lr: float = 1e-2, **settings: Any) -> Trainer:
+    """Return a trainer of the checkpoint with its head trained beside it."""
+    trainer = make_trainer(load(path), out, *callbacks, **settings)
+    train_head_beside(trainer, lr=lr, num_depths=2)
+    return trainer
+
+
+def head_of(trainer: Trainer) -> HeadBeside:
+    found = trainer.callback_handler.callbacks[0]
+    assert isinstance(found, HeadBeside)
+    return found
+
+
+def split(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a checkpoint's trunk and head, what the head repeats of the trunk left out."""
+    layout = layout_of(open_checkpoint(path))
+    tensors = {key: value for key, value in all_tensors(path).items() if layout.shared_key(key) is None}
+    head = {key: value for key, value in tensors.items() if layout.is_head_key(key)}
+    return {key: value for key, value in tensors.items() if key not in head}, head
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[key]) for key, value in ours.items())
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_the_model_trains_as_without_the_head_and_its_checkpoints_hold_what_the_head_has_learnt(
+    family_name: str, tmp_path: Path
+) -> None:
+    base, _ = base_and_finetune(tmp_path, family_name)
+    make_trainer(load(base), tmp_path / "alone").train()
+    trainer = beside(base, tmp_path / "out")
+    trainer.train()
+    trainer.save_model()
+    for name in ("checkpoint-1", "checkpoint-2"):
+        trunk, head = split(tmp_path / "out" / name)
+        assert same(trunk, all_tensors(tmp_path / "alone" / name))
+        assert not same(head, split(base)[1])
+        found = inspect(tmp_path / "out" / name, base)
+        assert (found.status, found.stale) == ("healthy", False)
+    assert not same(split(tmp_path / "out" / "checkpoint-1")[1], split(tmp_path / "out" / "checkpoint-2")[1])
+    assert same(all_tensors(tmp_path / "out"), all_tensors(tmp_path / "out" / "checkpoint-2"))
+
+
+class Writer(TrainerCallback):
+    """Keeps what a callback of the user's reads in the logs."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        self.seen.append(dict(logs))
+
+
+def test_its_loss_is_in_the_logs_and_falls(base: Path, tmp_path: Path) -> None:
+    writer = Writer()
+    trainer = beside(
+        base, tmp_path / "out", writer, max_steps=40, logging_steps=10, save_strategy="no", lr_scheduler_type="constant"
+    )
+    trainer.train()
+    found = [logs for logs in writer.seen if "mtp_loss" in logs]
+    assert len(found) == 4
+    assert all(logs.keys() >= {"loss", "mtp_loss_1", "mtp_loss_2"} for logs in found)
+    assert found[-1]["mtp_loss"] < 0.8 * found[0]["mtp_loss"]
+    assert [line["mtp_loss"] for line in trainer.state.log_history if "mtp_loss" in line] == [
+        logs["mtp_loss"] for logs in found
+    ]
+
+
+def test_micro_batches_make_one_step(base: Path, tmp_path: Path) -> None:
+    whole = beside(base, tmp_path / "whole", max_steps=1, per_device_train_batch_size=4)
+    parts = beside(base, tmp_path / "parts", max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    for trainer in (whole, parts):
+        trainer.train()
+    theirs = head_of(parts).named
+    assert all(torch.allclose(value, theirs[name], atol=1e-5) for name, value in head_of(whole).named.items())
+
+
+def test_a_resumed_training_ends_with_the_same_head(base: Path, tmp_path: Path, caplog: Any) -> None:
+    whole = beside(base, tmp_path / "whole")
+    whole.train()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "out" / "checkpoint-1")
+    resumed = beside(base, tmp_path / "out")
+    resumed.train(resume_from_checkpoint=True)
+    theirs = head_of(whole).named
+    assert all(torch.equal(value, theirs[name]) for name, value in head_of(resumed).named.items())
+    assert not [record for record in caplog.records if "holds no state" in record.getMessage()]
+
+
+def test_a_checkpoint_without_the_heads_state_is_told(base: Path, tmp_path: Path, caplog: Any) -> None:
+    make_trainer(load(base), tmp_path / "out", max_steps=1).train()
+    beside(base, tmp_path / "out").train(resume_from_checkpoint=True)
+    assert [record for record in caplog.records if "checkpoint-1: holds no state of the head" in record.getMessage()]
+
+
+def test_the_head_of_the_best_checkpoint_is_taken_with_it(base: Path, tmp_path: Path) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    # The loss falls: the first checkpoint is the best one.
+    trainer = beside(base, tmp_path / "out", greater_is_better=True, metric_for_best_model="eval_loss", **settings)
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint or "")
+    assert best.name == "checkpoint-1"
+    trainer.save_model()
+    assert same(all_tensors(tmp_path / "out"), all_tensors(best))
+
+
+def test_an_adapters_checkpoint_has_the_head_beside_it_and_the_merged_model_holds_it(
+    base: Path, tmp_path: Path
+) -> None:
+    model = get_peft_model(load(base), LoraConfig(target_modules=["q_proj", "up_proj"]))
+    trainer = make_trainer(model, tmp_path / "out")
+    train_head_beside(trainer, lr=1e-2)
+    trainer.train()
+    artifact = load_artifact(tmp_path / "out" / "checkpoint-2" / HEAD_DIRECTORY)
+    head = build_head(artifact_plan(artifact), text_config_of(open_checkpoint(base)), dtype=torch.float32)
+    theirs = head_of(trainer).head.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in head.state_dict().items())
+    trainer.model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert inspect(tmp_path / "merged", base).status == "healthy"
+    assert same(split(tmp_path / "merged")[1], {pending.key: pending.load() for pending in artifact.head.tensors})
+
+
+def test_a_model_in_bf16_trains_its_head_in_fp32(base: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(load(base).bfloat16(), tmp_path / "out", max_steps=1)
+    train_head_beside(trainer)
+    trainer.train()
+    assert {value.dtype for value in head_of(trainer).named.values()} == {torch.float32}
+    assert not same(split(tmp_path / "out" / "checkpoint-1")[1], split(base)[1])
+
+
+def test_a_forward_that_names_no_tokens_is_told_and_changes_nothing(base: Path, tmp_path: Path, caplog: Any) -> None:
+    trainer = beside(base, tmp_path / "out")
+    head = head_of(trainer)
+    head.on_train_begin(trainer.args, trainer.state, trainer.control)
+    before = [value.clone() for value in head.native_values()]
+    for _ in range(2):
+        trainer.model.train()(inputs_embeds=torch.randn(1, 6, 32))
+        head.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control, optimizer=trainer.create_optimizer())
+    assert all(map(torch.equal, head.native_values(), before))
+    assert [record.getMessage() for record in caplog.records if record.name == "mtp_train.joint"] == [
+        "Step 1: no text was seen of which the head could learn."
+    ]
+
+
+def test_a_model_in_shards_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = beside(base, tmp_path / "out")
+    monkeypatch.setitem(AcceleratorState._shared_state, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(UnsupportedModelError, match=r"the model is in shards \(FSDP\); expected it whole"):
+        head_of(trainer).on_train_begin(trainer.args, trainer.state, trainer.control)
+
+
+def test_padding_and_packed_documents_are_told_apart() -> None:
+    tokens = torch.arange(1, 7)[None]
+    plain = batch_of(tokens, None, None, None)
+    assert plain.document_BT.tolist() == [[0] * 6]
+    assert plain.positions_BT.tolist() == [[0, 1, 2, 3, 4, 5]]
+    packed = batch_of(tokens, None, torch.tensor([[0, 1, 2, 0, 1, 0]]), torch.tensor([[-100, 1, 1, -100, 1, 1]]))
+    assert packed.document_BT.tolist() == [[0, 0, 0, 1, 1, 2]]
+    assert packed.loss_mask_BT.tolist() == [[False, True, True, False, True, True]]
+    right = batch_of(tokens, torch.tensor([[1, 1, 1, 1, 0, 0]]), None, None)
+    assert right.document_BT.tolist() == [[0, 0, 0, 0, -1, -1]]
+    left = batch_of(tokens, torch.tensor([[0, 0, 1, 1, 1, 1]]), None, None)
+    assert left.document_BT.tolist() == [[-1, -1, 0, 0, 0, 0]]
+    assert left.positions_BT[0, 2:].tolist() == [0, 1, 2, 3]
