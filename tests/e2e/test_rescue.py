@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from mtp_train.commands.rescue import rescue_recipe
 from mtp_train.recipe_io import load_recipe
 from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, write_inputs
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "retrain_head.yaml"
+RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPE, HOW_TO = RECIPES / "retrain_head.yaml", RECIPES / "rescue.md"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -108,3 +111,21 @@ def test_wrong_input_ends_in_2(
     assert main([str(word) for word in argv]) == 2
     assert says in capfd.readouterr().err
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "outcome.json"]
+
+
+def test_the_how_to_runs_as_it_is_written(
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tiny models, with settings that suit them."""
+    monkeypatch.chdir(tmp_path)
+    names = {"my-model": "finetune", "BASE": "base", "chats.jsonl": "chats.jsonl"}
+    (block,) = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
+    lines = [shlex.split(line)[1:] for line in block.splitlines()]
+    assert [line[0] for line in lines] == ["inspect", "rescue", "inspect"]
+    found = []
+    for line in lines:
+        said = [str(inputs / names[word]) if word in names else word for word in line]
+        more = ["--set", *TINY_RESCUE, *overrides_of(**LEARNS)] if line[0] == "rescue" else []
+        found.append(document([*said, *more], capfd))
+    assert [one.get("status") for one in found] == ["declared_but_missing", None, "healthy"]
+    assert found[1]["head"] == "retrained"
