@@ -60,11 +60,18 @@ def study_headline(slices: Slices) -> Headline:
     if report.lossless and report.lossless.faults:
         return lossy_headline(report.lossless)
     if report.findings:
-        return finding_headline(report.findings[0])
+        first = report.findings[0]
+        return Headline(TONES.get(first.tone, "neutral"), verdict_title(first), first.evidence)
     ranked = ranked_arms(slices)
     if not ranked:
         return Headline("neutral", "Acceptance measured", "No arm drafted at a common setting.")
     return _one_arm(*ranked[0]) if len(ranked) == 1 else _best_arm(slices, ranked)
+
+
+def verdict_title(finding: Finding) -> str:
+    """Return a statement under its verdict: alone it would read as if it held."""
+    verdict = {"good": "Confirmed", "bad": "Refuted"}.get(finding.tone, "Undecided")
+    return f"{verdict}: {finding.statement[:1].lower()}{finding.statement[1:]}"
 
 
 def finding_headline(finding: Finding) -> Headline:

@@ -21,6 +21,7 @@ from mtp_train.recipe_study import StudySection
 from mtp_train.report.cells import DriftPoint, StudyReport
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.study_tracking import log_study
+from mtp_train.report.study_wording import verdict_title
 from mtp_train.report.study_write import write_study
 from mtp_train.report.wording import lossless_sentence
 from mtp_train.run_dir import PROVENANCE_FILE, Outcome, claim, clear_leftovers
@@ -75,7 +76,7 @@ def run_study_stages(
     if report.lossless is not None and report.lossless.faults:
         return Outcome(1, "not_lossless", f"{lossless_sentence(report.lossless)} Please report it.", "done")
     claim_tested = report.findings[0]
-    return Outcome(0, "done", f"{claim_tested.statement} {claim_tested.evidence}", "done")
+    return Outcome(0, "done", f"{verdict_title(claim_tested)} {claim_tested.evidence}", "done")
 
 
 def section_of(recipe: Recipe) -> StudySection:

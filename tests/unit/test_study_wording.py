@@ -82,7 +82,10 @@ def test_headline_of_a_lossy_decoder_goes_first() -> None:
 
 def test_headline_is_the_first_finding() -> None:
     verdict = study_headline(slice_report(STUDY))
-    assert (verdict.tone, verdict.title) == ("good", STUDY.findings[0].statement)
+    statement = STUDY.findings[0].statement
+    assert (verdict.tone, verdict.title) == ("good", f"Confirmed: {statement[0].lower()}{statement[1:]}")
+    open_question = replace(STUDY, findings=(replace(STUDY.findings[0], tone="neutral"),))
+    assert study_headline(slice_report(open_question)).title.startswith("Undecided: ")
     odd = replace(STUDY, findings=(replace(STUDY.findings[0], tone="glorious"),))
     assert study_headline(slice_report(odd)).tone == "neutral"
 
