@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -174,7 +174,8 @@ def test_a_forward_that_names_no_tokens_is_told_and_changes_nothing(base: Path, 
 
 def test_a_model_in_shards_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = beside(base, tmp_path / "out")
-    monkeypatch.setitem(AcceleratorState._shared_state, "distributed_type", DistributedType.FSDP)
+    sharded = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    monkeypatch.setattr("mtp_train.joint.AcceleratorState", lambda: sharded)
     with pytest.raises(UnsupportedModelError, match=r"the model is in shards \(FSDP\); expected it whole"):
         head_of(trainer).on_train_begin(trainer.args, trainer.state, trainer.control)
 
