@@ -256,7 +256,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
-        "mlp_only_layers": [0],
+        "mlp_only_layers": [1],
         "rope_parameters": _ROPE,
     },
     "olmo2": {"rope_parameters": _ROPE},

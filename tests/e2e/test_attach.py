@@ -14,6 +14,7 @@ from test_every_family import assert_lossless, inspected
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors
+from mtp_train.commands.inspect import SUGGESTED_DEPTH
 from mtp_train.families import FAMILIES
 from mtp_train.inputs import open_location
 from mtp_train.recipe_io import load_recipe
@@ -26,6 +27,7 @@ ATTACH = {
     **LEARNS,
     "model__head_from": None,
     "head__init": "copy_last_layer",
+    "head__num_depths": SUGGESTED_DEPTH,
     "evaluate__arms": ["none", "retrained"],
     "gate__baseline": "none",
 }
