@@ -19,8 +19,8 @@ from mtp_train.families.spec import Borrowed, Convention, CountField, Engine, Fa
 # transformers' causal language models of these types name no head keys: the loaded model has to be told.
 _USE_MTP_TOLD = EngineSupport(
     True,
-    "model._keys_to_ignore_on_load_unexpected = [r'^mtp\\.'] once it is loaded, then model.generate(..., use_mtp=True): "
-    "batch 1, one draft a round",
+    "once loaded, model._keys_to_ignore_on_load_unexpected = [r'^mtp\\.']; model.generate(..., use_mtp=True): batch 1, "
+    "one draft a round",
 )
 _NO_VLLM = no(
     "has no such head of its own for this model, and its transformers backend finds one by the keys that the model's "
@@ -28,9 +28,7 @@ _NO_VLLM = no(
 )
 _NO_SGLANG = no("has no head for this model")
 _NO_LLAMA_CPP = no("has no graph for this head")
-_TRANSFORMERS_ONLY = engine_table(
-    transformers=_USE_MTP_TOLD, vllm=_NO_VLLM, sglang=_NO_SGLANG, llama_cpp=_NO_LLAMA_CPP
-)
+_TRANSFORMERS_ONLY = engine_table(transformers=_USE_MTP_TOLD, vllm=_NO_VLLM, sglang=_NO_SGLANG, llama_cpp=_NO_LLAMA_CPP)
 
 
 def _full(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -128,9 +126,7 @@ QWEN2 = Family(
 )
 LLAMA = _attached("llama", "Llama 2 / 3", classes=("llama", "Llama"))
 MISTRAL = _attached("mistral", "Mistral", classes=("mistral", "Mistral"))
-QWEN3 = _attached(
-    "qwen3", "Qwen3 dense", classes=("qwen3", "Qwen3"), head_layer_config=_full, masks_by_layer_type=True
-)
+QWEN3 = _attached("qwen3", "Qwen3 dense", classes=("qwen3", "Qwen3"), head_layer_config=_full, masks_by_layer_type=True)
 QWEN3_MOE = _attached(
     "qwen3_moe",
     "Qwen3 MoE",

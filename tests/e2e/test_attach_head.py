@@ -79,9 +79,10 @@ def assert_transformers_drafts_the_same(export: Path, monkeypatch: pytest.Monkey
         return
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "engines" / "programs"))
+    from run_transformers import load, rounds_of
+
     from engines.launch import ENGINES
     from engines.witness import Task, compare_decoding
-    from run_transformers import load, rounds_of
 
     prompts = torch.randint(BYTE_VOCAB_SIZE, (3, 7), generator=torch.Generator().manual_seed(3)).tolist()
     task = Task(
