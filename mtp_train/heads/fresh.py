@@ -32,7 +32,7 @@ def fresh_plan(
 
     Norms start as the identity of their flavour (transformers' own initial values), matrices as the trunk's do. With
     ``copy_last_layer`` the head's layer starts as the trunk's last one of its kind, the final norm as the trunk's, and
-    the projection hands on the hidden state alone: the head starts close to what the trunk says itself.
+    the projection as the mean of the two halves that it reads.
 
     Raises:
         CheckpointError: No layer of the trunk fits where one is to be copied.
@@ -78,20 +78,12 @@ def _init_random(head: MtpHead, std: float, seed: int) -> None:
 
 
 def _init_projection(head: MtpHead) -> None:
-    """Let the layer read the normed hidden state and, to begin with, nothing of the token.
-
-    Measured on the demo (40 steps): training loss 0.92, against 1.33 with half of either, 1.25 with a random projection
-    and 1.12 with all of the head random.
-    """
-    all_DD = torch.eye(head.config.hidden_size)
-    none_DD = torch.zeros_like(all_DD)
-    halves = [none_DD, all_DD] if head.family.concat == "embed_first" else [all_DD, none_DD]
-    starts = {"token_proj.weight": none_DD, "hidden_proj.weight": all_DD, "proj.weight": torch.cat(halves, dim=1)}
+    """Let the layer read the mean of the two normed halves."""
+    half_DD = 0.5 * torch.eye(head.config.hidden_size)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            start = starts.get(name.removeprefix("blocks.0."))
-            if start is not None:
-                parameter.copy_(start)
+            if name.endswith(("_proj.weight", ".proj.weight")) and ".layer." not in name:
+                parameter.copy_(half_DD.repeat(1, parameter.shape[1] // len(half_DD)))
 
 
 def _copied_layer(
