@@ -33,6 +33,11 @@ def retrain_command(finetune: str, base: str) -> str:
     return f"accelerate launch -m mtp_train recipes/retrain_head.yaml {overrides}"
 
 
+def attach_command(trunk: str) -> str:
+    """Return the command that trains a new head for a model without one."""
+    return f"accelerate launch -m mtp_train recipes/attach_head.yaml model.trunk={shlex.quote(trunk)}"
+
+
 def named_base(checkpoint: Path) -> str | None:
     """Return the base that a model card names (``base_model:`` in its header), if any.
 

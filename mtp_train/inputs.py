@@ -20,8 +20,9 @@ from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.demo import resolve
 from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.families.spec import Convention
-from mtp_train.heads.attach import HeadPlan, fresh_plan, graft_plan
+from mtp_train.heads.attach import HeadPlan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.heads.fresh import fresh_plan
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.offload import require_offload
 from mtp_train.heads.quantization import require_bitsandbytes, require_quantizable
@@ -145,8 +146,9 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
 def plan_head(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None) -> HeadPlan:
     """Say what the head starts from and how it is written."""
     convention = recipe.head.convention
-    if recipe.head.init == "random":
-        return fresh_plan(finetune, text_config_of(finetune), convention, seed=recipe.seed)
+    if recipe.head.init in ("copy_last_layer", "random"):
+        text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
+        return fresh_plan(finetune, text_config, convention, seed=recipe.seed, start=recipe.head.init)
     # A graft without a base is refused when the recipe is read.
     donor = finetune if recipe.head.init == "native" or base is None else base
     return graft_plan(finetune, donor, convention)

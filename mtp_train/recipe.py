@@ -20,7 +20,7 @@ UpToOne = Annotated[float, Bound(above=0, max=1)]
 Momentum = Annotated[float, Bound(min=0, below=1)]
 GreedyOnly = Annotated[float, Bound(min=0, max=0)]
 
-InitKind = Literal["native", "graft", "random"]
+InitKind = Literal["native", "graft", "copy_last_layer", "random"]
 Arm = Literal["none", "graft", "native", "retrained", "vanilla"]
 Baseline = Literal["graft", "native", "none"]
 
@@ -71,7 +71,8 @@ class HeadSection:
     kind: Literal["mtp"] = "mtp"
     """The architecture: norms, a projection and a decoder layer of the trunk's own kind."""
     init: InitKind = "graft"
-    """What it starts from: the head in `model.trunk`, the one in `model.head_from`, or random weights."""
+    """What it starts from: the head in `model.trunk`, the one in `model.head_from`, a new one around a copy of the
+    trunk's last layer, or a new one of random weights."""
     num_depths: Depth = 3
     """How many tokens ahead it is trained to draft. Says nothing about how many modules the checkpoint holds."""
     lora: LoraSpec | None = None
@@ -327,6 +328,11 @@ class Recipe:
         if self.head.init == "native":
             return "native"
         return "none" if self.model.head_from is None else "graft"
+
+    @property
+    def attaches(self) -> bool:
+        """Whether the head is a new one, which no checkpoint has."""
+        return self.head.init in ("copy_last_layer", "random")
 
     @property
     def regenerates(self) -> bool:

@@ -44,7 +44,8 @@ def _graft_has_a_donor(recipe: Recipe) -> Iterator[str]:
     if recipe.head.init == "graft" and recipe.model.head_from is None:
         yield (
             "head.init: 'graft' while model.head_from is null; expected a checkpoint to take the head from. Name the "
-            "fine-tune's base in model.head_from, or write head.init: native (the trunk has a head) or random."
+            "fine-tune's base in model.head_from, or write head.init: native (the trunk has a head) or copy_last_layer "
+            "(it has none)."
         )
 
 
@@ -59,10 +60,10 @@ def _what_is_packed_stays(recipe: Recipe) -> Iterator[str]:
 
 @_reads("head.init", "head.lora")
 def _lora_has_a_head_to_start_from(recipe: Recipe) -> Iterator[str]:
-    if recipe.head.lora is not None and recipe.head.init == "random":
+    if recipe.head.lora is not None and recipe.attaches:
         yield (
-            "head.lora: set with head.init: random, whose weights would stay random; expected a head that was trained. "
-            "Write head.lora: null, or head.init: graft or native."
+            f"head.lora: set with head.init: {recipe.head.init}, whose weights would stay untrained; expected a head "
+            "that was trained. Write head.lora: null, or head.init: graft or native."
         )
 
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Print the README's table of families, made from the family records and the engines' records.
+"""Print the README's table of families and the line below it, made from the family records and the engines' records.
 
     python scripts/support_table.py            # print it
     python scripts/support_table.py --write    # put it into the README
 
 An engine's cell says ``run`` where a record in ``inference/benchmarks/engines/`` shows that the engine and our decoder
 said the same on a checkpoint of the family, ``loads`` where the engine's loader takes the layout by its source and
-nobody ran it here, and ``no`` where it does not use the head (``mtp-train inspect`` gives the reason).
+nobody ran it here, and ``no`` where it does not use the head (``mtp-train inspect`` gives the reason). Families whose
+releases have no head stand in the line below, by who drafts with an attached one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from pathlib import Path
 
 from mtp_train.families import FAMILIES, Family
@@ -23,7 +25,8 @@ REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"
 RECORDS = REPOSITORY / "inference" / "benchmarks" / "engines"
 BEGIN, END = "<!-- families -->", "<!-- /families -->"
-ENGINES = ("vllm", "sglang", "llama.cpp", "transformers")
+ENGINE_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp", "transformers": "`use_mtp`"}
+ENGINES = tuple(ENGINE_TITLES)
 HEADER = (
     *("family", "`model_type`", "inspect, graft, export", "train, decode"),
     *("vLLM", "SGLang", "llama.cpp", "GGUF sidecar", "transformers `use_mtp`"),
@@ -53,10 +56,24 @@ def row(family: Family, runs: set[tuple[str, str]]) -> list[str]:
 
 
 def table() -> str:
-    """Return the table in Markdown."""
+    """Return the table in Markdown, and the line below it."""
     runs = witnessed()
-    lines = [HEADER, ["---"] * len(HEADER), *(row(family, runs) for family in FAMILIES)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [HEADER, ["---"] * len(HEADER), *(row(family, runs) for family in FAMILIES if not family.attached)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{attached()}"
+
+
+def attached() -> str:
+    """Return who drafts with heads that were attached, and in which models."""
+    titles: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        if family.attached:
+            served = ", ".join(ENGINE_TITLES[engine] for engine in ENGINES if family.engines[engine].supported)
+            titles.setdefault(served, []).append(family.title)
+    groups = "; ".join(f"{', '.join(names)} ({served})" for served, names in titles.items())
+    text = (
+        f"`recipes/attach_head.yaml` trains a head for models that come without one, here with who uses it: {groups}."
+    )
+    return textwrap.fill(text, width=120)
 
 
 def main() -> None:

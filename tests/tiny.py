@@ -6,8 +6,6 @@ a wrong state shows.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import transformers
 from packaging.version import Version
@@ -46,9 +44,8 @@ CACHE_KINDS = {
     "compressed": "deepseek_v4",
     "convolved": "inkling",
 }
-CACHE_KINDS = {kind: name for kind, name in CACHE_KINDS.items() if name in (*ALL_FAMILIES, "mistral", "qwen2")}
-"""What a trunk keeps, and the name of a tiny trunk that keeps it. ``sliding`` and ``mixed`` belong to no family and
-have no head."""
+CACHE_KINDS = {kind: name for kind, name in CACHE_KINDS.items() if name in ALL_FAMILIES}
+"""What a trunk keeps, and the name of a tiny trunk that keeps it."""
 
 
 def tiny_trunk(name: str, seed: int = 0, tied: bool = False, vocab_size: int = VOCAB_SIZE) -> Trunk:
@@ -89,11 +86,7 @@ def chained_head(trunk: Trunk, num_modules: int, seed: int = 0) -> MtpHead:
 
 
 def _family(name: str) -> Family:
-    families = {family.name: family for family in FAMILIES}
-    if name in families:
-        return families[name]
-    # Borrowed for what it says of the trunk: no recurrent layers.
-    return dataclasses.replace(families["glm4_moe"], name=name, masks_by_layer_type=name == "qwen2")
+    return next(family for family in FAMILIES if family.name == name)
 
 
 def _randomize(module: nn.Module, seed: int) -> None:

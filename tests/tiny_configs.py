@@ -247,9 +247,30 @@ _FIELDS: dict[str, dict[str, Any]] = {
         },
         "mtp_config": {"num_nextn_predict_layers": 3, "chain_hidden_post_norm": False, "local_layer_ids": [0, 2]},
     },
-    # Of no family, and without a head.
+    # Whose releases have no head.
+    "llama": {"rope_parameters": _ROPE},
     "mistral": {"sliding_window": SLIDING_WINDOW},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": SLIDING_WINDOW},
+    "qwen3": {"rope_parameters": _ROPE},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [1],
+        "rope_parameters": _ROPE,
+    },
+    "olmo2": {"rope_parameters": _ROPE},
+    # Two sliding windows, then full attention, each with rotary frequencies of its own.
+    "gemma3_text": {
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 16,
+        "final_logit_softcapping": 5.0,
+        "rope_parameters": {
+            "sliding_attention": _ROPE,
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    },
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mtp_train.demo import resolve
 from mtp_train.families import family_for
+from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import head_shapes
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.offload import require_offload
@@ -37,6 +39,8 @@ class CheckResult:
     memory_in_shards: Footprint | None
     """In training, where FSDP2 or ZeRO-3 shares trunk and head out; None where that is not to be had."""
     cost: Cost
+    serves: Mapping[str, str]
+    """Engine to the command that serves the export, or why it does not use the head."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -49,12 +53,14 @@ class CheckResult:
             "memory": self.memory.to_json(),
             "memory_in_shards": None if self.memory_in_shards is None else self.memory_in_shards.to_json(),
             "cost": cost,
+            "serves": dict(self.serves),
         }
 
     def to_text(self) -> str:
         """Return the recipe and the plan for a reader."""
         plan, memory, shards, cost = self.plan, self.memory, self.memory_in_shards, self.cost
         shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
+        engines = "\n".join(f"# {engine}: {text}" for engine, text in self.serves.items())
         return (
             f"{dump_recipe(self.recipe)}\n"
             f"# {self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
@@ -65,7 +71,7 @@ class CheckResult:
             f"# about {cost.total_flops / 1e12:.3g} TFLOP on all processes: trunk {cost.trunk_flops / 1e12:.3g}, head "
             f"{cost.head_flops / 1e12:.3g}, loss {cost.loss_flops / 1e12:.3g}, answers at most "
             f"{cost.regenerate_flops / 1e12:.3g}; disk at most {cost.disk_bytes / GIB:.2f} GiB besides answers"
-            f"{self._study_text()}"
+            f"{self._study_text()}\n# the export, with its head, in\n{engines}"
         )
 
     def _study_text(self) -> str:
@@ -92,7 +98,7 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_json(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
-    num_modules = family.declared_modules(raw) or 1
+    num_modules = 1 if recipe.attaches else family.declared_modules(raw) or 1
     if recipe.model.quantization is not None:
         require_quantizable(recipe.model.quantization, raw, where=path)
     if recipe.model.offload is not None:
@@ -124,7 +130,8 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     packed = recipe.model.quantization is not None or quant_method(raw) is not None
     shards = None if packed or recipe.train.hidden_cache is not None else in_shards(memory, trunk, plan)
     cost = whole_cost(recipe, plan, sizes, memory.offloaded_bytes if recipe.model.offload == "disk" else 0)
-    return CheckResult(recipe, family.title, plan, memory, shards, cost)
+    serves = engine_commands(family.engines, f"{recipe.run_dir}/export", recipe.head.num_depths)
+    return CheckResult(recipe, family.title, plan, memory, shards, cost, serves)
 
 
 def whole_cost(recipe: Recipe, plan: Plan, sizes: Sizes, offloaded_bytes: int) -> Cost:

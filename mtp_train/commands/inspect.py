@@ -9,7 +9,14 @@ from typing import Any, Literal
 import torch
 from rich.progress import Progress
 
-from mtp_train.cures import draft_model_flag, export_command, graft_command, named_base, retrain_command
+from mtp_train.cures import (
+    attach_command,
+    draft_model_flag,
+    export_command,
+    graft_command,
+    named_base,
+    retrain_command,
+)
 from mtp_train.families import Family
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
@@ -159,7 +166,12 @@ def serving_commands(checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: S
             "undeclared": "no: the head is there but config.json does not declare it",
             "quantised": f"not verified: head quantised with {diagnosis.method}; the cure gives one in plain floats",
         }.get(status, f"no: {diagnosis.describe()}")
-        return dict.fromkeys(checkpoint.family.engines, reason)
+        # What would not serve a head either is said before one is attached.
+        never = engine_commands(checkpoint.family.engines, "", SUGGESTED_DEPTH) if status == "none" else {}
+        return {
+            engine: never[engine] if status == "none" and support.supported is False else reason
+            for engine, support in checkpoint.family.engines.items()
+        }
     if not holds_layers(checkpoint):
         flag = draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
@@ -182,6 +194,8 @@ def find_cure(checkpoint: Checkpoint, base: Checkpoint | None, status: Status, s
         return graft_command(path, donor)
     if status == "undeclared":
         return export_command(path)
+    if status == "none":
+        return attach_command(path)
     return retrain_command(path, donor) if stale else None
 
 

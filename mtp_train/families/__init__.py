@@ -5,6 +5,7 @@ from __future__ import annotations
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.assistants import Assistant as Assistant
 from mtp_train.families.assistants import assistant_for as assistant_for
+from mtp_train.families.attached import ATTACHED
 from mtp_train.families.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
 from mtp_train.families.deepseek_v4 import DEEPSEEK_V4
 from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
@@ -49,6 +50,7 @@ FAMILIES: tuple[Family, ...] = (
     LONGCAT_FLASH,
     MINIMAX_M3,
     INKLING,
+    *ATTACHED,
 )
 """In the order in which tables show them."""
 
@@ -74,6 +76,7 @@ def family_for(config: RawConfig, *, where: str) -> Family:
     model_type = str(raw_text_config(config).get("model_type") or config.get("model_type"))
     for family in FAMILIES:
         if model_type in family.model_types:
+            _refuse_inside_of_a_wrapper(family, config, where)
             return family
     if model_type in HEADLESS:
         raise UnsupportedModelError(
@@ -85,3 +88,12 @@ def family_for(config: RawConfig, *, where: str) -> Family:
         f"{where}: config.json has model_type '{model_type}', an architecture without a known head layout; expected "
         f"one of {known}. Add a family record (CONTRIBUTING.md says how) or use a supported model."
     )
+
+
+def _refuse_inside_of_a_wrapper(family: Family, config: RawConfig, where: str) -> None:
+    if family.attached and raw_text_config(config) is not config:
+        raise UnsupportedModelError(
+            f"{where}: model_type '{config.get('model_type')}' around {family.title}: its releases carry no MTP head; "
+            "expected a model that has a head to put back or retrain, or a text-only one to attach a head to. Use the "
+            "text-only model."
+        )

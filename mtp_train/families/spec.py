@@ -223,6 +223,11 @@ class Family:
     count: CountField
     head_config_fields: tuple[str, ...]
     """Every field of the text config that describes the head, the count included; a graft brings them along."""
+    declared_beside: Mapping[str, Any] = field(default_factory=dict)
+    """What the text config says of a head besides its count, the same for all."""
+    attached: bool = False
+    """Whether releases carry no head, so that there is one only where it was attached. Known as a model of its own, not
+    inside of a wrapper."""
     trunk_prefixes: tuple[str, ...]
     """Decoder prefixes this family's checkpoints use, longest first."""
     embed_key: str = "{trunk}embed_tokens.weight"
@@ -364,9 +369,11 @@ class Family:
             f"head.convention: '{name}'; expected one of {known} for {self.title}. Use auto unless you serve elsewhere."
         )
 
-    def count_as_field(self, num_modules: int) -> dict[str, int]:
-        """Return the text-config field that declares so many modules; none where it has no such field."""
-        return {} if self.count.name is None or self.count.section else {self.count.name: num_modules}
+    def count_as_field(self, num_modules: int) -> dict[str, Any]:
+        """Return the text-config fields that declare so many modules; none where it has no such field."""
+        if self.count.name is None or self.count.section:
+            return {}
+        return {self.count.name: num_modules, **self.declared_beside}
 
     def declaring(self, num_modules: int, config: RawConfig) -> dict[str, Any]:
         """Return what a raw config has to say of so many modules: fields of its text config, or its section, whole."""

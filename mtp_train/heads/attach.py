@@ -1,4 +1,4 @@
-"""Building a head for a trunk: from a checkpoint that has one, from an artifact, or fresh."""
+"""Building a head for a trunk: from a checkpoint that has one, or from an artifact. Fresh ones are in ``fresh.py``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers import PretrainedConfig
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
-from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype
+from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.weights.artifact import Artifact, load_artifact
-from mtp_train.weights.files import SAFETENSORS_DTYPES, Checkpoint
+from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import NativeHead, head_config_fields, native_head_of, require_same_trunk_shape
+from mtp_train.weights.native import NativeHead, native_head_of, require_same_trunk_shape
 from mtp_train.weights.writing import PendingTensor, held_tensor
 
 
@@ -56,53 +56,14 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
     require_same_trunk_shape(finetune, layout, base, base_layout)
     diagnosis = diagnose_head(base)
     if not diagnosis.complete:
-        raise CheckpointError(
-            f"{base.path}: {diagnosis.describe()}; expected a complete head. Point at the base with its original "
-            "weights."
-        )
+        cure = "Point at the base with its original weights."
+        if base.family.attached and not diagnosis.found_keys:
+            cure = f"Releases of {base.family.title} have none: attach one with recipes/attach_head.yaml."
+        raise CheckpointError(f"{base.path}: {diagnosis.describe()}; expected a complete head. {cure}")
     # The head keeps the expert layout that it has: engines read both.
     layout = replace(layout, fused_experts=base_layout.fused_experts)
     template = native_head_of(base, base_layout, layout)
     return HeadPlan(finetune.family, layout, diagnosis.present_modules, convention, template)
-
-
-def fresh_plan(checkpoint: Checkpoint, text_config: PretrainedConfig, convention: str, *, seed: int) -> HeadPlan:
-    """Plan to start from a randomly initialised head of one module, in the trunk's dtype.
-
-    Norms start as the identity of their flavour (transformers' own initial values), matrices as the trunk's do.
-    """
-    family, layout = checkpoint.family, layout_of(checkpoint)
-    family.convention(convention)
-    trunk_dtype = stored_dtype(checkpoint)
-    head = MtpHead(family, text_config, num_modules=1, convention=family.default)
-    _init_fresh(head, text_config.initializer_range, seed)
-    if family.own_lm_head:
-        stored = family.lm_head_key in checkpoint.tensors
-        output_VD = checkpoint.read(family.lm_head_key if stored else layout.embed_key)
-        for weight_VD in head.own_lm_heads(1) or []:
-            weight_VD.data.copy_(output_VD)
-    trained = dict(head.named_parameters())
-    # Buffers (a router's correction bias) keep the precision transformers gives them.
-    dtypes = {
-        key: trunk_dtype if name in trained else SAFETENSORS_DTYPES[value.dtype]
-        for name, value in head.state_dict().items()
-        for key, _ in layout.split(name, value)
-    }
-    fields = {**head_config_fields(checkpoint), **family.declaring(1, checkpoint.config)}
-    template = NativeHead(native_tensors(head.state_dict(), layout, dtypes), (), fields)
-    return HeadPlan(family, layout, 1, convention, template)
-
-
-def _init_fresh(head: MtpHead, std: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if parameter.ndim > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-            elif name.endswith(("bias", "sinks", "base")):
-                parameter.zero_()
-            elif name.endswith("scale"):
-                parameter.fill_(1.0)
 
 
 def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> MtpHead:

@@ -91,6 +91,18 @@ class HeadLayout:
                 return [rule.native.format(**places) for rule in same]
         return []
 
+    def same_in_trunk(self, key: str, layer: int) -> str | None:
+        """Return the native key under which a trunk layer keeps what a head key keeps of the head's layer.
+
+        None where the key is not of the head's layer, or its rules do not say that it is called alike there.
+        """
+        mapped = self.map_key(key)
+        alike = next((native for rule, native, _ in self._rules if rule.ours == "layer.{rest}"), None)
+        if mapped is None or alike is None or mapped.ours.split(".")[2] != "layer":
+            return None
+        match = alike.match(key)
+        return None if match is None else f"{self.trunk_prefix}layers.{layer}.{match['rest']}"
+
     def is_head_key(self, key: str) -> bool:
         """Whether a native key belongs to the head (known or not)."""
         matches = (pattern.match(key) for pattern in self._prefixes)

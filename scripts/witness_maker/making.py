@@ -162,7 +162,7 @@ def save(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path) -> N
         (directory / name).write_text(text, encoding="utf-8")
 
 
-def _set_fields(directory: Path, text_fields: dict[str, int], released: Any) -> None:
+def _set_fields(directory: Path, text_fields: dict[str, Any], released: Any) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config.get("text_config", config).update(text_fields)

@@ -112,6 +112,12 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
                 )
             },
         ),
+        # Heads attached to trunks whose releases have none.
+        "llama": WitnessShape(fields=_SIZES | {"rope_parameters": _ROPE}),
+        "qwen2": WitnessShape(
+            fields={name: value for name, value in _SIZES.items() if name != "head_dim"} | {"rope_parameters": _ROPE}
+        ),
+        "qwen3": WitnessShape(fields=_SIZES | {"rope_parameters": _ROPE}),
         "mimo_v2_flash": WitnessShape(
             fields=_SIZES
             | _ROUTED

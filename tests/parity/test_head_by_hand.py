@@ -83,6 +83,14 @@ HANDS = {
         layer_prefix="model.mtp_layers.0.",
         hidden_first=True,
     ),
+    "qwen2": ByHand(
+        classes="qwen2",
+        layer=lambda classes, config: classes.Qwen2DecoderLayer(config, 0),
+        norms=("token_layernorm", "hidden_layernorm", "final_layernorm"),
+        proj="input_proj",
+        layer_prefix="model.mtp_layers.0.",
+        hidden_first=True,
+    ),
     "mimo_v2_flash": ByHand(
         classes="mimo_v2_flash",
         layer=lambda classes, config: classes.MiMoV2FlashDecoderLayer(config, 0),

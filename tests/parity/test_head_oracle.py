@@ -41,6 +41,7 @@ RENAMED = {"final_layernorm.": "shared_head.norm."}
 MTP_MODEL_FAMILIES = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"),
     *("hy_v3", "bailing_hybrid"),
+    *("llama", "mistral", "qwen3", "qwen3_moe", "olmo2", "gemma3_text"),
 )
 """The others are in ``test_head_by_hand.py``: ``MtpModel`` has no place for their layers or keys."""
 CHAINED_FAMILIES = ("inkling",)
@@ -77,11 +78,12 @@ def oracle_depths(oracle: Any, trunk: Trunk, hidden_TD: Tensor, tokens_T: Tensor
         num_rows = hidden_1SD.shape[1]
         embeds_1SD = trunk.embed(tokens_T[None, 1 : num_rows + 1])
         positions_1S = torch.arange(1, num_rows + 1)[None]
+        by_kind = {"layer_type": "full_attention"} if oracle.has_per_layer_rope else {}
         causal = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()[None, None]
         output_1SD = oracle.layers[0](
             embeds_1SD,
             hidden_1SD,
-            position_embeddings=oracle.rotary_emb(embeds_1SD, position_ids=positions_1S),
+            position_embeddings=oracle.rotary_emb(embeds_1SD, position_ids=positions_1S, **by_kind),
             position_ids=positions_1S,
             attention_mask=causal,
             past_key_values=None,

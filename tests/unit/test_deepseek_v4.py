@@ -17,8 +17,9 @@ from adapters import write_adapter
 from checkpoints import all_tensors, base_and_finetune, save_with_head
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
 from mtp_train.cli import main
-from mtp_train.heads.attach import build_head, fresh_plan, native_plan
+from mtp_train.heads.attach import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.fresh import fresh_plan
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.heads.trunk import Trunk, load_trunk

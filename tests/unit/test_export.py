@@ -23,8 +23,9 @@ from checkpoints import (
 from mtp_train.commands.graft import export, graft
 from mtp_train.commands.inspect import inspect_checkpoint
 from mtp_train.errors import CheckpointError, OutputExistsError
-from mtp_train.heads.attach import build_head, fresh_plan, graft_plan, trained_head
+from mtp_train.heads.attach import build_head, graft_plan, trained_head
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.heads.fresh import fresh_plan
 from mtp_train.weights import export as export_module
 from mtp_train.weights.export import write_checkpoint
 from mtp_train.weights.files import INDEX_FILE, open_checkpoint

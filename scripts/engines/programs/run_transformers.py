@@ -26,9 +26,9 @@ def load(job):
     """Return the trunk, told where its checkpoint keeps the head."""
     model = AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=job["dtype"]).eval()
     config = model.config.get_text_config()
-    # The class names the layer numbers of released sizes only.
-    own = rf"model\.layers\.{config.num_hidden_layers}\."
-    model._keys_to_ignore_on_load_unexpected = [*(model._keys_to_ignore_on_load_unexpected or []), own]
+    # The class names the layer numbers of released sizes only, and none where the releases have no head.
+    own = [rf"model\.layers\.{config.num_hidden_layers}\.", r"^mtp\."]
+    model._keys_to_ignore_on_load_unexpected = [*(model._keys_to_ignore_on_load_unexpected or []), *own]
     model.generation_config.eos_token_id = None
     return model
 

@@ -1,0 +1,127 @@
+"""A model whose releases have no head, its way to an export that has one, and what reads that export."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_every_family import assert_lossless, inspected
+
+from byte_tokenizer import byte_tokenizer
+from checkpoints import all_tensors
+from mtp_train.commands.inspect import SUGGESTED_DEPTH
+from mtp_train.families import FAMILIES
+from mtp_train.inputs import open_location
+from mtp_train.recipe_io import load_recipe
+from runs import BYTE_VOCAB_SIZE, LEARNS, document, run_quietly, write_inputs, write_recipe
+from tiny import tiny_trunk
+
+ROOT = Path(__file__).parents[2]
+ATTACHED = {family.name: family for family in FAMILIES if family.attached}
+ATTACH = {
+    **LEARNS,
+    "model__head_from": None,
+    "head__init": "copy_last_layer",
+    "head__num_depths": SUGGESTED_DEPTH,
+    "evaluate__arms": ["none", "retrained"],
+    "gate__baseline": "none",
+}
+
+
+def write_headless(directory: Path, family_name: str) -> Path:
+    """Write chats and, in the place of the fine-tune, a model as its release has it: no head, no word of one."""
+    write_inputs(directory)
+    path = directory / "finetune"
+    for old in path.iterdir():
+        old.unlink()
+    tiny_trunk(family_name, vocab_size=BYTE_VOCAB_SIZE).causal_lm.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("family_name", ["llama", "qwen2", "qwen3_moe"])
+def test_a_model_without_a_head_gets_one(
+    family_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trunk, run_dir = write_headless(tmp_path / "in", family_name), tmp_path / "run"
+    before = inspected(capfd, trunk)
+    assert (before["family"], before["status"]) == (family_name, "none")
+    launch = shlex.split(before["cure"])
+    assert launch[:4] == ["accelerate", "launch", "-m", "mtp_train"]
+    assert load_recipe(ROOT / launch[4], launch[5:]).model.trunk == str(trunk)
+
+    recipe = write_recipe(tmp_path / "recipe.yaml", tmp_path / "in", run_dir, **ATTACH)
+    promised = document(["check", recipe], capfd)["serves"]
+    assert run_quietly(load_recipe(recipe)).stage == "done"
+    report = json.loads((run_dir / "report.json").read_text())
+    assert (report["gate"]["passed"], report["gate"]["baseline"]) == (True, "none")
+    assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+
+    export = run_dir / "export"
+    after = inspected(capfd, export)
+    assert (after["status"], after["serves"]) == ("healthy", promised)
+    written = all_tensors(export)
+    assert all(torch.equal(written[key], value) for key, value in all_tensors(trunk).items())
+    assert_lossless(export)
+    if ATTACHED[family_name].engines["transformers"].supported:
+        assert_transformers_drafts_the_same(export, monkeypatch)
+
+
+def assert_transformers_drafts_the_same(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock transformers loads the head from the export, and says, drafts and accepts what our decoder does."""
+    modeling = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(getattr(modeling, "MtpModel", None), "forward_layer"):
+        return
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "engines" / "programs"))
+    from run_transformers import load, rounds_of
+
+    from engines.launch import ENGINES
+    from engines.witness import Task, compare_decoding
+
+    prompts = torch.randint(BYTE_VOCAB_SIZE, (3, 7), generator=torch.Generator().manual_seed(3)).tolist()
+    task = Task(
+        engine=ENGINES["transformers"],
+        kind="decode",
+        checkpoint=open_location(str(export)),
+        prompts=prompts,
+        max_new_tokens=24,
+        dtype="float32",
+        python=sys.executable,
+        files={},
+        work=export,
+    )
+    model = load({"checkpoint": str(export), "dtype": "float32"})
+    texts = [rounds_of(model, prompt_ids, task.max_new_tokens) for prompt_ids in prompts]
+    theirs: dict[str, Any] = {"engine": "transformers", "texts": texts, "eos_ids": [], "counters": {}}
+    entry = compare_decoding(task, 1, theirs)
+    assert (entry["verdict"], entry["ours"]) == ("equal", entry["theirs"])
+    assert entry["ours"]["draft_tokens"] > 10
+
+
+@pytest.mark.parametrize("family_name", ["llama", "qwen3"])
+def test_there_is_nothing_to_graft(family_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from mtp_train.cli import main
+
+    trunk = str(write_headless(tmp_path / "in", family_name))
+    assert main(["graft", trunk, "--from", trunk, "--out", str(tmp_path / "out")]) == 2
+    said = capfd.readouterr().err
+    assert "holds no head tensors" in said
+    assert "attach one with recipes/attach_head.yaml" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family_name", ATTACHED)
+def test_who_would_not_serve_a_head_is_said_before_there_is_one(
+    family_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tiny_trunk(family_name).causal_lm.save_pretrained(tmp_path / "model")
+    serves = inspected(capfd, tmp_path / "model")["serves"]
+    for engine, support in ATTACHED[family_name].engines.items():
+        expected = f"no: {support.text}" if support.supported is False else "no: holds no head tensors"
+        assert serves[engine].startswith(expected)

@@ -1,0 +1,155 @@
+"""A head for a trunk that has none: what it starts from."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import AutoModelForCausalLM
+
+from checkpoints import fuse_experts, save_stripped
+from mtp_train.errors import CheckpointError
+from mtp_train.heads.attach import build_head
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.fresh import FreshStart, fresh_plan
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.step import unroll
+from mtp_train.heads.trunk import Trunk
+from mtp_train.weights.files import open_checkpoint
+from tiny import tiny_trunk
+from tiny_configs import tiny_config
+
+# Family to the layer of its tiny trunk that is the last of the head's kind.
+LAST = {
+    "llama": 2,
+    "qwen2": 0,
+    "qwen3_moe": 2,
+    "olmo2": 2,
+    "gemma3_text": 2,
+    # Full attention after three recurrent layers.
+    "qwen3_5": 3,
+    "deepseek_v3": 2,
+    # Dense, where all layers but the first are mixtures.
+    "exaone_moe": 0,
+}
+
+
+TRUNK_STEPS, HEAD_STEPS = 150, 20
+
+
+def fresh_head(path: Path, start: FreshStart) -> MtpHead:
+    checkpoint = open_checkpoint(path)
+    config = text_config_of(checkpoint)
+    return build_head(fresh_plan(checkpoint, config, "auto", seed=1, start=start), config, dtype=torch.float32)
+
+
+def num_equal(head: MtpHead, trunk: Trunk, layer: int) -> tuple[int, int]:
+    """Count the head's layer's tensors, and those that a layer of the trunk, as transformers loads it, has too."""
+    theirs = trunk.layers[layer].state_dict()
+    ours = head.blocks[0].layer.state_dict()
+    assert ours.keys() == theirs.keys()
+    return len(ours), sum(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+@pytest.mark.parametrize("family_name", LAST)
+def test_the_layer_starts_as_the_trunks_last_of_its_kind(family_name: str, tmp_path: Path) -> None:
+    trunk = tiny_trunk(family_name)
+    head = fresh_head(save_stripped(trunk, tmp_path / "trunk"), "copy_last_layer")
+    count, equal = num_equal(head, trunk, LAST[family_name])
+    assert equal == count > 0
+    assert torch.equal(head.blocks[0].final_norm.weight, trunk.decoder.norm.weight)
+
+
+def test_a_random_start_has_nothing_of_the_trunk(tmp_path: Path) -> None:
+    trunk = tiny_trunk("llama")
+    head = fresh_head(save_stripped(trunk, tmp_path / "trunk"), "random")
+    assert num_equal(head, trunk, LAST["llama"])[1] == 0
+    assert not torch.equal(head.blocks[0].final_norm.weight, trunk.decoder.norm.weight)
+
+
+def test_experts_are_copied_however_they_are_stored(tmp_path: Path) -> None:
+    trunk = tiny_trunk("qwen3_moe")
+    path = fuse_experts(save_stripped(trunk, tmp_path / "trunk"))
+    count, equal = num_equal(fresh_head(path, "copy_last_layer"), trunk, LAST["qwen3_moe"])
+    assert equal == count
+
+
+def test_a_head_whose_layer_no_layer_of_the_trunk_is_like_is_refused(tmp_path: Path) -> None:
+    path = save_stripped(tiny_trunk("nemotron_h"), tmp_path / "trunk")
+    with pytest.raises(CheckpointError, match=r"no layer of the trunk .* Write head\.init: random"):
+        fresh_head(path, "copy_last_layer")
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Trunk:
+    """A tiny Llama that has read some of the standard library, byte by byte; saved where its config says."""
+    config = tiny_config("llama", vocab_size=256)
+    trunk = Trunk(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tiny_trunk("llama").family)
+    optimizer = torch.optim.AdamW(trunk.parameters(), lr=1e-2, weight_decay=0.0)
+    for tokens_BT in texts(TRUNK_STEPS, seed=0):
+        logits_BTV = trunk.logits(trunk.hidden(tokens_BT))
+        loss = cross_entropy(logits_BTV[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    path = tmp_path_factory.mktemp("learned")
+    trunk.causal_lm.save_pretrained(path)
+    trunk.config.name_or_path = str(path)
+    return trunk.requires_grad_(False).eval()
+
+
+def texts(count: int, seed: int) -> Iterator[Tensor]:
+    """Yield random pieces of a module's source, bytes as tokens, (16, 32)."""
+    source = torch.tensor(list(Path(argparse.__file__).read_bytes()))
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        starts = torch.randint(len(source) - 32, (16,), generator=generator)
+        yield torch.stack([source[start : start + 32] for start in starts])
+
+
+def loss_after_training(trunk: Trunk, head: MtpHead) -> float:
+    """Train a head for a few steps on the trunk's distributions; return the mean loss of the last ones, in nats."""
+    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, weight_decay=0.0)
+    losses = []
+    for tokens_BT in texts(HEAD_STEPS, seed=1):
+        hidden_BTD = trunk.hidden(tokens_BT)
+        (state_BTD,) = unroll(
+            head,
+            trunk.head_input(hidden_BTD, head.convention),
+            tokens_BT,
+            trunk.embed,
+            num_depths=1,
+            positions_BT=torch.arange(32).expand_as(tokens_BT),
+            document_BT=torch.zeros_like(tokens_BT),
+        )
+        teacher_BTV = trunk.logits(hidden_BTD)[:, 1:].log_softmax(dim=-1)
+        student_BTV = trunk.project(state_BTD)[:, :-1].log_softmax(dim=-1)
+        loss = kl_div(student_BTV.flatten(0, 1), teacher_BTV.flatten(0, 1), log_target=True, reduction="batchmean")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses[-5:]).mean().item()
+
+
+def shuffled(head: MtpHead) -> MtpHead:
+    """Put the numbers of every matrix of the head's projection out of order."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        weight = head.blocks[0].proj.weight
+        weight.copy_(weight.flatten()[torch.randperm(weight.numel(), generator=generator)].view_as(weight))
+    return head
+
+
+def test_a_start_from_the_trunk_learns_sooner_than_a_random_one(learned: Trunk) -> None:
+    path = Path(learned.config.name_or_path)
+    copied = loss_after_training(learned, fresh_head(path, "copy_last_layer"))
+    random = loss_after_training(learned, fresh_head(path, "random"))
+    spoilt = loss_after_training(learned, shuffled(fresh_head(path, "copy_last_layer")))
+    assert copied < 0.8 * random
+    assert spoilt > 0.8 * random
