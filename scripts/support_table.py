@@ -70,9 +70,7 @@ def attached() -> str:
             served = ", ".join(ENGINE_TITLES[engine] for engine in ENGINES if family.engines[engine].supported)
             titles.setdefault(served, []).append(family.title)
     groups = "; ".join(f"{', '.join(names)} ({served})" for served, names in titles.items())
-    text = (
-        f"`recipes/attach_head.yaml` trains a head for models that come without one, here with who uses it: {groups}."
-    )
+    text = f"A head can be [attached](recipes/attach.md) to models without one, here with who uses it: {groups}."
     return textwrap.fill(text, width=120)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -18,10 +19,11 @@ from mtp_train.commands.inspect import SUGGESTED_DEPTH
 from mtp_train.families import FAMILIES
 from mtp_train.inputs import open_location
 from mtp_train.recipe_io import load_recipe
-from runs import BYTE_VOCAB_SIZE, LEARNS, document, run_quietly, write_inputs, write_recipe
+from runs import BYTE_VOCAB_SIZE, LEARNS, document, overrides_of, run_quietly, write_inputs, write_recipe
 from tiny import tiny_trunk
 
 ROOT = Path(__file__).parents[2]
+HOW_TO = ROOT / "recipes" / "attach.md"
 ATTACHED = {family.name: family for family in FAMILIES if family.attached}
 ATTACH = {
     **LEARNS,
@@ -125,3 +127,22 @@ def test_who_would_not_serve_a_head_is_said_before_there_is_one(
     for engine, support in ATTACHED[family_name].engines.items():
         expected = f"no: {support.text}" if support.supported is False else "no: holds no head tensors"
         assert serves[engine].startswith(expected)
+
+
+def test_the_how_to_runs_as_it_is_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a tiny model, with settings that suit it, and without the launcher."""
+    monkeypatch.chdir(tmp_path)
+    trunk = write_headless(tmp_path / "in", "llama")
+    names = {"my-model": str(trunk), "chats.jsonl": str(tmp_path / "in" / "chats.jsonl")}
+    tiny = {**LEARNS, "data__holdout": 0.4, "data__seq_len_tokens": 96, "train__precision": "fp32"}
+    tiny |= {"train__micro_batch_sequences": 1, "train__warmup_steps": 0, "data__group_field": "group"}
+    (block,) = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
+    statuses = []
+    for line in block.replace("\\\n", " ").replace("recipes/", f"{ROOT}/recipes/").splitlines():
+        words = [re.sub("my-model|chats.jsonl", lambda found: names[found[0]], word) for word in shlex.split(line)]
+        argv = ["run", *words[4:]] if words[0] == "accelerate" else words[1:]
+        more = overrides_of(**tiny, track__wandb="off") if argv[0] in ("run", "check") else []
+        statuses.append(document([*argv, *more], capfd).get("status"))
+    assert statuses == ["none", None, None, "healthy"]
