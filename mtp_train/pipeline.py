@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,7 +37,6 @@ from mtp_train.run_dir import (
     write_outcome,
 )
 from mtp_train.stages import Stage, load_run_trunk, make_documents, offload_run_trunk, provenance
-from mtp_train.study.stages import run_study_stages
 from mtp_train.train.launch import lost_process_is_named, make_accelerator
 from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.training import HEAD, train_stage
@@ -71,7 +71,7 @@ def run(recipe: Recipe, console: Console) -> Outcome:
         progress_bars = Progress(console=console, disable=quiet, transient=True)
         named = memory_is_named(recipe, lambda: stage.name)
         with full_disk_is_named(run_dir, what="the run"), lost_process_is_named(), named, progress_bars as progress:
-            stages = run_stages if recipe.study is None else run_study_stages
+            stages = run_stages if recipe.study is None else stages_of_a_study()
             outcome = stages(recipe, run_dir, accelerator, console, progress, stage)
     except MtpError as error:
         reached = "done" if isinstance(error, GateRefusedError) else stage.name
@@ -84,6 +84,13 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     if accelerator.is_main_process:
         write_outcome(run_dir, outcome)
     return outcome
+
+
+def stages_of_a_study() -> Callable[[Recipe, Path, Accelerator, Console, Progress, Stage], Outcome]:
+    """Return what goes through them. Imported here: it brings transformers' Trainer, which no other run needs."""
+    from mtp_train.study.stages import run_study_stages
+
+    return run_study_stages
 
 
 def record_failure(run_dir: Path, outcome: Outcome) -> None:
