@@ -182,7 +182,11 @@ def assert_same_end(run_dir: Path, unbroken: Path) -> None:
     ours, theirs = head(run_dir), head(unbroken)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert tree(run_dir / "export") == tree(unbroken / "export")
+    ours, whole = tree(run_dir / "export"), tree(unbroken / "export")
+    # The model card names speeds, which no two runs share.
+    assert ours.pop("README.md") is not None
+    assert whole.pop("README.md") is not None
+    assert ours == whole
     names = {path.name for path in run_dir.iterdir()}
     assert names == {path.name for path in unbroken.iterdir()} >= {RECIPE_FILE, PROVENANCE_FILE, "export"}
     assert outcome(run_dir)["exit_code"] == 0
