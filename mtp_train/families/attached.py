@@ -21,6 +21,7 @@ _USE_MTP_TOLD = EngineSupport(
     True,
     "once loaded, model._keys_to_ignore_on_load_unexpected = [r'^mtp\\.']; model.generate(..., use_mtp=True): batch 1, "
     "one draft a round",
+    plain="model.generate(...)",
 )
 _NO_VLLM = no(
     "has no such head of its own for this model, and its transformers backend finds one by the keys that the model's "

@@ -72,7 +72,9 @@ def test_a_study_leaves_what_a_run_leaves_and_its_findings(unbroken: Path) -> No
     claims = [finding.statement for finding in report.findings]
     assert claims[0] == f"{CLAIM}."
     assert "A head trained towards kl drafts better than one towards ce (greedy)." in claims
-    assert outcome(unbroken)["message"].startswith(f"{CLAIM}. ")
+    verdict, _, said = outcome(unbroken)["message"].partition(": ")
+    assert verdict in ("Confirmed", "Refuted", "Undecided")
+    assert said.lower().startswith(f"{CLAIM.lower()}. ")
     names = {path.name for path in unbroken.iterdir()}
     assert names >= {"recipe.yaml", "provenance.json", "report.html", "acceptance.csv", "figures", "drift.json"}
     assert not (unbroken / "export").exists()

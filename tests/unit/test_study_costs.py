@@ -29,8 +29,9 @@ BY_HAND: dict[str, tuple[int, int, int]] = {
     "full": (3 * 32, 0, 32),
     # One full layer; three of 48 channels, 4 inputs each, and a state of two heads.
     "recurrent": (32, 3 * CONVOLUTION, 32),
-    "sliding": (0, 3 * 32 * SLIDING_WINDOW, 0),
-    "mixed": (32, 2 * 32 * SLIDING_WINDOW, 0),
+    # An attached head attends to everything, whatever its trunk's layers do.
+    "sliding": (0, 3 * 32 * SLIDING_WINDOW, 32),
+    "mixed": (32, 2 * 32 * SLIDING_WINDOW, 32),
     # The latent of 16 and the rotary key of 8, not the two heads' keys and values made of them.
     "latent": (3 * 24, 0, 24),
     # Keys of the indexer beside.

@@ -13,7 +13,7 @@ TEXT = printed(study_summary(STUDY))
 
 def test_verdict_is_whole() -> None:
     words = " ".join(TEXT.replace("│", " ").split())
-    assert STUDY.findings[0].statement in words
+    assert f"Confirmed: {STUDY.findings[0].statement.lower()}" in words
     assert STUDY.findings[0].evidence in words
 
 
