@@ -148,7 +148,10 @@ def plan_head(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None) -> 
     convention = recipe.head.convention
     if recipe.head.init in ("copy_last_layer", "random"):
         text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
-        return fresh_plan(finetune, text_config, convention, seed=recipe.seed, start=recipe.head.init)
+        kind, count = recipe.head.kind, recipe.fresh_modules
+        return fresh_plan(
+            finetune, text_config, convention, seed=recipe.seed, start=recipe.head.init, kind=kind, num_modules=count
+        )
     # A graft without a base is refused when the recipe is read.
     donor = finetune if recipe.head.init == "native" or base is None else base
     return graft_plan(finetune, donor, convention)

@@ -68,8 +68,11 @@ class LoraSpec:
 class HeadSection:
     """The head that is trained."""
 
-    kind: Literal["mtp"] = "mtp"
-    """The architecture: norms, a projection and a decoder layer of the trunk's own kind."""
+    kind: Literal["mtp", "eagle", "eagle3", "medusa"] = "mtp"
+    """The architecture. `mtp`: norms, a projection and a decoder layer of the trunk's own kind, kept in the trunk's
+    checkpoint. For models that never had a head, each exported as a checkpoint of its own: `eagle`, a layer of Llama's
+    kind; `eagle3`, one that reads three of the trunk's layers; `medusa`, a residual block for each depth, of the
+    trunk's last state alone."""
     init: InitKind = "graft"
     """What it starts from: the head in `model.trunk`, the one in `model.head_from`, a new one around a copy of the
     trunk's last layer, or a new one of random weights."""
@@ -333,6 +336,11 @@ class Recipe:
     def attaches(self) -> bool:
         """Whether the head is a new one, which no checkpoint has."""
         return self.head.init in ("copy_last_layer", "random")
+
+    @property
+    def fresh_modules(self) -> int:
+        """Modules of a new head: one, but where each depth has its own."""
+        return self.head.num_depths if self.head.kind == "medusa" else 1
 
     @property
     def regenerates(self) -> bool:

@@ -49,6 +49,42 @@ def _graft_has_a_donor(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@_reads("head.kind", "head.init")
+def _other_kinds_are_new(recipe: Recipe) -> Iterator[str]:
+    if recipe.head.kind != "mtp" and recipe.head.init != "random":
+        yield (
+            f"head.init: {recipe.head.init!r} with head.kind: {recipe.head.kind}; expected 'random', as no layer of a "
+            "trunk is like one of such a head. Write head.init: random."
+        )
+
+
+@_reads("head.kind", "head.num_depths", "evaluate.depth")
+def _each_depth_has_a_block(recipe: Recipe) -> Iterator[str]:
+    if recipe.head.kind == "medusa" and (recipe.evaluate.depth or 0) > recipe.head.num_depths:
+        yield (
+            f"evaluate.depth: {recipe.evaluate.depth} of a medusa head with head.num_depths: {recipe.head.num_depths}; "
+            "expected no more, as each depth has a block of its own. Lower it, or raise head.num_depths."
+        )
+
+
+@_reads("head.kind", "export.enabled")
+def _no_engine_serves_medusa(recipe: Recipe) -> Iterator[str]:
+    if recipe.head.kind == "medusa" and recipe.export.enabled:
+        yield (
+            "export.enabled: true with head.kind: medusa, which no engine serves; expected false: the run's head "
+            "directory is for the built-in decoder. Write export.enabled: false."
+        )
+
+
+@_reads("head.kind", "objective.unroll")
+def _what_sees_nothing_is_unrolled_exactly(recipe: Recipe) -> Iterator[str]:
+    if recipe.head.kind == "medusa" and recipe.objective.unroll != "exact":
+        yield (
+            f"objective.unroll: {recipe.objective.unroll!r} with head.kind: medusa, whose depths see no rows at all; "
+            "expected exact. Write objective.unroll: exact."
+        )
+
+
 @_reads("model.offload", "model.quantization")
 def _what_is_packed_stays(recipe: Recipe) -> Iterator[str]:
     if recipe.model.offload is not None and recipe.model.quantization is not None:

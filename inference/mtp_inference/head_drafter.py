@@ -18,6 +18,7 @@ from torch import Tensor
 from mtp_inference.cache import AttentionStore, WindowCache
 from mtp_inference.chooser import Chooser, DraftChoice, Drafts
 from mtp_inference.draft import Drafter, Place, Size
+from mtp_inference.parallel_drafter import ParallelDrafter
 from mtp_inference.pending import Pending
 from mtp_inference.window import Window, attending_in_windows
 from mtp_train.errors import UnsupportedModelError
@@ -66,7 +67,7 @@ class _HeadDrafter:
         self.pending.add(tokens_BT, num_kept_B, self._head_input(hidden_BTD))
 
     def _head_input(self, hidden: Tensor) -> Tensor:
-        return self.trunk.head_input(hidden, self.head.convention)
+        return self.head.read(self.trunk.head_input(hidden, self.head.convention).to(self.dtype))
 
     def _inputs(self, place: Place) -> tuple[Tensor, Tensor]:
         """Return the hidden states and tokens of the pending rows."""
@@ -285,10 +286,10 @@ class HeadDrafting:
         """See :class:`DrafterMaker`.
 
         Raises:
-            UnsupportedModelError: A chained head has fewer modules than ``depth``.
+            UnsupportedModelError: A head with a module for each depth has fewer of them than ``depth``.
         """
         head = self.head
-        if head.unroll == "chained" and depth > len(head.blocks):
+        if head.unroll != "recursive" and depth > len(head.blocks):
             raise UnsupportedModelError(
                 f"depth: {depth}; expected at most {len(head.blocks)}, as this {head.family.title} head has one module "
                 f"per depth. Use depth {len(head.blocks)}."
@@ -296,6 +297,9 @@ class HeadDrafting:
 
     def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
         """See :class:`DrafterMaker`."""
-        kind = RecursiveDrafter if self.head.unroll == "recursive" else ChainedDrafter
+        trunk.show_layers(self.head.trunk_layers)
         logits = trunk.project if self.draft_vocab_R is None else ReducedLogits(trunk, self.draft_vocab_R)
+        if self.head.unroll == "parallel":
+            return ParallelDrafter(trunk, self.head, logits, size)
+        kind = RecursiveDrafter if self.head.unroll == "recursive" else ChainedDrafter
         return kind(trunk, self.head, logits, size, depth)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mtp_train.demo import resolve
-from mtp_train.families import family_for
+from mtp_train.families import family_for, of_kind
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import head_shapes
 from mtp_train.heads.lora import require_lora_targets
@@ -98,24 +98,26 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_json(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
-    num_modules = 1 if recipe.attaches else family.declared_modules(raw) or 1
+    num_modules = recipe.fresh_modules if recipe.attaches else family.declared_modules(raw) or 1
+    head_family = of_kind(family, recipe.head.kind)
     if recipe.model.quantization is not None:
         require_quantizable(recipe.model.quantization, raw, where=path)
     if recipe.model.offload is not None:
         require_offload(recipe.model.offload, world_size, raw, where=path)
-    convention = family.convention(recipe.head.convention)
+    convention = head_family.convention(recipe.head.convention)
     require_unroll(recipe, convention, num_modules)
     # Raises where the head cannot be run.
-    _ = family.classes
+    _ = head_family.classes
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
     require_draft_vocab(recipe, text_config.vocab_size)
     plan = make_plan(recipe, world_size)
     trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
-    head = head_shapes(family, text_config, num_modules)
+    trunk.show_layers(head_family.trunk_layers(text_config))
+    head = head_shapes(head_family, text_config, num_modules)
     trained = None
     if recipe.head.lora is not None:
-        trained = require_lora_targets(recipe.head.lora, family, text_config, num_modules, convention)
+        trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
     memory = estimate_footprint(recipe, trunk, head, plan, trained)
     experts = int(text_config.num_experts_per_tok) if any(".experts." in name for name in head) else 1
     sizes = Sizes(
@@ -123,14 +125,14 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
         head=active_weights({name: shape for name, shape in head.items() if name.startswith("blocks.0.")}, experts),
         lm_head=text_config.vocab_size * text_config.hidden_size,
         head_stored=memory.head_parameters,
-        state=family.state_width(text_config),
+        state=trunk.state_width,
         head_trained=memory.trained_parameters,
     )
     # What is refused under shards has no estimate for them.
     packed = recipe.model.quantization is not None or quant_method(raw) is not None
     shards = None if packed or recipe.train.hidden_cache is not None else in_shards(memory, trunk, plan)
     cost = whole_cost(recipe, plan, sizes, memory.offloaded_bytes if recipe.model.offload == "disk" else 0)
-    serves = engine_commands(family.engines, f"{recipe.run_dir}/export", recipe.head.num_depths)
+    serves = engine_commands(head_family.engines, f"{recipe.run_dir}/export", recipe.head.num_depths)
     return CheckResult(recipe, family.title, plan, memory, shards, cost, serves)
 
 

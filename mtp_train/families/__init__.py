@@ -8,6 +8,7 @@ from mtp_train.families.assistants import assistant_for as assistant_for
 from mtp_train.families.attached import ATTACHED
 from mtp_train.families.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
 from mtp_train.families.deepseek_v4 import DEEPSEEK_V4
+from mtp_train.families.drafts import of_kind as of_kind
 from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
 from mtp_train.families.headless import HEADLESS, NOT_ATTACHED
 from mtp_train.families.headless import refuse_unserved_heads as refuse_unserved_heads
@@ -21,6 +22,7 @@ from mtp_train.families.others import BAILING_HYBRID, ERNIE4_5_MOE, EXAONE_MOE
 from mtp_train.families.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mtp_train.families.spec import Convention as Convention
 from mtp_train.families.spec import Family as Family
+from mtp_train.families.spec import HeadKind as HeadKind
 from mtp_train.families.spec import KeyRule as KeyRule
 from mtp_train.families.spec import RawConfig as RawConfig
 from mtp_train.families.spec import RecurrentKernels as RecurrentKernels

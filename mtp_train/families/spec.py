@@ -22,6 +22,7 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import EngineSupport
 
 Engine = Literal["vllm", "sglang", "llama.cpp"]
+HeadKind = Literal["mtp", "eagle", "eagle3", "medusa"]
 RawConfig = Mapping[str, Any]
 
 
@@ -69,8 +70,8 @@ class SharedKey:
 class Convention:
     """How one engine wires the head where engines disagree."""
 
-    hidden: Literal["after_final_norm", "before_final_norm"] = "after_final_norm"
-    """Which of the trunk's states the head reads."""
+    hidden: Literal["after_final_norm", "before_final_norm", "of_layers"] = "after_final_norm"
+    """Which of the trunk's states the head reads; ``of_layers``: those of ``trunk_layers``, side by side."""
     recycle: Literal["after_final_norm", "before_final_norm", "trunk"] = "after_final_norm"
     """The hidden input of depth k + 1: a state of depth k, or the trunk's once more."""
     zero_first_embedding: bool = False
@@ -218,6 +219,8 @@ class Family:
     name: str
     title: str
     """How people call it, for tables and messages."""
+    kind: HeadKind = "mtp"
+    """The head's architecture; records of other kinds are derived from a trunk's own, see ``drafts.py``."""
     model_types: tuple[str, ...]
     """Values of ``model_type`` in the text config."""
     count: CountField
@@ -264,6 +267,8 @@ class Family:
     conventions: Mapping[Engine, Convention]
     head_layer_config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
     """Text config and module count to the config that the borrowed decoder layers are built from."""
+    trunk_layers: Callable[[PretrainedConfig], tuple[int, ...]] = lambda config: ()
+    """The text config to the trunk's layers whose input the head reads, where it reads more than the last state."""
     borrowed: Borrowed | None = None
     """None where the head cannot be run here, only its weights be handled; ``why_not_run`` then says why."""
     why_not_run: str | None = None

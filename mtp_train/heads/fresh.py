@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from transformers import PretrainedConfig
 
 from mtp_train.errors import CheckpointError
+from mtp_train.families import HeadKind, of_kind
 from mtp_train.heads.attach import HeadPlan, native_tensors
 from mtp_train.heads.diagnose import layout_of, stored_dtype
 from mtp_train.heads.module import MtpHead
@@ -27,28 +29,34 @@ def fresh_plan(
     *,
     seed: int,
     start: FreshStart = "random",
+    kind: HeadKind = "mtp",
+    num_modules: int = 1,
 ) -> HeadPlan:
-    """Plan to start from a head of one module that no checkpoint has, in the trunk's dtype.
+    """Plan to start from a head that no checkpoint has, in the trunk's dtype.
 
     Norms start as the identity of their flavour (transformers' own initial values), matrices as the trunk's do. With
     ``copy_last_layer`` the head's layer starts as the trunk's last one of its kind, the final norm as the trunk's, and
-    the projection as the mean of the two halves that it reads.
+    the projection as the mean of the two halves that it reads. EAGLE-3's last norm starts as the trunk's in any case,
+    Medusa's blocks as the identity.
 
     Raises:
         CheckpointError: No layer of the trunk fits where one is to be copied.
-        UnsupportedModelError: The convention is unknown to the family.
+        UnsupportedModelError: The convention is unknown to the family, or its trunks get no heads of this kind.
     """
-    family, layout = checkpoint.family, layout_of(checkpoint)
+    family = of_kind(checkpoint.family, kind)
+    layout = replace(layout_of(checkpoint), family=family)
     family.convention(convention)
     trunk_dtype = stored_dtype(checkpoint)
-    head = MtpHead(family, text_config, num_modules=1, convention=family.default)
+    head = MtpHead(family, text_config, num_modules=num_modules, convention=family.default)
     _init_random(head, text_config.initializer_range, seed)
+    if kind == "eagle3":
+        _init_last_norm(checkpoint, layout, text_config, head)
     if start == "copy_last_layer":
         _init_projection(head)
     if family.own_lm_head:
         stored = family.lm_head_key in checkpoint.tensors
         output_VD = checkpoint.read(family.lm_head_key if stored else layout.embed_key)
-        for weight_VD in head.own_lm_heads(1) or []:
+        for weight_VD in head.own_lm_heads(num_modules) or []:
             weight_VD.data.copy_(output_VD)
     trained = dict(head.named_parameters())
     # Buffers (a router's correction bias) keep the precision transformers gives them.
@@ -61,20 +69,34 @@ def fresh_plan(
     if start == "copy_last_layer":
         copies = _copied_layer(checkpoint, layout, head, tensors, text_config) | _copied_norm(checkpoint, layout, head)
         tensors = tuple(copies.get(pending.key, pending) for pending in tensors)
-    fields = {**head_config_fields(checkpoint), **family.declaring(1, checkpoint.config)}
-    return HeadPlan(family, layout, 1, convention, NativeHead(tensors, (), fields))
+    # Other kinds are checkpoints of their own, of which the trunk's config says nothing.
+    inherited = head_config_fields(checkpoint) if kind == "mtp" else {}
+    fields = {**inherited, **family.declaring(num_modules, checkpoint.config)}
+    return HeadPlan(family, layout, num_modules, convention, NativeHead(tensors, (), fields))
 
 
 def _init_random(head: MtpHead, std: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            if parameter.ndim > 1:
+            if head.unroll == "parallel":
+                parameter.zero_()
+            elif parameter.ndim > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
             elif name.endswith(("bias", "sinks", "base")):
                 parameter.zero_()
             elif name.endswith("scale"):
                 parameter.fill_(1.0)
+
+
+def _init_last_norm(checkpoint: Checkpoint, layout: HeadLayout, text_config: PretrainedConfig, head: MtpHead) -> None:
+    """Start as the trunk's final norm, in whichever of the two flavours (w, or 1 + w) that is stored."""
+    family = checkpoint.family
+    key = f"{layout.trunk_prefix}{family.trunk_final_norm}.weight"
+    identity_D = next(family.classes.make_norm(text_config).parameters())
+    with torch.no_grad():
+        module = head.module_for(1)
+        module.final_norm.get_parameter("weight").copy_(checkpoint.read(key).float() + 1 - identity_D)
 
 
 def _init_projection(head: MtpHead) -> None:

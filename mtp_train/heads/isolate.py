@@ -84,5 +84,5 @@ def isolated_hidden(trunk: Trunk, tokens_BT: Tensor, document_BT: Tensor, max_to
         for _ in range(spare_calls):
             trunk.hidden(tokens_BT[:1, :1])
     if hidden_BTD is None:
-        return trunk.embed(tokens_BT).new_zeros(*tokens_BT.shape, trunk.family.state_width(trunk.config))
+        return trunk.embed(tokens_BT).new_zeros(*tokens_BT.shape, trunk.state_width)
     return hidden_BTD

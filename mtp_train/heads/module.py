@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, cast
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from mtp_train.families import Convention, Family
+from mtp_train.families import Convention, Family, HeadKind
 from mtp_train.heads.attention import HEAD_ATTENTION
+from mtp_train.heads.block import Block, Eagle3Module, EagleModule, MedusaModule
 
 
-class HeadModule(nn.Module):
+class HeadModule(Block):
     """One module of a head, as DeepSeek-V3 (arXiv:2412.19437, equations 21 to 23) describes it.
 
     ``u = proj([embed_norm(e), hidden_norm(h)])`` (or the other order), ``z = layer(u)``, ``o = final_norm(z)`` (``z``
@@ -40,7 +41,6 @@ class HeadModule(nn.Module):
             self.mixer = family.classes.cls(family.streams.mixer)(layer_config)
         has_norm = family.final_norm or (module_idx == 0 and family.has_chain_norm(layer_config))
         self.final_norm = family.classes.make_norm(layer_config) if has_norm else nn.Identity()
-        self.lm_head: nn.Linear | None = None
         if family.own_lm_head:
             self.lm_head = nn.Linear(hidden_size, layer_config.vocab_size, bias=False).requires_grad_(False)
         self.embed_first = family.concat == "embed_first"
@@ -61,9 +61,13 @@ class HeadModule(nn.Module):
             return norm(block), block
         return norm(self.mixer(block)), block.flatten(-2)
 
-    def project(self, state: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the logits of ``final_norm``'s results: by its own lm_head if it has one, else by ``shared``."""
-        return shared(state) if self.lm_head is None else self.lm_head(state)
+
+MODULES: Mapping[HeadKind, Callable[[Family, PretrainedConfig, int], Block]] = {
+    "mtp": HeadModule,
+    "eagle": EagleModule,
+    "eagle3": Eagle3Module,
+    "medusa": MedusaModule,
+}
 
 
 class MtpHead(nn.Module):
@@ -86,19 +90,29 @@ class MtpHead(nn.Module):
         # A config that never went through a model has neither set.
         self.config._attn_implementation = HEAD_ATTENTION
         self.config._experts_implementation = "eager"
-        self.blocks = nn.ModuleList(HeadModule(family, self.config, index) for index in range(num_modules))
+        make_module = MODULES[family.kind]
+        self.blocks = nn.ModuleList(make_module(family, self.config, index) for index in range(num_modules))
         self.rotary = family.classes.make_rotary(self.config)
-        self.logit_divisor = family.divisor(self.config)
+        self.logit_divisor = family.divisor(text_config)
+        self.trunk_layers = family.trunk_layers(text_config)
+        """The trunk's layers whose input it reads; none where the last state is all."""
         self._stock_layers = DynamicCache(config=self.config).layers
 
     @property
-    def unroll(self) -> Literal["recursive", "chained"]:
-        """``recursive``: one module drafts every depth. ``chained``: depth k uses module k."""
+    def unroll(self) -> Literal["recursive", "chained", "parallel"]:
+        """``recursive``: one module drafts every depth. ``chained``: depth k uses module k. ``parallel``: it does, and
+        on the trunk's state alone."""
+        if self.family.kind == "medusa":
+            return "parallel"
         return "recursive" if len(self.blocks) == 1 or self.convention.modules == "first" else "chained"
 
-    def module_for(self, depth: int) -> HeadModule:
+    def read(self, trunk_BTD: Tensor) -> Tensor:
+        """Return what depth 1 takes of what :meth:`mtp_train.heads.trunk.Trunk.head_input` hands over, (B, T, D)."""
+        return self.module_for(1).read(trunk_BTD)
+
+    def module_for(self, depth: int) -> Block:
         """Return the module that drafts at ``depth`` (1-based)."""
-        return cast(HeadModule, self.blocks[0 if self.unroll == "recursive" else depth - 1])
+        return cast(Block, self.blocks[0 if self.unroll == "recursive" else depth - 1])
 
     @property
     def state_width(self) -> int:
@@ -108,7 +122,7 @@ class MtpHead(nn.Module):
     def norm_for(self, depth: int) -> nn.Module:
         """Return the norm after the layer that drafts at ``depth``."""
         first = self.family.has_chain_norm(self.config)
-        return (cast(HeadModule, self.blocks[0]) if first else self.module_for(depth)).final_norm
+        return (cast(Block, self.blocks[0]) if first else self.module_for(depth)).final_norm
 
     def own_lm_heads(self, num_depths: int) -> list[Tensor] | None:
         """Return the output matrix (V, D) of each depth, None where all depths use the trunk's."""

@@ -134,14 +134,15 @@ def unroll(
     """Draft ``num_depths`` tokens from every row at once, with each depth seeing exactly what it sees in decoding.
 
     A ``recursive`` head re-uses its module: depth k sees the depth-1 rows of the prefix and its own start's rows of
-    depth 2..k. A ``chained`` head runs module k over its own rows. Tokens are teacher-forced.
+    depth 2..k. A ``chained`` head runs module k over its own rows; a ``parallel`` one's rows see none. Tokens are
+    teacher-forced.
 
     With ``apart`` each depth of a recursive head sees rows of its own depth instead, at positions that do not advance
     (as FastMTP trains, arXiv:2509.18362, section 3.2; in decoding there are no such rows).
 
     Args:
         head: The head.
-        hidden_BTD: The trunk's hidden states, from the family's source.
+        hidden_BTD: The trunk's hidden states, from the family's source; of layers, side by side.
         tokens_BT: int, the tokens of the same rows.
         embed: The trunk's embedding.
         num_depths: K.
@@ -153,6 +154,7 @@ def unroll(
     Returns:
         K tensors (B, T, D): the state for the logits of depth k at each start row.
     """
+    hidden_BTD = head.read(hidden_BTD)
     prefix_BTT = prefix_mask(document_BT)
     apart = apart and head.unroll == "recursive"
     cache = _unsliding_cache(head.config, positions_BT)
@@ -160,7 +162,7 @@ def unroll(
     for depth in range(1, num_depths + 1):
         if apart:
             cache = _unsliding_cache(head.config, positions_BT)
-        seen_depths = 1 if apart or head.unroll == "chained" else depth
+        seen_depths = depth if head.unroll == "recursive" and not apart else 1
         mask_BTS = unroll_mask(prefix_BTT, seen_depths, head.sliding_window(depth))
         run = partial(
             mtp_step,

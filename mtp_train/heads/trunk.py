@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ class Trunk(nn.Module):
         """Whether the layers' weights are elsewhere until they run, see :mod:`mtp_train.heads.offload`."""
 
         self._logit_bound = None if family.logit_bound is None else self.config.to_dict().get(family.logit_bound)
+        self.shown_layers: tuple[int, ...] = ()
+        """See :meth:`show_layers`."""
+        self._of_layers: dict[int, Tensor] = {}
         self._before_norm: Tensor | None = None
         if family.reads_before_norm:
             (self._final_norm if self._mixer is None else self._mixer).register_forward_pre_hook(self._keep_norm_input)
@@ -85,11 +89,37 @@ class Trunk(nn.Module):
         # Streams are joined: (B, T, streams, D) becomes (B, T, width).
         self._before_norm = state if self._mixer is None else state.flatten(2)
 
+    def show_layers(self, layers: tuple[int, ...]) -> None:
+        """Have hidden states hold the input of these layers too, behind the last state, for a head that reads it.
+
+        For good: other heads on the trunk leave out what they don't read.
+        """
+        if not layers or layers == self.shown_layers:
+            return
+        if self.shown_layers:
+            raise RuntimeError(f"trunk: shows layers {self.shown_layers}; expected heads that read the same ones.")
+        self.shown_layers = layers
+        for index in set(layers):
+            self.layers[index].register_forward_pre_hook(partial(self._keep_layer_input, index))
+
+    def _keep_layer_input(self, index: int, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._of_layers[index] = inputs[0]
+
     def last_state(self, output: Any) -> Tensor:
         """Return the hidden state of a forward of the decoder: before its final norm where a head may read that."""
         state: Tensor = output.last_hidden_state if self._before_norm is None else self._before_norm
         self._before_norm = None
+        if self.shown_layers:
+            # A model in parts on several devices hands on each layer's input where that layer is.
+            shown = [self._of_layers[index].to(state.device) for index in self.shown_layers]
+            state = torch.cat([state, *shown], dim=-1)
+            self._of_layers.clear()
         return state
+
+    @property
+    def state_width(self) -> int:
+        """D of :meth:`hidden`."""
+        return self.family.state_width(self.config) + len(self.shown_layers) * int(self.config.hidden_size)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -111,7 +141,7 @@ class Trunk(nn.Module):
     def hidden(self, tokens_BT: Tensor, *, mask_BT: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Return the last hidden state, which :meth:`logits` and :meth:`head_input` read. Shape (B, T, D).
 
-        Of a trunk with streams D is the width of all of them.
+        Of a trunk with streams D is the width of all of them; states of shown layers are behind it.
 
         Args:
             tokens_BT: int tokens.
@@ -150,7 +180,13 @@ class Trunk(nn.Module):
         state = self._after_norm(hidden)
         return state if self._logit_divisor is None else state / self._logit_divisor
 
+    def _split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the last state, and those of shown layers."""
+        last = self.family.state_width(self.config)
+        return hidden[..., :last], hidden[..., last:]
+
     def _after_norm(self, hidden: Tensor) -> Tensor:
+        hidden, _ = self._split(hidden)
         if self._mixer is not None:
             streams_1NSD = hidden.reshape(1, -1, hidden.shape[-1] // self.config.hidden_size, self.config.hidden_size)
             hidden = self._mixer(streams_1NSD).reshape(*hidden.shape[:-1], -1)
@@ -158,7 +194,10 @@ class Trunk(nn.Module):
 
     def head_input(self, hidden: Tensor, convention: Convention) -> Tensor:
         """Return what a head wired by ``convention`` reads of hidden states."""
-        return hidden if convention.hidden == "before_final_norm" else self._after_norm(hidden)
+        if convention.hidden == "after_final_norm":
+            return self._after_norm(hidden)
+        last, of_layers = self._split(hidden)
+        return last if convention.hidden == "before_final_norm" else of_layers
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states of any leading shape."""

@@ -58,6 +58,7 @@ def aligned_rows(
         apart: See :func:`mtp_train.heads.step.unroll`.
         recompute: Likewise.
     """
+    trunk.show_layers(head.trunk_layers)
     if hidden_BTD is None:
         hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
     starts = unroll(
@@ -113,6 +114,8 @@ class HeadTraining(nn.Module):
     ) -> None:
         super().__init__()
         self.trunk = trunk.requires_grad_(False).eval()
+        # Before anything is kept of what the trunk makes.
+        self.trunk.show_layers(head.trunk_layers)
         self.head = head
         # Modules that no depth uses get no gradient, which data-parallel wrappers take for a fault.
         for module in set(head.blocks) - {head.module_for(depth) for depth in range(1, num_depths + 1)}:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mtp_train.errors import CheckpointError
-from mtp_train.families import FAMILIES, Family
+from mtp_train.families import FAMILIES, Family, of_kind
 from mtp_train.weights.files import read_json, scan_safetensors
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead
@@ -54,6 +54,7 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
             {
                 "format_version": FORMAT_VERSION,
                 "family": artifact.family.name,
+                "kind": artifact.family.kind,
                 "trunk_prefix": artifact.layout.trunk_prefix,
                 "num_hidden_layers": artifact.layout.num_hidden_layers,
                 "num_sublayers": artifact.layout.num_sublayers,
@@ -82,7 +83,9 @@ def load_artifact(path: Path) -> Artifact:
             "Write the head again with this version of mtp-train."
         )
     try:
-        family = next(family for family in FAMILIES if family.name == config["family"])
+        of_trunk = next(family for family in FAMILIES if family.name == config["family"])
+        # Heads written before there were other kinds do not say it.
+        family = of_kind(of_trunk, config.get("kind", "mtp"))
         layout = HeadLayout(
             family,
             config["trunk_prefix"],
