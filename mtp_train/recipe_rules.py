@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mtp_train.recipe import Recipe
+from mtp_train.recipe_rules_kinds import KIND_RULES
 
 Check = Callable[[Recipe], Iterator[str]]
 
@@ -18,7 +19,7 @@ class Rule:
     check: Check
 
 
-RULES: list[Rule] = []
+RULES = [Rule(reads, check) for reads, check in KIND_RULES]
 
 
 def _reads(*paths: str) -> Callable[[Check], Check]:
@@ -46,42 +47,6 @@ def _graft_has_a_donor(recipe: Recipe) -> Iterator[str]:
             "head.init: 'graft' while model.head_from is null; expected a checkpoint to take the head from. Name the "
             "fine-tune's base in model.head_from, or write head.init: native (the trunk has a head) or copy_last_layer "
             "(it has none)."
-        )
-
-
-@_reads("head.kind", "head.init")
-def _other_kinds_are_new(recipe: Recipe) -> Iterator[str]:
-    if recipe.head.kind != "mtp" and recipe.head.init != "random":
-        yield (
-            f"head.init: {recipe.head.init!r} with head.kind: {recipe.head.kind}; expected 'random', as no layer of a "
-            "trunk is like one of such a head. Write head.init: random."
-        )
-
-
-@_reads("head.kind", "head.num_depths", "evaluate.depth")
-def _each_depth_has_a_block(recipe: Recipe) -> Iterator[str]:
-    if recipe.head.kind == "medusa" and (recipe.evaluate.depth or 0) > recipe.head.num_depths:
-        yield (
-            f"evaluate.depth: {recipe.evaluate.depth} of a medusa head with head.num_depths: {recipe.head.num_depths}; "
-            "expected no more, as each depth has a block of its own. Lower it, or raise head.num_depths."
-        )
-
-
-@_reads("head.kind", "export.enabled")
-def _no_engine_serves_medusa(recipe: Recipe) -> Iterator[str]:
-    if recipe.head.kind == "medusa" and recipe.export.enabled:
-        yield (
-            "export.enabled: true with head.kind: medusa, which no engine serves; expected false: the run's head "
-            "directory is for the built-in decoder. Write export.enabled: false."
-        )
-
-
-@_reads("head.kind", "objective.unroll")
-def _what_sees_nothing_is_unrolled_exactly(recipe: Recipe) -> Iterator[str]:
-    if recipe.head.kind == "medusa" and recipe.objective.unroll != "exact":
-        yield (
-            f"objective.unroll: {recipe.objective.unroll!r} with head.kind: medusa, whose depths see no rows at all; "
-            "expected exact. Write objective.unroll: exact."
         )
 
 
