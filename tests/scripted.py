@@ -9,12 +9,13 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from mtp_inference import Sampling, plain_greedy
+from mtp_inference import HeadDrafting, Sampling, plain_greedy
 from mtp_inference.batch import NO_TOKEN, Batch, RoundPlan
 from mtp_inference.cache import AttentionStore, CompressedStore, ConvolvedStore, WindowCache
 from mtp_inference.chooser import Chooser, Drafts
 from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
 from mtp_inference.recurrent_cache import RecurrentStore
+from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from tiny import VOCAB_SIZE
 
@@ -229,3 +230,21 @@ def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: i
                 note("conv", inputs_ZC[places % len(inputs_ZC)].T, expected_1CW[0, :, -len(places) :])
     assert errors, "some layer keeps a state"
     return errors
+
+
+def spied_drafts(trunk: Trunk, head: MtpHead, depths: Sequence[int]) -> list[list[tuple[list[int], list[int]]]]:
+    """Run rounds at given depths over a ragged batch, with as many drafts accepted as a script says.
+
+    Returns:
+        For each round with drafts and each row, the text before it and what the head drafted.
+    """
+    prompts = [random_prompt(num_tokens, seed=3) for num_tokens in (1, 6)]
+    script = ScriptedDrafting(plain_texts(trunk, prompts, 40), [4, 0, 1, 2, 3], HeadDrafting(head))
+    run = BatchRun(trunk, script, prompts, 4)
+    spied = []
+    for depth in depths:
+        before = [list(tokens) for tokens in run.tokens]
+        run.run_round(depth)
+        if depth:
+            spied.append(list(zip(before, script.real_drafts[-1].tolist(), strict=True)))
+    return spied

@@ -12,7 +12,7 @@ from packaging.version import Version
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from mtp_train.families import FAMILIES, Family
+from mtp_train.families import FAMILIES, Family, HeadKind, of_kind
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from tiny_configs import SLIDING_WINDOW as SLIDING_WINDOW
@@ -70,6 +70,14 @@ def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int | None = None) -> Mt
     for weight_VD in head.own_lm_heads(num_modules) or []:
         # As releases have it: close to the trunk's.
         weight_VD.data.mul_(0.1).add_(trunk.lm_head_VD)
+    return head.eval()
+
+
+def draft_head(trunk: Trunk, kind: HeadKind, seed: int = 0, num_modules: int = 1) -> MtpHead:
+    """Return a random head of another kind for a tiny trunk, in eval mode."""
+    family = of_kind(trunk.family, kind)
+    head = MtpHead(family, trunk.config, num_modules=num_modules, convention=family.default)
+    _randomize(head, seed + 1000)
     return head.eval()
 
 

@@ -25,7 +25,7 @@ from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step, unroll
 from mtp_train.heads.trunk import Trunk
-from scripted import BatchRun, ScriptedDrafting, greedy_chooser, plain_texts, random_prompt
+from scripted import BatchRun, ScriptedDrafting, greedy_chooser, plain_texts, random_prompt, spied_drafts
 from tiny import ALL_FAMILIES, FAMILY_NAMES, chained_head, tiny_head, tiny_trunk
 
 PROMPT = random_prompt(5)
@@ -229,24 +229,6 @@ def drafts_of_training(trunk: Trunk, head: MtpHead, tokens: Sequence[int], draft
         document_BT=torch.zeros_like(tokens_BT),
     )
     return [int(trunk.logits(output[0, len(tokens) - 2]).argmax()) for output in outputs]
-
-
-def spied_drafts(trunk: Trunk, head: MtpHead, depths: Sequence[int]) -> list[list[tuple[list[int], list[int]]]]:
-    """Run rounds at given depths over a ragged batch, with as many drafts accepted as a script says.
-
-    Returns:
-        For each round with drafts and each row, the text before it and what the head drafted.
-    """
-    prompts = [random_prompt(num_tokens, seed=3) for num_tokens in (1, 6)]
-    script = ScriptedDrafting(plain_texts(trunk, prompts, 40), [4, 0, 1, 2, 3], HeadDrafting(head))
-    run = BatchRun(trunk, script, prompts, 4)
-    spied = []
-    for depth in depths:
-        before = [list(tokens) for tokens in run.tokens]
-        run.run_round(depth)
-        if depth:
-            spied.append(list(zip(before, script.real_drafts[-1].tolist(), strict=True)))
-    return spied
 
 
 SCHEDULES = {"fixed": [4] * 4, "changing": [4, 0, 0, 2, 1, 0, 4, 3]}
