@@ -40,7 +40,7 @@ SIZES = {
     "tie_word_embeddings": True,
 }
 SETTINGS = TrainSettings(lr=4e-3, warmup_steps=60)
-EPOCHS = 2
+EPOCHS = 1
 
 
 def main() -> None:

@@ -97,7 +97,7 @@ def dense_rows(
         temperature: p and q are ``softmax(logits / temperature)``. 0, where acceptance rests on the first choices
             alone, is measured at 1.
         seq_len_tokens: Texts are cut to this length, prompt included.
-        draft_vocab_R: int64, the tokens that the head may draft; None for all.
+        draft_vocab_R: int, the tokens that the head may draft; None for all.
 
     Raises:
         ValueError: A prompt is not the one that was decoded, or none was.

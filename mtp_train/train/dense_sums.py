@@ -60,21 +60,23 @@ def target_figures(
         trunk: Its output matrix makes p, and q where the head has none of its own.
         head: The head.
         temperature: Divides the logits of p and q; above 0.
-        draft_vocab_R: int64, the tokens that the head may draft: q is 0 elsewhere. None for all.
+        draft_vocab_R: int, the tokens that the head may draft: q is 0 elsewhere. None for all.
     """
     valid_KN = rows.valid_KN
     agreed_KN = torch.zeros_like(valid_KN)
     overlap_KN = torch.zeros(valid_KN.shape, device=valid_KN.device)
     entropy_N = torch.zeros(valid_KN.shape[1], device=valid_KN.device)
+    # Stored in fewer bytes, and on no device in particular.
+    vocab_R = None if draft_vocab_R is None else draft_vocab_R.to(valid_KN.device, torch.long)
     for chunk in valid_KN.any(dim=0).nonzero().squeeze(1).split(CHUNK_ROWS):
         p_CV = _softmax(trunk.project(rows.teacher_ND[chunk]), temperature)
         entropy_N[chunk] = entropy(p_CV)
         for depth in range(len(valid_KN)):
             state_CD = rows.student_KND[depth, chunk].to(trunk.lm_head_VD.dtype)
             logits_CV = head.module_for(depth + 1).project(state_CD, trunk.project)
-            if draft_vocab_R is not None:
+            if vocab_R is not None:
                 kept_CV = torch.full_like(logits_CV, -torch.inf)
-                logits_CV = kept_CV.index_copy_(1, draft_vocab_R, logits_CV[:, draft_vocab_R])
+                logits_CV = kept_CV.index_copy_(1, vocab_R, logits_CV[:, vocab_R])
             q_CV = _softmax(logits_CV, temperature)
             agreed_KN[depth, chunk] = q_CV.argmax(-1) == p_CV.argmax(-1)
             overlap_KN[depth, chunk] = overlap(p_CV, q_CV)

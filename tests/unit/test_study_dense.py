@@ -102,7 +102,9 @@ def test_a_reduced_vocabulary_drafts_nothing_else() -> None:
     """With a single token q is 1 there, so the overlap is p of that token: it adds up to 1 over all tokens."""
     trunk, head = model()
     whole = rows_of()
-    everything = dense_rows(trunk, head, *texts(), DEPTHS, 1.0, 32, torch.arange(VOCAB_SIZE))
+    # As heads are stored with it.
+    stored_R = torch.arange(VOCAB_SIZE, dtype=torch.int32)
+    everything = dense_rows(trunk, head, *texts(), DEPTHS, 1.0, 32, stored_R)
     assert everything.overlap_KN == pytest.approx(whole.overlap_KN)
     single = [dense_rows(trunk, head, *texts(), 1, 1.0, 32, torch.tensor([token])) for token in range(VOCAB_SIZE)]
     assert sum(one.overlap_KN for one in single) == pytest.approx(np.ones_like(single[0].overlap_KN), rel=1e-4)
