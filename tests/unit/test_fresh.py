@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
 
-from checkpoints import fuse_experts, save_stripped
-from mtp_train.errors import CheckpointError
+from checkpoints import fuse_experts, save_stripped, set_fields
+from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.families import HeadKind
 from mtp_train.heads.attach import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.fresh import FreshStart, fresh_plan
@@ -42,10 +43,11 @@ LAST = {
 TRUNK_STEPS, HEAD_STEPS = 150, 20
 
 
-def fresh_head(path: Path, start: FreshStart) -> MtpHead:
+def fresh_head(path: Path, start: FreshStart, kind: HeadKind = "mtp", num_modules: int = 1) -> MtpHead:
     checkpoint = open_checkpoint(path)
     config = text_config_of(checkpoint)
-    return build_head(fresh_plan(checkpoint, config, "auto", seed=1, start=start), config, dtype=torch.float32)
+    plan = fresh_plan(checkpoint, config, "auto", seed=1, start=start, kind=kind, num_modules=num_modules)
+    return build_head(plan, config, dtype=torch.float32)
 
 
 def num_equal(head: MtpHead, trunk: Trunk, layer: int) -> tuple[int, int]:
@@ -70,6 +72,31 @@ def test_a_random_start_has_nothing_of_the_trunk(tmp_path: Path) -> None:
     head = fresh_head(save_stripped(trunk, tmp_path / "trunk"), "random")
     assert num_equal(head, trunk, LAST["llama"])[1] == 0
     assert not torch.equal(head.blocks[0].final_norm.weight, trunk.decoder.norm.weight)
+
+
+@pytest.mark.parametrize("family_name", ["llama", "gemma3_text", "qwen2"])
+def test_eagle3_starts_with_the_trunks_last_norm_in_the_flavour_that_it_has(family_name: str, tmp_path: Path) -> None:
+    trunk = tiny_trunk(family_name)
+    head = fresh_head(save_stripped(trunk, tmp_path / "trunk"), "random", "eagle3")
+    state_BTD = torch.randn(2, 3, trunk.config.hidden_size)
+    torch.testing.assert_close(head.module_for(1).final_norm(state_BTD), trunk.decoder.norm(state_BTD))
+
+
+def test_medusa_starts_as_the_trunk_itself(tmp_path: Path) -> None:
+    trunk = tiny_trunk("llama")
+    head = fresh_head(save_stripped(trunk, tmp_path / "trunk"), "random", "medusa", num_modules=2)
+    tokens_BT = torch.arange(6).view(2, 3)
+    hidden_BTD = trunk.hidden(tokens_BT)
+    rows = {"positions_BT": torch.arange(3).expand(2, 3), "document_BT": torch.zeros_like(tokens_BT)}
+    for state_BTD in unroll(head, hidden_BTD, tokens_BT, trunk.embed, num_depths=2, **rows):
+        assert torch.equal(state_BTD, hidden_BTD)
+
+
+def test_a_trunk_with_too_few_layers_gets_no_eagle3(tmp_path: Path) -> None:
+    path = save_stripped(tiny_trunk("llama"), tmp_path / "trunk")
+    set_fields(path, {"num_hidden_layers": 2})
+    with pytest.raises(UnsupportedModelError, match="a trunk of 2 layers; expected at least 3"):
+        fresh_head(path, "random", "eagle3")
 
 
 def test_experts_are_copied_however_they_are_stored(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def test_limits_that_are_included_are_accepted(depth_decay: str) -> None:
 
 STUDIED = ["study={}", "export.enabled=false", "evaluate.arms=[graft, retrained, vanilla]"]
 RANDOM = ["model.head_from=null", "head.init=random", "evaluate.arms=[none, retrained]"]
+MEDUSA = [*RANDOM, "head.kind=medusa", "export.enabled=false"]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,10 @@ RANDOM = ["model.head_from=null", "head.init=random", "evaluate.arms=[none, retr
         ([*STUDIED, "study.rules=[greedy]"], "study.rules", "Add 'sampled', or remove the temperature"),
         ([*STUDIED, "study.rules=[argmax]"], "study.rules", "Add 'greedy', or remove the temperature"),
         ([*STUDIED, "study.drift={}"], "study.drift", "Name checkpoints"),
+        (["head.kind=eagle3"], "head.init", "Write head.init: random"),
+        ([*RANDOM, "head.kind=medusa"], "export.enabled", "Write export.enabled: false"),
+        ([*MEDUSA, "evaluate.depth=4"], "evaluate.depth", "or raise head.num_depths"),
+        ([*MEDUSA, "objective.unroll=fastmtp"], "objective.unroll", "Write objective.unroll: exact"),
         (
             [*STUDIED, "study.drift={checkpoints: [a], fine_tune: {max_steps: 1, lr: 1.0}}"],
             "study.drift.fine_tune",
@@ -219,6 +224,9 @@ def test_contradictions_are_refused_with_their_cure(overrides: list[str], path: 
     "overrides",
     [
         RANDOM,
+        [*RANDOM, "head.kind=eagle3"],
+        [*RANDOM, "head.kind=eagle", "objective.unroll=fastmtp", "evaluate.depth=7"],
+        [*MEDUSA, "evaluate.depth=3"],
         ["head.lora={}", "head.init=native", "evaluate.arms=[native, retrained, vanilla]"],
         ["model.head_from=null", "head.init=native", "evaluate.arms=[native, retrained]"],
         ["head.init=native", "evaluate.arms=[native, retrained, vanilla]"],
