@@ -1,0 +1,84 @@
+"""A model whose releases have no head gets an EAGLE, EAGLE-3 or Medusa head, by the recipe and commands of others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_attach_head import ATTACH, write_headless
+
+from mtp_train.errors import GateRefusedError
+from mtp_train.recipe_io import load_recipe
+from runs import document, run_quietly, write_recipe
+
+KINDS = ("eagle", "eagle3", "medusa")
+RUN: dict[str, Any] = {**ATTACH, "head__init": "random", "export__enabled": False}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_headless(tmp_path_factory.mktemp("kinds") / "in", "qwen3").parent
+
+
+def run(inputs: Path, directory: Path, **overrides: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    recipe = write_recipe(directory / "recipe.yaml", inputs, directory / "run", **{**RUN, **overrides})
+    assert run_quietly(load_recipe(recipe)).stage == "done"
+    return directory / "run"
+
+
+@pytest.fixture(scope="module")
+def runs(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("runs")
+    vocab = {"eagle3": 100}
+    return {kind: run(inputs, directory / kind, head__kind=kind, head__draft_vocab=vocab.get(kind)) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_trained_measured_and_decodes_losslessly(
+    kind: str, runs: dict[str, Path], inputs: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = json.loads((runs[kind] / "report.json").read_text())
+    assert (report["gate"]["passed"], report["gate"]["baseline"]) == (True, "none")
+    assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+    ask = ["generate", inputs / "finetune", "--prompt", "say 3", "--max-new-tokens", 16]
+    plain = document([*ask, "--depth", 0], capfd)["requests"][0]
+    (drafted,) = document([*ask, "--head", runs[kind] / "head", "--depth", 2], capfd)["requests"]
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["num_draft_tokens"] == 2 * drafted["num_drafts"] > 0
+
+
+def test_one_comparison_has_them_all(
+    runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arms = [f"{kind}={inputs / 'finetune'}+{path / 'head'}" for kind, path in runs.items()]
+    flags = ["--suite", inputs / "chats.jsonl", "--prompts-per-task", 3, "--max-new-tokens", 12, "--depths", 2]
+    report = document(["compare", *arms, *flags, "--out", tmp_path / "out"], capfd)
+    taus = {cell["arm"]: cell["tau"] for cell in report["cells"]}
+    assert taus.keys() == {"none", *KINDS}
+    assert all(taus[kind] >= 1 for kind in KINDS)
+    assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+
+
+def test_states_on_disk_give_the_same_head_and_serve_no_other_kind(inputs: Path, tmp_path: Path) -> None:
+    kept = {"train__hidden_cache": {"directory": str(tmp_path / "shared"), "max_gib": 0.01}}
+    found = {}
+    for name, overrides in {"plain": {}, "kept": kept, "other": {**kept, "head__kind": "eagle"}}.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        short = {"train__max_steps": 6, "head__kind": "eagle3", **overrides}
+        recipe = write_recipe(directory / "recipe.yaml", inputs, directory / "run", **{**RUN, **short})
+        with contextlib.suppress(GateRefusedError):
+            run_quietly(load_recipe(recipe))
+        found[name] = load_file(directory / "run" / "head" / "head.safetensors")
+    assert found["plain"].keys() == found["kept"].keys()
+    for name, value in found["plain"].items():
+        torch.testing.assert_close(found["kept"][name], value, atol=5e-4, rtol=0)
+    # What another kind of head reads of the trunk is less.
+    widths = [json.loads(path.read_text())["width"] for path in (tmp_path / "shared").glob("*/manifest.json")]
+    assert sorted(widths) == [min(widths), 4 * min(widths)]
