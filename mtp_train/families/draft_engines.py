@@ -1,35 +1,28 @@
 """Which engines draft with a head that stands in a directory of its own, and for which trunks.
 
-Read in the sources of vLLM 0.32, SGLang 0.5.23 and llama.cpp 0c1e570.
+Read in the sources of vLLM 0.32 and 0.33, SGLang 0.5.23 and llama.cpp 0c1e570.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from mtp_train.families.engines import EngineSupport, engine_table, no
+from mtp_train.families.spec import HeadKind
 
-DraftKind = Literal["eagle", "eagle3", "medusa"]
 LEAST_TRUNK_LAYERS = 7
 """With fewer, two of the three states that engines give an EAGLE-3 head (after 2 layers, half of them and all but 3)
 are one and the same."""
 
-_EVERYWHERE = {"llama", "mistral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
-_LATENT = {"deepseek_v3", "deepseek_v32", "glm_moe_dsa"}
+_EVERYWHERE = {"llama", "mistral", "qwen3", "qwen3_moe"}
+_HYBRID = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
 # Families, the states between whose layers an engine hands to a head.
-_STATES_IN_VLLM = frozenset({*_EVERYWHERE, *_LATENT, "qwen2", "olmo2", "mimo", "mimo_v2", "nemotron_h"})
-_STATES_IN_SGLANG = frozenset(
-    {*_EVERYWHERE, *_LATENT, "qwen2", "gemma3_text", "glm4_moe", "glm4_moe_lite", "exaone_moe"}
-    | {"longcat_flash", "minimax_m3"}
-)
-_STATES_IN_LLAMA_CPP = frozenset({*_EVERYWHERE, "mimo_v2", "nemotron_h"})
-# Families whose last states suit EAGLE and Medusa heads in vLLM, and EAGLE's in SGLang. Gemma 3 scales its embeddings,
-# which an EAGLE head would be given as they are stored.
-_LAST_STATES_IN_VLLM = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", *_LATENT, "mimo", "nemotron_h"}
-)
-_LAST_STATES_IN_SGLANG = _LAST_STATES_IN_VLLM - {"olmo2"}
+_STATES_IN_VLLM = frozenset({*_EVERYWHERE, *_HYBRID, "qwen2", "olmo2"})
+_STATES_IN_SGLANG = frozenset({*_EVERYWHERE, *_HYBRID, "qwen2", "gemma3_text"})
+_STATES_IN_LLAMA_CPP = frozenset({*_EVERYWHERE, *_HYBRID})
+# Families whose last states an engine hands to a head. Gemma 3 scales its embeddings: an EAGLE head gets them unscaled.
+_LAST_STATES_IN_VLLM = frozenset({*_EVERYWHERE, "qwen2", "olmo2"})
+_LAST_STATES_IN_SGLANG = frozenset({*_EVERYWHERE, "qwen2"})
 
 _VLLM = "vllm serve TRUNK"
 _SGLANG = "python -m sglang.launch_server --model-path TRUNK"
@@ -56,7 +49,7 @@ _NO_EAGLE = no("has no EAGLE")
 _NO_MEDUSA = no("has no Medusa")
 
 
-def draft_engines(kind: DraftKind, family_name: str) -> Mapping[str, EngineSupport]:
+def draft_engines(kind: HeadKind, family_name: str) -> Mapping[str, EngineSupport]:
     """Return the engines' table of a head of this kind, for trunks of a family.
 
     ``{path}`` in the commands is the draft model, TRUNK its trunk.

@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from mtp_train.families.draft_engines import DraftKind
+from mtp_train.families.spec import HeadKind
 from mtp_train.weights.files import TORCH_DTYPES
 
 # An engine takes the first that it knows: SGLang has its own name for EAGLE's.
-_ARCHITECTURES: Mapping[DraftKind, tuple[str, ...]] = {
+_ARCHITECTURES: Mapping[HeadKind, tuple[str, ...]] = {
     "eagle": ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
     "eagle3": ("LlamaForCausalLMEagle3",),
     "medusa": ("MedusaModel",),
@@ -35,7 +35,7 @@ _NOT_OF_THE_LAYER = ("architectures", "draft_vocab_size", "target_hidden_size", 
 
 
 def draft_config(
-    kind: DraftKind,
+    kind: HeadKind,
     layer_config: PretrainedConfig,
     num_depths: int,
     vocab_sizes: tuple[int, int | None],
