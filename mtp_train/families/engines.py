@@ -88,7 +88,8 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
     words = {
         "path": shlex.quote(path),
         "python_path": repr(path),
-        "vllm_config": shlex.quote(json.dumps(draft_model, separators=(",", ":"))),
+        "vllm_config": _json(draft_model),
+        **{f"vllm_{method}": _json({"method": method, **draft_model}) for method in ("eagle", "eagle3", "medusa")},
         "depth": depth,
         "depth_plus_1": depth + 1,
     }
@@ -98,3 +99,8 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
         name: one.text.format(**words) if one.supported else f"no: {one.text}" if one.supported is False else one.text
         for name, one in engines.items()
     }
+
+
+def _json(content: object) -> str:
+    """Return JSON as one word of a shell."""
+    return shlex.quote(json.dumps(content, separators=(",", ":")))

@@ -63,7 +63,7 @@ def run(job, text):
     cache = CACHE_TYPES[job["dtype"]]
     # Room for one round more than asked for, as none may be cut short.
     num_tokens = job["max_new_tokens"] + 2 * (job["depth"] + 1)
-    command = [job["binary"], "-m", job["model_file"], "--spec-type", "draft-mtp"]
+    command = [job["binary"], "-m", job["model_file"], *speculation_of(job)]
     command += ["--spec-draft-n-max", str(job["depth"]), "--spec-draft-p-min", "0"]
     command += ["-p", text, "--no-escape", "-n", str(num_tokens), "-c", "2048", "--temp", "0"]
     command += ["-ctk", cache, "-ctv", cache, "-ctkd", cache, "-ctvd", cache, "-fa", "off"]
@@ -73,6 +73,16 @@ def run(job, text):
     if done.returncode != 0 or TRIED_AGAIN in log:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}, or a round that was tried again\n{log}")
     return log
+
+
+def speculation_of(job):
+    """Return what to draft with: the model's own head, or the draft model that the job names, as a GGUF too."""
+    draft = job.get("draft")
+    return (
+        ["--spec-type", "draft-mtp"]
+        if draft is None
+        else ["--spec-type", f"draft-{draft['kind']}", "-md", job["draft_file"]]
+    )
 
 
 def read_rounds(log):

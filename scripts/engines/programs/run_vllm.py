@@ -32,7 +32,7 @@ COUNTERS = "vllm:spec_decode_num_"
 
 
 def load(job):
-    """Return an engine that drafts with the checkpoint's own head."""
+    """Return an engine that drafts with the checkpoint's own head, or with the draft model that the job names."""
     # What it takes for latent attention where a CPU has AMX knows no fp32. Other attention is not affected.
     attention = {"attention_backend": "CPU_MLA"} if current_platform.is_cpu() else {}
     longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 2 * job["depth"]
@@ -50,8 +50,14 @@ def load(job):
         disable_log_stats=False,
         skip_tokenizer_init=True,
         **attention,
-        speculative_config={"method": "mtp", "num_speculative_tokens": job["depth"], **attention},
+        speculative_config={**speculation_of(job), "num_speculative_tokens": job["depth"], **attention},
     )
+
+
+def speculation_of(job):
+    """Return what to draft with."""
+    draft = job.get("draft")
+    return {"method": "mtp"} if draft is None else {"method": draft["kind"], "model": draft["path"]}
 
 
 def rounds_of(engine, number, prompt_ids, max_new_tokens):

@@ -1,0 +1,144 @@
+"""An EAGLE or Medusa head as a draft model in a directory of its own, which engines load beside any copy of its trunk.
+
+EAGLE-3 (arXiv:2503.01840) goes out as its authors keep it, which vLLM, SGLang and llama.cpp all read, or as the
+speculators package does, which vLLM reads too. EAGLE (arXiv:2401.15077) goes out as vLLM and SGLang read it, Medusa
+(arXiv:2401.10774) as vLLM 0.32 does. The embedding is left out: engines, and speculators, take the trunk's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from mtp_train.errors import CheckpointError
+from mtp_train.families.draft_engines import LEAST_TRUNK_LAYERS
+from mtp_train.weights.artifact import Artifact
+from mtp_train.weights.draft_config import draft_config, speculators_config
+from mtp_train.weights.files import CONFIG_FILE, SINGLE_FILE, Checkpoint
+from mtp_train.weights.native import plain_tensor
+from mtp_train.weights.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
+
+DraftForm = Literal["engines", "speculators"]
+OUTPUT_KEY = "lm_head.weight"
+# A head's names to those that engines read, where they are others.
+_RENAMED = (r"medusa_head\.(\d+)\.0\.linear\.", r"blocks.\1.layers.0.")
+_RENAMED_FOR_SPECULATORS = (r"midlayer\.", "layers.0.")
+
+
+def write_draft_checkpoint(
+    source: Checkpoint,
+    artifact: Artifact,
+    layer_config: PretrainedConfig,
+    out: Path,
+    *,
+    form: DraftForm = "engines",
+    verifier: str | None = None,
+) -> None:
+    """Write a draft model to a new directory: its weights, the rows of the lm_head that it uses, and its config.
+
+    Args:
+        source: The trunk's checkpoint; only read.
+        artifact: The head, of another kind than ``mtp``.
+        layer_config: Of its layers (``head_layer_config`` of its family).
+        out: The new directory.
+        form: For engines, or for the speculators package, which holds EAGLE-3 alone.
+        verifier: What speculators and ``vllm serve OUT`` load as the trunk; None for ``source``'s path.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: The form does not hold this head, engines would not give it what it reads, the trunk's lm_head
+            cannot be copied, or the disk is full.
+    """
+    _require_readable(source, artifact, form)
+    kind = artifact.family.kind
+    vocab = None if kind == "eagle" else artifact.draft_vocab
+    tensors = [_renamed(pending, *_RENAMED) for pending in artifact.head.tensors]
+    dtype = tensors[0].dtype
+    if kind == "eagle":
+        # SGLang's projection has a bias, of random numbers where a file has none; vLLM's has none, and ignores one.
+        tensors.append(held_tensor("fc.bias", dtype, torch.zeros(layer_config.hidden_size)))
+    else:
+        tensors += [_output_rows(source, artifact, layer_config.hidden_size), *_vocab_tensors(source, artifact)]
+    vocab_sizes = (int(source.text_config["vocab_size"]), None if vocab is None else len(vocab))
+    config = draft_config(kind, layer_config, artifact.num_modules, vocab_sizes, dtype)
+    if form == "speculators":
+        tensors = [_renamed(pending, *_RENAMED_FOR_SPECULATORS) for pending in tensors]
+        architectures = list(source.config.get("architectures") or [])
+        config = speculators_config(config, artifact.num_depths, verifier or str(source.path.resolve()), architectures)
+    with new_directory(out, what="the draft model") as directory:
+        write_safetensors(directory / SINGLE_FILE, tensors)
+        write_json(directory / CONFIG_FILE, config)
+
+
+def _require_readable(source: Checkpoint, artifact: Artifact, form: DraftForm) -> None:
+    kind = artifact.family.kind
+    if form == "speculators" and kind != "eagle3":
+        raise CheckpointError(f"speculators holds no head of kind {kind}; expected eagle3. Write it for engines.")
+    num_layers = int(source.text_config["num_hidden_layers"])
+    if kind == "eagle3" and num_layers < LEAST_TRUNK_LAYERS:
+        raise CheckpointError(
+            f"{source.path}: {num_layers} layers; expected {LEAST_TRUNK_LAYERS} or more, or two of the three states "
+            "that engines give an EAGLE-3 head are one. Attach a head of another kind."
+        )
+
+
+def _renamed(pending: PendingTensor, pattern: str, name: str) -> PendingTensor:
+    return replace(pending, key=re.sub(f"^{pattern}", name, pending.key))
+
+
+def _output_rows(source: Checkpoint, artifact: Artifact, hidden_size: int) -> PendingTensor:
+    """Return the rows of the trunk's lm_head that the head uses, in plain floats."""
+    layout, stored = artifact.layout, artifact.family.lm_head_key
+    # A wrapper may put its own name before the lm_head; one that is not stored is tied to the embedding, or packed.
+    key = next((key for key in (stored, f"language_model.{stored}") if key in source.tensors), layout.embed_key)
+    packed = [name for name in source.tensors if name.startswith(stored.removesuffix("weight")) and name != key]
+    if key not in source.tensors or (key == layout.embed_key and packed):
+        raise CheckpointError(
+            f"{source.path}: {', '.join(sorted(packed)[:3]) or f'no {key}'}; expected {stored} in plain floats or FP8, "
+            "as its rows go into the draft model. Export with the trunk that is not quantised."
+        )
+    whole = plain_tensor(source, key, OUTPUT_KEY)
+    expected = (int(source.text_config["vocab_size"]), hidden_size)
+    if whole.shape != expected:
+        raise CheckpointError(
+            f"{source.path}: {key} is {list(whole.shape)}; expected {list(expected)}, as config.json and the head have "
+            "it. Use the trunk that the head was trained on."
+        )
+    if artifact.draft_vocab is None:
+        return whole
+    rows_R = artifact.draft_vocab.long()
+    return PendingTensor(
+        OUTPUT_KEY,
+        whole.dtype,
+        (len(rows_R), whole.shape[1]),
+        load=lambda: torch.cat([*_picked(whole.parts(), rows_R)]),
+        blocks=lambda: _picked(whole.parts(), rows_R),
+    )
+
+
+def _picked(blocks: Iterable[Tensor], rows_R: Tensor) -> Iterator[Tensor]:
+    """Yield some rows, ascending, of a matrix that comes in blocks of rows."""
+    first = 0
+    for block in blocks:
+        stop = first + len(block)
+        yield block[rows_R[(rows_R >= first) & (rows_R < stop)] - first]
+        first = stop
+
+
+def _vocab_tensors(source: Checkpoint, artifact: Artifact) -> list[PendingTensor]:
+    """Return what leads from the rows of a smaller lm_head to tokens: EAGLE-3 keeps offsets, Medusa the tokens."""
+    if artifact.draft_vocab is None:
+        return []
+    tokens_R = artifact.draft_vocab.long()
+    if artifact.family.kind == "medusa":
+        return [held_tensor("token_map", "I64", tokens_R)]
+    chosen_V = torch.zeros(int(source.text_config["vocab_size"]), dtype=torch.bool)
+    chosen_V[tokens_R] = True
+    return [held_tensor("d2t", "I64", tokens_R - torch.arange(len(tokens_R))), held_tensor("t2d", "BOOL", chosen_V)]
