@@ -19,9 +19,10 @@ from mtp_train.data.split import split_by_group
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.demo import resolve
 from mtp_train.errors import CheckpointError, DataError, RecipeError
+from mtp_train.exporting import require_exportable
 from mtp_train.families.spec import Convention
 from mtp_train.heads.attach import HeadPlan, graft_plan
-from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.heads.fresh import fresh_plan
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.offload import require_offload
@@ -33,7 +34,6 @@ from mtp_train.weights.adapter import (
     is_adapter,
     locate_adapter,
     merge_command,
-    read_adapter,
 )
 from mtp_train.weights.files import (
     TORCH_DTYPES,
@@ -43,7 +43,6 @@ from mtp_train.weights.files import (
     read_json,
 )
 from mtp_train.weights.finite import require_finite_checkpoint
-from mtp_train.weights.merge import plan_changes
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,8 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     else:
         documents, _ = tokenize_records(train_records, tokenizer, recipe.data.seq_len_tokens)
     adapter = locate_adapter(recipe.model.adapter, recipe.model.trunk) if recipe.model.adapter else None
-    if adapter is not None and recipe.export.enabled:
-        # The export merges it: what cannot be merged is better known now than after the training.
-        plan_changes(finetune, layout_of(finetune), read_adapter(adapter))
+    if recipe.export.enabled:
+        require_exportable(finetune, recipe.head.kind, adapter)
     for checkpoint in [finetune] if base is None else [finetune, base]:
         require_finite_checkpoint(checkpoint, progress)
     return Inputs(

@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from mtp_train.errors import GateRefusedError, MtpError, OutputExistsError, RecipeError
 from mtp_train.evaluation import evaluate_run
-from mtp_train.heads.diagnose import layout_of
+from mtp_train.exporting import write_export
 from mtp_train.inputs import gather_inputs
 from mtp_train.memory import memory_is_named
 from mtp_train.model_card import write_card
@@ -40,7 +40,6 @@ from mtp_train.stages import Stage, load_run_trunk, make_documents, offload_run_
 from mtp_train.train.launch import lost_process_is_named, make_accelerator
 from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.training import HEAD, train_stage
-from mtp_train.weights.adapted import write_adapted
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import read_json
 from mtp_train.weights.writing import full_disk_is_named
@@ -147,11 +146,8 @@ def run_stages(
     stage.name = "export"
     message = f"{evaluation.gate.reason}."
     if recipe.export.enabled and not (run_dir / EXPORT).exists():
-        head = load_artifact(run_dir / HEAD).head
-        layout, link = layout_of(inputs.finetune), recipe.export.link
-        write_adapted(
-            inputs.finetune, layout, head, run_dir / EXPORT, adapter=inputs.adapter, link=link, progress=progress
-        )
+        artifact, link = load_artifact(run_dir / HEAD), recipe.export.link
+        write_export(inputs.finetune, artifact, run_dir / EXPORT, adapter=inputs.adapter, link=link, progress=progress)
     if recipe.export.enabled:
         write_card(run_dir, run_dir / EXPORT)
         message += f" Exported to {run_dir / EXPORT}."

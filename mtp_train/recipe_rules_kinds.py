@@ -23,14 +23,6 @@ def each_depth_has_a_block(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def no_engine_serves_medusa(recipe: Recipe) -> Iterator[str]:
-    if recipe.head.kind == "medusa" and recipe.export.enabled:
-        yield (
-            "export.enabled: true with head.kind: medusa, which no engine serves; expected false: the run's head "
-            "directory is for the built-in decoder. Write export.enabled: false."
-        )
-
-
 def what_sees_nothing_is_unrolled_exactly(recipe: Recipe) -> Iterator[str]:
     if recipe.head.kind == "medusa" and recipe.objective.unroll != "exact":
         yield (
@@ -42,7 +34,6 @@ def what_sees_nothing_is_unrolled_exactly(recipe: Recipe) -> Iterator[str]:
 KIND_RULES = (
     (("head.kind", "head.init"), other_kinds_are_new),
     (("head.kind", "head.num_depths", "evaluate.depth"), each_depth_has_a_block),
-    (("head.kind", "export.enabled"), no_engine_serves_medusa),
     (("head.kind", "objective.unroll"), what_sees_nothing_is_unrolled_exactly),
 )
 """What each check reads, and the check."""

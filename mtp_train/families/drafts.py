@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.blocks import Eagle3Layer, ResidualBlock
-from mtp_train.families.engines import engine_table, no
+from mtp_train.families.draft_engines import draft_engines
 from mtp_train.families.spec import Borrowed, Convention, CountField, Family, HeadKind, KeyRule
 
 _BEYOND_ATTACHED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -180,8 +180,6 @@ def of_kind(family: Family, kind: HeadKind) -> Family:
         rotary_by_layer_type=False,
         rotary_kind=None,
         masks_of_distances=False,
-        engines=engine_table(
-            vllm=no("not served"), sglang=no("not served"), llama_cpp=no("not served"), transformers=no("not served")
-        ),
+        engines=draft_engines(kind, family.name),
         engines_of=None,
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from mtp_train.errors import CheckpointError
+from mtp_train.families import HeadKind
 from mtp_train.families.draft_engines import LEAST_TRUNK_LAYERS
 from mtp_train.weights.artifact import Artifact
 from mtp_train.weights.draft_config import draft_config, speculators_config
@@ -56,8 +57,8 @@ def write_draft_checkpoint(
         CheckpointError: The form does not hold this head, engines would not give it what it reads, the trunk's lm_head
             cannot be copied, or the disk is full.
     """
-    _require_readable(source, artifact, form)
     kind = artifact.family.kind
+    require_readable(source, kind, form)
     vocab = None if kind == "eagle" else artifact.draft_vocab
     tensors = [_renamed(pending, *_RENAMED) for pending in artifact.head.tensors]
     dtype = tensors[0].dtype
@@ -77,8 +78,12 @@ def write_draft_checkpoint(
         write_json(directory / CONFIG_FILE, config)
 
 
-def _require_readable(source: Checkpoint, artifact: Artifact, form: DraftForm) -> None:
-    kind = artifact.family.kind
+def require_readable(source: Checkpoint, kind: HeadKind, form: DraftForm = "engines") -> None:
+    """Check that whoever reads a draft model in this form gives a head of this kind what it reads of this trunk.
+
+    Raises:
+        CheckpointError: It does not.
+    """
     if form == "speculators" and kind != "eagle3":
         raise CheckpointError(f"speculators holds no head of kind {kind}; expected eagle3. Write it for engines.")
     num_layers = int(source.text_config["num_hidden_layers"])

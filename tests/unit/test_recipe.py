@@ -139,7 +139,7 @@ def test_limits_that_are_included_are_accepted(depth_decay: str) -> None:
 
 STUDIED = ["study={}", "export.enabled=false", "evaluate.arms=[graft, retrained, vanilla]"]
 RANDOM = ["model.head_from=null", "head.init=random", "evaluate.arms=[none, retrained]"]
-MEDUSA = [*RANDOM, "head.kind=medusa", "export.enabled=false"]
+MEDUSA = [*RANDOM, "head.kind=medusa"]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,6 @@ MEDUSA = [*RANDOM, "head.kind=medusa", "export.enabled=false"]
         ([*STUDIED, "study.rules=[argmax]"], "study.rules", "Add 'greedy', or remove the temperature"),
         ([*STUDIED, "study.drift={}"], "study.drift", "Name checkpoints"),
         (["head.kind=eagle3"], "head.init", "Write head.init: random"),
-        ([*RANDOM, "head.kind=medusa"], "export.enabled", "Write export.enabled: false"),
         ([*MEDUSA, "evaluate.depth=4"], "evaluate.depth", "or raise head.num_depths"),
         ([*MEDUSA, "objective.unroll=fastmtp"], "objective.unroll", "Write objective.unroll: exact"),
         (
