@@ -1,0 +1,88 @@
+#!/usr/bin/env python
+"""Attach a head of every kind to one trunk that has none, and compare them on prompts that no head has seen.
+
+    python scripts/compare_kinds.py llama DIR [section.field=value ...]
+
+The trunk is ``scripts/make_text_trunk.py``'s, the recipe ``recipes/attach_head.yaml``: the same steps, text and depth
+for all. DIR gets the trunk, a run of each kind, and the comparison; what is there already is taken as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from make_text_trunk import FAMILIES
+from mtp_train.demo import demo_path
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "attach_head.yaml"
+STARTS = {"mtp": "copy_last_layer", "eagle": "random", "eagle3": "random", "medusa": "random"}
+HELD_OUT_SHARE = 10
+"""One group of prompts in so many is kept for the comparison."""
+
+
+def main() -> None:
+    """Make what the command line names and is not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("overrides", nargs="*", help="of the recipe, for all kinds")
+    arguments = parser.parse_args()
+    work = arguments.directory
+    trunk = work / "trunk"
+    work.mkdir(parents=True, exist_ok=True)
+    if not trunk.exists():
+        run(["scripts/make_text_trunk.py", arguments.family, str(trunk)])
+    split_prompts(work)
+    for kind, start in STARTS.items():
+        attach(kind, start, work, arguments.overrides)
+    arms = [f"{kind}={trunk}+{work / kind / 'head'}" for kind in STARTS]
+    flags = [
+        "--suite",
+        str(work / "held_out.jsonl"),
+        "--prompts-per-task",
+        "48",
+        "--max-new-tokens",
+        "128",
+        "--batch",
+        "16",
+    ]
+    grid = ["--temperatures", "0", "1", "--rules", "greedy", "sampled", "--depths", "1", "3"]
+    run(["-m", "mtp_train", "compare", *arms, *flags, *grid, "--out", str(work / "comparison")])
+
+
+def attach(kind: str, start: str, work: Path, overrides: Sequence[str]) -> None:
+    """Train a head of one kind; the run goes on from where it stands."""
+    own = [
+        f"run_dir={work / kind}",
+        f"model.trunk={work / 'trunk'}",
+        f"data.sources.0.path={work / 'train.jsonl'}",
+        f"head.kind={kind}",
+        f"head.init={start}",
+    ]
+    run(["-m", "mtp_train", str(RECIPE), *own, *overrides])
+
+
+def split_prompts(work: Path) -> None:
+    """Write the demo's prompts in two parts, whole groups in each."""
+    records = [json.loads(line) for line in demo_path("prompts").read_text(encoding="utf-8").splitlines()]
+    groups = sorted({record["group"] for record in records})
+    kept = set(groups[::HELD_OUT_SHARE])
+    for name, chosen in (("train", set(groups) - kept), ("held_out", kept)):
+        lines = [json.dumps(record) + "\n" for record in records if record["group"] in chosen]
+        (work / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def run(command: Sequence[str]) -> None:
+    """Run a part of the package or a script, and end with it where it fails."""
+    print("+", *command, flush=True)
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+
+
+if __name__ == "__main__":
+    main()
