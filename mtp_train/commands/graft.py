@@ -12,14 +12,14 @@ from mtp_train.commands.inspect import SUGGESTED_DEPTH
 from mtp_train.errors import CheckpointError, GateRefusedError
 from mtp_train.heads.attach import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.inputs import refuse_adapter
+from mtp_train.inputs import is_head_directory, refuse_adapter
 from mtp_train.model_card import write_card
 from mtp_train.recipe_io import load_recipe
 from mtp_train.report.schema import load_report
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
 from mtp_train.weights.adapted import write_adapted
 from mtp_train.weights.adapter import locate_adapter
-from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
+from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.export import LinkMode, write_checkpoint
 from mtp_train.weights.files import Checkpoint, locate_checkpoint, open_checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
@@ -112,7 +112,7 @@ def head_to_export(source: Path) -> HeadToExport:
 
 def is_run(source: Path) -> bool:
     """Whether a directory is that of a run with a trained head, and not a checkpoint."""
-    return (source / HEAD_DIRECTORY / HEAD_CONFIG_FILE).is_file()
+    return is_head_directory(source / HEAD_DIRECTORY)
 
 
 def refuse_with_adapter(source: Path, found: HeadToExport) -> None:
