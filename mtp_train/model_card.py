@@ -16,13 +16,13 @@ import yaml
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe, load_recipe
 from mtp_train.recipe_yaml import dump_yaml
-from mtp_train.report.schema import RunReport, load_report
+from mtp_train.report.schema import REPORT_FILE, RunReport, load_report
 from mtp_train.report.wording import COLUMNS, apart_sentence, arm_cells, capitalised, group_arms, lossless_sentence
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
 from mtp_train.weights.files import open_checkpoint, read_json
 from mtp_train.weights.writing import write_text
 
-CARD_FILE, REPORT_FILE = "README.md", "report.json"
+CARD_FILE = "README.md"
 OPENING, CLOSING = "<!-- mtp-train -->", "<!-- /mtp-train -->"
 TAGS = ("mtp", "speculative-decoding")
 LICENCE_FIELDS = ("license", "license_name", "license_link")

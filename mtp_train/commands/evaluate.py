@@ -14,13 +14,14 @@ from mtp_train.demo import PREFIX
 from mtp_train.errors import DataError
 from mtp_train.inputs import open_location
 from mtp_train.report.cells import StudyReport
+from mtp_train.report.schema import REPORT_FILE
 from mtp_train.report.study_tracking import log_study
 from mtp_train.report.study_write import write_study
 from mtp_train.run_dir import checkpoint_identity, environment_facts
 from mtp_train.study.arms import ArmSpec, open_arm
 from mtp_train.study.beside import Server
 from mtp_train.study.measure import Grid
-from mtp_train.study.run import REPORT_FILE, run_study
+from mtp_train.study.run import run_study
 
 DEPTHS = (1, 2, 3, 5)
 WANDB_PROJECT = "mtp-train"

@@ -15,7 +15,7 @@ from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.inputs import is_head_directory, refuse_adapter
 from mtp_train.model_card import write_card
 from mtp_train.recipe_io import load_recipe
-from mtp_train.report.schema import load_report
+from mtp_train.report.schema import REPORT_FILE, load_report
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
 from mtp_train.weights.adapted import write_adapted
 from mtp_train.weights.adapter import locate_adapter
@@ -27,7 +27,7 @@ from mtp_train.weights.head_only import write_head_only
 from mtp_train.weights.native import NativeHead, native_head_of
 from mtp_train.weights.writing import refuse_existing
 
-HEAD_DIRECTORY, REPORT_FILE = "head", "report.json"
+HEAD_DIRECTORY = "head"
 
 
 def graft(finetune: Checkpoint, base: Checkpoint, out: Path, *, link: LinkMode, progress: Progress) -> None:

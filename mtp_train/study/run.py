@@ -18,7 +18,7 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import eos_token_ids, load_tokenizer
 from mtp_train.report.cells import ArmCosts, Latency, StudyReport, load_study
-from mtp_train.report.schema import build
+from mtp_train.report.schema import REPORT_FILE, build
 from mtp_train.run_dir import checkpoint_identity
 from mtp_train.study.arms import (
     PLAIN,
@@ -44,7 +44,7 @@ from mtp_train.weights.files import Checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.writing import write_json
 
-REPORT_FILE, COSTS_FILE = "report.json", "costs.json"
+COSTS_FILE = "costs.json"
 LATENCY_BATCHES = (1, 4, 16)
 LATENCY_REPEATS = 2
 DENSE_SEQ_LEN_TOKENS = 8192
