@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from mtp_train.data.regenerated import noise_seed
 from mtp_train.heads.trunk import Trunk
 from mtp_train.study.records import Decoded, Rule, Setting, TaskPrompt
 from mtp_train.study.store import Store
+from mtp_train.study.suites import load_suite, suite_prompts
 
 WARM_UP_TOKENS = 8
 TIE_OF_DRAWS, LOW_PRECISION_TIE_OF_DRAWS = 1e-4, 1e-2
@@ -61,6 +63,26 @@ class Grid:
         depth = max((one for one in self.depths if one <= 3), default=min(self.depths))
         settings = self.drafted(min(self.temperatures), context)
         return next(one for one in reversed(settings) if one.depth == depth)
+
+
+def grid_prompts(grid: Grid, tokenizer: Any, contexts: Sequence[int | None]) -> dict[int | None, list[TaskPrompt]]:
+    """Return the prompts of the grid's suite, by the length that they are brought to.
+
+    Raises:
+        DataError: There is no such suite or task, or it cannot be read.
+    """
+    suite = load_suite(grid.suite)
+    return {
+        context: suite_prompts(
+            suite,
+            tokenizer,
+            context_tokens=context,
+            prompts_per_task=grid.prompts_per_task,
+            seed=grid.seed,
+            tasks=grid.tasks,
+        )
+        for context in contexts
+    }
 
 
 def measure_block(

@@ -35,11 +35,10 @@ from mtp_train.study.beside import Server, ask, with_served
 from mtp_train.study.costs import head_costs
 from mtp_train.study.dense import DenseRows, dense_rows
 from mtp_train.study.latency import measure_latency
-from mtp_train.study.measure import Grid, measure_block
+from mtp_train.study.measure import Grid, grid_prompts, measure_block
 from mtp_train.study.records import Decoded, Setting, TaskPrompt
 from mtp_train.study.statistics import MeasuredArm
 from mtp_train.study.store import Store
-from mtp_train.study.suites import load_suite, suite_prompts
 from mtp_train.weights.files import Checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.writing import write_json
@@ -186,7 +185,7 @@ def _device() -> torch.device:
 def _load(study: _Study, group: Sequence[OpenArm], plain_name: str) -> _Loaded:
     first = group[0]
     tokenizer = load_tokenizer(first.checkpoint, trust_remote_code=False)
-    prompts: Prompts = {None: study.given} if study.given is not None else _prompts(study.grid, tokenizer)
+    prompts: Prompts = {None: study.given} if study.given is not None else _enough_prompts(study.grid, tokenizer)
     trunk = load_arm_trunk(first, _device())
     drafting: dict[str, DrafterMaker] = {}
     heads: dict[str, MtpHead] = {}
@@ -201,23 +200,12 @@ def _load(study: _Study, group: Sequence[OpenArm], plain_name: str) -> _Loaded:
     return _Loaded(first.spec.trunk_name, plain_name, trunk, group, drafting, heads, prompts, eos_ids)
 
 
-def _prompts(grid: Grid, tokenizer: Any) -> Prompts:
-    suite = load_suite(grid.suite)
-    prompts = {
-        context: suite_prompts(
-            suite,
-            tokenizer,
-            context_tokens=context,
-            prompts_per_task=grid.prompts_per_task,
-            seed=grid.seed,
-            tasks=grid.tasks,
-        )
-        for context in grid.contexts
-    }
+def _enough_prompts(grid: Grid, tokenizer: Any) -> Prompts:
+    prompts = grid_prompts(grid, tokenizer, grid.contexts)
     for context, some in prompts.items():
         if len(some) < 2:
             raise DataError(
-                f"--contexts {context}: {len(some)} prompts of {suite.name} fit; expected at least 2, as intervals are "
+                f"--contexts {context}: {len(some)} prompts of {grid.suite} fit; expected at least 2, as intervals are "
                 "over prompts. Ask for a longer context, or for more prompts."
             )
     return prompts
