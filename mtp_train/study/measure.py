@@ -15,8 +15,8 @@ import torch
 
 from mtp_inference import GenerationResult, Request, Sampling, SpeculativeDecoder
 from mtp_inference.draft import DrafterMaker
-from mtp_inference.reference import NEAR_TIE_GAP, compare, compare_sampled
-from mtp_train.arms import LOW_PRECISION_TIE_GAP
+from mtp_inference.reference import compare_sampled
+from mtp_train.arms import compare_greedy
 from mtp_train.data.regenerated import noise_seed
 from mtp_train.heads.trunk import Trunk
 from mtp_train.study.records import Decoded, Rule, Setting, TaskPrompt
@@ -195,11 +195,11 @@ def _record(prompt: TaskPrompt, result: GenerationResult, seconds: float, num_ro
 def _compared(
     trunk: Trunk, prompt: TaskPrompt, drafted: Decoded, plain: Decoded, setting: Setting, seed: int
 ) -> Decoded:
-    exact = trunk.lm_head_VD.dtype is torch.float32
     texts = (drafted.token_ids, plain.token_ids, trunk, prompt.prompt_ids)
     if setting.temperature == 0.0:
-        comparison = compare(*texts, NEAR_TIE_GAP if exact else LOW_PRECISION_TIE_GAP)
+        comparison = compare_greedy(*texts)
     else:
         sampling = Sampling(temperature=setting.temperature, seed=noise_seed(prompt.id, seed))
+        exact = trunk.lm_head_VD.dtype is torch.float32
         comparison = compare_sampled(*texts, sampling, TIE_OF_DRAWS if exact else LOW_PRECISION_TIE_OF_DRAWS)
     return replace(drafted, same_as_plain=comparison.verdict)
