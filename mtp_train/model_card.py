@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from mtp_train.families.engines import engine_commands
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe, load_recipe
 from mtp_train.recipe_yaml import dump_yaml
@@ -131,10 +132,9 @@ def _settings(report: RunReport) -> str:
 
 
 def _commands(out: Path, num_depths: int) -> str:
-    engines = open_checkpoint(out).family.engines
-    numbers = {"path": ".", "depth": num_depths, "depth_plus_1": num_depths + 1}
+    engines = open_checkpoint(out).engines
     known = {name: engines[name] for name in ("vllm", "sglang", "llama.cpp") if engines[name].supported}
-    return "\n".join(f"# {name}\n{support.text.format(**numbers)}" for name, support in known.items())
+    return "\n".join(f"# {name}\n{command}" for name, command in engine_commands(known, ".", num_depths).items())
 
 
 def _public_recipe(recipe: Recipe) -> str:

@@ -176,8 +176,7 @@ def serving_commands(checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: S
         flag = draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
         return dict.fromkeys(checkpoint.family.engines, reason)
-    engines = checkpoint.family.engines_for({key: info.dtype for key, info in checkpoint.tensors.items()})
-    return engine_commands(engines, str(checkpoint.path), SUGGESTED_DEPTH)
+    return engine_commands(checkpoint.engines, str(checkpoint.path), SUGGESTED_DEPTH)
 
 
 def holds_layers(checkpoint: Checkpoint) -> bool:
