@@ -270,11 +270,9 @@ def _inspect(args: argparse.Namespace) -> Result:
 
 def _graft(args: argparse.Namespace) -> Result:
     from mtp_train.commands.graft import graft
-    from mtp_train.inputs import open_location
 
     with _progress(args) as progress:
-        finetune, base = open_location(args.finetune), open_location(args.base)
-        graft(finetune, base, args.out, link="copy" if args.copy else "hard", progress=progress)
+        graft(args.finetune, args.base, args.out, link="copy" if args.copy else "hard", progress=progress)
     return Result({"out": str(args.out)}, f"Wrote {args.out}: the trunk of {args.finetune}, the head of {args.base}.")
 
 

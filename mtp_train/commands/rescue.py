@@ -23,10 +23,12 @@ from mtp_train.evaluation import GRAFT_INSTEAD
 from mtp_train.heads.attach import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.inputs import open_location
+from mtp_train.model_card import write_graft_card
 from mtp_train.pipeline import EXPORT, run
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import recipe_from_mapping
 from mtp_train.report.schema import REPORT_FILE, load_report
+from mtp_train.run_dir import checkpoint_identity
 from mtp_train.study.suites import BUILTIN_FILE
 from mtp_train.weights.adapted import write_adapted
 from mtp_train.weights.adapter import is_adapter, locate_adapter
@@ -152,7 +154,8 @@ def write_graft(recipe: Recipe, out: Path) -> None:
             "better is replaced by. Leave the override out."
         )
     finetune = open_location(model.trunk)
-    plan = graft_plan(finetune, open_location(model.head_from), recipe.head.convention)
+    base = open_location(model.head_from)
+    plan = graft_plan(finetune, base, recipe.head.convention)
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
     with Progress(disable=True) as progress:
         write_adapted(
@@ -164,3 +167,5 @@ def write_graft(recipe: Recipe, out: Path) -> None:
             link=recipe.export.link,
             progress=progress,
         )
+    identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, base)
+    write_graft_card(out, *identities, model.adapter, recipe.head.num_depths)
