@@ -163,7 +163,8 @@ def _count(text: str) -> int:
 def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("checkpoint")
     command.add_argument(
-        "--head", help="a head directory, a checkpoint to take one from, or an assistant (default: its own)"
+        "--head",
+        help="a head directory, a checkpoint to take one from, an assistant, ngram, or model:CKPT (default: its own)",
     )
     command.add_argument("--adapter", metavar="DIR", help="a peft adapter for the trunk, put on unmerged")
     command.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")

@@ -244,6 +244,11 @@ def head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
     return graft_plan(checkpoint, open_location(head), "auto")
 
 
+def local_device() -> torch.device:
+    """Return where arms are measured on this machine."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def load_arm_trunk(arm: OpenArm, device: torch.device) -> Trunk:
     """Load the trunk: fp32 on a CPU, the stored precision elsewhere."""
     stored = TORCH_DTYPES[stored_dtype(arm.checkpoint, arm.family)]

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.progress import Progress
 
 from mtp_inference.draft import DrafterMaker
@@ -26,6 +25,7 @@ from mtp_train.study.arms import (
     OpenArm,
     load_arm_trunk,
     load_drafting,
+    local_device,
     open_arm,
     require_distinct,
     trunk_label,
@@ -174,19 +174,15 @@ def _identity(
         "costs": costs,
         "prompts": None if prompts is None else [prompt.id for prompt in prompts],
         "server": None if server is None else server.identity(),
-        "device": _device().type,
+        "device": local_device().type,
     }
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _load(study: _Study, group: Sequence[OpenArm], plain_name: str) -> _Loaded:
     first = group[0]
     tokenizer = load_tokenizer(first.checkpoint, trust_remote_code=False)
     prompts: Prompts = {None: study.given} if study.given is not None else _enough_prompts(study.grid, tokenizer)
-    trunk = load_arm_trunk(first, _device())
+    trunk = load_arm_trunk(first, local_device())
     drafting: dict[str, DrafterMaker] = {}
     heads: dict[str, MtpHead] = {}
     for arm in group:
