@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from rich.progress import Progress
 
@@ -15,7 +14,7 @@ from mtp_train.errors import DataError
 from mtp_train.inputs import open_location
 from mtp_train.report.cells import StudyReport
 from mtp_train.report.schema import REPORT_FILE
-from mtp_train.report.study_tracking import log_study
+from mtp_train.report.study_tracking import WandbMode, log_study
 from mtp_train.report.study_write import write_study
 from mtp_train.run_dir import checkpoint_identity, environment_facts
 from mtp_train.study.arms import ArmSpec, open_arm
@@ -33,7 +32,7 @@ def study_arms(
     out: Path,
     progress: Progress,
     costs: bool,
-    wandb: Literal["off", "offline", "online"],
+    wandb: WandbMode,
     server: Server | None,
 ) -> StudyReport:
     """Measure arms, write the report and return it.
