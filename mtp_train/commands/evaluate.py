@@ -56,7 +56,7 @@ def study_arms(
     if not (out / REPORT_FILE).is_file():
         identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}
         write_study(report, out, {"arms": identities, **environment_facts()})
-        log_study(report, out, WANDB_PROJECT, wandb)
+    log_study(report, out, WANDB_PROJECT, wandb)
     return report
 
 
