@@ -108,6 +108,8 @@ def run_study(
         return load_study(out / REPORT_FILE)
     served = None if server is None else ask(server, grid, progress)
     found = _measure_all(arms, _Study(grid, store, progress, costs, prompts))
+    # Also where a server alone was asked, and nothing was kept so far.
+    store.claim()
     report = assemble(found, grid, title)
     return report if served is None else with_served(report, served)
 

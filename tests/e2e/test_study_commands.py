@@ -100,7 +100,10 @@ def test_a_server_is_asked_the_same(
     engine = DraftingServer(trunk, load_drafting(arm, trunk)[0], 2, sorted(eos_ids), "vllm")
     with openai_server(engine.reply, owner="vllm", shows=engine.shows) as served:
         flags = ["--endpoint", served.url, "--temperatures", 0, *(["--served-only"] if alone else [])]
-        report = document(["evaluate", inputs / "base", *suite(inputs), *flags, "--out", tmp_path / "out"], capfd)
+        command = ["evaluate", inputs / "base", *suite(inputs), *flags, "--out", tmp_path / "out"]
+        report = document(command, capfd)
+    # It is finished: the server is not asked again.
+    assert document(command, capfd) == report
     assert list(report["arms"]) == (["served"] if alone else ["none", "base", "served"])
     assert report["endpoint"]["url"] == served.url
     if not alone:
