@@ -97,8 +97,8 @@ def parse_arm(text: str) -> ArmSpec:
             f"arm {text!r}: no trunk, or no head behind the +; expected [NAME=]TRUNK[+HEAD], or the directory of a "
             "run. Name a checkpoint first."
         )
-    if not plus and (Path(trunk) / RECIPE_FILE).is_file():
-        return _of_run(Path(trunk), name)
+    if not plus and is_run(Path(trunk)):
+        return arm_of_run(Path(trunk), name)
     trunk, trunk_bits = _unpacked(trunk)
     head, head_bits = _unpacked(head or OWN)
     return named(ArmSpec(name, trunk, head, None, trunk_bits, head_bits))
@@ -134,7 +134,17 @@ def _short(location: str) -> str:
     return "/".join(parts[-2:]) if parts and parts[-1] in ("head", "export") else (parts or [location])[-1]
 
 
-def _of_run(run_dir: Path, name: str) -> ArmSpec:
+def is_run(directory: Path) -> bool:
+    """Whether a directory is that of a recipe's run, and no checkpoint."""
+    return (directory / RECIPE_FILE).is_file()
+
+
+def arm_of_run(run_dir: Path, name: str = "") -> ArmSpec:
+    """Return a run's trunk with its retrained head, under the directory's name where none is given.
+
+    Raises:
+        CheckpointError: It has no head so far.
+    """
     recipe = load_recipe(run_dir / RECIPE_FILE)
     head = run_dir / "head"
     if not head.is_dir():

@@ -12,6 +12,7 @@ import torch
 
 from drafting_server import DraftingServer
 from mtp_train.cli import main
+from mtp_train.commands import evaluate
 from mtp_train.inputs import eos_token_ids, load_tokenizer
 from mtp_train.report.cells import load_study
 from mtp_train.study import run
@@ -66,7 +67,10 @@ def test_a_finished_study_is_read_and_another_grid_refused(
     command = ["evaluate", inputs / "base", *suite(inputs), "--temperatures", 0, "--out", out]
     report = document(command, capfd)
     monkeypatch.setattr(run, "load_arm_trunk", None)
+    logged: list[Path] = []
+    monkeypatch.setattr(evaluate, "log_study", lambda report, out, *_: logged.append(out))
     assert document(command, capfd) == report
+    assert logged == [out]
     assert main([str(one) for one in [*command, "--seed", 7]]) == 2
     assert "another study (its grid differ" in capfd.readouterr().err
 

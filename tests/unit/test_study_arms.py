@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
+from mtp_train.cli import build_parser
+from mtp_train.cli_study import evaluated_arms, server_of
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.recipe_io import dump_recipe
 from mtp_train.study.arms import ArmSpec, open_arm, parse_arm, require_distinct
@@ -53,6 +56,25 @@ def test_a_run_is_its_trunk_with_its_retrained_head(tmp_path: Path) -> None:
     (run_dir / "head").mkdir()
     assert parse_arm(str(run_dir)) == ArmSpec("run7", recipe.model.trunk, str(run_dir / "head"))
     assert parse_arm(f"new={run_dir}").name == "new"
+
+
+def test_evaluate_takes_a_run_as_compare_does(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run7"
+    (run_dir / "head").mkdir(parents=True)
+    recipe = tiny_recipe(tmp_path / "in", run_dir)
+    (run_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+
+    def asked(*words: str) -> argparse.Namespace:
+        return build_parser().parse_args(["evaluate", str(run_dir), "--out", "out", *words])
+
+    assert evaluated_arms(asked()) == [parse_arm(str(run_dir))]
+    plain, packed = evaluated_arms(asked("--head-bits", "none", "8bit"))
+    assert (plain.name, packed.name, packed.head_quantization) == ("run7", "finetune+run7/head@8bit", "8bit")
+    server = server_of(asked("--endpoint", "http://localhost:1", "--served-only"))
+    assert server is not None
+    assert server.checkpoint == recipe.model.trunk
+    with pytest.raises(DataError, match=r"--head: given with .*run7, a run, which has its own"):
+        evaluated_arms(asked("--head", "ngram"))
 
 
 def test_arms_need_names_of_their_own() -> None:
