@@ -130,7 +130,7 @@ def test_a_graft_has_a_card_without_figures(directory: Path) -> None:
     trunk = identity(str(directory / "finetune"), directory / "finetune")
     base = identity("maker/base", directory / "base", "c0ffee1234")
     for _ in range(2):
-        write_graft_card(directory / "export", trunk, base, "/home/me/lora", 2)
+        write_graft_card(directory / "export", trunk, base, str(directory / "lora"), 2)
         text = (directory / "export" / "README.md").read_text()
         assert f"base_model: maker/base\n{licence}" in text
         assert "The weights of `finetune`, with the adapter `lora` merged into them" in text
