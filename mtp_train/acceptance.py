@@ -163,31 +163,6 @@ def delta_tau_interval(
     return _interval(_resampled_tau(a, weights_RP) - _resampled_tau(b, weights_RP), confidence, len(a))
 
 
-def ratio_interval(
-    numerators: Sequence[float],
-    denominators: Sequence[float],
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Interval | None:
-    """Return the bootstrap interval over prompts of ``sum(numerators) / sum(denominators)``.
-
-    Args:
-        numerators: One value a prompt.
-        denominators: A count a prompt, in the same order; a resample in which all are 0 has the ratio of its numerators
-            to 1.
-        confidence: Of the two-sided interval.
-        resamples: How many.
-        seed: Of the resampling.
-
-    Returns:
-        The interval; None for a single prompt, which shows no spread.
-    """
-    weights_RP = _resampled_weights(len(numerators), resamples, seed)
-    above_P, below_P = (np.array(values, dtype=np.float64) for values in (numerators, denominators))
-    return _interval((weights_RP @ above_P) / np.maximum(weights_RP @ below_P, 1.0), confidence, len(numerators))
-
-
 def min_gate_prompts(confidence: float = 0.95) -> int:
     """Return the fewest prompts that can show a gain: luck alone favours one head on all n with chance 2 ** -n."""
     _require_confidence(confidence)

@@ -14,7 +14,7 @@ import torch
 
 from mtp_inference import SpeculativeDecoder
 from mtp_inference.draft import DrafterMaker
-from mtp_inference.reference import NEAR_TIE_GAP, compare
+from mtp_inference.reference import NEAR_TIE_GAP, Comparison, compare
 from mtp_train.acceptance import PromptCounts
 from mtp_train.data.prompts import Prompt
 from mtp_train.data.tokenize import Document
@@ -94,14 +94,21 @@ def run_arms(
 
 
 def _check(run: ArmRun, prompt: Prompt, plain: tuple[int, ...], trunk: Trunk) -> None:
-    gap = NEAR_TIE_GAP if trunk.lm_head_VD.dtype is torch.float32 else LOW_PRECISION_TIE_GAP
-    verdict = compare(run.outputs[-1], plain, trunk, prompt.prompt_ids, gap).verdict
+    verdict = compare_greedy(run.outputs[-1], plain, trunk, prompt.prompt_ids).verdict
     if verdict == "identical":
         run.identical += 1
     elif verdict == "near_tie":
         run.near_ties += 1
     else:
         run.divergences.append(prompt.id)
+
+
+def compare_greedy(
+    tokens: Sequence[int], plain_tokens: Sequence[int], trunk: Trunk, prompt_ids: Sequence[int]
+) -> Comparison:
+    """Compare a greedy text with the plain one, as :func:`compare` does, by the gap of the trunk's precision."""
+    gap = NEAR_TIE_GAP if trunk.lm_head_VD.dtype is torch.float32 else LOW_PRECISION_TIE_GAP
+    return compare(tokens, plain_tokens, trunk, prompt_ids, gap)
 
 
 def own_text(prompts: Sequence[Prompt], outputs: Sequence[tuple[int, ...]], seq_len_tokens: int) -> list[Document]:

@@ -163,7 +163,8 @@ def _count(text: str) -> int:
 def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("checkpoint")
     command.add_argument(
-        "--head", help="a head directory, a checkpoint to take one from, or an assistant (default: its own)"
+        "--head",
+        help="a head directory, a checkpoint to take one from, an assistant, ngram, or model:CKPT (default: its own)",
     )
     command.add_argument("--adapter", metavar="DIR", help="a peft adapter for the trunk, put on unmerged")
     command.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
@@ -270,11 +271,9 @@ def _inspect(args: argparse.Namespace) -> Result:
 
 def _graft(args: argparse.Namespace) -> Result:
     from mtp_train.commands.graft import graft
-    from mtp_train.inputs import open_location
 
     with _progress(args) as progress:
-        finetune, base = open_location(args.finetune), open_location(args.base)
-        graft(finetune, base, args.out, link="copy" if args.copy else "hard", progress=progress)
+        graft(args.finetune, args.base, args.out, link="copy" if args.copy else "hard", progress=progress)
     return Result({"out": str(args.out)}, f"Wrote {args.out}: the trunk of {args.finetune}, the head of {args.base}.")
 
 

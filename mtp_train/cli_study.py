@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,10 +37,11 @@ def add_rescue(command: argparse.ArgumentParser) -> None:
 
 def add_evaluate(command: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``evaluate``."""
-    command.add_argument("checkpoint")
+    command.add_argument(
+        "checkpoint", metavar="CKPT|RUN", help="a checkpoint, or the directory of a run: its trunk and its trained head"
+    )
     command.add_argument(
         "--head",
-        default="own",
         help="a head directory, a checkpoint to take one from, an assistant, ngram, or model:CKPT (default: its own)",
     )
     command.add_argument("--adapter", metavar="DIR", help="a peft adapter for the trunk, put on unmerged")
@@ -109,7 +111,7 @@ def grid_of(args: argparse.Namespace, arms: Sequence[ArmSpec]) -> Grid:
     from mtp_train.study.measure import Grid
 
     return Grid(
-        suite=args.suite or default_suite([one.trunk for one in arms] or [args.checkpoint]),
+        suite=args.suite or default_suite([one.trunk for one in arms] or [subject(args).trunk]),
         tasks=None if args.tasks is None else tuple(args.tasks),
         prompts_per_task=args.prompts_per_task,
         temperatures=_unique(args.temperatures),
@@ -124,24 +126,43 @@ def grid_of(args: argparse.Namespace, arms: Sequence[ArmSpec]) -> Grid:
 
 def evaluated_arms(args: argparse.Namespace) -> list[ArmSpec]:
     """Return the arms of ``evaluate``: one, or one for each way of packing; none where a server alone is asked."""
-    from mtp_train.study.arms import ArmSpec, named
+    from mtp_train.study.arms import named
 
     if args.served_only:
         return []
+    arm = subject(args)
     packings = [(trunk, head) for trunk in _unique(args.trunk_bits) for head in _unique(args.head_bits)]
     return [
         named(
-            ArmSpec(
-                "",
-                args.checkpoint,
-                args.head,
-                args.adapter,
-                None if trunk == "none" else trunk,
-                None if head == "none" else head,
+            replace(
+                arm,
+                name=arm.name if trunk == head == "none" else "",
+                quantization=None if trunk == "none" else trunk,
+                head_quantization=None if head == "none" else head,
             )
         )
         for trunk, head in packings
     ]
+
+
+def subject(args: argparse.Namespace) -> ArmSpec:
+    """Return what ``evaluate`` names, nothing of it packed; without a name where it is no run.
+
+    Raises:
+        MtpError: A run is given another head or adapter, or has no head so far.
+    """
+    from mtp_train.study.arms import OWN, ArmSpec, arm_of_run, is_run
+
+    run_dir = Path(args.checkpoint)
+    if not is_run(run_dir):
+        return ArmSpec("", args.checkpoint, OWN if args.head is None else args.head, args.adapter)
+    for flag, value in (("--head", args.head), ("--adapter", args.adapter)):
+        if value is not None:
+            raise DataError(
+                f"{flag}: given with {run_dir}, a run, which has its own; expected a checkpoint. Leave {flag} out, or "
+                "name the run's trunk."
+            )
+    return arm_of_run(run_dir)
 
 
 def server_of(args: argparse.Namespace) -> Server | None:
@@ -162,7 +183,7 @@ def server_of(args: argparse.Namespace) -> Server | None:
         raise DataError(f"--concurrency: {args.concurrency}; expected 1 or more. Correct it.")
     return Server(
         url=args.endpoint,
-        checkpoint=args.checkpoint,
+        checkpoint=subject(args).trunk,
         model=args.served_model,
         api_key_env=args.api_key_env,
         concurrency=args.concurrency,

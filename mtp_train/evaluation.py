@@ -41,6 +41,8 @@ from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import Checkpoint
 
 RETRAINED, VANILLA = "retrained", "vanilla"
+GRAFT_INSTEAD = "The base's own head is not shown to be worse:"
+"""What a refusal says before the command that grafts it."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ def judge(recipe: Recipe, runs: Mapping[str, ArmRun], checked: Sequence[ArmRun])
     if broken:
         reason = (
             f"Refused: decoding with drafts changed the output of {len(broken)} prompts ({broken[0]} first), and no "
-            "near tie explains it. Acceptance measured this way means nothing; please report it."
+            "near tie explains it. Acceptance measured this way means nothing; please report it"
         )
         return GateVerdict(passed=False, baseline=baseline, delta_tau_ci95=None, reason=reason)
     verdict = decide_gate(runs[RETRAINED].counts, runs[baseline].counts, baseline, recipe.gate.confidence)
@@ -228,7 +230,7 @@ def judge(recipe: Recipe, runs: Mapping[str, ArmRun], checked: Sequence[ArmRun])
         passed=False,
         baseline=baseline,
         delta_tau_ci95=verdict.delta_tau_ci95,
-        reason=f"{verdict.reason}. The base's own head is not shown to be worse: {better}",
+        reason=f"{verdict.reason}. {GRAFT_INSTEAD} {better}",
     )
 
 

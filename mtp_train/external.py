@@ -11,8 +11,7 @@ from mtp_inference import AssistantDrafting
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
 from mtp_train.heads.assistant import load_assistant
-from mtp_train.inputs import open_location
-from mtp_train.weights.artifact import HEAD_CONFIG_FILE
+from mtp_train.inputs import is_head_directory, open_location
 from mtp_train.weights.files import Checkpoint
 
 
@@ -58,7 +57,7 @@ def external_drafter(head: str | None) -> ExternalDrafter | None:
     Raises:
         CheckpointError: It is no checkpoint.
     """
-    if head is None or (Path(head) / HEAD_CONFIG_FILE).is_file():
+    if head is None or is_head_directory(Path(head)):
         return None
     checkpoint = open_location(head)
     assistant = assistant_for(checkpoint.config)

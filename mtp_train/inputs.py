@@ -35,6 +35,7 @@ from mtp_train.weights.adapter import (
     locate_adapter,
     merge_command,
 )
+from mtp_train.weights.artifact import HEAD_CONFIG_FILE
 from mtp_train.weights.files import (
     TORCH_DTYPES,
     Checkpoint,
@@ -73,6 +74,11 @@ def open_location(location: str) -> Checkpoint:
     path = locate_checkpoint(resolve(location))
     refuse_adapter(path, location)
     return open_checkpoint(path)
+
+
+def is_head_directory(path: Path) -> bool:
+    """Whether a directory holds a head of ours, and no checkpoint."""
+    return (path / HEAD_CONFIG_FILE).is_file()
 
 
 def refuse_adapter(path: Path, location: str) -> None:

@@ -13,19 +13,26 @@ from typing import Any
 
 import yaml
 
+from mtp_train import __version__
+from mtp_train.families.engines import engine_commands
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe, load_recipe
 from mtp_train.recipe_yaml import dump_yaml
-from mtp_train.report.schema import RunReport, load_report
+from mtp_train.report.schema import REPORT_FILE, RunReport, load_report
 from mtp_train.report.wording import COLUMNS, apart_sentence, arm_cells, capitalised, group_arms, lossless_sentence
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
 from mtp_train.weights.files import open_checkpoint, read_json
 from mtp_train.weights.writing import write_text
 
-CARD_FILE, REPORT_FILE = "README.md", "report.json"
+Identity = Mapping[str, Any]
+CARD_FILE = "README.md"
 OPENING, CLOSING = "<!-- mtp-train -->", "<!-- /mtp-train -->"
 TAGS = ("mtp", "speculative-decoding")
 LICENCE_FIELDS = ("license", "license_name", "license_link")
+_PURPOSE = (
+    "The head drafts the next tokens, the model verifies them in one pass. It changes how fast the model answers, not "
+    "what it says."
+)
 _HEADER = re.compile(r"---[ \t]*\n(.*?)\n?---[ \t]*(?:\n|\Z)", flags=re.DOTALL)
 
 
@@ -37,26 +44,51 @@ def write_card(run_dir: Path, out: Path) -> None:
         out: What was exported of it.
     """
     recipe, provenance = load_recipe(run_dir / RECIPE_FILE), read_json(run_dir / PROVENANCE_FILE)
-    report = load_report(run_dir / REPORT_FILE)
+    section = _section(recipe, provenance, load_report(run_dir / REPORT_FILE), out)
+    _write(out, section, provenance["trunk"], provenance["head_from"])
+
+
+def write_graft_card(out: Path, trunk: Identity, head_from: Identity, adapter: str | None, num_depths: int) -> None:
+    """Write the card of a checkpoint with another one's head, as it is.
+
+    Args:
+        out: The checkpoint.
+        trunk: Where its trunk is from, as ``mtp_train.run_dir.checkpoint_identity`` says.
+        head_from: Where its head is from.
+        adapter: What was merged into the trunk.
+        num_depths: Drafts a round, in the commands.
+    """
+    parts = [
+        OPENING,
+        "## MTP head",
+        f"The weights of `{_name(trunk)}`{_state(adapter)}, and the multi-token-prediction head of "
+        f"`{_name(head_from)}` as it is, put there by mtp-train {__version__}. {_PURPOSE}",
+        "It was not trained for these weights: `mtp-train evaluate .` measures what it is worth here.",
+        *_serving(out, num_depths),
+        CLOSING,
+    ]
+    _write(out, "\n\n".join(parts), trunk, head_from)
+
+
+def _write(out: Path, section: str, trunk: Identity, head_from: Identity | None) -> None:
+    """Put a section into the card, and the fields that its header lacks."""
     card = out / CARD_FILE
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     match = _HEADER.match(text)
     header, body = (match[1], text[match.end() :]) if match else ("", text)
     if not body.strip():
-        body = f"\n# {_name(provenance['trunk'])}, with its MTP head\n"
+        body = f"\n# {_name(trunk)}, with its MTP head\n"
     # A function: what a section holds must not be read as a replacement's escapes.
-    section = _section(recipe, provenance, report, out)
     body, replaced = re.subn(f"{OPENING}.*{CLOSING}", lambda _: section, body, flags=re.DOTALL)
     if not replaced:
         body = f"{body.rstrip()}\n\n{section}\n"
     # Renamed into place: the file there may be a link to the trunk's own.
-    write_text(card, f"---\n{_completed(header, provenance)}---\n{body}")
+    write_text(card, f"---\n{_completed(header, trunk, head_from)}---\n{body}")
 
 
-def _completed(header: str, provenance: Mapping[str, Any]) -> str:
+def _completed(header: str, trunk: Identity, base: Identity | None) -> str:
     """Return a card's header with the fields that it lacks; all other lines stay as they are."""
     known = _fields(header)
-    trunk, base = provenance["trunk"], provenance["head_from"]
     lines = header.rstrip().splitlines()
     added: dict[str, Any] = {}
     if _hub_id(trunk):
@@ -89,7 +121,6 @@ def _fields(header: str) -> dict[str, Any]:
 
 def _section(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport, out: Path) -> str:
     trunk, base, adapter = provenance["trunk"], provenance["head_from"], recipe.model.adapter
-    merged = f", with the adapter `{_public(adapter)}` merged into them" if adapter else ", bit for bit"
     grafted = recipe.head.init == "graft" and base is not None
     start = f"the head of `{_name(base)}`" if grafted else f"`head.init: {recipe.head.init}`"
     sources = ", ".join(f"`{_public(source.path)}`" for source in recipe.data.sources)
@@ -97,18 +128,15 @@ def _section(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport, o
     parts = [
         OPENING,
         "## MTP head",
-        f"The weights of `{_name(trunk)}`{merged}, and a multi-token-prediction head that was retrained for them with "
-        f"mtp-train {provenance['versions']['mtp-train']}: it drafts the next tokens, the model verifies them in one "
-        "pass. It changes how fast the model answers, not what it says.",
+        f"The weights of `{_name(trunk)}`{_state(adapter)}, and a multi-token-prediction head that was retrained for "
+        f"them with mtp-train {provenance['versions']['mtp-train']}. {_PURPOSE}",
         f"- started from: {start}\n- trained on: {said} {sources}",
         "### Acceptance",
         _table(report),
         f"Lossless: {lossless_sentence(report.lossless)}",
         *([f"Gate: {capitalised(report.gate.reason)}."] if report.gate else []),
         f"Measured with mtp-train's own decoder: {_settings(report)}.",
-        "### Serve it",
-        "In this directory; elsewhere put the model's name in the place of `.`:",
-        f"```bash\n{_commands(out, recipe.head.num_depths)}\n```",
+        *_serving(out, recipe.head.num_depths),
         f"<details><summary>Recipe</summary>\n\n```yaml\n{_public_recipe(recipe)}```\n\n</details>",
         CLOSING,
     ]
@@ -130,11 +158,17 @@ def _settings(report: RunReport) -> str:
     return ", ".join(f"{name} {report.settings[name]}" for name in shown if name in report.settings)
 
 
-def _commands(out: Path, num_depths: int) -> str:
-    engines = open_checkpoint(out).family.engines
-    numbers = {"path": ".", "depth": num_depths, "depth_plus_1": num_depths + 1}
+def _state(adapter: str | None) -> str:
+    return f", with the adapter `{_public(adapter)}` merged into them" if adapter else ", bit for bit"
+
+
+def _serving(out: Path, num_depths: int) -> list[str]:
+    """Return how to serve it, nothing where no engine is known to use the head."""
+    engines = open_checkpoint(out).engines
     known = {name: engines[name] for name in ("vllm", "sglang", "llama.cpp") if engines[name].supported}
-    return "\n".join(f"# {name}\n{support.text.format(**numbers)}" for name, support in known.items())
+    commands = [f"# {name}\n{command}" for name, command in engine_commands(known, ".", num_depths).items()]
+    where = "In this directory; elsewhere put the model's name in the place of `.`:"
+    return ["### Serve it", where, "```bash\n{}\n```".format("\n".join(commands))] if commands else []
 
 
 def _public_recipe(recipe: Recipe) -> str:
@@ -157,11 +191,11 @@ def _public(text: str) -> str:
     return Path(text).name if text.startswith(("/", "~", "..")) else text
 
 
-def _name(identity: Mapping[str, Any]) -> str:
+def _name(identity: Identity) -> str:
     hub_id = _hub_id(identity)
     return f"{hub_id}@{identity['revision'][:7]}" if hub_id else _public(identity["name"])
 
 
-def _hub_id(identity: Mapping[str, Any]) -> str | None:
+def _hub_id(identity: Identity) -> str | None:
     """Return a checkpoint's name on the hub, None for a local one."""
     return str(identity["name"]) if identity["revision"] else None

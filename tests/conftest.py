@@ -63,7 +63,18 @@ def fresh_state() -> Iterator[None]:
         GradientState._reset_state()
 
 
-# Imports inside: most tests need no run.
+# Imports inside: most tests read no datasets, and need no run.
+@pytest.fixture
+def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cache of the test's own: a file of the same name is another one. No progress bars."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, its stripped fine-tune and chats."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from rich.progress import Progress
 
@@ -14,13 +13,14 @@ from mtp_train.demo import PREFIX
 from mtp_train.errors import DataError
 from mtp_train.inputs import open_location
 from mtp_train.report.cells import StudyReport
-from mtp_train.report.study_tracking import log_study
+from mtp_train.report.schema import REPORT_FILE
+from mtp_train.report.study_tracking import WandbMode, log_study
 from mtp_train.report.study_write import write_study
 from mtp_train.run_dir import checkpoint_identity, environment_facts
 from mtp_train.study.arms import ArmSpec, open_arm
 from mtp_train.study.beside import Server
 from mtp_train.study.measure import Grid
-from mtp_train.study.run import REPORT_FILE, run_study
+from mtp_train.study.run import run_study
 
 DEPTHS = (1, 2, 3, 5)
 WANDB_PROJECT = "mtp-train"
@@ -32,7 +32,7 @@ def study_arms(
     out: Path,
     progress: Progress,
     costs: bool,
-    wandb: Literal["off", "offline", "online"],
+    wandb: WandbMode,
     server: Server | None,
 ) -> StudyReport:
     """Measure arms, write the report and return it.
@@ -56,7 +56,7 @@ def study_arms(
     if not (out / REPORT_FILE).is_file():
         identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}
         write_study(report, out, {"arms": identities, **environment_facts()})
-        log_study(report, out, WANDB_PROJECT, wandb)
+    log_study(report, out, WANDB_PROJECT, wandb)
     return report
 
 

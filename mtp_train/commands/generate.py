@@ -6,24 +6,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from mtp_inference import MAX_DEPTH, GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder
+from mtp_inference import MAX_DEPTH, GenerationResult, Request, Sampling, SpeculativeDecoder
 from mtp_inference.chooser import DraftSampling
-from mtp_inference.draft import DrafterMaker
 from mtp_inference.requests import MtpMode
 from mtp_train.data.chat import chat_prompt_tokens, raw_tokens
 from mtp_train.errors import DataError
-from mtp_train.external import external_drafter
-from mtp_train.heads.attach import build_head
-from mtp_train.heads.diagnose import stored_dtype, text_config_of
-from mtp_train.heads.trunk import load_trunk
-from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location
-from mtp_train.study.arms import head_plan
-from mtp_train.weights.adapter import locate_adapter
-from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
+from mtp_train.inputs import eos_token_ids, load_tokenizer
+from mtp_train.study.arms import OWN, ArmSpec, load_arm_trunk, load_drafting, local_device, open_arm
+from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.finite import require_finite_checkpoint
 
 IMAGE_FIELDS = ("image_token_id", "video_token_id", "vision_start_token_id")
@@ -35,7 +28,7 @@ class GenerateRequest:
 
     checkpoint: str
     head: str | None
-    """A head directory, a checkpoint to take the head from, or an external drafter; None for the checkpoint's own."""
+    """What drafts, as :class:`mtp_train.study.arms.ArmSpec` takes it; None for the checkpoint's own head."""
     prompts: tuple[str, ...]
     chat: bool
     max_new_tokens: int
@@ -62,32 +55,26 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
         raise DataError(f"--depth: {request.depth}; expected 0 to {MAX_DEPTH}. 0 is plain decoding.")
     if request.max_new_tokens < 1:
         raise DataError(f"--max-new-tokens: {request.max_new_tokens}; expected at least 1. Ask for more tokens.")
-    checkpoint = open_location(request.checkpoint)
-    adapter = locate_adapter(request.adapter, request.checkpoint) if request.adapter else None
-    external = external_drafter(request.head)
-    family = checkpoint.family if external is None else external.trunk_family(checkpoint)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.float32 if device.type == "cpu" else TORCH_DTYPES[stored_dtype(checkpoint, family)]
     depth = 0 if request.mtp == "off" else request.depth
-    plan = head_plan(checkpoint, request.head) if depth and external is None else None
-    require_finite_checkpoint(checkpoint, progress)
-    tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
+    # Plain decoding needs no head, but a drafter that is named may be what says how to load its trunk.
+    head = OWN if request.head is None and depth else request.head
+    arm = open_arm(ArmSpec("generate", request.checkpoint, head, request.adapter))
+    for one in (arm.checkpoint, *(arm.draft_checkpoints if depth else ())):
+        require_finite_checkpoint(one, progress)
+    tokenizer = load_tokenizer(arm.checkpoint, trust_remote_code=False)
     prompts = [_tokens(tokenizer, request, number) for number in range(len(request.prompts))]
-    _refuse_images(checkpoint, prompts)
-    trunk = load_trunk(checkpoint.path, family, dtype=dtype, device=device, adapter=adapter)
-    drafting: DrafterMaker | None = None
-    if plan is not None:
-        head = build_head(plan, text_config_of(checkpoint), dtype=dtype).to(device).eval()
-        drafting = HeadDrafting(head, plan.draft_vocab)
-    elif external is not None and depth:
-        require_finite_checkpoint(external.checkpoint, progress)
-        drafting = external.drafting(dtype=dtype, device=device)
-        progress.console.print(f"drafting with {external.checkpoint.path}, a {external.title}", highlight=False)
+    _refuse_images(arm.checkpoint, prompts)
+    device = local_device()
+    trunk = load_arm_trunk(arm, device)
+    drafting = load_drafting(arm, trunk)[0] if depth else None
+    if arm.external is not None and depth:
+        drafter = arm.external
+        progress.console.print(f"drafting with {drafter.checkpoint.path}, a {drafter.title}", highlight=False)
     decoder = SpeculativeDecoder(
         trunk,
         drafting,
         depth,
-        eos_token_ids(checkpoint, tokenizer),
+        eos_token_ids(arm.checkpoint, tokenizer),
         draft_sampling=request.draft_sampling,
         tokenizer=tokenizer,
     )
@@ -104,8 +91,8 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
         ]
     )
     settings = _settings(request, depth) | {
-        "external_drafter": None if external is None else external.title,
-        "dtype": str(dtype).removeprefix("torch."),
+        "external_drafter": None if arm.external is None else arm.external.title,
+        "dtype": str(trunk.lm_head_VD.dtype).removeprefix("torch."),
         "device": str(device),
     }
     return {"requests": [_document(result) for result in results], "settings": settings}

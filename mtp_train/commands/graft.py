@@ -12,14 +12,14 @@ from mtp_train.commands.inspect import SUGGESTED_DEPTH
 from mtp_train.errors import CheckpointError, GateRefusedError
 from mtp_train.heads.attach import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.inputs import refuse_adapter
-from mtp_train.model_card import write_card
+from mtp_train.inputs import is_head_directory, open_location, refuse_adapter
+from mtp_train.model_card import write_card, write_graft_card
 from mtp_train.recipe_io import load_recipe
-from mtp_train.report.schema import load_report
-from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
+from mtp_train.report.schema import REPORT_FILE, load_report
+from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE, checkpoint_identity
 from mtp_train.weights.adapted import write_adapted
 from mtp_train.weights.adapter import locate_adapter
-from mtp_train.weights.artifact import HEAD_CONFIG_FILE, load_artifact
+from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.export import LinkMode, write_checkpoint
 from mtp_train.weights.files import Checkpoint, locate_checkpoint, open_checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
@@ -27,21 +27,31 @@ from mtp_train.weights.head_only import write_head_only
 from mtp_train.weights.native import NativeHead, native_head_of
 from mtp_train.weights.writing import refuse_existing
 
-HEAD_DIRECTORY, REPORT_FILE = "head", "report.json"
+HEAD_DIRECTORY = "head"
 
 
-def graft(finetune: Checkpoint, base: Checkpoint, out: Path, *, link: LinkMode, progress: Progress) -> None:
+def graft(finetune: str, base: str, out: Path, *, link: LinkMode, progress: Progress) -> None:
     """Write the fine-tune with the base's head, bit for bit, and every trunk byte its own.
+
+    Args:
+        finetune: A path, a hub id or ``demo:NAME``.
+        base: The same, of a checkpoint with a head.
+        out: The new directory.
+        link: Hard-link unchanged files, or copy them.
+        progress: Where to show progress.
 
     Raises:
         OutputExistsError: ``out`` exists.
         CheckpointError: The base has no complete head, its trunk has another shape, or a weight is not finite.
     """
+    trunk, donor = open_location(finetune), open_location(base)
     refuse_existing(out, what="the checkpoint")
-    plan = graft_plan(finetune, base, "auto")
-    require_finite_checkpoint(finetune, progress)
-    require_finite_checkpoint(base, progress)
-    write_checkpoint(finetune, plan.layout, plan.template, out, link=link)
+    plan = graft_plan(trunk, donor, "auto")
+    require_finite_checkpoint(trunk, progress)
+    require_finite_checkpoint(donor, progress)
+    write_checkpoint(trunk, plan.layout, plan.template, out, link=link)
+    identities = checkpoint_identity(finetune, trunk), checkpoint_identity(base, donor)
+    write_graft_card(out, *identities, None, SUGGESTED_DEPTH)
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,7 @@ def head_to_export(source: Path) -> HeadToExport:
 
 def is_run(source: Path) -> bool:
     """Whether a directory is that of a run with a trained head, and not a checkpoint."""
-    return (source / HEAD_DIRECTORY / HEAD_CONFIG_FILE).is_file()
+    return is_head_directory(source / HEAD_DIRECTORY)
 
 
 def refuse_with_adapter(source: Path, found: HeadToExport) -> None:

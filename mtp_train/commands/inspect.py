@@ -20,11 +20,11 @@ from mtp_train.cures import (
 from mtp_train.families import Family
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
+from mtp_train.weights.change import shared_tensors, squared_change
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.finite import find_non_finite
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import native_head_of, plain_tensor, require_same_trunk_shape, trunk_tensors
-from mtp_train.weights.quantised import is_scale, read_plain_in_blocks
 
 Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "quantised", "stripped", "none"]
 SUGGESTED_DEPTH = 3
@@ -125,28 +125,16 @@ def head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
 
 def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, progress: Progress) -> TrunkChange:
     """Compare two trunks of the same shape, a block of a tensor in memory at a time."""
-    ours, theirs = trunk_tensors(checkpoint, layout), trunk_tensors(base, layout_of(base))
-    lm_head = layout.family.lm_head_key
-    if lm_head in checkpoint.tensors and lm_head in base.tensors:
-        ours, theirs = ours | {lm_head: lm_head}, theirs | {lm_head: lm_head}
     changed, largest = 0, 0.0
-    # Quantised differently, they share less than all names, and one side may be in FP8.
-    names = [name for name in sorted(ours.keys() & theirs.keys()) if not is_scale(ours[name], checkpoint.tensors)]
-    for name in progress.track(names, description="comparing with the base"):
-        difference, size = 0.0, 0.0
-        mine_of, other_of = read_plain_in_blocks(checkpoint, ours[name]), read_plain_in_blocks(base, theirs[name])
-        for blocks in zip(mine_of, other_of, strict=False):
-            # Of an embedding that was resized: the rows that both have.
-            rows = min(len(torch.atleast_1d(block)) for block in blocks)
-            mine, other = (torch.atleast_1d(block)[:rows].double() for block in blocks)
-            difference += float((mine - other).square().sum())
-            size += float(other.square().sum())
+    shared = shared_tensors(checkpoint, layout, base, layout_of(base))
+    for key, base_key in progress.track(shared.values(), description="comparing with the base"):
+        difference, size = squared_change(checkpoint, key, base, base_key)
         # NaN counts as changed: it differs from everything.
         if difference != 0.0:
             changed += 1
             relative = (difference / size) ** 0.5 if size else 0.0
             largest = max(largest, relative if math.isfinite(relative) else 0.0)
-    return TrunkChange(changed / len(names), largest)
+    return TrunkChange(changed / len(shared), largest)
 
 
 def _same_head(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint) -> bool:
@@ -176,8 +164,7 @@ def serving_commands(checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: S
         flag = draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
         return dict.fromkeys(checkpoint.family.engines, reason)
-    engines = checkpoint.family.engines_for({key: info.dtype for key, info in checkpoint.tensors.items()})
-    return engine_commands(engines, str(checkpoint.path), SUGGESTED_DEPTH)
+    return engine_commands(checkpoint.engines, str(checkpoint.path), SUGGESTED_DEPTH)
 
 
 def holds_layers(checkpoint: Checkpoint) -> bool:

@@ -7,6 +7,7 @@ is not shown to help, that is the base's, as ``mtp-train graft`` puts it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +17,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mtp_train.commands.inspect import serving_commands
-from mtp_train.demo import PREFIX
+from mtp_train.demo import PREFIX, resolve
 from mtp_train.errors import GateRefusedError, MtpError
+from mtp_train.evaluation import GRAFT_INSTEAD
 from mtp_train.heads.attach import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.inputs import open_location
+from mtp_train.model_card import write_graft_card
 from mtp_train.pipeline import EXPORT, run
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import recipe_from_mapping
+from mtp_train.report.schema import REPORT_FILE, load_report
+from mtp_train.run_dir import checkpoint_identity
 from mtp_train.study.suites import BUILTIN_FILE
 from mtp_train.weights.adapted import write_adapted
 from mtp_train.weights.adapter import is_adapter, locate_adapter
@@ -102,17 +107,18 @@ def rescue(
         MtpError: The two do not fit, the data cannot be read, or ``out`` holds something else.
     """
     recipe = rescue_recipe(finetune, base, out, data, overrides)
-    try:
-        outcome = run(recipe, console)
-        refused, reason = outcome.exit_code == GateRefusedError.exit_code, outcome.message
-    except GateRefusedError as error:
-        refused, reason = True, str(error)
+    # A refusal is no end here: the base's head is what is left.
+    with contextlib.suppress(GateRefusedError):
+        run(recipe, console)
+    gate = load_report(out / REPORT_FILE).gate
+    refused = gate is not None and not gate.passed
     export = out / EXPORT
     if refused and not export.exists():
         write_graft(recipe, export)
     checkpoint = open_checkpoint(export)
     serves = serving_commands(checkpoint, diagnose_head(checkpoint), "healthy")
-    reason = reason.partition(" Exported to ")[0].partition(". The base's own head")[0].rstrip(".")
+    # The graft that the verdict proposes is written by now.
+    reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
     return Rescued(str(export), "graft" if refused else "retrained", reason, serves)
 
 
@@ -122,7 +128,7 @@ def rescue_recipe(finetune: str, base: str, out: Path, data: Sequence[str], over
     Raises:
         MtpError: A location cannot be opened, or an override is wrong.
     """
-    adapter = finetune if is_adapter(locate_location(finetune)) else None
+    adapter = finetune if is_adapter(locate_checkpoint(resolve(finetune))) else None
     trunk = finetune if adapter is None else base
     is_demo = trunk.startswith(PREFIX)
     sizes = _DEMO if is_demo else _REAL
@@ -139,11 +145,6 @@ def rescue_recipe(finetune: str, base: str, out: Path, data: Sequence[str], over
     )
 
 
-def locate_location(location: str) -> Path:
-    """Return where a checkpoint, an adapter or a part of the demo lies."""
-    return open_location(location).path if location.startswith(PREFIX) else locate_checkpoint(location)
-
-
 def write_graft(recipe: Recipe, out: Path) -> None:
     """Write the recipe's trunk with the base's own head, an adapter merged."""
     model = recipe.model
@@ -153,7 +154,8 @@ def write_graft(recipe: Recipe, out: Path) -> None:
             "better is replaced by. Leave the override out."
         )
     finetune = open_location(model.trunk)
-    plan = graft_plan(finetune, open_location(model.head_from), recipe.head.convention)
+    base = open_location(model.head_from)
+    plan = graft_plan(finetune, base, recipe.head.convention)
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
     with Progress(disable=True) as progress:
         write_adapted(
@@ -165,3 +167,5 @@ def write_graft(recipe: Recipe, out: Path) -> None:
             link=recipe.export.link,
             progress=progress,
         )
+    identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, base)
+    write_graft_card(out, *identities, model.adapter, recipe.head.num_depths)

@@ -6,7 +6,7 @@ A figure without a meaning is None here and null in the file. Every interval is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,24 @@ class ArmComparison:
     """Difference of overlap at depth 1 where both meet the same target entropies; says whether the head is better, not
     only its text easier."""
     delta_overlap_at_equal_entropy_ci95: Interval | None
+
+    def swapped(self) -> ArmComparison:
+        """Return the same seen from the other arm."""
+        overlap = self.delta_overlap_at_equal_entropy
+        return replace(
+            self,
+            first=self.second,
+            second=self.first,
+            delta_tau=-self.delta_tau,
+            delta_tau_ci95=negated(self.delta_tau_ci95),
+            delta_overlap_at_equal_entropy=None if overlap is None else -overlap,
+            delta_overlap_at_equal_entropy_ci95=negated(self.delta_overlap_at_equal_entropy_ci95),
+        )
+
+
+def negated(interval: Interval | None) -> Interval | None:
+    """Return the interval of a difference the other way round."""
+    return None if interval is None else (-interval[1], -interval[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,12 +212,16 @@ class DriftPoint:
     target_entropy: float | None
 
 
+VERDICTS = {"good": "confirmed", "bad": "refuted", "neutral": "undecided"}
+"""What the tone of a finding says of its statement."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """A statement that was put to the test."""
 
     tone: str
-    """``good``: confirmed; ``bad``: refuted; ``neutral``: undecided."""
+    """One of :data:`VERDICTS`; a reader takes any other for ``neutral``."""
     statement: str
     evidence: str
     """The figures and their intervals, one sentence."""

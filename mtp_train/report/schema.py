@@ -18,6 +18,7 @@ from mtp_train.errors import DataError
 # The gate's verdict goes into the report as it was reached.
 GateResult = GateVerdict
 
+REPORT_FILE = "report.json"
 Record = TypeVar("Record")
 
 

@@ -7,12 +7,15 @@ from typing import Literal
 
 from mtp_train.report.cells import StudyReport
 from mtp_train.report.study_write import study_tables
+from mtp_train.weights.writing import write_json
 
+TRACKED_FILE = "tracked.json"
+"""Says that a study was logged."""
 WandbMode = Literal["off", "offline", "online"]
 
 
 def log_study(report: StudyReport, out: Path, project: str, mode: WandbMode) -> None:
-    """Log a study that was written to ``out``.
+    """Log a study that was written to ``out``, once: a rerun makes up for logging that failed, and for none.
 
     Args:
         report: What was measured.
@@ -20,7 +23,7 @@ def log_study(report: StudyReport, out: Path, project: str, mode: WandbMode) -> 
         project: The Weights & Biases project.
         mode: ``off`` imports and does nothing; ``offline`` needs no network (upload later with ``wandb sync``).
     """
-    if mode == "off":
+    if mode == "off" or (out / TRACKED_FILE).is_file():
         return
     import wandb
 
@@ -39,3 +42,4 @@ def log_study(report: StudyReport, out: Path, project: str, mode: WandbMode) -> 
         run.log(logged)
     finally:
         run.finish()
+    write_json(out / TRACKED_FILE, {"project": project, "mode": mode})

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from mtp_train.acceptance import Interval
-from mtp_train.report.cells import ALL_TASKS, ArmComparison, Cell, Finding
+from mtp_train.report.cells import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding
 from mtp_train.report.study_slices import Slices
 from mtp_train.report.wording import GLOSSARY, Headline, format_speedup, format_tau, lossy_headline
 from mtp_train.study.records import Setting
@@ -70,8 +69,8 @@ def study_headline(slices: Slices) -> Headline:
 
 def verdict_title(finding: Finding) -> str:
     """Return a statement under its verdict: alone it would read as if it held."""
-    verdict = {"good": "Confirmed", "bad": "Refuted"}.get(finding.tone, "Undecided")
-    return f"{verdict}: {finding.statement[:1].lower()}{finding.statement[1:]}"
+    verdict = VERDICTS.get(finding.tone, VERDICTS["neutral"])
+    return f"{verdict.capitalize()}: {finding.statement[:1].lower()}{finding.statement[1:]}"
 
 
 def finding_headline(finding: Finding) -> Headline:
@@ -97,7 +96,7 @@ def _one_arm(name: str, cell: Cell, tau: float) -> Headline:
 def _best_arm(slices: Slices, ranked: list[tuple[str, Cell, float]]) -> Headline:
     (best, _, tau), *rest = ranked
     rows = [row for row in slices.comparisons() if row.task == ALL_TASKS]
-    against = {row.second: row for row in (*rows, *map(swapped, rows)) if row.first == best}
+    against = {row.second: row for row in (*rows, *(row.swapped() for row in rows)) if row.first == best}
     others = ", ".join(f"{name} {its_tau:.2f}" for name, _, its_tau in rest)
     equals = [name for name, _, _ in rest if name not in against or not against[name].differs]
     if equals:
@@ -107,19 +106,6 @@ def _best_arm(slices: Slices, ranked: list[tuple[str, Cell, float]]) -> Headline
         )
     detail = f"Against {others}; each difference is real. From {rest[0][0]}: {difference_words(against[rest[0][0]])}."
     return Headline("good", f"{best} has the highest tau: {tau:.2f}", detail)
-
-
-def swapped(row: ArmComparison) -> ArmComparison:
-    """Return the comparison seen from the other arm."""
-    return replace(
-        row,
-        first=row.second,
-        second=row.first,
-        delta_tau=-row.delta_tau,
-        delta_tau_ci95=_negated(row.delta_tau_ci95),
-        delta_overlap_at_equal_entropy=_negative(row.delta_overlap_at_equal_entropy),
-        delta_overlap_at_equal_entropy_ci95=_negated(row.delta_overlap_at_equal_entropy_ci95),
-    )
 
 
 def pair_words(row: ArmComparison) -> str:
@@ -174,11 +160,3 @@ def study_key_figures(slices: Slices) -> list[tuple[str, str]]:
     prompts = max((cell.prompts or 0) for _, cell, _ in ranked)
     figures.append((f"{prompts:,}", f"prompts of {len(slices.tasks)} tasks" if len(slices.tasks) > 1 else "prompts"))
     return figures
-
-
-def _negative(value: float | None) -> float | None:
-    return None if value is None else -value
-
-
-def _negated(interval: Interval | None) -> Interval | None:
-    return None if interval is None else (-interval[1], -interval[0])

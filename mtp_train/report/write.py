@@ -13,7 +13,7 @@ from typing import Any
 
 from mtp_train.report.figures import FIGURE_STEMS, FigureFile, MarginalIntervals, render_figures
 from mtp_train.report.page import render_page
-from mtp_train.report.schema import ArmResult, RunReport
+from mtp_train.report.schema import REPORT_FILE, ArmResult, RunReport
 
 MARGINAL_CI95 = "marginal_ci95"
 PER_POSITION = ("marginal", "conditional", "dense", "overlap")
@@ -64,7 +64,7 @@ def replace_report(
     files[Path("report.html")] = page.encode()
     files |= {Path(name): text.encode() for name, text in tables.items()}
     encoded = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
-    files[Path("report.json")] = f"{encoded}\n".encode()
+    files[Path(REPORT_FILE)] = f"{encoded}\n".encode()
     _replace_files(run_dir, files)
     for stem in stems:
         stale = Path("figures") / f"{stem}.png"

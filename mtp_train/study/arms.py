@@ -14,23 +14,22 @@ import torch
 from mtp_inference import MAX_DEPTH, HeadDrafting
 from mtp_inference.draft import DrafterMaker
 from mtp_inference.other_drafters import ModelDrafting, NgramDrafting
+from mtp_train.arms import PLAIN
 from mtp_train.errors import CheckpointError, DataError
-from mtp_train.external import external_drafter
-from mtp_train.families import Assistant, Family, assistant_for
+from mtp_train.external import ExternalDrafter, external_drafter
+from mtp_train.families import Family
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.quantization import Quantization, pack_head, require_bitsandbytes, require_quantizable
 from mtp_train.heads.trunk import Trunk, load_trunk
-from mtp_train.inputs import open_location
+from mtp_train.inputs import is_head_directory, open_location
 from mtp_train.recipe_io import load_recipe
 from mtp_train.run_dir import RECIPE_FILE
 from mtp_train.weights.adapter import locate_adapter
-from mtp_train.weights.artifact import HEAD_CONFIG_FILE
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 
-PLAIN = "none"
 OWN, NGRAM, MODEL = "own", "ngram", "model:"
 _NAME = re.compile(r"[\w.-]+")
 _PACKED = re.compile(r"(?P<location>.*)@(?P<bits>8bit|4bit)")
@@ -63,8 +62,10 @@ class ArmSpec:
         """The checkpoint that an engine would serve: trunk and head in one; a placeholder where there is none yet."""
         if self.head == OWN:
             return self.trunk
-        export = Path(self.head or "").parent / "export"
-        return str(export) if export.is_dir() else "EXPORT"
+        head = Path(self.head or "")
+        # Beside the head directory of a run lies what the run exported.
+        exported = is_head_directory(head) and (head.parent / "export").is_dir()
+        return str(head.parent / "export") if exported else "EXPORT"
 
     @property
     def trunk_name(self) -> str:
@@ -96,8 +97,8 @@ def parse_arm(text: str) -> ArmSpec:
             f"arm {text!r}: no trunk, or no head behind the +; expected [NAME=]TRUNK[+HEAD], or the directory of a "
             "run. Name a checkpoint first."
         )
-    if not plus and (Path(trunk) / RECIPE_FILE).is_file():
-        return _of_run(Path(trunk), name)
+    if not plus and is_run(Path(trunk)):
+        return arm_of_run(Path(trunk), name)
     trunk, trunk_bits = _unpacked(trunk)
     head, head_bits = _unpacked(head or OWN)
     return named(ArmSpec(name, trunk, head, None, trunk_bits, head_bits))
@@ -133,7 +134,17 @@ def _short(location: str) -> str:
     return "/".join(parts[-2:]) if parts and parts[-1] in ("head", "export") else (parts or [location])[-1]
 
 
-def _of_run(run_dir: Path, name: str) -> ArmSpec:
+def is_run(directory: Path) -> bool:
+    """Whether a directory is that of a recipe's run, and no checkpoint."""
+    return (directory / RECIPE_FILE).is_file()
+
+
+def arm_of_run(run_dir: Path, name: str = "") -> ArmSpec:
+    """Return a run's trunk with its retrained head, under the directory's name where none is given.
+
+    Raises:
+        CheckpointError: It has no head so far.
+    """
     recipe = load_recipe(run_dir / RECIPE_FILE)
     head = run_dir / "head"
     if not head.is_dir():
@@ -168,6 +179,7 @@ class OpenArm:
     adapter: Path | None
     plan: HeadPlan | None
     """The head's; None where something else drafts, or nothing."""
+    external: ExternalDrafter | None
     draft_model: Checkpoint | None
 
     @property
@@ -186,20 +198,19 @@ class OpenArm:
             dtypes |= {tensor.key: tensor.dtype for tensor in self.plan.template.tensors}
             engines = {name: one for name, one in self.family.engines_for(dtypes).items() if one.supported}
             return partial(engine_commands, engines, self.spec.served_path)
-        assistant = None if self.draft_model is None else assistant_for(self.draft_model.config)
-        if assistant is None or self.draft_model is None:
-            return None
-        return partial(_assistant_flags, assistant, self.draft_model)
+        return None if self.external is None else partial(_external_flags, self.external)
 
     @property
     def draft_checkpoints(self) -> list[Checkpoint]:
         """Checkpoints besides the trunk's whose weights are read."""
-        return [] if self.draft_model is None else [self.draft_model]
+        external = None if self.external is None else self.external.checkpoint
+        return [one for one in (external, self.draft_model) if one is not None]
 
 
-def _assistant_flags(assistant: Assistant, drafter: Checkpoint, depth: int) -> dict[str, str]:
-    refused = assistant.refusals(drafter.config)
-    commands = assistant.commands(drafter.config, str(drafter.path), depth)
+def _external_flags(drafter: ExternalDrafter, depth: int) -> dict[str, str]:
+    assistant, config = drafter.assistant, drafter.checkpoint.config
+    refused = assistant.refusals(config)
+    commands = assistant.commands(config, str(drafter.checkpoint.path), depth)
     return {name: text for name, text in commands.items() if name not in refused and assistant.engines[name].supported}
 
 
@@ -214,7 +225,10 @@ def open_arm(spec: ArmSpec) -> OpenArm:
         require_quantizable(spec.quantization, checkpoint.config, where=checkpoint.path)
     adapter = locate_adapter(spec.adapter, spec.trunk) if spec.adapter else None
     head = spec.head
-    if spec.head_quantization is not None and (head is None or head == NGRAM or head.startswith(MODEL)):
+    draft_model = open_location(head.removeprefix(MODEL)) if head is not None and head.startswith(MODEL) else None
+    no_head = head is None or head == NGRAM or draft_model is not None
+    external = None if no_head or head == OWN else external_drafter(head)
+    if spec.head_quantization is not None and (no_head or external is not None):
         raise DataError(
             f"{spec.name}: {head} packed into {spec.head_quantization}; expected a head, which has linear layers to "
             "pack. Leave the bits out."
@@ -222,15 +236,9 @@ def open_arm(spec: ArmSpec) -> OpenArm:
     for bits in (spec.quantization, spec.head_quantization):
         if bits is not None:
             require_bitsandbytes(bits, spec.name)
-    if head is not None and head.startswith(MODEL):
-        return OpenArm(spec, checkpoint, checkpoint.family, adapter, None, open_location(head.removeprefix(MODEL)))
-    if head is None or head == NGRAM:
-        return OpenArm(spec, checkpoint, checkpoint.family, adapter, None, None)
-    external = None if head == OWN else external_drafter(head)
-    if external is not None and spec.head_quantization is None:
-        family = external.trunk_family(checkpoint)
-        return OpenArm(spec, checkpoint, family, adapter, None, external.checkpoint)
-    return OpenArm(spec, checkpoint, checkpoint.family, adapter, head_plan(checkpoint, head), None)
+    family = checkpoint.family if external is None else external.trunk_family(checkpoint)
+    plan = None if no_head or external is not None else head_plan(checkpoint, head)
+    return OpenArm(spec, checkpoint, family, adapter, plan, external, draft_model)
 
 
 def head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
@@ -241,9 +249,14 @@ def head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
     """
     if head is None or head == OWN:
         return native_plan(checkpoint, "auto")
-    if (Path(head) / HEAD_CONFIG_FILE).is_file():
+    if is_head_directory(Path(head)):
         return stored_head_plan(Path(head), checkpoint.family)
     return graft_plan(checkpoint, open_location(head), "auto")
+
+
+def local_device() -> torch.device:
+    """Return where arms are measured on this machine."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_arm_trunk(arm: OpenArm, device: torch.device) -> Trunk:
@@ -269,10 +282,9 @@ def load_drafting(arm: OpenArm, trunk: Trunk) -> tuple[DrafterMaker | None, MtpH
         return HeadDrafting(head, arm.plan.draft_vocab), head
     if arm.spec.head == NGRAM:
         return NgramDrafting(), None
-    if arm.draft_model is None:
-        return None, None
     place: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
-    external = external_drafter(str(arm.draft_model.path))
-    if external is not None:
-        return external.drafting(**place), None
-    return ModelDrafting(load_trunk(arm.draft_model.path, arm.draft_model.family, **place)), None
+    if arm.external is not None:
+        return arm.external.drafting(**place), None
+    if arm.draft_model is not None:
+        return ModelDrafting(load_trunk(arm.draft_model.path, arm.draft_model.family, **place)), None
+    return None, None

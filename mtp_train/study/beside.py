@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,9 +10,7 @@ from rich.progress import Progress
 from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location
 from mtp_train.report.cells import StudyReport
 from mtp_train.study.endpoint import Served, measure_endpoint
-from mtp_train.study.measure import Grid
-from mtp_train.study.records import TaskPrompt
-from mtp_train.study.suites import load_suite, suite_prompts
+from mtp_train.study.measure import Grid, grid_prompts
 
 SERVED = "served"
 
@@ -43,17 +40,9 @@ def ask(server: Server, grid: Grid, progress: Progress) -> Served:
     """
     checkpoint = open_location(server.checkpoint)
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
-    prompts: Sequence[TaskPrompt] = suite_prompts(
-        load_suite(grid.suite),
-        tokenizer,
-        context_tokens=None,
-        prompts_per_task=grid.prompts_per_task,
-        seed=grid.seed,
-        tasks=grid.tasks,
-    )
     return measure_endpoint(
         server.url,
-        prompts,
+        grid_prompts(grid, tokenizer, (None,))[None],
         tokenizer=tokenizer,
         eos_ids=eos_token_ids(checkpoint, tokenizer),
         vocab_size=int(checkpoint.text_config["vocab_size"]),

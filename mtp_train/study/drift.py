@@ -31,9 +31,8 @@ from mtp_train.report.cells import DriftPoint
 from mtp_train.report.schema import build, read_report
 from mtp_train.study.fine_tune import fine_tune, measured_steps
 from mtp_train.train.dense import dense_metrics
+from mtp_train.weights.change import shared_tensors, squared_change
 from mtp_train.weights.files import Checkpoint
-from mtp_train.weights.native import trunk_tensors
-from mtp_train.weights.quantised import is_scale, read_plain_in_blocks
 from mtp_train.weights.writing import write_json
 
 DRIFT_FILE = "drift.json"
@@ -173,16 +172,9 @@ def change_of(trunk: Trunk, before: Mapping[str, Tensor]) -> float:
 
 
 def stored_change(checkpoint: Checkpoint, base: Checkpoint) -> float:
-    """Return the same of two trunks on disk, over the tensors that both have, a block in memory at a time."""
-    ours, theirs = (trunk_tensors(one, layout_of(one)) for one in (checkpoint, base))
-    return _relative(
-        (float((new.double() - old.double()).square().sum()), float(old.double().square().sum()))
-        for name in sorted(ours.keys() & theirs.keys())
-        if not is_scale(ours[name], checkpoint.tensors)
-        for new, old in zip(
-            read_plain_in_blocks(checkpoint, ours[name]), read_plain_in_blocks(base, theirs[name]), strict=True
-        )
-    )
+    """Return the same of two trunks on disk, over what both have."""
+    shared = shared_tensors(checkpoint, layout_of(checkpoint), base, layout_of(base))
+    return _relative(squared_change(checkpoint, key, base, base_key) for key, base_key in shared.values())
 
 
 def _relative(squares: Iterable[tuple[float, float]]) -> float:

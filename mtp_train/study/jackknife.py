@@ -81,6 +81,18 @@ def ratio_interval(totals_P: FloatArray, counts_P: FloatArray, low: float, high:
     return max(low, value - half), min(high, value + half)
 
 
+def pooled_tau_interval(accepted_P: FloatArray, rounds_P: FloatArray, depth: int) -> Interval | None:
+    """Return the interval of tau, ``1 + sum(accepted) / sum(rounds)``; None without rounds, and for a single prompt.
+
+    Args:
+        accepted_P: Accepted drafts.
+        rounds_P: Rounds.
+        depth: Most drafts of a round.
+    """
+    interval = ratio_interval(accepted_P, rounds_P, 0.0, depth) if rounds_P.any() else None
+    return None if interval is None else (1.0 + interval[0], 1.0 + interval[1])
+
+
 def _spread(value: float, without_P: FloatArray, weight_P: FloatArray) -> tuple[float, int] | None:
     """Return the standard error and its degrees of freedom, None where there are fewer than two prompts."""
     without_P, weight_P = without_P[weight_P > 0], weight_P[weight_P > 0]

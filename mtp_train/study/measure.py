@@ -9,17 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from mtp_inference import GenerationResult, Request, Sampling, SpeculativeDecoder
 from mtp_inference.draft import DrafterMaker
-from mtp_inference.reference import NEAR_TIE_GAP, compare, compare_sampled
-from mtp_train.arms import LOW_PRECISION_TIE_GAP
+from mtp_inference.reference import compare_sampled
+from mtp_train.arms import compare_greedy
 from mtp_train.data.regenerated import noise_seed
 from mtp_train.heads.trunk import Trunk
 from mtp_train.study.records import Decoded, Rule, Setting, TaskPrompt
 from mtp_train.study.store import Store
+from mtp_train.study.suites import load_suite, suite_prompts
 
 WARM_UP_TOKENS = 8
 TIE_OF_DRAWS, LOW_PRECISION_TIE_OF_DRAWS = 1e-4, 1e-2
@@ -61,6 +63,26 @@ class Grid:
         depth = max((one for one in self.depths if one <= 3), default=min(self.depths))
         settings = self.drafted(min(self.temperatures), context)
         return next(one for one in reversed(settings) if one.depth == depth)
+
+
+def grid_prompts(grid: Grid, tokenizer: Any, contexts: Sequence[int | None]) -> dict[int | None, list[TaskPrompt]]:
+    """Return the prompts of the grid's suite, by the length that they are brought to.
+
+    Raises:
+        DataError: There is no such suite or task, or it cannot be read.
+    """
+    suite = load_suite(grid.suite)
+    return {
+        context: suite_prompts(
+            suite,
+            tokenizer,
+            context_tokens=context,
+            prompts_per_task=grid.prompts_per_task,
+            seed=grid.seed,
+            tasks=grid.tasks,
+        )
+        for context in contexts
+    }
 
 
 def measure_block(
@@ -173,11 +195,11 @@ def _record(prompt: TaskPrompt, result: GenerationResult, seconds: float, num_ro
 def _compared(
     trunk: Trunk, prompt: TaskPrompt, drafted: Decoded, plain: Decoded, setting: Setting, seed: int
 ) -> Decoded:
-    exact = trunk.lm_head_VD.dtype is torch.float32
     texts = (drafted.token_ids, plain.token_ids, trunk, prompt.prompt_ids)
     if setting.temperature == 0.0:
-        comparison = compare(*texts, NEAR_TIE_GAP if exact else LOW_PRECISION_TIE_GAP)
+        comparison = compare_greedy(*texts)
     else:
         sampling = Sampling(temperature=setting.temperature, seed=noise_seed(prompt.id, seed))
+        exact = trunk.lm_head_VD.dtype is torch.float32
         comparison = compare_sampled(*texts, sampling, TIE_OF_DRAWS if exact else LOW_PRECISION_TIE_OF_DRAWS)
     return replace(drafted, same_as_plain=comparison.verdict)

@@ -17,7 +17,16 @@ import numpy as np
 
 from mtp_train.acceptance import Interval, PromptCounts
 from mtp_train.recipe_study import StudySection
-from mtp_train.report.cells import ALL_TASKS, ArmComparison, Cell, DriftPoint, Finding, StudyReport
+from mtp_train.report.cells import (
+    ALL_TASKS,
+    VERDICTS,
+    ArmComparison,
+    Cell,
+    DriftPoint,
+    Finding,
+    StudyReport,
+    negated,
+)
 from mtp_train.study.comparison import tau_difference
 from mtp_train.study.entropy import EntropySums, fine_edges, overlap_difference
 from mtp_train.study.jackknife import Difference
@@ -28,7 +37,6 @@ VANILLA, GRAFT, HOME = "vanilla", "graft", "vanilla-home"
 Tone = Literal["good", "bad", "neutral"]
 CLAIM = "Retraining on what the distilled trunk says brings acceptance back to the vanilla level"
 BACK = "Back at the vanilla level by "
-VERDICTS = {"good": "confirmed", "bad": "refuted", "neutral": "undecided"}
 
 
 def retrained(objective: str) -> str:
@@ -203,7 +211,7 @@ def is_stale(level: Level) -> list[Finding]:
         return []
     return [
         _finding(
-            tone_of(_mirrored(level.overlap.ci95)),
+            tone_of(negated(level.overlap.ci95)),
             f"The grafted head is stale: overlap at equal target entropy ({_text(level.setting)})",
             f"{GRAFT} less vanilla with its own head: {_difference(level.overlap, 3)}.",
         )
@@ -253,7 +261,7 @@ def comparison_of(report: StudyReport, first: str, second: str, setting: Setting
     """Return the comparison of two arms at a setting, all tasks together, whichever way round it was made."""
     for one in report.comparisons:
         if {one.first, one.second} == {first, second} and one.task == ALL_TASKS and _at(one, setting):
-            return one if one.first == first else _reversed(one)
+            return one if one.first == first else one.swapped()
     raise LookupError(f"no comparison of {first} and {second} at {setting.slug}")
 
 
@@ -264,23 +272,6 @@ def _at(row: Cell | ArmComparison, setting: Setting) -> bool:
         setting.depth,
         setting.rule,
     )
-
-
-def _reversed(one: ArmComparison) -> ArmComparison:
-    delta = one.delta_overlap_at_equal_entropy
-    return replace(
-        one,
-        first=one.second,
-        second=one.first,
-        delta_tau=-one.delta_tau,
-        delta_tau_ci95=_mirrored(one.delta_tau_ci95),
-        delta_overlap_at_equal_entropy=None if delta is None else -delta,
-        delta_overlap_at_equal_entropy_ci95=_mirrored(one.delta_overlap_at_equal_entropy_ci95),
-    )
-
-
-def _mirrored(interval: Interval | None) -> Interval | None:
-    return None if interval is None else (-interval[1], -interval[0])
 
 
 def _where(setting: Setting) -> str:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.progress import Progress
 
 from mtp_inference.draft import DrafterMaker
@@ -18,7 +17,7 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import eos_token_ids, load_tokenizer
 from mtp_train.report.cells import ArmCosts, Latency, StudyReport, load_study
-from mtp_train.report.schema import build
+from mtp_train.report.schema import REPORT_FILE, build
 from mtp_train.run_dir import checkpoint_identity
 from mtp_train.study.arms import (
     PLAIN,
@@ -26,6 +25,7 @@ from mtp_train.study.arms import (
     OpenArm,
     load_arm_trunk,
     load_drafting,
+    local_device,
     open_arm,
     require_distinct,
     trunk_label,
@@ -35,16 +35,15 @@ from mtp_train.study.beside import Server, ask, with_served
 from mtp_train.study.costs import head_costs
 from mtp_train.study.dense import DenseRows, dense_rows
 from mtp_train.study.latency import measure_latency
-from mtp_train.study.measure import Grid, measure_block
+from mtp_train.study.measure import Grid, grid_prompts, measure_block
 from mtp_train.study.records import Decoded, Setting, TaskPrompt
 from mtp_train.study.statistics import MeasuredArm
 from mtp_train.study.store import Store
-from mtp_train.study.suites import load_suite, suite_prompts
 from mtp_train.weights.files import Checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.writing import write_json
 
-REPORT_FILE, COSTS_FILE = "report.json", "costs.json"
+COSTS_FILE = "costs.json"
 LATENCY_BATCHES = (1, 4, 16)
 LATENCY_REPEATS = 2
 DENSE_SEQ_LEN_TOKENS = 8192
@@ -109,6 +108,8 @@ def run_study(
         return load_study(out / REPORT_FILE)
     served = None if server is None else ask(server, grid, progress)
     found = _measure_all(arms, _Study(grid, store, progress, costs, prompts))
+    # Also where a server alone was asked, and nothing was kept so far.
+    store.claim()
     report = assemble(found, grid, title)
     return report if served is None else with_served(report, served)
 
@@ -175,19 +176,15 @@ def _identity(
         "costs": costs,
         "prompts": None if prompts is None else [prompt.id for prompt in prompts],
         "server": None if server is None else server.identity(),
-        "device": _device().type,
+        "device": local_device().type,
     }
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _load(study: _Study, group: Sequence[OpenArm], plain_name: str) -> _Loaded:
     first = group[0]
     tokenizer = load_tokenizer(first.checkpoint, trust_remote_code=False)
-    prompts: Prompts = {None: study.given} if study.given is not None else _prompts(study.grid, tokenizer)
-    trunk = load_arm_trunk(first, _device())
+    prompts: Prompts = {None: study.given} if study.given is not None else _enough_prompts(study.grid, tokenizer)
+    trunk = load_arm_trunk(first, local_device())
     drafting: dict[str, DrafterMaker] = {}
     heads: dict[str, MtpHead] = {}
     for arm in group:
@@ -201,23 +198,12 @@ def _load(study: _Study, group: Sequence[OpenArm], plain_name: str) -> _Loaded:
     return _Loaded(first.spec.trunk_name, plain_name, trunk, group, drafting, heads, prompts, eos_ids)
 
 
-def _prompts(grid: Grid, tokenizer: Any) -> Prompts:
-    suite = load_suite(grid.suite)
-    prompts = {
-        context: suite_prompts(
-            suite,
-            tokenizer,
-            context_tokens=context,
-            prompts_per_task=grid.prompts_per_task,
-            seed=grid.seed,
-            tasks=grid.tasks,
-        )
-        for context in grid.contexts
-    }
+def _enough_prompts(grid: Grid, tokenizer: Any) -> Prompts:
+    prompts = grid_prompts(grid, tokenizer, grid.contexts)
     for context, some in prompts.items():
         if len(some) < 2:
             raise DataError(
-                f"--contexts {context}: {len(some)} prompts of {suite.name} fit; expected at least 2, as intervals are "
+                f"--contexts {context}: {len(some)} prompts of {grid.suite} fit; expected at least 2, as intervals are "
                 "over prompts. Ask for a longer context, or for more prompts."
             )
     return prompts

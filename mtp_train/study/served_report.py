@@ -7,11 +7,12 @@ time, stands in the document.
 Where a server does not tell what it accepts, its decoding speed is taken from responses of two lengths to the same
 prompt: ``(n2 - n1) / (d2 - d1)``, n tokens in d seconds *behind the first piece*. Milliseconds a token of one response
 are confounded by prefill, and by how many tokens its first piece held, which such a server does not say either; both
-are the same in the two, and drop out. Prompts are resampled for the interval.
+are the same in the two, and drop out. Intervals are over prompts, as those of in-process arms.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
@@ -20,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from mtp_train.acceptance import Interval, ratio_interval, repeated_ngram_share
+from mtp_train.acceptance import Interval, repeated_ngram_share
 from mtp_train.report.cells import Cell
 from mtp_train.report.schema import ArmResult
+from mtp_train.study.jackknife import pooled_tau_interval, ratio_interval
 from mtp_train.study.served_asking import Answered
 from mtp_train.study.served_metrics import NOTHING, SpecCounts
 
@@ -104,7 +106,7 @@ def _acceptance(units: Sequence[Unit], counts: SpecCounts | None, drafts: bool |
     chain = None if reached is None else (counts.rounds, *reached)
     return {
         "tau": counts.tau,
-        "tau_ci95": _tau_interval(single) if by_prompt else None,
+        "tau_ci95": _tau_interval(single, counts.depth) if by_prompt else None,
         "tau_macro": float(np.mean([one.tau for one in single if one.rounds])) if by_prompt else None,
         "acceptance_rate": _ratio(counts.accepted_tokens, counts.draft_tokens),
         "marginal": None if reached is None else tuple(share / counts.rounds for share in reached),
@@ -116,9 +118,9 @@ def _acceptance(units: Sequence[Unit], counts: SpecCounts | None, drafts: bool |
     }
 
 
-def _tau_interval(counts: Sequence[SpecCounts]) -> Interval | None:
-    interval = ratio_interval([one.accepted_tokens for one in counts], [one.rounds for one in counts])
-    return None if interval is None else (1.0 + interval[0], 1.0 + interval[1])
+def _tau_interval(counts: Sequence[SpecCounts], depth: int) -> Interval | None:
+    accepted_P, rounds_P = np.array([(one.accepted_tokens, one.rounds) for one in counts], dtype=np.float64).T
+    return pooled_tau_interval(accepted_P, rounds_P, depth)
 
 
 def _round_seconds(answered: Sequence[Answered], counts: SpecCounts | None) -> float | None:
@@ -161,7 +163,7 @@ def two_lengths(short: Sequence[Answered], long: Sequence[Answered]) -> dict[str
         seconds.append(whole.seconds_decode - brief.seconds_decode)
     if not tokens or sum(seconds) <= 0.0:
         return None
-    interval = ratio_interval(seconds, tokens)
+    interval = ratio_interval(np.array(seconds), np.array(tokens, dtype=np.float64), 0.0, math.inf)
     known = interval is not None and interval[0] > 0.0
     return {
         "prompts": len(tokens),

@@ -35,7 +35,7 @@ from mtp_train.report.cells import ALL_TASKS, Cell, EntropyBin, PositionBin
 from mtp_train.report.schema import ArmResult
 from mtp_train.study.dense import DenseRows
 from mtp_train.study.entropy import ENTROPY_EDGES, EntropySums
-from mtp_train.study.jackknife import ratio_interval
+from mtp_train.study.jackknife import pooled_tau_interval, ratio_interval
 from mtp_train.study.records import Decoded, Setting
 
 POSITION_EDGES = (0, *(8 << doubling for doubling in range(24)))
@@ -169,7 +169,7 @@ def _result(part: _Part) -> ArmResult:
         trunk=arm.trunk,
         head=arm.head,
         tau=tau(counts),
-        tau_ci95=_tau_interval(*_accepted_and_rounds(counts), setting.depth) if drafts else None,
+        tau_ci95=pooled_tau_interval(*_accepted_and_rounds(counts), setting.depth) if drafts else None,
         acceptance_rate=acceptance_rate(counts),
         marginal=tuple(marginal(counts)) if drafts else None,
         conditional=tuple(conditional(counts)) if drafts else None,
@@ -224,11 +224,6 @@ def _macro(counts: Sequence[PromptCounts]) -> float | None:
 def _accepted_and_rounds(counts: Sequence[PromptCounts]) -> tuple[FloatArray, FloatArray]:
     accepted_P, rounds_P = np.array([(one.num_accepted_tokens, one.rounds) for one in counts], dtype=np.float64).T
     return accepted_P, rounds_P
-
-
-def _tau_interval(accepted_P: FloatArray, rounds_P: FloatArray, depth: int) -> Interval | None:
-    interval = ratio_interval(accepted_P, rounds_P, 0.0, depth) if rounds_P.any() else None
-    return None if interval is None else (1.0 + interval[0], 1.0 + interval[1])
 
 
 def _marginal_intervals(counts: Sequence[PromptCounts], depth: int) -> tuple[Interval | None, ...]:
@@ -305,7 +300,7 @@ def _position_bins(arm: MeasuredArm, setting: Setting) -> list[PositionBin]:
                 start=POSITION_EDGES[number],
                 stop=POSITION_EDGES[number + 1],
                 tau=1.0 + float(accepted_P.sum() / rounds_P.sum()),
-                tau_ci95=_tau_interval(accepted_P, rounds_P, setting.depth),
+                tau_ci95=pooled_tau_interval(accepted_P, rounds_P, setting.depth),
                 rounds=int(rounds_P.sum()),
             )
         )

@@ -63,10 +63,15 @@ class Store:
         # A run's head is named RUN/head.
         return self.out / MEASURED / arm.replace("/", "_")
 
-    def _claim(self, arm: str) -> None:
-        self._of(arm).mkdir(parents=True, exist_ok=True)
+    def claim(self) -> None:
+        """Make the directory this study's."""
+        self.out.mkdir(parents=True, exist_ok=True)
         if not (self.out / STUDY_FILE).is_file():
             write_json(self.out / STUDY_FILE, self.identity)
+
+    def _claim(self, arm: str) -> None:
+        self._of(arm).mkdir(parents=True, exist_ok=True)
+        self.claim()
 
 
 def _drop_partial_line(file: Any) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family, RawConfig, family_for, raw_text_config, refuse_unserved_heads
+from mtp_train.families.engines import EngineSupport
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -87,6 +88,11 @@ class Checkpoint:
     def text_config(self) -> RawConfig:
         """The language model's part of the raw config."""
         return raw_text_config(self.config)
+
+    @property
+    def engines(self) -> Mapping[str, EngineSupport]:
+        """What engines take of it, as its tensors are stored."""
+        return self.family.engines_for({key: info.dtype for key, info in self.tensors.items()})
 
     def read(self, key: str) -> Tensor:
         """Load one tensor on the CPU, in its stored dtype."""

@@ -73,6 +73,9 @@ def test_generate_takes_a_head_from_a_run_and_from_a_base(inputs: Path, run_dir:
     assert requests([inputs / "finetune", "--head", run_dir / "head"], capfd) == own
     stale = requests([inputs / "finetune", "--head", inputs / "base"], capfd)
     assert texts(stale) == texts(own)
+    looked_up = requests([inputs / "finetune", "--head", "ngram"], capfd)
+    assert texts(looked_up) == texts(requests([inputs / "finetune", "--depth", 0], capfd)) == texts(own)
+    assert sum(one["num_draft_tokens"] for one in looked_up) > 0
     accepted = [sum(one["num_accepted_tokens"] for one in found) for found in (own, stale)]
     assert accepted[0] > accepted[1]
 

@@ -54,6 +54,9 @@ def test_where_training_does_not_help_the_graft_is_exported(inputs: Path, tmp_pa
     rescued = document(argv, capfd)
     assert (rescued["head"], status(capfd, rescued["out"])) == ("graft", "healthy")
     assert "does not lie above 0" in rescued["reason"]
+    # What the refusal proposes is done.
+    assert "mtp-train graft" in json.loads((tmp_path / "out" / "report.json").read_text())["gate"]["reason"]
+    assert "mtp-train graft" not in rescued["reason"]
     base, export = all_tensors(inputs / "base"), all_tensors(Path(rescued["out"]))
     assert all(torch.equal(export[key], value) for key, value in base.items() if key.startswith("mtp."))
     assert json.loads((tmp_path / "out" / "outcome.json").read_text())["reason"] == "gate_refused"

@@ -12,6 +12,7 @@ import torch
 
 from drafting_server import DraftingServer
 from mtp_train.cli import main
+from mtp_train.commands import evaluate
 from mtp_train.inputs import eos_token_ids, load_tokenizer
 from mtp_train.report.cells import load_study
 from mtp_train.study import run
@@ -66,7 +67,10 @@ def test_a_finished_study_is_read_and_another_grid_refused(
     command = ["evaluate", inputs / "base", *suite(inputs), "--temperatures", 0, "--out", out]
     report = document(command, capfd)
     monkeypatch.setattr(run, "load_arm_trunk", None)
+    logged: list[Path] = []
+    monkeypatch.setattr(evaluate, "log_study", lambda report, out, *_: logged.append(out))
     assert document(command, capfd) == report
+    assert logged == [out]
     assert main([str(one) for one in [*command, "--seed", 7]]) == 2
     assert "another study (its grid differ" in capfd.readouterr().err
 
@@ -100,7 +104,10 @@ def test_a_server_is_asked_the_same(
     engine = DraftingServer(trunk, load_drafting(arm, trunk)[0], 2, sorted(eos_ids), "vllm")
     with openai_server(engine.reply, owner="vllm", shows=engine.shows) as served:
         flags = ["--endpoint", served.url, "--temperatures", 0, *(["--served-only"] if alone else [])]
-        report = document(["evaluate", inputs / "base", *suite(inputs), *flags, "--out", tmp_path / "out"], capfd)
+        command = ["evaluate", inputs / "base", *suite(inputs), *flags, "--out", tmp_path / "out"]
+        report = document(command, capfd)
+    # It is finished: the server is not asked again.
+    assert document(command, capfd) == report
     assert list(report["arms"]) == (["served"] if alone else ["none", "base", "served"])
     assert report["endpoint"]["url"] == served.url
     if not alone:

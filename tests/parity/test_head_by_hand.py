@@ -74,23 +74,18 @@ class AttentionThenMlp(nn.Module):
 
 
 SLIDING = ["sliding_attention"] * 3
+MIMO = ByHand(
+    classes="qwen2",
+    layer=lambda classes, config: classes.Qwen2DecoderLayer(config, 0),
+    norms=("token_layernorm", "hidden_layernorm", "final_layernorm"),
+    proj="input_proj",
+    layer_prefix="model.mtp_layers.0.",
+    hidden_first=True,
+)
+"""A head that is attached to a Qwen2 has this layout too."""
 HANDS = {
-    "mimo": ByHand(
-        classes="qwen2",
-        layer=lambda classes, config: classes.Qwen2DecoderLayer(config, 0),
-        norms=("token_layernorm", "hidden_layernorm", "final_layernorm"),
-        proj="input_proj",
-        layer_prefix="model.mtp_layers.0.",
-        hidden_first=True,
-    ),
-    "qwen2": ByHand(
-        classes="qwen2",
-        layer=lambda classes, config: classes.Qwen2DecoderLayer(config, 0),
-        norms=("token_layernorm", "hidden_layernorm", "final_layernorm"),
-        proj="input_proj",
-        layer_prefix="model.mtp_layers.0.",
-        hidden_first=True,
-    ),
+    "mimo": MIMO,
+    "qwen2": MIMO,
     "mimo_v2_flash": ByHand(
         classes="mimo_v2_flash",
         layer=lambda classes, config: classes.MiMoV2FlashDecoderLayer(config, 0),

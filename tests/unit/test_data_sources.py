@@ -4,7 +4,6 @@ import bz2
 import gzip
 import json
 import lzma
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,8 @@ from mtp_train.data.records import Chat, PlainText, PromptResponse
 from mtp_train.data.sources import load_records
 from mtp_train.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[None]:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
 
 
 def write_lines(path: Path, rows: list[Any]) -> str:

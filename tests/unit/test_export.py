@@ -35,7 +35,7 @@ QUIET = Progress(disable=True)
 
 
 def run_graft(finetune: Path, base: Path, out: Path, link: Any = "hard") -> None:
-    graft(open_checkpoint(finetune), open_checkpoint(base), out, link=link, progress=QUIET)
+    graft(str(finetune), str(base), out, link=link, progress=QUIET)
 
 
 def assert_grafted(out: Path, finetune: Path, base: Path) -> None:
@@ -144,11 +144,13 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 def test_training_leftovers_and_pickles_are_not_copied(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     (finetune / "optimizer.pt").write_bytes(b"x")
-    (finetune / "README.md").write_text("card")
+    (finetune / "README.md").write_text("# Mine\n")
     shutil.copytree(finetune, finetune / "checkpoint-10")
     run_graft(finetune, base, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert "README.md" in names
+    # The trunk's card with a section of ours; the file that it may be linked to is not written to.
+    assert "# Mine\n\n<!-- mtp-train -->" in (tmp_path / "out" / "README.md").read_text()
+    assert (finetune / "README.md").read_text() == "# Mine\n"
     assert not names & {"optimizer.pt", "checkpoint-10"}
 
 

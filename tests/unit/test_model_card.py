@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from checkpoints import base_and_finetune
-from mtp_train.model_card import write_card
+from mtp_train.model_card import write_card, write_graft_card
 from mtp_train.recipe_io import dump_recipe
 from report_samples import SAMPLE
 from runs import tiny_recipe
@@ -122,6 +122,23 @@ def test_a_header_that_is_no_yaml_loses_nothing(directory: Path) -> None:
     (directory / "export" / "README.md").write_text("---\nlicense: [mit\n---\n# Mine\n")
     write_card(directory, directory / "export")
     assert "license: [mit\n" in (directory / "export" / "README.md").read_text()
+
+
+def test_a_graft_has_a_card_without_figures(directory: Path) -> None:
+    licence = "license: other\nlicense_name: maker-1\n"
+    (directory / "base" / "README.md").write_text(f"---\n{licence}---\n# Base\n")
+    trunk = identity(str(directory / "finetune"), directory / "finetune")
+    base = identity("maker/base", directory / "base", "c0ffee1234")
+    for _ in range(2):
+        write_graft_card(directory / "export", trunk, base, str(directory / "lora"), 2)
+        text = (directory / "export" / "README.md").read_text()
+        assert f"base_model: maker/base\n{licence}" in text
+        assert "The weights of `finetune`, with the adapter `lora` merged into them" in text
+        assert "head of `maker/base@c0ffee1` as it is" in text
+        assert """vllm serve . --speculative-config '{"method":"mtp","num_speculative_tokens":2}'""" in text
+        assert text.count("## MTP head") == 1
+        assert "### Acceptance" not in text
+        assert str(directory) not in text
 
 
 def test_a_report_without_a_gate_or_other_trunks_has_its_card(directory: Path) -> None:

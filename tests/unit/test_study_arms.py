@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
+from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
+from mtp_train.cli import build_parser
+from mtp_train.cli_study import evaluated_arms, server_of
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.recipe_io import dump_recipe
 from mtp_train.study.arms import ArmSpec, open_arm, parse_arm, require_distinct
+from mtp_train.weights.artifact import HEAD_CONFIG_FILE
 from runs import tiny_recipe
 
 
@@ -53,6 +58,25 @@ def test_a_run_is_its_trunk_with_its_retrained_head(tmp_path: Path) -> None:
     assert parse_arm(f"new={run_dir}").name == "new"
 
 
+def test_evaluate_takes_a_run_as_compare_does(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run7"
+    (run_dir / "head").mkdir(parents=True)
+    recipe = tiny_recipe(tmp_path / "in", run_dir)
+    (run_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+
+    def asked(*words: str) -> argparse.Namespace:
+        return build_parser().parse_args(["evaluate", str(run_dir), "--out", "out", *words])
+
+    assert evaluated_arms(asked()) == [parse_arm(str(run_dir))]
+    plain, packed = evaluated_arms(asked("--head-bits", "none", "8bit"))
+    assert (plain.name, packed.name, packed.head_quantization) == ("run7", "finetune+run7/head@8bit", "8bit")
+    server = server_of(asked("--endpoint", "http://localhost:1", "--served-only"))
+    assert server is not None
+    assert server.checkpoint == recipe.model.trunk
+    with pytest.raises(DataError, match=r"--head: given with .*run7, a run, which has its own"):
+        evaluated_arms(asked("--head", "ngram"))
+
+
 def test_arms_need_names_of_their_own() -> None:
     one = ArmSpec("a", "t", "own")
     require_distinct([one, ArmSpec("b", "t", "own")])
@@ -65,3 +89,31 @@ def test_arms_need_names_of_their_own() -> None:
 def test_only_heads_are_packed() -> None:
     with pytest.raises(DataError, match="expected a head"):
         open_arm(ArmSpec("x", "demo:base", "ngram", head_quantization="8bit"))
+
+
+@pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
+def test_an_external_drafter_is_not_packed_but_has_its_flags(tmp_path: Path) -> None:
+    trunk, assistant = str(tmp_path / "trunk"), str(tmp_path / "assistant")
+    tiny_gemma_trunk().causal_lm.save_pretrained(trunk)
+    tiny_assistant().save_pretrained(assistant)
+    arm = open_arm(ArmSpec("x", trunk, assistant))
+    assert arm.flags is not None
+    assert assistant in arm.flags(2)["vllm"]
+    assert [str(one.path) for one in arm.draft_checkpoints] == [assistant]
+    with pytest.raises(DataError, match="expected a head"):
+        open_arm(ArmSpec("x", trunk, assistant, head_quantization="8bit"))
+
+
+def test_an_engine_serves_what_a_run_exported_and_nothing_that_lies_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "export").mkdir()
+    head = tmp_path / "run" / "head"
+    head.mkdir(parents=True)
+    (head / HEAD_CONFIG_FILE).touch()
+    assert ArmSpec("x", "demo:finetune", "own").served_path == "demo:finetune"
+    assert ArmSpec("x", "demo:finetune", "demo:base").served_path == "EXPORT"
+    assert ArmSpec("x", "demo:finetune", str(head)).served_path == "EXPORT"
+    (tmp_path / "run" / "export").mkdir()
+    assert ArmSpec("x", "demo:finetune", str(head)).served_path == str(tmp_path / "run" / "export")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.progress import Progress
 
@@ -19,13 +20,13 @@ from mtp_train.acceptance import (
     marginal,
     repeated_ngram_share,
     tau,
-    tau_interval,
 )
 from mtp_train.data.regenerated import ask
 from mtp_train.errors import DataError
 from mtp_train.heads.trunk import Trunk
 from mtp_train.report.cells import ALL_TASKS, Cell
 from mtp_train.study.endpoint import Served, measure_endpoint
+from mtp_train.study.jackknife import pooled_tau_interval
 from mtp_train.study.records import TaskPrompt
 from openai_server import Reply, ReplyFn, openai_server, streamed
 from scripted import ScriptedDrafting, plain_texts, random_prompt
@@ -153,7 +154,9 @@ def test_figures_are_those_of_the_same_decoder_in_this_process(
             DEPTH,
         )
         by_prompt = beside or concurrency == 1
-        assert cell.tau_ci95 == (pytest.approx(tau_interval(counts)) if by_prompt else None)
+        accepted_P, rounds_P = np.array([(one.num_accepted_tokens, one.rounds) for one in counts], dtype=float).T
+        interval = pooled_tau_interval(accepted_P, rounds_P, DEPTH)
+        assert cell.tau_ci95 == (pytest.approx(interval) if by_prompt else None)
         assert (cell.tau_macro is not None) == by_prompt
         assert cell.accepted_histogram is not None
         assert sum(cell.accepted_histogram) == rounds

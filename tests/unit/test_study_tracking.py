@@ -64,12 +64,19 @@ def test_tables_figures_and_numbers_are_logged(tmp_path: Path, monkeypatch: pyte
     assert recorder.finished == 1
 
 
-def test_run_is_ended_where_logging_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_is_ended_where_logging_fails_and_logged_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder = Recorder(fail=True)
     monkeypatch.setitem(sys.modules, "wandb", recorder)
     with pytest.raises(OSError, match="disk full"):
         log_study(BARE, tmp_path, "tests", "online")
     assert recorder.finished == 1
+    # Again, as a rerun does.
+    recorder.fail = False
+    for _ in range(2):
+        log_study(BARE, tmp_path, "tests", "online")
+    assert (recorder.finished, "tables/acceptance" in recorder.logged) == (2, True)
 
 
 def test_off_does_not_import_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from mtp_train.report.study_wording import (
     setting_words,
     study_headline,
     study_key_figures,
-    swapped,
 )
 from mtp_train.study.records import Setting
 from study_samples import BARE, HEADLINE, RATES, STUDY, TASKS, arm_of
@@ -144,19 +143,19 @@ def test_entropy_control_decides_what_differs(
         delta_overlap_at_equal_entropy_ci95=overlap,
     )
     assert difference_words(row) == words
-    assert difference_words(swapped(row)) == words
+    assert difference_words(row.swapped()) == words
 
 
 def test_interval_beyond_zero_that_the_correction_does_not_pass_is_said() -> None:
     row = replace(STUDY.comparisons[0], same_trunk=True, differs=False, delta_tau_ci95=(0.1, 0.9))
-    assert difference_words(row) == difference_words(swapped(row)) == "not shown over so many comparisons"
+    assert difference_words(row) == difference_words(row.swapped()) == "not shown over so many comparisons"
 
 
 def test_swapped_comparison_turns_its_signs() -> None:
     row = replace(STUDY.comparisons[0], delta_tau=0.5, delta_tau_ci95=(0.1, 0.8))
-    other = swapped(row)
+    other = row.swapped()
     assert (other.first, other.delta_tau, other.delta_tau_ci95) == (row.second, -0.5, (-0.8, -0.1))
-    assert swapped(other) == row
+    assert other.swapped() == row
 
 
 def test_key_figures_are_tau_speed_differences_and_prompts() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,8 @@ from mtp_train.data.records import Chat, PlainText, PromptResponse
 from mtp_train.errors import DataError
 from mtp_train.study.suites import Suite, load_suite, suite_prompts
 
+pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 TURNS = {"question_id": 81, "category": "writing", "turns": [" Write. ", "Rewrite."]}
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[None]:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
 
 
 def write(path: Path, *rows: object) -> str:

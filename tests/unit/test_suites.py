@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from byte_tokenizer import byte_tokenizer
@@ -18,6 +16,7 @@ from mtp_train.study.suite_context import content_text
 from mtp_train.study.suite_files import SuiteRecord
 from mtp_train.study.suites import DEMO_HOLDOUT, DEMO_SEED, Suite, choose_records, load_suite, suite_prompts
 
+pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 TASKS = ["coding", "math", "reasoning", "json_tools", "multilingual", "qa", "rag", "summarisation", "stem"]
 TASKS += ["roleplay", "writing"]
 CHATML_WITHOUT_SYSTEM = (
@@ -26,14 +25,6 @@ CHATML_WITHOUT_SYSTEM = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 IGNORES_THE_CHAT = "{% for message in messages %}<|im_start|>{{ message.role }}<|im_end|>{% endfor %}"
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[None]:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
 
 
 def user(text: str) -> dict[str, Any]:

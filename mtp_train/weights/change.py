@@ -1,0 +1,54 @@
+"""How far one trunk is from another on disk, a block of a tensor in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.keymap import HeadLayout
+from mtp_train.weights.native import trunk_tensors
+from mtp_train.weights.quantised import is_scale, read_plain_in_blocks
+
+
+def shared_tensors(
+    checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, base_layout: HeadLayout
+) -> dict[str, tuple[str, str]]:
+    """Return the trunk's tensors that both checkpoints have, sorted by name, to their key in each.
+
+    Those are all, unless the two are quantised differently. Scales are none: they go into the weights they belong to.
+    """
+    ours, theirs = trunk_tensors(checkpoint, layout), trunk_tensors(base, base_layout)
+    lm_head = layout.family.lm_head_key
+    if lm_head in checkpoint.tensors and lm_head in base.tensors:
+        ours[lm_head] = theirs[lm_head] = lm_head
+    names = sorted(name for name in ours.keys() & theirs.keys() if not is_scale(ours[name], checkpoint.tensors))
+    return {name: (ours[name], theirs[name]) for name in names}
+
+
+def squared_change(checkpoint: Checkpoint, key: str, base: Checkpoint, base_key: str) -> tuple[float, float]:
+    """Return ``|W - W0|^2`` and ``|W0|^2`` over the rows that both tensors have, whatever each is stored in."""
+    change, size = 0.0, 0.0
+    for new, old in paired_rows(read_plain_in_blocks(checkpoint, key), read_plain_in_blocks(base, base_key)):
+        change += float((new.double() - old.double()).square().sum())
+        size += float(old.double().square().sum())
+    return change, size
+
+
+def paired_rows(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same rows of two tensors that come in blocks, each in its own; to the end of the shorter one.
+
+    An embedding may have been resized, and packed weights come in blocks of more rows.
+    """
+    ours, theirs = map(_in_rows, ours), map(_in_rows, theirs)
+    mine, other = next(ours, None), next(theirs, None)
+    while mine is not None and other is not None:
+        rows = min(len(mine), len(other))
+        yield mine[:rows], other[:rows]
+        mine = mine[rows:] if len(mine) > rows else next(ours, None)
+        other = other[rows:] if len(other) > rows else next(theirs, None)
+
+
+def _in_rows(block: Tensor) -> Tensor:
+    return block if block.ndim else block[None]

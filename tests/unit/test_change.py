@@ -1,0 +1,48 @@
+"""How far one trunk on disk is from another."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints import all_tensors, base_and_finetune, save_stripped
+from mtp_train.heads.diagnose import layout_of
+from mtp_train.study.drift import stored_change
+from mtp_train.weights.change import paired_rows, shared_tensors
+from mtp_train.weights.files import open_checkpoint
+from tiny import tiny_trunk
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([3, 3, 1], [2, 5]), ([7], [1, 1, 1, 4]), ([2, 2], [7]), ([7], [3])])
+def test_rows_meet_however_each_side_is_cut_up(ours: list[int], theirs: list[int]) -> None:
+    whole_TD = torch.arange(14.0).view(7, 2)
+    mine, other = (iter(whole_TD[: sum(sizes)].split(sizes)) for sizes in (ours, theirs))
+    pairs = list(paired_rows(mine, other))
+    assert all(torch.equal(new, old) for new, old in pairs)
+    assert torch.equal(torch.cat([new for new, _ in pairs]), whole_TD[: min(sum(ours), sum(theirs))])
+
+
+def test_a_number_is_one_row() -> None:
+    ((new_1, old_1),) = paired_rows(iter([torch.tensor(2.0)]), iter([torch.tensor(3.0)]))
+    assert (new_1.tolist(), old_1.tolist()) == ([2.0], [3.0])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_all_of_a_trunk_counts_but_its_head(tied: bool, tmp_path: Path) -> None:
+    base, finetune = (open_checkpoint(path) for path in base_and_finetune(tmp_path, "qwen3_5", tied=tied))
+    shared = shared_tensors(finetune, layout_of(finetune), base, layout_of(base))
+    assert {key for key, _ in shared.values()} == all_tensors(finetune.path).keys()
+    assert [key for key, _ in shared.values()] == [key for _, key in shared.values()]
+
+
+def test_added_tokens_do_not_count_as_change(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    assert stored_change(open_checkpoint(finetune), open_checkpoint(base)) > 0.001
+    trunk = tiny_trunk("qwen3_5")
+    trunk.causal_lm.resize_token_embeddings(80)
+    shutil.rmtree(finetune)
+    save_stripped(trunk, finetune)
+    assert stored_change(open_checkpoint(finetune), open_checkpoint(base)) == 0.0
