@@ -4,7 +4,7 @@ A head row t pairs the trunk's hidden state after token t with token t+1 (``mtp_
 rows of a batch row run in one call, and the last of them gives depth 1. Batch rows have different numbers of pending
 rows: the ones past a row's own number are stale, go to slots that the next window writes over, and are seen by nobody.
 
-Shapes: B rows of the batch, R rows that start together (or tokens of a reduced vocabulary), T head rows of a call,
+Shapes: B rows of the batch, R rows that start together (or tokens that may be drafted), T head rows of a call,
 P pending places, W token places, S slots, D hidden, K depths, V vocabulary.
 """
 
@@ -23,6 +23,7 @@ from mtp_inference.pending import Pending
 from mtp_inference.window import Window, attending_in_windows
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.module import MtpHead
+from mtp_train.heads.output import OutputRows
 from mtp_train.heads.step import StepOutput, mtp_keys, mtp_step
 from mtp_train.heads.trunk import Trunk
 
@@ -245,31 +246,6 @@ class ChainedDrafter(_HeadDrafter):
         self.pending.take()
 
 
-class ReducedLogits:
-    """Logits of some tokens only: the others get none, so that q is 0 there and verification stays exact.
-
-    FR-Spec (arXiv:2502.14856) and FastMTP (arXiv:2509.18362): reading the whole output matrix is most of
-    what a draft costs where the vocabulary is large.
-
-    Args:
-        trunk: The trunk; the rows of its output matrix are copied.
-        token_ids_R: int64, the tokens that may be drafted.
-    """
-
-    def __init__(self, trunk: Trunk, token_ids_R: Tensor) -> None:
-        weight_VD = trunk.lm_head_VD
-        self.token_ids_R = token_ids_R.to(weight_VD.device)
-        self.weight_RD = weight_VD[self.token_ids_R]
-        self.vocab_size = weight_VD.shape[0]
-
-    def __call__(self, hidden_B1D: Tensor) -> Tensor:
-        """Return logits (B, 1, V), minus infinity outside the reduced vocabulary."""
-        logits_B1R = hidden_B1D @ self.weight_RD.T
-        logits_B1V = logits_B1R.new_full((*logits_B1R.shape[:2], self.vocab_size), -torch.inf)
-        logits_B1V[..., self.token_ids_R] = logits_B1R
-        return logits_B1V
-
-
 class HeadDrafting:
     """Draft with an MTP head.
 
@@ -298,7 +274,11 @@ class HeadDrafting:
     def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
         """See :class:`DrafterMaker`."""
         trunk.show_layers(self.head.trunk_layers)
-        logits = trunk.project if self.draft_vocab_R is None else ReducedLogits(trunk, self.draft_vocab_R)
+        logits: LogitsFn = trunk.project
+        if self.draft_vocab_R is not None:
+            weight_VD = trunk.lm_head_VD
+            token_ids_R = self.draft_vocab_R.to(weight_VD.device)
+            logits = OutputRows(weight_VD[token_ids_R], token_ids_R, len(weight_VD))
         if self.head.unroll == "parallel":
             return ParallelDrafter(trunk, self.head, logits, size)
         kind = RecursiveDrafter if self.head.unroll == "recursive" else ChainedDrafter

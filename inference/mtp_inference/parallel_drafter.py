@@ -59,7 +59,8 @@ class ParallelDrafter:
                 mask_BTS=None,
                 cache=None,
             )
-            choice.add(self.logits(step.logit_hidden_BTD.to(self.trunk.lm_head_VD.dtype)))
+            state_B1D = step.logit_hidden_BTD.to(self.trunk.lm_head_VD.dtype)
+            choice.add(self.head.module_for(depth_now).project(state_B1D, self.logits))
         return choice.result()
 
     def settle(self, place: Place) -> None:

@@ -8,6 +8,8 @@ from mtp_train.families.assistants import assistant_for as assistant_for
 from mtp_train.families.attached import ATTACHED
 from mtp_train.families.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
 from mtp_train.families.deepseek_v4 import DEEPSEEK_V4
+from mtp_train.families.drafts import draft_kind as draft_kind
+from mtp_train.families.drafts import draft_title as draft_title
 from mtp_train.families.drafts import of_kind as of_kind
 from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
 from mtp_train.families.headless import HEADLESS, NOT_ATTACHED
@@ -65,7 +67,7 @@ def family_for(config: RawConfig, *, where: str) -> Family:
         where: The checkpoint's path, for the message.
 
     Raises:
-        UnsupportedModelError: No family claims the model type, or it is an external drafter's.
+        UnsupportedModelError: No family claims the model type, or it is an external drafter's, or a draft model's.
     """
     assistant = assistant_for(config)
     if assistant is not None:
@@ -73,6 +75,12 @@ def family_for(config: RawConfig, *, where: str) -> Family:
             f"{where}: a {assistant.title}, an external drafter for {assistant.trunk.title} trunks without a head in "
             "it; expected a checkpoint that has a head to put back or retrain. Serve it beside its trunk as it is: "
             f"'mtp-train inspect {where}' prints the flags."
+        )
+    kind = draft_kind(config)
+    if kind is not None:
+        raise UnsupportedModelError(
+            f"{where}: {draft_title(kind)} draft model without a trunk; expected a checkpoint with one. Name it "
+            f"beside its trunk: 'mtp-train evaluate TRUNK --head {where}'."
         )
     # Some wrappers leave it to themselves to say what is in them.
     model_type = str(raw_text_config(config).get("model_type") or config.get("model_type"))

@@ -16,11 +16,32 @@ from transformers import LlamaConfig, PretrainedConfig
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.blocks import Eagle3Layer, ResidualBlock
 from mtp_train.families.draft_engines import draft_engines
-from mtp_train.families.spec import Borrowed, Convention, CountField, Family, HeadKind, KeyRule
+from mtp_train.families.spec import Borrowed, Convention, CountField, Family, HeadKind, KeyRule, RawConfig
 
 _BEYOND_ATTACHED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families with a head of their own whose trunks may get one of another kind too."""
 NUM_EAGLE3_LAYERS = 3
+_ARCHITECTURES: Mapping[str, HeadKind] = {
+    "EagleLlamaForCausalLM": "eagle",
+    "LlamaForCausalLMEagle": "eagle",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3DraftModel": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "MedusaModel": "medusa",
+}
+"""What draft models in a directory of their own call themselves."""
+
+
+def draft_kind(config: RawConfig) -> HeadKind | None:
+    """Return the kind of head that a raw ``config.json`` is of, where it is a draft model's, else None."""
+    found = (_ARCHITECTURES.get(name) for name in config.get("architectures") or [])
+    return next((kind for kind in found if kind is not None), None)
+
+
+def draft_title(kind: HeadKind) -> str:
+    """Return how people call heads of another kind than ``mtp``."""
+    return _KINDS[kind].title
 
 
 def eagle3_layers(text_config: PretrainedConfig) -> tuple[int, ...]:

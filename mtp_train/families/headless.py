@@ -42,7 +42,8 @@ def _unserved_heads(config: RawConfig) -> str | None:
     future = config.get("n_future_tokens")
     if isinstance(future, int) and future > 1:
         return f"{future - 1} extra heads of Meta's multi-token prediction (n_future_tokens {future})"
-    if config.get("model_type") == "medusa" or config.get("medusa_num_heads"):
+    # As their authors keep them; the form that vLLM reads is a draft model's (drafts.py).
+    if config.get("medusa_num_heads"):
         return "Medusa heads"
     if config.get("model_type") == "mlp_speculator":
         return "an MLP speculator"

@@ -14,11 +14,22 @@ from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.heads.module import MtpHead
+from mtp_train.heads.output import OutputRows
 from mtp_train.weights.artifact import Artifact, load_artifact
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead, native_head_of, require_same_trunk_shape
 from mtp_train.weights.writing import PendingTensor, held_tensor
+
+
+@dataclass(frozen=True)
+class OwnOutput:
+    """An output matrix that a head brings along, for the decoder alone."""
+
+    weight: PendingTensor
+    """(R, D)."""
+    token_ids_R: Tensor | None
+    """int, the tokens of its rows; None where these are the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,15 @@ class HeadPlan:
     """Keys, dtypes and shapes to write; its loaders give the head before training."""
     draft_vocab: Tensor | None = None
     """int32, the tokens that it may draft; None for all."""
+    output: OwnOutput | None = None
+    """None where it drafts with the trunk's output matrix, or its family gives each module one."""
+
+    @property
+    def deepest(self) -> int | None:
+        """Most drafts a round may have, where each depth has a module of its own; None for any number."""
+        parallel = self.family.kind == "medusa"
+        shared = self.num_modules == 1 or self.family.convention(self.convention).modules == "first"
+        return self.num_modules if parallel or not shared else None
 
 
 def native_plan(checkpoint: Checkpoint, convention: str) -> HeadPlan:
@@ -89,6 +109,10 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
     # Buffers keep their dtype: a router's fp32 correction bias must not be rounded.
     for parameter in head.parameters():
         parameter.data = parameter.data.to(dtype)
+    if plan.output is not None:
+        output_RD = plan.output.weight.load()
+        require_finite({plan.output.weight.key: output_RD})
+        head.give_output(OutputRows(output_RD.to(dtype), plan.output.token_ids_R, text_config.vocab_size))
     return head
 
 

@@ -20,7 +20,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.final_norm: nn.Module = nn.Identity()
-        self.lm_head: nn.Linear | None = None
+        self.lm_head: nn.Module | None = None
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
         """Return what depth 1 takes of the trunk's states as they come."""
@@ -36,7 +36,8 @@ class Block(nn.Module):
 
     def project(self, state: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the logits of ``finish``'s first result: by its own lm_head if it has one, else by ``shared``."""
-        return shared(state) if self.lm_head is None else self.lm_head(state)
+        logits: Tensor = shared(state) if self.lm_head is None else self.lm_head(state)
+        return logits
 
 
 class EagleModule(Block):

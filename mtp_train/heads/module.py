@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from mtp_train.families import Convention, Family, HeadKind
 from mtp_train.heads.attention import HEAD_ATTENTION
 from mtp_train.heads.block import Block, Eagle3Module, EagleModule, MedusaModule
+from mtp_train.heads.output import OutputRows
 
 
 class HeadModule(Block):
@@ -129,6 +130,11 @@ class MtpHead(nn.Module):
         if not self.family.own_lm_head:
             return None
         return [cast(nn.Linear, self.module_for(depth).lm_head).weight for depth in range(1, num_depths + 1)]
+
+    def give_output(self, output: OutputRows) -> None:
+        """Have all depths read an output matrix of the head's own."""
+        for block in self.blocks:
+            cast(Block, block).lm_head = output
 
     def sliding_window(self, depth: int) -> int | None:
         """Return how many positions a row of ``depth`` sees, None for all."""

@@ -21,6 +21,7 @@ from mtp_train.families import Family
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import stored_dtype, text_config_of
+from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.quantization import Quantization, pack_head, require_bitsandbytes, require_quantizable
 from mtp_train.heads.trunk import Trunk, load_trunk
@@ -185,10 +186,8 @@ class OpenArm:
     @property
     def deepest(self) -> int:
         """Most drafts a round may have: a head that chains its modules has one for each."""
-        if self.plan is None or self.plan.num_modules == 1:
-            return MAX_DEPTH
-        convention = self.family.convention(self.plan.convention)
-        return MAX_DEPTH if convention.modules == "first" else self.plan.num_modules
+        deepest = None if self.plan is None else self.plan.deepest
+        return MAX_DEPTH if deepest is None else min(deepest, MAX_DEPTH)
 
     @property
     def flags(self) -> Callable[[int], Mapping[str, str]] | None:
@@ -196,7 +195,7 @@ class OpenArm:
         if self.plan is not None:
             dtypes = {key: info.dtype for key, info in self.checkpoint.tensors.items()}
             dtypes |= {tensor.key: tensor.dtype for tensor in self.plan.template.tensors}
-            engines = {name: one for name, one in self.family.engines_for(dtypes).items() if one.supported}
+            engines = {name: one for name, one in self.plan.family.engines_for(dtypes).items() if one.supported}
             return partial(engine_commands, engines, self.spec.served_path)
         return None if self.external is None else partial(_external_flags, self.external)
 
@@ -242,7 +241,8 @@ def open_arm(spec: ArmSpec) -> OpenArm:
 
 
 def head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
-    """Plan the head that a name stands for: a head directory, a checkpoint to graft from, or the trunk's own.
+    """Plan the head that a name stands for: a head directory, a draft model, a checkpoint to graft from, or the trunk's
+    own.
 
     Raises:
         CheckpointError: It is missing, damaged, or of another shape than the trunk.
@@ -251,7 +251,9 @@ def head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
         return native_plan(checkpoint, "auto")
     if is_head_directory(Path(head)):
         return stored_head_plan(Path(head), checkpoint.family)
-    return graft_plan(checkpoint, open_location(head), "auto")
+    donor = open_location(head)
+    draft = draft_model(donor)
+    return graft_plan(checkpoint, donor, "auto") if draft is None else draft_plan(draft, checkpoint)
 
 
 def local_device() -> torch.device:

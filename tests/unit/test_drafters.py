@@ -16,9 +16,9 @@ from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, p
 from mtp_inference.batch import Batch
 from mtp_inference.chooser import Chooser, Drafts, DraftSampling
 from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
-from mtp_inference.head_drafter import ReducedLogits
 from mtp_inference.other_drafters import ModelDrafting, NgramDrafter, NgramDrafting
 from mtp_train.errors import MtpError, UnsupportedModelError
+from mtp_train.heads.output import OutputRows
 from mtp_train.heads.trunk import Trunk
 from tiny import CACHE_KINDS, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 
@@ -315,7 +315,7 @@ def outside(ids_R: Tensor) -> Tensor:
 def test_reduced_logits_are_the_trunks_own_inside_and_none_outside() -> None:
     trunk = trunk_of("qwen3_5")
     hidden_B1D = torch.randn(5, 1, trunk.config.hidden_size)
-    reduced_B1V = ReducedLogits(trunk, SOME_IDS)(hidden_B1D)
+    reduced_B1V = OutputRows(trunk.lm_head_VD[SOME_IDS], SOME_IDS, VOCAB_SIZE)(hidden_B1D)
     torch.testing.assert_close(reduced_B1V[..., SOME_IDS], trunk.logits(hidden_B1D)[..., SOME_IDS])
     assert bool((reduced_B1V[..., outside(SOME_IDS)] == -torch.inf).all())
 
