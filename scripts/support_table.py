@@ -6,8 +6,8 @@
 
 An engine's cell says ``run`` where a record in ``inference/benchmarks/engines/`` shows that the engine and our decoder
 said the same on a checkpoint of the family, ``loads`` where the engine's loader takes the layout by its source and
-nobody ran it here, and ``no`` where it does not use the head (``mtp-train inspect`` gives the reason). Families whose
-releases have no head stand in the line below, by who drafts with an attached one.
+nobody ran it here, and ``no`` where it does not use the head (``mtp-train inspect`` gives the reason). The line below
+is of families whose releases have no head: who drafts with an attached one.
 """
 
 from __future__ import annotations
@@ -63,14 +63,16 @@ def table() -> str:
 
 
 def attached() -> str:
-    """Return who drafts with heads that were attached, and in which models."""
+    """Return who drafts with heads that were attached; families of the most frequent answer are not named."""
     titles: dict[str, list[str]] = {}
     for family in FAMILIES:
         if family.attached:
             served = ", ".join(ENGINE_TITLES[engine] for engine in ENGINES if family.engines[engine].supported)
-            titles.setdefault(served, []).append(family.title)
-    groups = "; ".join(f"{', '.join(names)} ({served})" for served, names in titles.items())
-    text = f"A head can be [attached](recipes/attach.md) to models without one, here with who uses it: {groups}."
+            titles.setdefault(served or "the built-in decoder alone", []).append(family.title)
+    most = max(titles, key=lambda served: len(titles[served]))
+    named = ", ".join(f"{', '.join(titles[served])} ({served})" for served in titles if served != most)
+    count = sum(map(len, titles.values()))
+    text = f"A head can be [attached](recipes/attach.md) to {count} families without one: {named}, and others ({most})."
     return textwrap.fill(text, width=120)
 
 

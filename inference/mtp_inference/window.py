@@ -131,7 +131,7 @@ def window_attention(
     num_rows, num_heads, num_tokens, width = query.shape
     key_heads = key.shape[1]
     group = num_heads // key_heads
-    plain = all(options.get(name) is None for name in ("s_aux", "indices", "block_indices", "position_bias"))
+    plain = all(options.get(name) is None for name in ("s_aux", "softcap", "indices", "block_indices", "position_bias"))
     if attention_mask is None or group * num_tokens > MAX_PACKED_QUERIES or group == 1 or not plain:
         return masked_attention(module, query, key, value, attention_mask, **options)
     packed = query.reshape(num_rows, key_heads, group * num_tokens, width)

@@ -105,5 +105,5 @@ def _refuse_inside_of_a_wrapper(family: Family, config: RawConfig, where: str) -
         raise UnsupportedModelError(
             f"{where}: model_type '{config.get('model_type')}' around {family.title}: its releases carry no MTP head; "
             "expected a model that has a head to put back or retrain, or a text-only one to attach a head to. Use the "
-            "text-only model."
+            "text-only model; recipes/attach.md says how."
         )

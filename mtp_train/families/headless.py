@@ -11,16 +11,13 @@ _NONE = "its releases carry no MTP head"
 _ASSISTED = f"{_NONE}: its drafter is a checkpoint of its own, the assistant, to give to generate as --head"
 
 HEADLESS: Mapping[str, str] = {
-    **dict.fromkeys(("llama4", "llama4_text"), _NONE),
-    **dict.fromkeys(("mistral3", "ministral3", "mixtral"), _NONE),
-    **dict.fromkeys(("qwen2_moe", "qwen3_vl_text", "qwen3_vl_moe_text"), _NONE),
-    **dict.fromkeys(("gemma2", "gemma3"), _NONE),
-    **dict.fromkeys(("olmo3", "phi3", "gpt_oss", "cohere2", "granite", "smollm3", "minimax_m2"), _NONE),
+    **dict.fromkeys(("llama4", "llama4_text", "mistral3", "mistral4", "gemma", "gemma3", "starcoder2"), _NONE),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text", "minimax_m2", "granitemoehybrid"), _NONE),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _ASSISTED),
 }
 """Value of ``model_type`` to the reason."""
 
-NOT_ATTACHED = "A head has to be attached to this one first, which this version does not do."
+NOT_ATTACHED = "recipes/attach.md names the models that one can be attached to."
 
 
 def refuse_unserved_heads(config: RawConfig, *, where: str) -> None:

@@ -137,7 +137,7 @@ INKLING = Family(
     masks_of_distances=True,
     trunk_class=TrunkClass(model_type="inkling_text", wrapper="inkling_mm_model"),
     prepare_trunk=_prepare_trunk,
-    logit_divisor="logits_mup_width_multiplier",
+    logit_divisor=lambda config: config["logits_mup_width_multiplier"],
     real_vocab="unpadded_vocab_size",
     needs_transformers="5.23",
     engines=engine_table(

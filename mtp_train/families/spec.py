@@ -282,6 +282,8 @@ class Family:
     """What the layer and the rotary embedding call the one for the head, where they have several."""
     masks_by_layer_type: bool = False
     """Whether the trunk takes ready masks as a mapping from layer type, as transformers' mixed trunks do."""
+    layer_kinds: str = "layer_types"
+    """Field of the text config with the kind of each layer, by which the one for the head to copy is found."""
     masks_of_distances: bool = False
     """Whether the head's layers take masks that say how far away each key is; see ``relative.py``."""
     trunk_class: TrunkClass | None = None
@@ -296,8 +298,8 @@ class Family:
     """What the trunk's layers need around a forward over windows (rows at different positions, our own cache)."""
     prepare_trunk: Callable[[nn.Module], None] = lambda decoder: None
     """Done once to a loaded decoder: what its layers leave out that windows of several rows need."""
-    logit_divisor: str | None = None
-    """Field of the text config with what states are divided by before the lm_head reads them."""
+    logit_divisor: Callable[[RawConfig], float] | None = None
+    """Raw text config to what states are divided by before the lm_head reads them."""
     real_vocab: str | None = None
     """Field of the text config with how many rows of the lm_head stand for tokens; the rest is padding."""
     logit_bound: str | None = None
@@ -352,7 +354,7 @@ class Family:
 
     def divisor(self, text_config: PretrainedConfig) -> float | None:
         """Return what states are divided by before the lm_head reads them, None for nothing."""
-        return None if self.logit_divisor is None else float(text_config.to_dict()[self.logit_divisor])
+        return None if self.logit_divisor is None else float(self.logit_divisor(text_config.to_dict()))
 
     def engines_for(self, dtypes: Mapping[str, str]) -> Mapping[str, EngineSupport]:
         """Return what engines take of one checkpoint, by its keys and their safetensors dtypes."""

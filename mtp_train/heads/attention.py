@@ -1,7 +1,7 @@
 """The attention function that heads and the decoder put in the place of transformers' own.
 
 It takes boolean masks whatever the model, and what some models add to plain attention: a learned logit that draws
-attention to nothing ("sink"), and keys chosen beforehand by an indexer (sparse attention).
+attention to nothing ("sink"), scores bounded by a tanh, and keys chosen beforehand by an indexer (sparse attention).
 
 Shapes: B rows, T queries, S keys, H heads, K chosen keys.
 """
@@ -27,6 +27,7 @@ def masked_attention(
     attention_mask: Tensor | None,
     *,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
     block_indices: Any = None,
@@ -42,6 +43,7 @@ def masked_attention(
         attention_mask: bool, broadcast to (B, 1, T, S), True where a query sees a key; None is plain causal attention.
             Of layers that see how far away keys are, int64 in a cache of ours: the distance, -1 where it is not seen.
         s_aux: Shape (H,), each head's sink.
+        softcap: The c of ``c tanh(scores / c)`` (Gemma 2, arXiv:2408.00118, section 2); None for no bound.
         position_bias: Added to the scores, (B, H, T, S); by distance, (B, H, T, E), where the mask says distances.
         indices: int, shape (B, T, K), the keys that each query may see; None for all.
         block_indices: The blocks of keys that each query may see, as the layer's own indexer keeps them; None for all.
@@ -50,7 +52,7 @@ def masked_attention(
     Returns:
         Shape (B, T, H, width), and None for the weights.
     """
-    if attention_mask is None and not (s_aux is None and indices is None and block_indices is None):
+    if attention_mask is None and any(one is not None for one in (s_aux, softcap, indices, block_indices)):
         attention_mask = _causal(query.shape[2], key.shape[2], key.device)
     if attention_mask is not None and indices is not None:
         chosen_BTS = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
@@ -60,6 +62,8 @@ def masked_attention(
         attention_mask = indexer.build_block_mask(
             block_indices, attention_mask, key.shape[2], query.dtype, query.device, options["position_ids"]
         )
+    if attention_mask is not None and softcap is not None:
+        return _attend_bounded(query, key, value, attention_mask, softcap, float(options["scaling"])), None
     if attention_mask is not None and attention_mask.dtype == torch.int64:
         profiles = cast(Any, module).rel_logits_proj
         query, attention_mask = profiles.at_distances(query, position_bias, attention_mask)
@@ -75,6 +79,18 @@ def masked_attention(
         return _attend_in_groups(module, query, key, value, attention_mask, **options)
     attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return attended
+
+
+def _attend_bounded(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, softcap: float, scaling: float
+) -> Tensor:
+    """Attend with bounded scores, which torch's fused attention knows nothing of. Shape (B, T, H, width)."""
+    key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (key, value))
+    scores_BHTS = softcap * torch.tanh(query @ key.transpose(2, 3) * scaling / softcap)
+    # Not infinity: rows of padding see nothing.
+    scores_BHTS = scores_BHTS.masked_fill(~attention_mask, torch.finfo(scores_BHTS.dtype).min)
+    weights_BHTS = scores_BHTS.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights_BHTS @ value).transpose(1, 2).contiguous()
 
 
 def _attend_in_groups(

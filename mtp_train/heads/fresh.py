@@ -15,8 +15,7 @@ from mtp_train.heads.diagnose import layout_of, stored_dtype
 from mtp_train.heads.module import MtpHead
 from mtp_train.weights.files import SAFETENSORS_DTYPES, Checkpoint
 from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import NativeHead, head_config_fields, plain_tensor
-from mtp_train.weights.quantised import plain_shape
+from mtp_train.weights.native import NativeHead, head_config_fields, plain_experts, plain_tensor
 from mtp_train.weights.writing import PendingTensor
 
 FreshStart = Literal["copy_last_layer", "random"]
@@ -79,12 +78,11 @@ def _init_random(head: MtpHead, std: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            if head.unroll == "parallel":
+            # Whatever their shape: stacked experts have a bias each, and some norms a weight for each attention head.
+            if head.unroll == "parallel" or name.endswith(("bias", "sinks", "base")):
                 parameter.zero_()
-            elif parameter.ndim > 1:
+            elif parameter.ndim > 1 and not name.endswith("norm.weight"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-            elif name.endswith(("bias", "sinks", "base")):
-                parameter.zero_()
             elif name.endswith("scale"):
                 parameter.fill_(1.0)
 
@@ -123,22 +121,30 @@ def _copied_layer(
         CheckpointError: No layer has tensors of these names and shapes.
     """
     of_layer = {pending.key: pending.shape for pending in tensors if ".layer." in _ours(layout, pending.key)}
-    kinds = text_config.to_dict().get("layer_types") or []
-    same_kind = head.config.to_dict().get("layer_types") or [None]
+    kinds = text_config.to_dict().get(head.family.layer_kinds) or []
+    same_kind = head.config.to_dict().get(head.family.layer_kinds) or [None]
     last_first = sorted(
         range(layout.num_hidden_layers),
         key=lambda layer: (layer < len(kinds) and kinds[layer] == same_kind[0], layer),
         reverse=True,
     )
     for layer in last_first:
-        keys = {key: layout.same_in_trunk(key, layer) for key in of_layer}
-        found = {key: theirs for key, theirs in keys.items() if theirs in checkpoint.tensors}
-        if {key: plain_shape(theirs, checkpoint.tensors) for key, theirs in found.items() if theirs} == of_layer:
-            return {key: plain_tensor(checkpoint, theirs, key) for key, theirs in found.items() if theirs}
+        found = {key: _of_layer(checkpoint, layout, layer, key) for key in of_layer}
+        copies = {key: pending for key, pending in found.items() if pending is not None}
+        if {key: pending.shape for key, pending in copies.items()} == of_layer:
+            return copies
     raise CheckpointError(
         f"{checkpoint.path}: no layer of the trunk has the tensors of the head's; expected one to copy. Write "
         "head.init: random."
     )
+
+
+def _of_layer(checkpoint: Checkpoint, layout: HeadLayout, layer: int, key: str) -> PendingTensor | None:
+    """Return what a trunk layer has where the head's has ``key``, None where it has no such thing."""
+    theirs = layout.same_in_trunk(key, layer)
+    if theirs is None or theirs in checkpoint.tensors:
+        return None if theirs is None else plain_tensor(checkpoint, theirs, key)
+    return plain_experts(checkpoint, theirs, key)
 
 
 def _copied_norm(checkpoint: Checkpoint, layout: HeadLayout, head: MtpHead) -> dict[str, PendingTensor]:

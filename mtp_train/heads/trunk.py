@@ -269,6 +269,11 @@ def load_trunk(
     Raises:
         CheckpointError: Weights of the trunk are missing or do not fit.
     """
+    # Not named in vain: transformers takes a None for what the checkpoint says, and leaves its packed weights out.
+    packed: dict[str, Any] = {}
+    if quantization is not None:
+        # What is packed is packed on the device that it is for, and not moved afterwards.
+        packed = {"quantization_config": packing(quantization, dtype), "device_map": {"": device}}
     model, info = _trunk_class(family).from_pretrained(
         path,
         config=None if family.trunk_class is None else trunk_config(path, family),
@@ -276,9 +281,7 @@ def load_trunk(
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
         low_cpu_mem_usage=True,
-        # What is packed is packed on the device that it is for, and not moved afterwards.
-        quantization_config=None if quantization is None else packing(quantization, dtype),
-        device_map=None if quantization is None else {"": device},
+        **packed,
     )
     missing = sorted(info["missing_keys"])
     if missing:

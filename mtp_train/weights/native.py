@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -110,6 +111,25 @@ def plain_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
         load=lambda: torch.cat([block.bfloat16() for block in read_plain_in_blocks(source, key)]),
         blocks=lambda: read_plain_in_blocks(source, key),
     )
+
+
+def plain_experts(source: Checkpoint, key: str, new_key: str) -> PendingTensor | None:
+    """Return stacked experts in bf16 that a checkpoint keeps in MXFP4, as gpt-oss is released; None where it does not.
+
+    Their bytes are (experts, out, blocks, 16), two values each, with a scale for each block; plain, (experts, in, out).
+    """
+    packed, scales = f"{key}_blocks", f"{key}_scales"
+    if not {packed, scales} <= source.tensors.keys():
+        return None
+    num_experts, num_out, *inward = source.tensors[packed].shape
+
+    def load() -> torch.Tensor:
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        values: torch.Tensor = convert_moe_packed_tensors(source.read(packed), source.read(scales))
+        return values.contiguous()
+
+    return PendingTensor(new_key, "BF16", (num_experts, 2 * math.prod(inward), num_out), load)
 
 
 def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:

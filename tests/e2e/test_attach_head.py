@@ -12,19 +12,25 @@ from typing import Any
 import pytest
 import torch
 from test_every_family import assert_lossless, inspected
+from transformers import AutoModelForCausalLM
 
 from byte_tokenizer import byte_tokenizer
-from checkpoints import all_tensors
+from checkpoints import all_tensors, save_with_head, set_fields
 from mtp_train.commands.inspect import SUGGESTED_DEPTH
 from mtp_train.families import FAMILIES
 from mtp_train.inputs import open_location
 from mtp_train.recipe_io import load_recipe
 from runs import BYTE_VOCAB_SIZE, LEARNS, document, overrides_of, run_quietly, write_inputs, write_recipe
-from tiny import tiny_trunk
+from tiny import tiny_head, tiny_trunk
 
 ROOT = Path(__file__).parents[2]
 HOW_TO = ROOT / "recipes" / "attach.md"
 ATTACHED = {family.name: family for family in FAMILIES if family.attached}
+# What transformers' head has of the trunk's that ours has not: windows that its cache forgets beyond, and dropout.
+ON_TERMS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+}
 ATTACH = {
     **LEARNS,
     "model__head_from": None,
@@ -46,7 +52,7 @@ def write_headless(directory: Path, family_name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family_name", ["llama", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family_name", ["llama", "qwen2", "qwen3_moe", "gpt_oss"])
 def test_a_model_without_a_head_gets_one(
     family_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +110,27 @@ def assert_transformers_drafts_the_same(export: Path, monkeypatch: pytest.Monkey
     entry = compare_decoding(task, 1, theirs)
     assert (entry["verdict"], entry["ours"]) == ("equal", entry["theirs"])
     assert entry["ours"]["draft_tokens"] > 10
+
+
+@pytest.mark.parametrize(
+    "family_name", [name for name, one in ATTACHED.items() if one.engines["transformers"].supported]
+)
+def test_transformers_drafts_with_every_head_that_it_is_said_to_draft_with(
+    family_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trunk = tiny_trunk(family_name, vocab_size=BYTE_VOCAB_SIZE)
+    path = save_with_head(trunk, tiny_head(trunk), tmp_path / "model")
+    set_fields(path, ON_TERMS.get(family_name, {}))
+    assert_transformers_drafts_the_same(path, monkeypatch)
+
+
+def test_transformers_builds_no_head_where_it_is_said_not_to(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.modeling_layers")
+    trunk = tiny_trunk("cohere")
+    model = AutoModelForCausalLM.from_pretrained(save_with_head(trunk, tiny_head(trunk), tmp_path / "model"))
+    model._keys_to_ignore_on_load_unexpected = [r"^mtp\."]
+    with pytest.raises(AttributeError, match="rms_norm_eps"):
+        model.generate(torch.arange(5)[None], use_mtp=True, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("family_name", ["llama", "qwen3"])

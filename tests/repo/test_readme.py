@@ -64,6 +64,11 @@ def test_no_engine_is_said_to_run_what_its_record_does_not_claim() -> None:
         assert families[name].borrowed is not None
 
 
+def test_the_page_on_attaching_names_every_model_that_it_is_for() -> None:
+    page = " ".join((REPOSITORY / "recipes" / "attach.md").read_text(encoding="utf-8").split())
+    assert [family.title for family in FAMILIES if family.attached and family.title not in page] == []
+
+
 def test_every_file_it_points_to_exists() -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
     assert len(links) > 3

@@ -32,6 +32,15 @@ LAST = {
     "qwen3_moe": 2,
     "olmo2": 2,
     "gemma3_text": 2,
+    "gemma2": 1,
+    "phi3": 2,
+    "gpt_oss": 1,
+    "olmo3": 1,
+    # The last that rotates.
+    "smollm3": 1,
+    "mixtral": 2,
+    "qwen2_moe": 2,
+    "cohere2": 2,
     # Full attention after three recurrent layers.
     "qwen3_5": 3,
     "deepseek_v3": 2,
