@@ -323,6 +323,30 @@ def test_other_layers_and_other_tokens_are_seen(control: str, beside: tuple[Any,
     assert compare_decoding(replace(beside[0], control=control), 2, beside[1])["verdict"] == "different"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", list(PYTHONS))
+def test_an_installed_engine_drafts_with_a_draft_model_as_we_do(
+    engine: str, beside: tuple[Any, dict[str, Any]]
+) -> None:
+    python = os.environ.get(PYTHONS[engine])
+    if python is None:
+        pytest.skip(f"{engine}: {PYTHONS[engine]} names no interpreter")
+    from engines.launch import ENGINES
+    from engines.witness import witness
+
+    decodes = ENGINES[engine].decodes
+    task = replace(
+        beside[0],
+        engine=ENGINES[engine],
+        kind="decode" if decodes else "logits",
+        draft=beside[0].draft.with_name("draft" if decodes else "speculators"),
+        python=python,
+        work=beside[0].work / engine,
+    )
+    entry, _ = witness(task, 2, with_controls=False)
+    assert entry["verdict"] == "equal"
+
+
 # The records
 
 
