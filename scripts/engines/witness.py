@@ -128,6 +128,9 @@ def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, A
 
 def job_of(task: Task, depth: int) -> dict[str, Any]:
     """Return what the engine's program is to do."""
+    draft = None
+    if task.draft is not None:
+        draft = {"kind": task.fp32.head.family.kind, "path": str(task.draft.resolve())}
     return {
         "kind": task.kind,
         "checkpoint": str(task.checkpoint.path.resolve()),
@@ -136,9 +139,7 @@ def job_of(task: Task, depth: int) -> dict[str, Any]:
         "dtype": task.dtype,
         "prompts": [list(prompt_ids) for prompt_ids in task.prompts],
         "trust_remote_code": task.trust_remote_code,
-        "draft": None
-        if task.draft is None
-        else {"kind": task.fp32.head.family.kind, "path": str(task.draft.resolve())},
+        "draft": draft,
         **task.files,
     }
 
