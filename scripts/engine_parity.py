@@ -2,6 +2,7 @@
 """Compare our decoder with a serving engine that lives in an environment of its own, token by token, draft by draft.
 
     python scripts/engine_parity.py EXPORT --engine vllm --python OTHER_VENV/bin/python --out RECORD.json
+    python scripts/engine_parity.py TRUNK --head RUN/head --draft RUN/export --engine vllm --python ... --out ...
 
 Both sides decode the same prompts from the same checkpoint, greedily, past EOS where the engine can. The record says
 ``equal``, ``explained`` (every difference goes back to two tokens that are as good as equal, ``engines/verdict.py``) or
@@ -67,6 +68,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--python", default=sys.executable, help="interpreter of the engine's environment")
     parser.add_argument("--binary", type=Path, help="the engine's program, for engines that are one")
     parser.add_argument("--model-file", type=Path, help="the same checkpoint as the engine reads it, e.g. a GGUF")
+    parser.add_argument("--head", type=Path, help="our head directory, of a head that EXPORT does not hold")
+    parser.add_argument("--draft", type=Path, help="the same head as it was exported: a draft model")
+    parser.add_argument("--draft-file", type=Path, help="the draft model as the engine reads it, e.g. a GGUF")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--prompts", type=Path, help="records with prompts, or a .json list of token lists")
     parser.add_argument("--num-prompts", type=int, default=12)
@@ -89,8 +93,9 @@ def make_task(arguments: argparse.Namespace, work: Path) -> Task:
     engine = ENGINES[arguments.engine]
     # An engine that is known not to decode this family is asked for its head's logits.
     support = checkpoint.family.engines.get(arguments.engine)
-    decodes = engine.decodes and (support is None or support.supported is not False)
-    files = {"binary": arguments.binary, "model_file": arguments.model_file}
+    known_not_to = arguments.draft is None and support is not None and support.supported is False
+    decodes = engine.decodes and not known_not_to
+    files = {"binary": arguments.binary, "model_file": arguments.model_file, "draft_file": arguments.draft_file}
     return Task(
         engine=engine,
         kind="decode" if decodes else "logits",
@@ -102,6 +107,8 @@ def make_task(arguments: argparse.Namespace, work: Path) -> Task:
         files={name: str(path.resolve()) for name, path in files.items() if path is not None},
         work=work,
         trust_remote_code=arguments.trust_remote_code,
+        head=arguments.head,
+        draft=arguments.draft,
     )
 
 

@@ -2,6 +2,7 @@
 """Make a small trained checkpoint of a family, with its head, that engines load on a CPU.
 
     python scripts/make_witness.py qwen3_next DIR
+    python scripts/make_witness.py llama DIR --kind eagle3 --draft-vocab 500
 
 The same family and seed give the same weights on one machine. ``scripts/engine_parity.py`` then compares an engine with
 our decoder on it, on ``DIR/prompts.json``.
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import get_args
 
+from mtp_train.families import HeadKind
 from witness_maker.making import make_witness
 from witness_maker.shapes import SHAPES
 
@@ -24,8 +27,17 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=150, help="of training")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=get_args(HeadKind), default="mtp", help="of the head")
+    parser.add_argument("--draft-vocab", type=int, help="tokens that a head of another kind than mtp may draft")
     arguments = parser.parse_args()
-    figures = make_witness(arguments.family, arguments.directory, num_steps=arguments.steps, seed=arguments.seed)
+    figures = make_witness(
+        arguments.family,
+        arguments.directory,
+        num_steps=arguments.steps,
+        seed=arguments.seed,
+        kind=arguments.kind,
+        num_drafted=arguments.draft_vocab,
+    )
     print(json.dumps(figures))
 
 

@@ -38,7 +38,9 @@ def witnessed() -> set[tuple[str, str]]:
     found = set()
     for path in RECORDS.glob("*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
-        if record["verdict"] in ("equal", "explained") and "tokens" in record["compared"]:
+        # A head of another kind is none of the family's.
+        of_the_family = "tokens" in record["compared"] and "draft_model" not in record
+        if record["verdict"] in ("equal", "explained") and of_the_family:
             found.add((record["engine"], record["checkpoint"]["family"]))
     return found
 

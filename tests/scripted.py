@@ -232,14 +232,16 @@ def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: i
     return errors
 
 
-def spied_drafts(trunk: Trunk, head: MtpHead, depths: Sequence[int]) -> list[list[tuple[list[int], list[int]]]]:
+def spied_drafts(
+    trunk: Trunk, head: MtpHead, depths: Sequence[int], draft_vocab_R: Tensor | None = None
+) -> list[list[tuple[list[int], list[int]]]]:
     """Run rounds at given depths over a ragged batch, with as many drafts accepted as a script says.
 
     Returns:
         For each round with drafts and each row, the text before it and what the head drafted.
     """
     prompts = [random_prompt(num_tokens, seed=3) for num_tokens in (1, 6)]
-    script = ScriptedDrafting(plain_texts(trunk, prompts, 40), [4, 0, 1, 2, 3], HeadDrafting(head))
+    script = ScriptedDrafting(plain_texts(trunk, prompts, 40), [4, 0, 1, 2, 3], HeadDrafting(head, draft_vocab_R))
     run = BatchRun(trunk, script, prompts, 4)
     spied = []
     for depth in depths:

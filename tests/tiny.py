@@ -48,10 +48,12 @@ CACHE_KINDS = {kind: name for kind, name in CACHE_KINDS.items() if name in ALL_F
 """What a trunk keeps, and the name of a tiny trunk that keeps it."""
 
 
-def tiny_trunk(name: str, seed: int = 0, tied: bool = False, vocab_size: int = VOCAB_SIZE) -> Trunk:
+def tiny_trunk(
+    name: str, seed: int = 0, tied: bool = False, vocab_size: int = VOCAB_SIZE, num_layers: int | None = None
+) -> Trunk:
     """Return a trunk of a few thousand parameters, fp32 on CPU, frozen and in eval mode."""
     family = _family(name)
-    config = tiny_config(name, tied, vocab_size)
+    config = tiny_config(name, tied, vocab_size, num_layers)
     if family.trunk_class is not None:
         model = family.trunk_class.model_class()(config.get_text_config())
     else:

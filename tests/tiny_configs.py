@@ -367,10 +367,14 @@ _FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(name: str, tied: bool = False, vocab_size: int = VOCAB_SIZE) -> PretrainedConfig:
-    """Return the config of a tiny trunk."""
+def tiny_config(
+    name: str, tied: bool = False, vocab_size: int = VOCAB_SIZE, num_layers: int | None = None
+) -> PretrainedConfig:
+    """Return the config of a tiny trunk, of as few layers as show all of its kinds or of another number."""
     fields = copy.deepcopy(_FIELDS[name])
-    common = {"tie_word_embeddings": tied, "vocab_size": vocab_size}
+    common: dict[str, Any] = {"tie_word_embeddings": tied, "vocab_size": vocab_size}
+    if num_layers is not None:
+        common["num_hidden_layers"] = num_layers
     if "text_config" in fields:
         fields["text_config"].update(common)
     else:

@@ -6,7 +6,8 @@ Shapes: R rows that start together, T tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from engines.traces import Round, Text
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
 from mtp_inference.chooser import Chooser, Drafts
 from mtp_inference.draft import Drafter, Place, Size
-from mtp_train.heads.attach import build_head, native_plan
+from mtp_train.heads.attach import build_head, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk, load_trunk
@@ -28,17 +29,29 @@ class Subject:
 
     trunk: Trunk
     head: MtpHead
+    draft_vocab_R: Tensor | None = None
+    """int64, the tokens that the head may draft; None for all."""
 
 
-def load_subject(checkpoint: Checkpoint, convention: str, dtype: torch.dtype) -> Subject:
-    """Load a checkpoint with the head that it holds, on the CPU.
+def load_subject(checkpoint: Checkpoint, convention: str, dtype: torch.dtype, head: Path | None = None) -> Subject:
+    """Load a checkpoint with the head that it holds, or with another one, on the CPU.
+
+    Args:
+        checkpoint: The trunk.
+        convention: How an engine wires the head.
+        dtype: Of both.
+        head: A head directory; None for the checkpoint's own head.
 
     Raises:
-        MtpError: It holds no head, or the family knows no such convention.
+        MtpError: There is no head, or the family knows no such convention.
     """
-    plan = native_plan(checkpoint, convention)
+    if head is None:
+        plan = native_plan(checkpoint, convention)
+    else:
+        plan = replace(stored_head_plan(head, checkpoint.family), convention=convention)
     trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype)
-    return Subject(trunk, build_head(plan, text_config_of(checkpoint), dtype=dtype).eval())
+    built = build_head(plan, text_config_of(checkpoint), dtype=dtype).eval()
+    return Subject(trunk, built, None if plan.draft_vocab is None else plan.draft_vocab.long())
 
 
 class _Recorder:
@@ -82,8 +95,8 @@ class _Recorder:
 class RecordedDrafting:
     """Draft with a head, one text at a time, and keep the drafts of every round in ``drafted``."""
 
-    def __init__(self, head: MtpHead, *, leading_row: bool) -> None:
-        self._drafting = HeadDrafting(head)
+    def __init__(self, subject: Subject, *, leading_row: bool) -> None:
+        self._drafting = HeadDrafting(subject.head, subject.draft_vocab_R)
         self._leading_row = leading_row
         self.drafted: list[tuple[int, ...]] = []
 
@@ -116,7 +129,7 @@ def decode(
         eos_ids: Tokens that end a text.
         leading_row: Whether the head reads one more row, of the first token and a hidden state of zeros, before all.
     """
-    drafting = RecordedDrafting(subject.head, leading_row=leading_row)
+    drafting = RecordedDrafting(subject, leading_row=leading_row)
     decoder = SpeculativeDecoder(subject.trunk, drafting, depth, eos_ids, max_batch=1)
     texts = []
     for prompt_ids in prompts:

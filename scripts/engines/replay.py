@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from engines.ours import Subject
 from engines.traces import Text
 from engines.verdict import Miss
 from mtp_train.heads.module import MtpHead
@@ -29,19 +30,18 @@ def step_at(logit: float, dtype: torch.dtype) -> float:
 
 
 @torch.inference_mode()
-def misses(trunk: Trunk, head: MtpHead, texts: Sequence[Text], *, dtype: torch.dtype, leading_row: bool) -> list[Miss]:
+def misses(subject: Subject, texts: Sequence[Text], *, dtype: torch.dtype, leading_row: bool) -> list[Miss]:
     """Return every token and draft of the texts that is not the best one.
 
     Args:
-        trunk: In fp32.
-        head: In fp32, wired as the engine under test wires it.
+        subject: In fp32, the head wired as the engine under test wires it.
         texts: What to compute again.
         dtype: What the texts were computed in; sets the size of a step.
         leading_row: Whether the head reads one more row, of the first token and no hidden state, before all others.
     """
     found = []
     for number, text in enumerate(texts):
-        for position, depth, token, logits_V in replayed(trunk, head, text, leading_row):
+        for position, depth, token, logits_V in replayed(subject, text, leading_row):
             best = float(logits_V.max())
             gap = best - float(logits_V[token])
             if gap > 0:
@@ -49,8 +49,9 @@ def misses(trunk: Trunk, head: MtpHead, texts: Sequence[Text], *, dtype: torch.d
     return found
 
 
-def replayed(trunk: Trunk, head: MtpHead, text: Text, leading_row: bool) -> Iterator[tuple[int, int, int, Tensor]]:
+def replayed(subject: Subject, text: Text, leading_row: bool) -> Iterator[tuple[int, int, int, Tensor]]:
     """Yield position, depth (0 for the trunk), token and logits (V,) of all that a text holds."""
+    trunk, head = subject.trunk, subject.head
     tokens = [*text.prompt_ids, *text.token_ids]
     num_prompt = len(text.prompt_ids)
     hidden_TD = trunk.hidden(torch.tensor([tokens]))[0]
@@ -62,7 +63,15 @@ def replayed(trunk: Trunk, head: MtpHead, text: Text, leading_row: bool) -> Iter
             known = tokens[: num_prompt + start]
             states = draft_states(trunk, head, read_TD[: len(known) - 1], [*known, *one.drafts], leading_row)
             for depth, (token, state_D) in enumerate(zip(one.drafts, states, strict=True), start=1):
-                yield start + depth - 1, depth, token, head.module_for(depth).project(state_D, trunk.project)
+                logits_V = head.module_for(depth).project(state_D, trunk.project)
+                yield start + depth - 1, depth, token, of_drafts(logits_V, subject.draft_vocab_R)
+
+
+def of_drafts(logits: Tensor, draft_vocab_R: Tensor | None) -> Tensor:
+    """Return logits (..., V) that are minus infinity for tokens that a head may not draft."""
+    if draft_vocab_R is None:
+        return logits
+    return torch.full_like(logits, -torch.inf).index_copy(-1, draft_vocab_R, logits[..., draft_vocab_R])
 
 
 def draft_states(

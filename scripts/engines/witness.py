@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from engines.launch import OUT_FILE, EngineUnderTest, Kind, run_program
-from engines.logits import judge_logits, own_row_logits, read_logits
+from engines.logits import draft_row_logits, judge_logits, own_row_logits, read_logits
 from engines.ours import Subject, decode, load_subject
 from engines.replay import misses
 from engines.traces import Text, after_first_round, count, cut, read_texts
@@ -29,6 +29,8 @@ MOST_STEPS = {"bfloat16": 4.0, "float32": 256.0}
 
 CONTROLS = ("recycle", "zero_first_embedding", "leading_row")
 """Parts of the wiring that a control turns round."""
+LATER_LAYERS, OTHER_TOKENS = "later_layers", "other_tokens"
+"""Controls of heads that read layers, each the next one, and of those with tokens of their own, each the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,12 @@ class Task:
     work: Path
     trust_remote_code: bool = False
     """Whether the engine may run code beside the weights."""
+    head: Path | None = None
+    """Our head directory, where the checkpoint holds no head."""
+    draft: Path | None = None
+    """The same head as the engine reads it: a draft model."""
     control: str | None = None
-    """The one of ``CONTROLS`` that our side gets wrong on purpose."""
+    """The control that our side gets wrong on purpose."""
 
     @cached_property
     def fp32(self) -> Subject:
@@ -64,10 +70,16 @@ class Task:
     @property
     def leading_row(self) -> bool:
         """Whether our head reads one more row before all others."""
-        return self.engine.leading_row != (self.control == "leading_row")
+        # Draft models read rows as all engines do.
+        return (self.engine.leading_row and self.draft is None) != (self.control == "leading_row")
 
     def _subject(self, dtype: torch.dtype) -> Subject:
-        subject = load_subject(self.checkpoint, self.engine.convention, dtype)
+        subject = load_subject(self.checkpoint, self.engine.convention, dtype, self.head)
+        if self.control == LATER_LAYERS:
+            subject.head.trunk_layers = tuple(layer + 1 for layer in subject.head.trunk_layers)
+        subject.trunk.show_layers(subject.head.trunk_layers)
+        if self.control == OTHER_TOKENS and subject.draft_vocab_R is not None:
+            subject = replace(subject, draft_vocab_R=subject.draft_vocab_R + 1)
         convention = subject.head.convention
         if self.control == "recycle":
             recycles_normed = convention.recycle == "after_final_norm"
@@ -99,14 +111,16 @@ def witness(task: Task, depth: int, *, with_controls: bool) -> tuple[dict[str, A
         return entry, document["versions"]
     texts = [[*text.prompt_ids, *text.token_ids] for text in _decode(task, task.prompts, depth, frozenset())]
     document = run_program(task.engine, task.python, {**job, "texts": texts}, work)
-    ours = [own_row_logits(task.tested, text, depth) for text in texts]
+    row_logits = own_row_logits if task.draft is None else draft_row_logits
+    ours = [row_logits(task.tested, text, depth) for text in texts]
     return judge_logits(ours, read_logits(work / OUT_FILE)), document["versions"]
 
 
 def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, Any]:
     """Compare again, with one part of our wiring wrong at a time: what the engine's texts can tell apart."""
     found = {}
-    for control in CONTROLS:
+    more = [LATER_LAYERS] * bool(task.fp32.head.trunk_layers) + [OTHER_TOKENS] * (task.fp32.draft_vocab_R is not None)
+    for control in (*CONTROLS, *more):
         entry = compare_decoding(replace(task, control=control), depth, document)
         found[control] = {name: entry[name] for name in ("verdict", "texts_equal")}
     return found
@@ -114,6 +128,9 @@ def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, A
 
 def job_of(task: Task, depth: int) -> dict[str, Any]:
     """Return what the engine's program is to do."""
+    draft = None
+    if task.draft is not None:
+        draft = {"kind": task.fp32.head.family.kind, "path": str(task.draft.resolve())}
     return {
         "kind": task.kind,
         "checkpoint": str(task.checkpoint.path.resolve()),
@@ -122,6 +139,7 @@ def job_of(task: Task, depth: int) -> dict[str, Any]:
         "dtype": task.dtype,
         "prompts": [list(prompt_ids) for prompt_ids in task.prompts],
         "trust_remote_code": task.trust_remote_code,
+        "draft": draft,
         **task.files,
     }
 
@@ -146,8 +164,7 @@ def compare_decoding(task: Task, depth: int, document: Mapping[str, Any]) -> dic
 
 
 def _misses(task: Task, texts: Sequence[Text]) -> list[Miss]:
-    subject = task.fp32
-    return misses(subject.trunk, subject.head, texts, dtype=DTYPES[task.dtype], leading_row=task.leading_row)
+    return misses(task.fp32, texts, dtype=DTYPES[task.dtype], leading_row=task.leading_row)
 
 
 def _decode(task: Task, prompts: Sequence[Sequence[int]], depth: int, eos_ids: frozenset[int]) -> list[Text]:
@@ -182,16 +199,30 @@ def record(
             "family": task.checkpoint.family.name,
             "sha256": checkpoint_hash(task.checkpoint.path),
         },
+        **_draft_model(task),
         "settings": {
             "dtype": task.dtype,
             "temperature": 0.0,
             "prompts": len(task.prompts),
             "max_new_tokens": task.max_new_tokens,
             "convention": task.engine.convention,
-            "leading_row": task.engine.leading_row,
+            "leading_row": task.leading_row,
             "drafts_first": task.engine.drafts_first,
         },
         "depths": {str(depth): entry for depth, entry in entries.items()},
+    }
+
+
+def _draft_model(task: Task) -> dict[str, Any]:
+    if task.draft is None:
+        return {}
+    vocab_R = task.fp32.draft_vocab_R
+    return {
+        "draft_model": {
+            "kind": task.fp32.head.family.kind,
+            "draft_vocab": None if vocab_R is None else len(vocab_R),
+            "sha256": checkpoint_hash(task.draft),
+        }
     }
 
 

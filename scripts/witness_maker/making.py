@@ -14,16 +14,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from mtp_inference.bench.chain import Chain, train
+from mtp_inference.bench.chain import TRAINED_DEPTHS, Chain, train
 from mtp_inference.bench.subject import random_head
-from mtp_train.families import FAMILIES, Family
-from mtp_train.heads.diagnose import layout_of
+from mtp_train.families import FAMILIES, Family, HeadKind
+from mtp_train.heads.attach import trained_head
+from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.fresh import fresh_plan
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.heads.trunk import Trunk
+from mtp_train.weights.artifact import Artifact, save_artifact
+from mtp_train.weights.draft_checkpoint import write_draft_checkpoint
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from mtp_train.weights.writing import write_json
-from witness_maker.shapes import SHAPES, WitnessShape
+from witness_maker.shapes import SHAPES, WitnessShape, beside_a_trunk
 from witness_maker.words import WORDS, word_tokenizer
 
 PROMPTS_FILE = "prompts.json"
@@ -39,24 +43,38 @@ ROUTING = ("correction_bias", "expert_bias", "sinks")
 """Ends of names of tensors that begin at zero, or anywhere, and that training hardly moves."""
 
 
-def make_witness(name: str, directory: Path, *, num_steps: int, seed: int) -> dict[str, float]:
+def make_witness(
+    name: str,
+    directory: Path,
+    *,
+    num_steps: int,
+    seed: int,
+    kind: HeadKind = "mtp",
+    num_drafted: int | None = None,
+) -> dict[str, float]:
     """Write a checkpoint of a family, with its head, a tokenizer and prompts that suit it.
+
+    A head of another kind than ``mtp`` goes into ``head``, as our head directory, and as a draft model into ``draft``,
+    one of EAGLE-3 as speculators' into ``speculators`` too.
 
     Args:
         name: The family.
         directory: Where it goes; files of the same names there are replaced.
         num_steps: Training steps.
         seed: Of weights and texts.
+        kind: Of the head.
+        num_drafted: How many tokens a head of another kind may draft; None for all.
 
     Returns:
         The last loss, the spoiling applied, and how many of the head's first drafts are right after it.
     """
-    shape = SHAPES[name]
+    shape = SHAPES[name] if kind == "mtp" else beside_a_trunk(SHAPES[name], kind)
     family = next(family for family in FAMILIES if family.name == name)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     trunk = random_trunk(family, shape)
-    head = random_head(trunk, shape.num_modules)
+    head = random_head(trunk, shape.num_modules, kind)
+    trunk.show_layers(head.trunk_layers)
     for module in (trunk, head):
         _stir(module, generator)
     chain = Chain.one_cycle(len(WORDS), NOISE, generator)
@@ -64,7 +82,11 @@ def make_witness(name: str, directory: Path, *, num_steps: int, seed: int) -> di
     for weight_VD in head.own_lm_heads(shape.num_modules) or []:
         weight_VD.data.copy_(trunk.lm_head_VD).add_(_noise_like(weight_VD, generator), alpha=SMALL)
     spoiling, right = spoil(trunk, head, chain, generator)
-    save(trunk, head, shape, directory)
+    if kind == "mtp":
+        save(trunk, head, shape, directory)
+    else:
+        vocab_R = None if num_drafted is None else torch.randperm(len(WORDS), generator=generator)[:num_drafted]
+        save_beside(trunk, head, shape, directory, vocab_R)
     word_tokenizer().save_pretrained(directory)
     write_json(directory / PROMPTS_FILE, chain.draw(NUM_PROMPTS, PROMPT_TOKENS, generator).tolist())
     return {"loss": loss, "spoiling": spoiling, "right": right}
@@ -160,6 +182,29 @@ def save(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path) -> N
     save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
     for name, text in shape.code.items():
         (directory / name).write_text(text, encoding="utf-8")
+
+
+def save_beside(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path, vocab_R: Tensor | None) -> None:
+    """Write a trunk in bf16, and a head of another kind in every form that there is."""
+    trunk.causal_lm.to(torch.bfloat16).save_pretrained(directory)
+    _set_fields(directory, {}, shape.released)
+    checkpoint, kind = open_checkpoint(directory), head.family.kind
+    text_config = text_config_of(checkpoint)
+    plan = fresh_plan(checkpoint, text_config, "auto", seed=0, kind=kind, num_modules=shape.num_modules)
+    artifact = Artifact(
+        family=plan.family,
+        layout=plan.layout,
+        num_modules=plan.num_modules,
+        num_depths=TRAINED_DEPTHS,
+        convention="auto",
+        head=trained_head(plan, head.state_dict()),
+        notes={},
+        draft_vocab=None if vocab_R is None else vocab_R.sort().values.int(),
+    )
+    save_artifact(artifact, directory / "head")
+    write_draft_checkpoint(checkpoint, artifact, head.config, directory / "draft")
+    if kind == "eagle3":
+        write_draft_checkpoint(checkpoint, artifact, head.config, directory / "speculators", form="speculators")
 
 
 def _set_fields(directory: Path, text_fields: dict[str, Any], released: Any) -> None:

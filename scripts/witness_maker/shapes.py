@@ -6,10 +6,12 @@ What those want: attention heads of 32 or more, linear-attention heads of 128, a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from mtp_inference.bench.chain import TRAINED_DEPTHS
+from mtp_train.families import HeadKind
 from witness_maker.words import VOCAB_SIZE
 
 
@@ -246,3 +248,12 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
         ),
     }
 )
+
+
+def beside_a_trunk(shape: WitnessShape, kind: HeadKind) -> WitnessShape:
+    """Return a shape for a head of another kind than ``mtp``: layers enough for EAGLE-3, a block for each depth."""
+    return replace(
+        shape,
+        fields={**shape.fields, "num_hidden_layers": 8},
+        num_modules=TRAINED_DEPTHS if kind == "medusa" else 1,
+    )

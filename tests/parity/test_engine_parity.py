@@ -262,6 +262,91 @@ def test_an_installed_engine_does_what_we_do(engine: str, tmp_path: Path) -> Non
     assert versions["torch"]
 
 
+# Draft models
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory, engines: None) -> tuple[Any, dict[str, Any]]:
+    """Make a trunk and an EAGLE-3 head, and have our own decoder play the engine that drafts with it."""
+    from engines.witness import compare_decoding
+    from witness_maker.making import make_witness
+
+    directory = tmp_path_factory.mktemp("beside")
+    make_witness("qwen3", directory, num_steps=1, seed=0, kind="eagle3", num_drafted=50)
+    task = replace(
+        task_for("vllm", str(directory), directory / "work"),
+        prompts=PROMPTS[:2],
+        max_new_tokens=12,
+        dtype="float32",
+        head=directory / "head",
+        draft=directory / "draft",
+    )
+    ours = our_document(task)
+    assert compare_decoding(task, 2, ours)["verdict"] == "equal"
+    return task, ours
+
+
+def our_document(task: Any) -> dict[str, Any]:
+    from engines.ours import decode
+
+    texts = decode(task.tested, task.prompts, depth=2, max_new_tokens=12, eos_ids=(), leading_row=False)
+    rounds = [[{"drafts": one.drafts, "committed": one.committed} for one in text.rounds] for text in texts]
+    return {"engine": "ours", "texts": rounds, "eos_ids": [], "counters": {}}
+
+
+def test_the_job_names_the_draft_model_and_its_kind(beside: tuple[Any, dict[str, Any]]) -> None:
+    from engines.launch import ENGINES
+    from engines.witness import job_of
+
+    task, _ = beside
+    assert job_of(task, 2)["draft"] == {"kind": "eagle3", "path": str(task.draft)}
+    # Where llama.cpp reads one more row of an MTP head, it reads none of a draft model.
+    assert not replace(task, engine=ENGINES["llama.cpp"]).leading_row
+    assert replace(task, engine=ENGINES["llama.cpp"], draft=None).leading_row
+
+
+def test_drafts_are_the_best_of_those_that_may_be_drafted(beside: tuple[Any, dict[str, Any]]) -> None:
+    from engines.witness import compare_decoding
+
+    task, ours = beside
+    entry = compare_decoding(task, 2, ours)
+    assert entry["near_ties"]["ours"] == []
+    chosen = set(task.fp32.draft_vocab_R.tolist())
+    assert len(chosen) == 50
+    assert {draft for text in ours["texts"] for one in text for draft in one["drafts"]} <= chosen
+
+
+@pytest.mark.parametrize("control", ["later_layers", "other_tokens"])
+def test_other_layers_and_other_tokens_are_seen(control: str, beside: tuple[Any, dict[str, Any]]) -> None:
+    from engines.witness import compare_decoding
+
+    assert compare_decoding(replace(beside[0], control=control), 2, beside[1])["verdict"] == "different"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", list(PYTHONS))
+def test_an_installed_engine_drafts_with_a_draft_model_as_we_do(
+    engine: str, beside: tuple[Any, dict[str, Any]]
+) -> None:
+    python = os.environ.get(PYTHONS[engine])
+    if python is None:
+        pytest.skip(f"{engine}: {PYTHONS[engine]} names no interpreter")
+    from engines.launch import ENGINES
+    from engines.witness import witness
+
+    decodes = ENGINES[engine].decodes
+    task = replace(
+        beside[0],
+        engine=ENGINES[engine],
+        kind="decode" if decodes else "logits",
+        draft=beside[0].draft.with_name("draft" if decodes else "speculators"),
+        python=python,
+        work=beside[0].work / engine,
+    )
+    entry, _ = witness(task, 2, with_controls=False)
+    assert entry["verdict"] == "equal"
+
+
 # The records
 
 

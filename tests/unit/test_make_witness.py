@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import diagnose_head
+from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import open_checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -55,6 +56,21 @@ def test_a_released_config_says_what_the_release_says(tmp_path: Path) -> None:
     assert checkpoint.config["model_type"] == "mimo"
     assert checkpoint.family.name == "mimo"
     assert (tmp_path / "configuration_mimo.py").is_file()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+def test_a_head_of_another_kind_stands_beside_its_trunk(kind: str, tmp_path: Path) -> None:
+    from witness_maker.making import make_witness
+
+    make_witness("llama", tmp_path, num_steps=1, seed=0, kind=kind, num_drafted=50)  # type: ignore[arg-type]
+    assert diagnose_head(open_checkpoint(tmp_path)).found_keys == ()
+    artifact = load_artifact(tmp_path / "head")
+    assert artifact.family.kind == kind
+    assert artifact.draft_vocab is not None
+    assert torch.equal(artifact.draft_vocab, artifact.draft_vocab.unique())
+    assert len(artifact.draft_vocab) == 50
+    assert (tmp_path / "draft" / "config.json").is_file()
+    assert (tmp_path / "speculators").is_dir() == (kind == "eagle3")
 
 
 def test_every_shape_is_one_of_a_family_that_runs() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_inference.bench.chain import Chain, train
 from mtp_inference.head_drafter import HeadDrafting
-from mtp_train.families import FAMILIES, Family
+from mtp_train.families import FAMILIES, Family, HeadKind, of_kind
 from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead
@@ -214,11 +214,11 @@ def _random_trunk(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tru
     return Trunk(model, family).eval()
 
 
-def random_head(trunk: Trunk, num_modules: int = 1) -> MtpHead:
+def random_head(trunk: Trunk, num_modules: int = 1, kind: HeadKind = "mtp") -> MtpHead:
     """Return a head, its matrices drawn as transformers draws the trunk's, its norms the identity."""
-    weight = trunk.lm_head_VD
+    weight, family = trunk.lm_head_VD, of_kind(trunk.family, kind)
     with torch.device(weight.device):
-        head = MtpHead(trunk.family, trunk.config, num_modules=num_modules, convention=trunk.family.default)
+        head = MtpHead(family, trunk.config, num_modules=num_modules, convention=family.default)
     for parameter in head.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=trunk.config.initializer_range)

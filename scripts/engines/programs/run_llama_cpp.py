@@ -2,15 +2,15 @@
 
 Run by an interpreter that has llama-cpp-python, which is asked for tokens only. ``job["binary"]`` is llama.cpp's own
 example ``llama-speculative-simple`` of the same version, ``job["model_file"]`` the GGUF that its converter made (in
-f32: bf16 weights lose nothing, and sums are as exact as ours). Where the binary's libraries are not beside it, set
-``LD_LIBRARY_PATH``.
+f32: bf16 weights lose nothing, and sums are as exact as ours), ``job["draft_file"]`` that of the draft model, where the
+job has one. Where the binary's libraries are not beside it, set ``LD_LIBRARY_PATH``.
 
 The binary takes text, so that every prompt is checked to give the same tokens there. It logs the first choice of every
 drafted position, then how many drafts were accepted and which token came after them: a whole trace.
 
 It differs from other engines in three ways. It drafts for the first time before any token of the answer is known, so
-that there is no prefill round. Its head reads one more row (the first token, beside a hidden state of zeros). It ends
-at EOS, and somewhat past the token limit where not.
+that there is no prefill round. Its MTP head reads one more row (the first token, beside a hidden state of zeros). It
+ends at EOS, and somewhat past the token limit where not.
 """
 
 import json
@@ -77,12 +77,9 @@ def run(job, text):
 
 def speculation_of(job):
     """Return what to draft with: the model's own head, or the draft model that the job names, as a GGUF too."""
-    draft = job.get("draft")
-    return (
-        ["--spec-type", "draft-mtp"]
-        if draft is None
-        else ["--spec-type", f"draft-{draft['kind']}", "-md", job["draft_file"]]
-    )
+    if job["draft"] is None:
+        return ["--spec-type", "draft-mtp"]
+    return ["--spec-type", f"draft-{job['draft']['kind']}", "-md", job["draft_file"]]
 
 
 def read_rounds(log):

@@ -67,7 +67,7 @@ def main():
     """Do the job."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     out = Path(sys.argv[2])
-    logits = head_logits(job) if job.get("draft") is None else eagle3_logits(job)
+    logits = head_logits(job) if job["draft"] is None else eagle3_logits(job)
     save_file(logits, out.with_suffix(".safetensors"))
     document = {
         "engine": "speculators",

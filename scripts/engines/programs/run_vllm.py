@@ -56,7 +56,7 @@ def load(job):
 
 def speculation_of(job):
     """Return what to draft with."""
-    draft = job.get("draft")
+    draft = job["draft"]
     return {"method": "mtp"} if draft is None else {"method": draft["kind"], "model": draft["path"]}
 
 

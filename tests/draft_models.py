@@ -1,0 +1,69 @@
+"""A tiny trunk with a head of another kind, in memory and on disk, to be written as a draft model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from checkpoints import save_stripped
+from mtp_train.families import HeadKind
+from mtp_train.heads.attach import trained_head
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.fresh import fresh_plan
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.trunk import Trunk
+from mtp_train.weights.artifact import Artifact
+from mtp_train.weights.draft_checkpoint import write_draft_checkpoint
+from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
+from tiny import draft_head, tiny_trunk
+
+NUM_LAYERS, NUM_DEPTHS = 9, 3
+CHOSEN = torch.tensor([0, 3, 4, 9, 20, 33, 34, 50, 66], dtype=torch.int32)
+
+
+class DraftModelToWrite:
+    """All that a draft model is written from, and where it goes.
+
+    Args:
+        directory: An empty one.
+        kind: Of the head.
+        vocab: Tokens that it may draft.
+        tied: Whether the trunk's lm_head is its embedding.
+        num_layers: Of the trunk.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        kind: HeadKind,
+        vocab: Tensor | None = None,
+        *,
+        tied: bool = False,
+        num_layers: int = NUM_LAYERS,
+    ) -> None:
+        self.trunk: Trunk = tiny_trunk("llama", tied=tied, num_layers=num_layers)
+        modules = NUM_DEPTHS if kind == "medusa" else 1
+        self.head: MtpHead = draft_head(self.trunk, kind, num_modules=modules)
+        self.source: Checkpoint = open_checkpoint(save_stripped(self.trunk, directory / "trunk"))
+        plan = fresh_plan(self.source, text_config_of(self.source), "auto", seed=0, kind=kind, num_modules=modules)
+        self.artifact = Artifact(
+            family=plan.family,
+            layout=plan.layout,
+            num_modules=modules,
+            num_depths=NUM_DEPTHS,
+            convention="auto",
+            head=trained_head(plan, self.head.state_dict()),
+            notes={},
+            draft_vocab=vocab,
+        )
+        self.out = directory / "draft"
+
+    def write(self, **settings: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Write it; return its tensors and its config."""
+        write_draft_checkpoint(self.source, self.artifact, self.head.config, self.out, **settings)
+        return load_file(self.out / SINGLE_FILE), json.loads((self.out / "config.json").read_text())

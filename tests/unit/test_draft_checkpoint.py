@@ -1,0 +1,209 @@
+"""Heads of other kinds as engines and speculators read them: keys, the lm_head's rows, tokens, config, refusals."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, LlamaConfig
+
+from checkpoints import shard
+from draft_models import CHOSEN, NUM_DEPTHS, DraftModelToWrite
+from mtp_train.errors import CheckpointError, OutputExistsError
+from mtp_train.families import HeadKind
+from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
+from mtp_train.weights.native import NativeHead
+from tiny import VOCAB_SIZE
+
+LAYER = {
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    "post_attention_layernorm.weight",
+}
+LAYER_OF_TWO = LAYER | {"input_layernorm.weight", "hidden_norm.weight"}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocab", [None, CHOSEN])
+def test_eagle3_goes_out_as_its_authors_keep_it(
+    vocab: Tensor | None, tied: bool, sharded: bool, tmp_path: Path
+) -> None:
+    written = DraftModelToWrite(tmp_path, "eagle3", vocab, tied=tied)
+    if sharded:
+        written.source = open_checkpoint(shard(written.source.path))
+    tensors, config = written.write()
+    own = {"fc.weight", "norm.weight", *(f"midlayer.{name}" for name in LAYER_OF_TWO)}
+    assert tensors.keys() == own | {"lm_head.weight"} | (set() if vocab is None else {"d2t", "t2d"})
+    assert all(torch.equal(tensors[pending.key], pending.load()) for pending in written.artifact.head.tensors)
+    rows = slice(None) if vocab is None else vocab.long()
+    assert torch.equal(tensors["lm_head.weight"], written.trunk.lm_head_VD[rows])
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (config["num_hidden_layers"], config["vocab_size"]) == (1, VOCAB_SIZE)
+    assert config["draft_vocab_size"] == len(tensors["lm_head.weight"])
+    # Engines would tie a tied config's lm_head to an embedding that is not there.
+    assert config["tie_word_embeddings"] is config["norm_before_residual"] is False
+    # Where engines disagree on what a number means, none is given.
+    assert not any("aux" in name or name == "eagle_config" for name in config)
+    assert sorted(path.name for path in written.out.iterdir()) == ["config.json", SINGLE_FILE]
+
+
+def test_tokens_are_kept_as_offsets_from_their_rows(tmp_path: Path) -> None:
+    tensors, _ = DraftModelToWrite(tmp_path, "eagle3", CHOSEN).write()
+    assert tensors["d2t"].dtype == torch.int64
+    assert (tensors["d2t"] + torch.arange(len(CHOSEN))).tolist() == CHOSEN.tolist()
+    assert tensors["t2d"].dtype == torch.bool
+    assert tensors["t2d"].nonzero().flatten().tolist() == CHOSEN.tolist()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_the_config_is_one_of_the_layer_for_old_and_new_readers(kind: HeadKind, tmp_path: Path) -> None:
+    written = DraftModelToWrite(tmp_path, kind)
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 64
+    written.head.config = LlamaConfig(**{**written.head.config.to_dict(), "rope_parameters": rope})
+    _, config = written.write()
+    assert (config["rope_theta"], config["rope_scaling"]["rope_type"], config["rope_scaling"]["factor"]) == (
+        5e5,
+        "llama3",
+        8.0,
+    )
+    found = AutoConfig.from_pretrained(written.out)
+    assert isinstance(found, LlamaConfig)
+    assert found.rope_parameters == rope
+    for name in ("hidden_size", "intermediate_size", "head_dim", "num_key_value_heads", "rms_norm_eps"):
+        assert getattr(found, name) == getattr(written.head.config, name)
+    assert found.dtype == torch.float32
+
+
+def test_a_large_lm_head_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = DraftModelToWrite(tmp_path, "eagle3", CHOSEN)
+    sizes = []
+
+    def in_blocks(checkpoint: Checkpoint, key: str, whole: object = Checkpoint.read_in_blocks) -> object:
+        for block in whole(checkpoint, key, max_elements=5 * 32):  # type: ignore[operator]
+            sizes.append(len(block))
+            yield block
+
+    monkeypatch.setattr(Checkpoint, "read_in_blocks", in_blocks)
+    tensors, _ = written.write()
+    assert (max(sizes), sum(sizes)) == (5, VOCAB_SIZE)
+    assert torch.equal(tensors["lm_head.weight"], written.trunk.lm_head_VD[CHOSEN.long()])
+
+
+def test_speculators_layout_names_the_trunk(tmp_path: Path) -> None:
+    written = DraftModelToWrite(tmp_path, "eagle3", CHOSEN)
+    tensors, config = written.write(form="speculators", verifier="someone/model")
+    own = {"fc.weight", "norm.weight", *(f"layers.0.{name}" for name in LAYER_OF_TWO)}
+    assert tensors.keys() == own | {"lm_head.weight", "d2t", "t2d"}
+    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": "someone/model",
+        "architectures": ["LlamaForCausalLM"],
+    }
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == NUM_DEPTHS
+    # Not its default in vLLM.
+    assert config["norm_before_residual"] is False
+    assert config["draft_vocab_size"] == len(CHOSEN)
+    layer = config["transformer_layer_config"]
+    assert (layer["model_type"], layer["num_hidden_layers"], layer["vocab_size"]) == ("llama", 1, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_speculators_holds_no_other_kind(kind: HeadKind, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"no head of kind {kind}; expected eagle3"):
+        DraftModelToWrite(tmp_path, kind).write(form="speculators")
+
+
+def test_eagle_has_no_lm_head_and_a_bias_that_does_nothing(tmp_path: Path) -> None:
+    # Engines draft from all tokens with such a head, whatever it was trained to.
+    written = DraftModelToWrite(tmp_path, "eagle", CHOSEN)
+    tensors, config = written.write()
+    assert tensors.keys() == {"fc.weight", "fc.bias", *(f"layers.0.{name}" for name in LAYER)}
+    assert torch.equal(tensors["fc.bias"], torch.zeros(len(tensors["fc.weight"])))
+    assert config["architectures"] == ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"]
+    assert "draft_vocab_size" not in config
+
+
+@pytest.mark.parametrize("vocab", [None, CHOSEN])
+def test_medusa_keeps_its_blocks_the_lm_head_and_tokens_themselves(vocab: Tensor | None, tmp_path: Path) -> None:
+    written = DraftModelToWrite(tmp_path, "medusa", vocab)
+    tensors, config = written.write()
+    blocks = {f"blocks.{depth}.layers.0.{name}" for depth in range(NUM_DEPTHS) for name in ("weight", "bias")}
+    assert tensors.keys() == blocks | {"lm_head.weight"} | (set() if vocab is None else {"token_map"})
+    last = written.head.state_dict()["blocks.2.layer.linear.weight"]
+    assert torch.equal(tensors["blocks.2.layers.0.weight"], last)
+    assert (config["num_heads"], config["original_lm_head"], config["medusa_fc_bias"]) == (NUM_DEPTHS, True, True)
+    assert config["truncated_vocab_size"] == len(tensors["lm_head.weight"])
+    if vocab is not None:
+        assert tensors["token_map"].tolist() == CHOSEN.tolist()
+
+
+def test_a_trunk_of_few_layers_has_no_three_states(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"6 layers; expected 7 or more, or two of the three states"):
+        DraftModelToWrite(tmp_path, "eagle3", num_layers=6).write()
+    assert DraftModelToWrite(tmp_path / "more", "eagle3", num_layers=7).write()
+    assert DraftModelToWrite(tmp_path / "other", "eagle", num_layers=6).write()
+
+
+def rewritten(written: DraftModelToWrite, added: dict[str, Tensor], removed: str) -> None:
+    path = written.source.path / SINGLE_FILE
+    tensors = {key: value for key, value in load_file(path).items() if key != removed}
+    save_file({**tensors, **added}, path, metadata={"format": "pt"})
+    written.source = open_checkpoint(written.source.path)
+
+
+def test_an_lm_head_that_is_packed_is_refused_by_name(tmp_path: Path) -> None:
+    written = DraftModelToWrite(tmp_path, "eagle3")
+    rewritten(written, {"lm_head.qweight": torch.zeros(4, 4, dtype=torch.int32)}, "lm_head.weight")
+    with pytest.raises(CheckpointError, match=r"lm_head\.qweight; expected lm_head\.weight in plain floats or FP8"):
+        written.write()
+    assert not written.out.exists()
+
+
+def test_an_lm_head_in_fp8_becomes_plain(tmp_path: Path) -> None:
+    written = DraftModelToWrite(tmp_path, "eagle3", CHOSEN)
+    weight_VD = written.trunk.lm_head_VD
+    stored = {
+        "lm_head.weight": (weight_VD / 2).to(torch.float8_e4m3fn),
+        "lm_head.weight_scale_inv": torch.tensor([[2.0]]),
+    }
+    rewritten(written, stored, "lm_head.weight")
+    tensors, _ = written.write()
+    assert tensors["lm_head.weight"].dtype == torch.bfloat16
+    expected = stored["lm_head.weight"].float() * 2
+    assert torch.equal(tensors["lm_head.weight"].float(), expected[CHOSEN.long()].bfloat16().float())
+
+
+def test_another_trunk_is_refused(tmp_path: Path) -> None:
+    written = DraftModelToWrite(tmp_path, "eagle3")
+    rewritten(written, {"lm_head.weight": torch.zeros(VOCAB_SIZE, 16)}, "lm_head.weight")
+    with pytest.raises(CheckpointError, match=r"is \[67, 16\]; expected \[67, 32\].* Use the trunk"):
+        written.write()
+
+
+def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path) -> None:
+    written = DraftModelToWrite(tmp_path, "eagle3")
+
+    def full() -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    *others, last = written.artifact.head.tensors
+    broken = NativeHead((*others, replace(last, load=full)), (), {})
+    written.artifact = replace(written.artifact, head=broken)
+    with pytest.raises(CheckpointError, match="writing the draft model failed"):
+        written.write()
+    assert [path.name for path in tmp_path.iterdir()] == ["trunk"]
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    written = DraftModelToWrite(tmp_path, "eagle3")
+    written.write()
+    with pytest.raises(OutputExistsError):
+        written.write()

@@ -1,0 +1,69 @@
+"""What people are told, before they train, of who will draft with a head of another kind."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families import FAMILIES, HeadKind, of_kind
+from mtp_train.families.draft_engines import draft_engines
+from mtp_train.families.engines import engine_commands
+
+KINDS: tuple[HeadKind, ...] = ("eagle", "eagle3", "medusa")
+OUT, DEPTH = "my runs/export", 3
+
+
+def trunks(kind: HeadKind) -> list[str]:
+    found = []
+    for family in FAMILIES:
+        try:
+            of_kind(family, kind)
+        except UnsupportedModelError:
+            continue
+        found.append(family.name)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trunk_has_an_answer_for_every_engine(kind: HeadKind) -> None:
+    names = {frozenset(draft_engines(kind, family)) for family in trunks(kind)}
+    assert names == {frozenset(FAMILIES[0].engines)}
+    for family in trunks(kind):
+        commands = engine_commands(draft_engines(kind, family), OUT, DEPTH)
+        assert all("{" not in text or engine == "vllm" for engine, text in commands.items())
+        assert commands["transformers"].startswith("no: ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_is_given_the_method_by_name(kind: HeadKind) -> None:
+    # It guesses from the path else, and takes any other for a model of its own.
+    words = shlex.split(engine_commands(draft_engines(kind, "llama"), OUT, DEPTH)["vllm"], comments=True)
+    assert words[:4] == ["vllm", "serve", "TRUNK", "--speculative-config"]
+    assert json.loads(words[4]) == {"method": kind, "model": OUT, "num_speculative_tokens": DEPTH}
+
+
+def test_sglang_and_llama_cpp_are_given_the_directory_and_the_trunk() -> None:
+    commands = engine_commands(draft_engines("eagle3", "qwen3"), OUT, DEPTH)
+    sglang, llama_cpp = shlex.split(commands["sglang"]), shlex.split(commands["llama.cpp"])
+    assert sglang[sglang.index("--speculative-algorithm") + 1] == "EAGLE3"
+    assert sglang[sglang.index("--speculative-draft-model-path") + 1] == OUT
+    assert sglang[sglang.index("--speculative-num-draft-tokens") + 1] == str(DEPTH + 1)
+    assert llama_cpp[llama_cpp.index("--target-model-dir") - 1] == OUT
+    assert llama_cpp[llama_cpp.index("--spec-type") + 1] == "draft-eagle3"
+
+
+@pytest.mark.parametrize(("family", "engine"), [("gemma3_text", "vllm"), ("olmo2", "sglang"), ("qwen2", "llama.cpp")])
+def test_an_engine_without_the_states_says_so(family: str, engine: str) -> None:
+    command = engine_commands(draft_engines("eagle3", family), OUT, DEPTH)[engine]
+    assert command == "no: hands no head the states between this model's layers"
+
+
+def test_without_drafts_the_trunk_is_served_alone() -> None:
+    assert engine_commands(draft_engines("eagle3", "llama"), OUT, 0) == {
+        "vllm": "vllm serve TRUNK",
+        "sglang": "python -m sglang.launch_server --model-path TRUNK",
+        "llama.cpp": "llama-server -m TRUNK.gguf",
+    }
