@@ -164,7 +164,8 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("checkpoint")
     command.add_argument(
         "--head",
-        help="a head directory, a checkpoint to take one from, an assistant, ngram, or model:CKPT (default: its own)",
+        help="a head directory, a draft model, a checkpoint to take one from, an assistant, ngram, or model:CKPT "
+        "(default: its own)",
     )
     command.add_argument("--adapter", metavar="DIR", help="a peft adapter for the trunk, put on unmerged")
     command.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
@@ -256,16 +257,13 @@ def _regenerate(args: argparse.Namespace) -> Result:
 
 
 def _inspect(args: argparse.Namespace) -> Result:
-    from mtp_train.commands.inspect import inspect_checkpoint, render
-    from mtp_train.commands.inspect_assistant import inspect_assistant
-    from mtp_train.families import assistant_for
+    from mtp_train.commands.inspect import render
+    from mtp_train.commands.inspect_drafter import inspect_anything
     from mtp_train.inputs import open_location
 
     with _progress(args) as progress:
         base = open_location(args.base) if args.base else None
-        checkpoint = open_location(args.checkpoint)
-        inspect = inspect_checkpoint if assistant_for(checkpoint.config) is None else inspect_assistant
-        inspection = inspect(checkpoint, base, progress)
+        inspection = inspect_anything(open_location(args.checkpoint), base, progress)
     return Result(inspection.to_json(), render(inspection))
 
 

@@ -13,6 +13,7 @@ from mtp_train.commands.inspect import head_status
 from mtp_train.cures import export_command, graft_command, named_base
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.heads.diagnose import diagnose_head
+from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model
 from mtp_train.inputs import refuse_adapter
 from mtp_train.model_card import CARD_FILE
 from mtp_train.weights.export import source_files
@@ -53,10 +54,10 @@ class Upload:
 
 
 def push(export: Path, repo: str, *, yes: bool, progress: Progress) -> Upload:
-    """Upload a checkpoint with a healthy head, or say what would be uploaded.
+    """Upload a checkpoint with a healthy head, or a whole draft model, or say what would be uploaded.
 
     Args:
-        export: The checkpoint.
+        export: The checkpoint or draft model.
         repo: The model repository, ``owner/name``. It is made where there is none, and is then private.
         yes: Whether to upload.
         progress: Where to show progress.
@@ -96,6 +97,11 @@ def push(export: Path, repo: str, *, yes: bool, progress: Progress) -> Upload:
 def _require_healthy(export: Path, progress: Progress) -> None:
     refuse_adapter(export, str(export))
     checkpoint = open_checkpoint(export)
+    draft = draft_model(checkpoint)
+    if draft is not None:
+        _require_whole(draft)
+        require_finite_checkpoint(checkpoint, progress)
+        return
     diagnosis = diagnose_head(checkpoint)
     status = head_status(diagnosis, base_has_head=False)
     if status != "healthy":
@@ -104,3 +110,11 @@ def _require_healthy(export: Path, progress: Progress) -> None:
         found = "its config does not declare the head that it holds" if undeclared else diagnosis.describe()
         raise CheckpointError(f"{export}: {found}; expected a checkpoint with a healthy head. Run '{cure}' first.")
     require_finite_checkpoint(checkpoint, progress)
+
+
+def _require_whole(draft: DraftModel) -> None:
+    diagnosis = diagnose_draft(draft)
+    if not diagnosis.complete:
+        raise CheckpointError(
+            f"{draft.checkpoint.path}: {diagnosis.describe()}; expected a whole {draft.title}. Export it again."
+        )

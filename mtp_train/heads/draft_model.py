@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family, HeadKind, draft_kind, draft_title, of_kind
+from mtp_train.families.attached import LLAMA
 from mtp_train.heads.attach import HeadPlan, OwnOutput
 from mtp_train.heads.diagnose import HeadDiagnosis, head_shapes, layout_of
 from mtp_train.weights.files import Checkpoint
@@ -126,15 +127,11 @@ def draft_model(checkpoint: Checkpoint) -> DraftModel | None:
     return None if kind is None else DraftModel(checkpoint, kind)
 
 
-def diagnose_draft(draft: DraftModel, of_trunk: Family) -> HeadDiagnosis:
-    """Compare the keys of a draft model with what its config says; allocates nothing.
-
-    Args:
-        draft: The draft model.
-        of_trunk: Any family whose trunks get such heads: its head is the same.
-    """
+def diagnose_draft(draft: DraftModel) -> HeadDiagnosis:
+    """Compare the keys of a draft model with what its config says; allocates nothing."""
     found = {draft.renamed(key): info.shape for key, info in draft.checkpoint.tensors.items() if key not in _BESIDE}
-    family = draft.family(of_trunk)
+    # Such a head is the same, whatever the trunk.
+    family = draft.family(LLAMA)
     hidden_size = int(draft.config["hidden_size"])
     # Of a trunk as wide, of which nothing else is known.
     text_config = LlamaConfig(hidden_size=hidden_size, vocab_size=draft.config["vocab_size"], num_attention_heads=1)
@@ -165,7 +162,7 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
         UnsupportedModelError: Its forward is not known here, or the trunk gets no such heads.
     """
     draft.require_plain()
-    diagnosis = diagnose_draft(draft, trunk.family)
+    diagnosis = diagnose_draft(draft)
     if not diagnosis.complete:
         raise CheckpointError(
             f"{draft.checkpoint.path}: {diagnosis.describe()}; expected a whole {draft.title}. Download or export it "
