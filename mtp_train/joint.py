@@ -257,6 +257,12 @@ class HeadBeside(TrainerCallback):
             }
 
 
+def trained_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """Return the weights that a head beside had learnt when a checkpoint was saved, in fp32, by parameter."""
+    found = load_file(checkpoint / STATE_FILE)
+    return {name.removeprefix("weight."): value for name, value in found.items() if name.startswith("weight.")}
+
+
 def batch_of(tokens_BT: Tensor, mask: Any, positions_BT: Tensor | None, labels_BT: Tensor | None) -> Batch:
     """Return a forward's tokens as the head is trained on them: padding apart, packed documents kept apart.
 
