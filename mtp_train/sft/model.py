@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from mtp_train.errors import CheckpointError, RecipeError, UnsupportedModelError
+from mtp_train.families import Family, RawConfig
 from mtp_train.heads.diagnose import stored_dtype
 from mtp_train.heads.trunk import Trunk, empty_trunk, load_trunk, trunk_config
 from mtp_train.inputs import Inputs, evaluation_dtype
@@ -18,24 +20,23 @@ from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.quantised import quant_method
 
 
-def require_trainable(checkpoint: Checkpoint) -> None:
+def require_trainable(family: Family, config: RawConfig, *, where: Path) -> None:
     """Check that a checkpoint's weights can learn, and be written back as they are stored.
 
     Raises:
         CheckpointError: They are quantised.
         UnsupportedModelError: transformers has no class of the model's own, whose saves would be of another model.
     """
-    method = quant_method(checkpoint.config)
+    method = quant_method(config)
     if method is not None:
         raise CheckpointError(
-            f"{checkpoint.path}: quantised ({method}), and sft trains its weights; expected plain ones. Point "
-            "model.trunk at the checkpoint that this one was made from."
+            f"{where}: quantised ({method}), and sft trains its weights; expected plain ones. Point model.trunk at the "
+            "checkpoint that this one was made from."
         )
-    if checkpoint.family.trunk_class is not None:
+    if family.trunk_class is not None:
         raise UnsupportedModelError(
-            f"{checkpoint.path}: {checkpoint.family.title} runs here through a class that stands in for its own; "
-            "expected one that transformers saves and loads. Fine-tune it with its makers' tools, then use mtp-train "
-            "graft."
+            f"{where}: {family.title} runs here through a class that stands in for its own; expected one that "
+            "transformers saves and loads. Fine-tune it with its makers' tools, then use mtp-train graft."
         )
 
 
@@ -66,11 +67,13 @@ def load_model(recipe: Recipe, sft: SftSection, inputs: Inputs, saved: Path | No
         device=device,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    if recipe.train.gradient_checkpointing:
-        # The Trainer's own setting has another name in every other release.
-        trunk.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if sft.lora is not None:
-        return put_on_lora(trunk, sft.lora, seed=recipe.seed)
+    with warnings.catch_warnings():
+        # transformers has given the setting another name, which its older releases lack; peft asks by the old one.
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing.*is deprecated", FutureWarning)
+        if recipe.train.gradient_checkpointing:
+            trunk.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if sft.lora is not None:
+            return put_on_lora(trunk, sft.lora, seed=recipe.seed)
     trunk.decoder.requires_grad_(True)
     trunk.causal_lm.get_output_embeddings().requires_grad_(True)
     return trunk.causal_lm
@@ -120,3 +123,9 @@ def lora_layers(trunk: Trunk, spec: TrunkLoraSpec) -> list[str]:
     if problems:
         raise RecipeError(problems)
     return [name for name in layers if name.rpartition(".")[-1] in spec.targets]
+
+
+def lora_weights(trunk: Trunk, spec: TrunkLoraSpec) -> int:
+    """Return how many weights LoRA's matrices have."""
+    layers = (trunk.causal_lm.get_submodule(name) for name in lora_layers(trunk, spec))
+    return sum(spec.r * (layer.in_features + layer.out_features) for layer in layers)

@@ -51,7 +51,7 @@ def run_sft_stages(
     sft = section_of(recipe)
     require_whole_model(accelerator)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
-    require_trainable(inputs.finetune)
+    require_trainable(inputs.finetune.family, inputs.finetune.config, where=inputs.finetune.path)
     if sft.lora is not None:
         # Raises where LoRA has nothing to be put on.
         lora_layers(unloaded_trunk(recipe, inputs.finetune), sft.lora)
@@ -81,7 +81,8 @@ def run_sft_stages(
     stage.name = "export"
     export_tuned(recipe, run_dir, tuned, report)
     shutil.rmtree(run_dir / TUNED)
-    message = f"{headline(report).detail}. Exported to {name}."
+    # The detail comes last: it may end in a command, which is copied.
+    message = f"Exported to {name}. {headline(report).detail}"
     if report.lossless is not None and report.lossless.faults:
         return Outcome(1, "not_lossless", message, "done")
     return Outcome(0, "done", message, "done")
