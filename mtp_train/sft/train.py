@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from rich.progress import Progress
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
@@ -18,7 +17,7 @@ from mtp_train.data.pack import global_batches
 from mtp_train.data.rows import StepRows, pad_rows
 from mtp_train.errors import StoppedError, TrainingError
 from mtp_train.inputs import Inputs
-from mtp_train.joint import train_head_beside
+from mtp_train.joint import shards_model, train_head_beside
 from mtp_train.preserve import keep_head
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_sft import SftSection
@@ -39,12 +38,12 @@ def require_whole_model(accelerator: Accelerator) -> None:
     Raises:
         TrainingError: The launcher asks for shards.
     """
-    kind = accelerator.distributed_type
-    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+    shards = shards_model(accelerator.state)
+    if shards is not None:
         raise TrainingError(
-            f"sft: the launcher asks for {kind.value}; expected every process to hold the whole model, whose "
-            "checkpoints can then hold its head. Launch with recipes/accelerate/ddp.yaml, with sft.lora where it does "
-            "not fit; or fine-tune in shards by a script of your own, and use mtp-train graft."
+            f"sft: the launcher asks for {shards}; expected every process to hold the whole model, whose checkpoints "
+            "can then hold its head. Launch with recipes/accelerate/ddp.yaml or zero2.yaml, with sft.lora where it "
+            "does not fit; or fine-tune in shards by a script of your own, and use mtp-train graft."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -15,23 +16,33 @@ from rich.progress import Progress
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import mtp_train.sft.measure
 import mtp_train.sft.train
 from fine_tunes import LORA, SAVE_STEPS, STEPS, same, split, tuning
-from launching import metrics, outcome
+from launching import COMMAND_LINE, head, metrics, outcome, start
+from mtp_train.acceptance import GateVerdict
 from mtp_train.commands.graft import export
 from mtp_train.errors import StoppedError, TrainingError
+from mtp_train.recipe_io import dump_recipe
 from mtp_train.report.schema import load_report
 from mtp_train.sft.watch import COMPLETE_FILE, Watch, newest_checkpoint
 from mtp_train.study.arms import parse_arm
 from mtp_train.weights.artifact import load_artifact
 from preserving import inspect
 from runs import run_quietly, write_inputs
-from tiny import FAMILY_NAMES
+
+with_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed: not installed")
 
 
-@pytest.fixture(scope="module", params=FAMILY_NAMES)
-def inputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp(request.param) / "in", request.param)
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("qwen") / "in")
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture, whose experts transformers stacks, and its head after the trunk's layers."""
+    return write_inputs(tmp_path_factory.mktemp("glm") / "in", "glm4_moe")
 
 
 def weights(path: Path, adapter: Path | None = None) -> dict[str, Any]:
@@ -42,11 +53,15 @@ def weights(path: Path, adapter: Path | None = None) -> dict[str, Any]:
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("head", ["kept", "beside"])
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("family", "head", "lora"),
+    [("qwen", "beside", None), ("qwen", "kept", LORA), ("glm", "kept", None), ("glm", "beside", LORA)],
+    ids=["beside-full", "kept-lora", "kept-mixture-full", "beside-mixture-lora"],
+)
 def test_a_fine_tune_leaves_a_checkpoint_in_the_bases_layout_with_a_head(
-    inputs: Path, head: str, lora: Any, tmp_path: Path
+    family: str, head: str, lora: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    inputs = request.getfixturevalue(family)
     base, run_dir = inputs / "base", tmp_path / "run"
     done = run_quietly(tuning(inputs, run_dir, way=head, lora=lora))
     assert (done.exit_code, done.stage) == (0, "done")
@@ -79,10 +94,12 @@ def test_a_fine_tune_leaves_a_checkpoint_in_the_bases_layout_with_a_head(
     last = newest_checkpoint(run_dir / "state")
     assert last is not None
     assert last.name == f"checkpoint-{STEPS}"
+    for step in (SAVE_STEPS, STEPS) if lora is None else ():
+        found = inspect(last.with_name(f"checkpoint-{step}"), base)
+        assert (found.status, found.stale) == ("healthy", head == "kept")
     # What was trained is what was written.
-    found = weights(made)
-    expected = weights(base, last) if lora else weights(last)
-    assert all(torch.allclose(value, expected[name], atol=1e-6) for name, value in found.items())
+    written, expected = weights(made), weights(base, last) if lora else weights(last)
+    assert all(torch.allclose(value, expected[name], atol=1e-6) for name, value in written.items())
     if head == "beside":
         learnt = {pending.key: pending.load() for pending in load_artifact(run_dir / "head").head.tensors}
         assert not same(learnt, old)
@@ -111,10 +128,11 @@ def die_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Watch, "on_step_end", killed)
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(("family", "lora"), [("glm", None), ("qwen", LORA)], ids=["mixture-full", "lora"])
 def test_a_killed_run_goes_on_from_the_newest_whole_checkpoint(
-    inputs: Path, lora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, lora: Any, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    inputs = request.getfixturevalue(family)
     unbroken, run_dir = tmp_path / "unbroken", tmp_path / "run"
     run_quietly(tuning(inputs, unbroken, lora=lora))
     with monkeypatch.context() as patched:
@@ -135,11 +153,6 @@ def test_a_killed_run_goes_on_from_the_newest_whole_checkpoint(
             assert same(load_file(run_dir / name / file), load_file(unbroken / name / file)), (name, file)
     losses = [[line[field] for line in metrics(run_dir)] for field in ("step", "loss", "mtp_loss")]
     assert losses == [[line[field] for line in metrics(unbroken)] for field in ("step", "loss", "mtp_loss")]
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("qwen") / "in")
 
 
 def test_sigterm_leaves_a_checkpoint_to_go_on_from(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,15 +180,16 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(qwen: Path, t
     assert newest is None or all(torch.isfinite(value).all() for value in weights(newest).values())
 
 
-def test_a_head_that_learnt_to_draft_is_the_one_that_is_exported(qwen: Path, tmp_path: Path) -> None:
+def test_a_head_that_the_gate_lets_pass_is_the_one_that_is_exported(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = tmp_path / "run"
-    settings = {"train__max_steps": 40, "train__tokens_per_step": 384, "train__save_steps": 20}
-    arms = {"arms": ["none", "graft", "retrained", "vanilla"], "prompts": 8, "max_new_tokens": 24}
-    done = run_quietly(tuning(qwen, run_dir, evaluate=arms, **settings))
-    report = load_report(run_dir / "report.json")
-    assert report.gate is not None
-    assert report.gate.passed, report.gate.reason
-    assert done.message.startswith(f"Exported to {run_dir / 'export'}. Tau ")
+    passed = GateVerdict(True, "graft", (0.1, 0.3), "tau 1.40 against 1.20 (graft) on 2 prompts")
+    monkeypatch.setattr(mtp_train.sft.measure, "decide_gate", lambda *counts: passed)
+    arms = {"arms": ["none", "graft", "retrained", "vanilla"], "prompts": 2, "max_new_tokens": 6}
+    done = run_quietly(tuning(qwen, run_dir, evaluate=arms))
+    assert list(load_report(run_dir / "report.json").arms) == arms["arms"]
+    assert done.message.startswith(f"Exported to {run_dir / 'export'}. Tau 1.40 ")
     assert done.message.endswith("The export has the head trained beside the trunk")
     learnt = {pending.key: pending.load() for pending in load_artifact(run_dir / "head").head.tensors}
     assert same(split(run_dir / "export")[1], learnt)
@@ -213,8 +227,25 @@ def test_without_the_line_that_keeps_the_head_checkpoints_have_none(
     assert inspect(tmp_path / "run" / "export").status == "healthy"
 
 
-def test_checkpoints_on_the_way_can_be_served(qwen: Path, tmp_path: Path) -> None:
-    run_quietly(tuning(qwen, tmp_path / "run"))
-    for step in (SAVE_STEPS, STEPS):
-        found = inspect(tmp_path / "run" / "state" / f"checkpoint-{step}", qwen / "base")
-        assert (found.status, found.stale) == ("healthy", False)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("machine", "lora", "variables", "wrapper"),
+    [
+        pytest.param("cpu_ddp.yaml", LORA, {"ACCELERATE_USE_CPU": "true"}, "DistributedDataParallel", id="ddp-lora"),
+        pytest.param("zero2.yaml", None, {}, "DeepSpeedEngine", id="zero2-full", marks=with_deepspeed),
+    ],
+)
+def test_two_processes_learn_what_one_learns(
+    machine: str, lora: Any, variables: dict[str, str], wrapper: str, qwen: Path, tmp_path: Path
+) -> None:
+    one, two, path = tmp_path / "one", tmp_path / "two", tmp_path / "recipe.yaml"
+    run_quietly(tuning(qwen, one, lora=lora))
+    path.write_text(dump_recipe(tuning(qwen, two, lora=lora)), encoding="utf-8")
+    done = start(machine, *COMMAND_LINE, path, flags=("--num_processes", "2"), **variables)
+    assert outcome(two)["stage"] == "done", done.stderr
+    assert {(line["world_size"], line["wrapper"]) for line in metrics(two)} == {(2, wrapper)}
+    for field in ("loss", "mtp_loss", "tokens"):
+        assert [line[field] for line in metrics(two)] == pytest.approx([line[field] for line in metrics(one)], rel=1e-3)
+    for ours, theirs in zip(split(two / "export"), split(one / "export"), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(head(two), head(one), atol=1e-3, rtol=1e-3)
