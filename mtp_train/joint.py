@@ -58,8 +58,8 @@ def train_head_beside(
 ) -> None:
     """Train the model's head beside it, and let whatever the trainer saves hold that head.
 
-    For one process or data-parallel ones that hold the model whole each, as under DeepSpeed's ZeRO-2. Checkpoints of an adapter get the head as a
-    head directory, ``mtp_head``, for ``mtp-train generate --head``.
+    For one process or data-parallel ones that hold the model whole each, as they do under DeepSpeed's ZeRO-2.
+    Checkpoints of an adapter get the head as a head directory, ``mtp_head``, for ``mtp-train generate --head``.
 
     Args:
         trainer: A trainer, before ``train()``.
