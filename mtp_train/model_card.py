@@ -158,7 +158,8 @@ def _fine_tuned(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport
     passed = report.gate is not None and report.gate.passed
     became = "trained further beside the weights" if passed else "as it was: stale"
     return (
-        f"The weights of `{_name(trunk)}`, fine-tuned with {tool} ({how}), and a multi-token-prediction head. {_PURPOSE}",
+        f"The weights of `{_name(trunk)}`, fine-tuned with {tool} ({how}), and a multi-token-prediction head. "
+        f"{_PURPOSE}",
         f"- head: that of `{_name(donor)}`, {became}\n- trained on: the text of {_sources(recipe)}",
     )
 

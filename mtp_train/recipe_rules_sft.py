@@ -14,6 +14,7 @@ _WITHOUT_MEANING: dict[str, tuple[Any, str]] = {
     "model.adapter": (None, "the trunk that is trained wears none"),
     "model.quantization": (None, "packed weights cannot be trained"),
     "model.offload": (None, "what is trained lies on the device"),
+    "head.kind": ("mtp", "only such a head lies in the trunk's own checkpoint"),
     "head.lora": (None, "LoRA on the trunk is sft.lora"),
     "head.draft_vocab": (None, "the head drafts from all tokens"),
     "head.convention": ("auto", "the head is read in its family's usual way"),

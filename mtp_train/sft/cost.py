@@ -12,11 +12,12 @@ from mtp_train.losses import CHUNK_ROWS
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_sft import SftSection
 from mtp_train.sft.model import lora_weights
-from mtp_train.sft.train import KEPT_CHECKPOINTS
 from mtp_train.train.cost import Cost, Sizes
 from mtp_train.train.footprint import GIB, Footprint
 from mtp_train.train.plan import Plan
 
+KEPT_CHECKPOINTS = 2
+"""Of the training, the newest ones."""
 _MOMENTS_BYTES = 8
 """AdamW's two of a weight, in fp32."""
 _LAYER_BYTES = 34

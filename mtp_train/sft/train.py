@@ -21,6 +21,7 @@ from mtp_train.joint import shards_model, train_head_beside
 from mtp_train.preserve import keep_head
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_sft import SftSection
+from mtp_train.sft.cost import KEPT_CHECKPOINTS
 from mtp_train.sft.model import load_model
 from mtp_train.sft.watch import Watch, newest_checkpoint, step_of
 from mtp_train.train.launch import run_facts
@@ -28,8 +29,6 @@ from mtp_train.train.log import RunLog
 from mtp_train.train.plan import Plan
 from mtp_train.train.stop import StopSignal, noted_sigterm
 from mtp_train.training import STATE
-
-KEPT_CHECKPOINTS = 2
 
 
 def require_whole_model(accelerator: Accelerator) -> None:

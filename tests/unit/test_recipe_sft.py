@@ -29,6 +29,7 @@ def problems(*overrides: str) -> list[str]:
         ("model.adapter=DIR", "model.adapter: 'DIR' with sft: the trunk that is trained wears none; expected null."),
         ("model.quantization=4bit", "model.quantization: '4bit' with sft: packed weights cannot be trained"),
         ("model.offload=cpu", "model.offload: 'cpu' with sft: what is trained lies on the device"),
+        ("head.kind=eagle", "head.kind: 'eagle' with sft: only such a head lies in the trunk's own checkpoint"),
         ("head.lora={}", "head.lora: its defaults with sft: LoRA on the trunk is sft.lora; expected null."),
         ("head.draft_vocab=100", "head.draft_vocab: 100 with sft: the head drafts from all tokens; expected null."),
         ("head.convention=vllm", "head.convention: 'vllm' with sft"),
