@@ -33,6 +33,14 @@ def retrain_command(finetune: str, base: str) -> str:
     return f"accelerate launch -m mtp_train recipes/retrain_head.yaml {overrides}"
 
 
+def retrain_native_command(checkpoint: str) -> str:
+    """Return the command that retrains the head that a checkpoint holds on what the checkpoint says."""
+    return (
+        f"accelerate launch -m mtp_train recipes/retrain_head.yaml model.trunk={shlex.quote(checkpoint)} "
+        "model.head_from=null head.init=native 'evaluate.arms=[none, native, retrained]'"
+    )
+
+
 def attach_command(trunk: str) -> str:
     """Return the command that trains a new head for a model without one."""
     return f"accelerate launch -m mtp_train recipes/attach_head.yaml model.trunk={shlex.quote(trunk)}"

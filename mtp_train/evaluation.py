@@ -54,9 +54,41 @@ class Evaluation:
     marginal_ci95: dict[str, list[Interval | None]]
 
 
+@dataclass(frozen=True)
+class MeasuredArms:
+    """What the arms of a run did."""
+
+    results: dict[str, ArmResult]
+    runs: dict[str, ArmRun]
+    """Those on the run's trunk."""
+    drafted: dict[str, ArmRun]
+    """Those that drafted, vanilla among them."""
+    settings: dict[str, Any]
+
+    @property
+    def lossless(self) -> Lossless:
+        """All comparisons with plain decoding."""
+        return lossless([*self.drafted.values()])
+
+    @property
+    def marginal_ci95(self) -> dict[str, list[Interval | None]]:
+        """By arm, the interval of the marginal acceptance at each position."""
+        return {arm: marginal_intervals(run.counts) for arm, run in self.drafted.items()}
+
+
 def evaluate_run(recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, progress: Progress) -> Evaluation:
     """Decode, count and judge. The trunk's weights are given up at the end to make room for the vanilla one."""
-    plans = head_plans(recipe, run_dir, inputs)
+    measured = measure_arms(recipe, run_dir, inputs, trunk, head_plans(recipe, run_dir, inputs), progress)
+    arms = {**measured.results, **recorded_arms(recipe.model.trunk)}
+    gate = judge(recipe, measured.runs, [*measured.drafted.values()])
+    report = RunReport(arms=arms, lossless=measured.lossless, gate=gate, settings=measured.settings)
+    return Evaluation(report, gate, measured.marginal_ci95)
+
+
+def measure_arms(
+    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, plans: Mapping[str, HeadPlan], progress: Progress
+) -> MeasuredArms:
+    """Decode and count with every head that is planned, and with the vanilla model where the recipe names it."""
     drafting = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
     names = {
         PLAIN: None,
@@ -77,11 +109,7 @@ def evaluate_run(recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, pr
         results[VANILLA], drafted[VANILLA] = measure_vanilla(
             recipe, run_dir, inputs, inputs.base, dtype, device, progress
         )
-    checked = list(drafted.values())
-    results.update(recorded_arms(recipe.model.trunk))
-    gate = judge(recipe, runs, checked)
-    report = RunReport(arms=results, lossless=lossless(checked), gate=gate, settings=settings)
-    return Evaluation(report, gate, {arm: marginal_intervals(run.counts) for arm, run in drafted.items()})
+    return MeasuredArms(results, runs, drafted, settings)
 
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
@@ -217,11 +245,7 @@ def judge(recipe: Recipe, runs: Mapping[str, ArmRun], checked: Sequence[ArmRun])
     baseline = recipe.gate_baseline
     broken = [prompt for run in checked for prompt in run.divergences]
     if broken:
-        reason = (
-            f"Refused: decoding with drafts changed the output of {len(broken)} prompts ({broken[0]} first), and no "
-            "near tie explains it. Acceptance measured this way means nothing; please report it"
-        )
-        return GateVerdict(passed=False, baseline=baseline, delta_tau_ci95=None, reason=reason)
+        return GateVerdict(passed=False, baseline=baseline, delta_tau_ci95=None, reason=changed_output(broken))
     verdict = decide_gate(runs[RETRAINED].counts, runs[baseline].counts, baseline, recipe.gate.confidence)
     if verdict.passed or baseline != "graft" or recipe.model.head_from is None:
         return verdict
@@ -231,6 +255,14 @@ def judge(recipe: Recipe, runs: Mapping[str, ArmRun], checked: Sequence[ArmRun])
         baseline=baseline,
         delta_tau_ci95=verdict.delta_tau_ci95,
         reason=f"{verdict.reason}. {GRAFT_INSTEAD} {better}",
+    )
+
+
+def changed_output(prompts: Sequence[str]) -> str:
+    """Return the reason for which nothing may be exported: decoding is not lossless."""
+    return (
+        f"Refused: decoding with drafts changed the output of {len(prompts)} prompts ({prompts[0]} first), and no near "
+        "tie explains it. Acceptance measured this way means nothing; please report it"
     )
 
 

@@ -58,8 +58,8 @@ def train_head_beside(
 ) -> None:
     """Train the model's head beside it, and let whatever the trainer saves hold that head.
 
-    For one process or data-parallel ones that hold the model whole each. Checkpoints of an adapter get the head as a
-    head directory, ``mtp_head``, for ``mtp-train generate --head``.
+    For one process or data-parallel ones that hold the model whole each, as they do under DeepSpeed's ZeRO-2.
+    Checkpoints of an adapter get the head as a head directory, ``mtp_head``, for ``mtp-train generate --head``.
 
     Args:
         trainer: A trainer, before ``train()``.
@@ -115,11 +115,11 @@ class HeadBeside(TrainerCallback):
         Raises:
             UnsupportedModelError: The model is in shards.
         """
-        kind = AcceleratorState().distributed_type
-        if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        shards = shards_model(AcceleratorState())
+        if shards is not None:
             raise UnsupportedModelError(
-                f"train_head_beside: the model is in shards ({kind.value}); expected it whole in every process. Train "
-                "the head after it: recipes/retrain_head.yaml does so in shards."
+                f"train_head_beside: the model is in shards ({shards}); expected it whole in every process. Train the "
+                "head after it: recipes/retrain_head.yaml does so in shards."
             )
         self.head.to(self.model.device).train()
         decoder = self.trunk.decoder
@@ -206,8 +206,12 @@ class HeadBeside(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        """Add the mean loss of each depth since the last log of the training loss."""
-        if logs is None or "loss" not in logs or not self.window[1].any():
+        """Add the mean loss of each depth since the last log of the training loss, over all processes."""
+        if logs is None or "loss" not in logs:
+            return
+        if args.world_size > 1:
+            torch.distributed.all_reduce(self.window)
+        if not self.window[1].any():
             return
         sums_K, count_K = self.window
         mean_K = sums_K / count_K.clamp(min=1)
@@ -255,6 +259,21 @@ class HeadBeside(TrainerCallback):
             self.optimizer.state[value] = {
                 field: entry if field == "step" else entry.to(value.device) for field, entry in moments.items()
             }
+
+
+def shards_model(state: AcceleratorState) -> str | None:
+    """Name what cuts up the model itself; None where every process holds it whole, as under ZeRO-2."""
+    kind = state.distributed_type
+    if kind is DistributedType.DEEPSPEED:
+        stage = state.deepspeed_plugin.zero_stage
+        return f"{kind.value} ZeRO-{stage}" if stage == 3 else None
+    return kind.value if kind in (DistributedType.FSDP, DistributedType.MEGATRON_LM) else None
+
+
+def trained_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """Return the weights that a head beside had learnt when a checkpoint was saved, in fp32, by parameter."""
+    found = load_file(checkpoint / STATE_FILE)
+    return {name.removeprefix("weight."): value for name, value in found.items() if name.startswith("weight.")}
 
 
 def batch_of(tokens_BT: Tensor, mask: Any, positions_BT: Tensor | None, labels_BT: Tensor | None) -> Batch:

@@ -53,6 +53,9 @@ def cure(recipe: Recipe, stage: str) -> str:
         return f"Write train.micro_batch_sequences: 1; it is {train.micro_batch_sequences}, and changes no result."
     if stage == "train" and not train.gradient_checkpointing:
         return "Write train.gradient_checkpointing: true; it changes no result."
+    if stage == "train" and recipe.sft is not None:
+        smaller = "'sft.lora={r: 16}', which trains few weights" if recipe.sft.lora is None else "model.dtype: bfloat16"
+        return f"Write {smaller}, or lower data.seq_len_tokens ({recipe.data.seq_len_tokens})."
     shards = "launch with recipes/accelerate/fsdp2.yaml on several GPUs, which puts the trunk in shards"
     if stage == "train" and train.hidden_cache is None:
         return f"Write train.hidden_cache: {{}}, which trains without the trunk, or {shards}."

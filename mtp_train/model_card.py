@@ -120,17 +120,12 @@ def _fields(header: str) -> dict[str, Any]:
 
 
 def _section(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport, out: Path) -> str:
-    trunk, base, adapter = provenance["trunk"], provenance["head_from"], recipe.model.adapter
-    grafted = recipe.head.init == "graft" and base is not None
-    start = f"the head of `{_name(base)}`" if grafted else f"`head.init: {recipe.head.init}`"
-    sources = ", ".join(f"`{_public(source.path)}`" for source in recipe.data.sources)
-    said = "the model's own answers to the prompts of" if recipe.regenerates else "the text of"
+    version = provenance["versions"]["mtp-train"]
+    opening = _retrained if recipe.sft is None else _fine_tuned
     parts = [
         OPENING,
         "## MTP head",
-        f"The weights of `{_name(trunk)}`{_state(adapter)}, and a multi-token-prediction head that was retrained for "
-        f"them with mtp-train {provenance['versions']['mtp-train']}. {_PURPOSE}",
-        f"- started from: {start}\n- trained on: {said} {sources}",
+        *opening(recipe, provenance, report, f"mtp-train {version}"),
         "### Acceptance",
         _table(report),
         f"Lossless: {lossless_sentence(report.lossless)}",
@@ -141,6 +136,36 @@ def _section(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport, o
         CLOSING,
     ]
     return "\n\n".join(parts)
+
+
+def _retrained(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport, tool: str) -> tuple[str, str]:
+    """Say what a retrained head is on, and what it was made of."""
+    trunk, base, adapter = provenance["trunk"], provenance["head_from"], recipe.model.adapter
+    grafted = recipe.head.init == "graft" and base is not None
+    start = f"the head of `{_name(base)}`" if grafted else f"`head.init: {recipe.head.init}`"
+    said = "the model's own answers to the prompts of" if recipe.regenerates else "the text of"
+    return (
+        f"The weights of `{_name(trunk)}`{_state(adapter)}, and a multi-token-prediction head that was retrained for "
+        f"them with {tool}. {_PURPOSE}",
+        f"- started from: {start}\n- trained on: {said} {_sources(recipe)}",
+    )
+
+
+def _fine_tuned(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport, tool: str) -> tuple[str, str]:
+    """Say how the trunk was fine-tuned, and which head it has."""
+    trunk, donor = provenance["trunk"], provenance["head_from"] or provenance["trunk"]
+    how = "all of them" if recipe.sft is None or recipe.sft.lora is None else "by LoRA, merged"
+    passed = report.gate is not None and report.gate.passed
+    became = "trained further beside the weights" if passed else "as it was: stale"
+    return (
+        f"The weights of `{_name(trunk)}`, fine-tuned with {tool} ({how}), and a multi-token-prediction head. "
+        f"{_PURPOSE}",
+        f"- head: that of `{_name(donor)}`, {became}\n- trained on: the text of {_sources(recipe)}",
+    )
+
+
+def _sources(recipe: Recipe) -> str:
+    return ", ".join(f"`{_public(source.path)}`" for source in recipe.data.sources)
 
 
 def _table(report: RunReport) -> str:

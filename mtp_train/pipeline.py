@@ -70,7 +70,7 @@ def run(recipe: Recipe, console: Console) -> Outcome:
         progress_bars = Progress(console=console, disable=quiet, transient=True)
         named = memory_is_named(recipe, lambda: stage.name)
         with full_disk_is_named(run_dir, what="the run"), lost_process_is_named(), named, progress_bars as progress:
-            stages = run_stages if recipe.study is None else stages_of_a_study()
+            stages = stages_of(recipe)
             outcome = stages(recipe, run_dir, accelerator, console, progress, stage)
     except MtpError as error:
         reached = "done" if isinstance(error, GateRefusedError) else stage.name
@@ -85,11 +85,20 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     return outcome
 
 
-def stages_of_a_study() -> Callable[[Recipe, Path, Accelerator, Console, Progress, Stage], Outcome]:
-    """Return what goes through them. Imported here: it brings transformers' Trainer, which no other run needs."""
-    from mtp_train.study.stages import run_study_stages
+def stages_of(recipe: Recipe) -> Callable[[Recipe, Path, Accelerator, Console, Progress, Stage], Outcome]:
+    """Return what goes through the stages of a recipe's kind.
 
-    return run_study_stages
+    Imported here: a study and a fine-tune bring transformers' Trainer, which no other run needs.
+    """
+    if recipe.study is not None:
+        from mtp_train.study.stages import run_study_stages
+
+        return run_study_stages
+    if recipe.sft is not None:
+        from mtp_train.sft.stages import run_sft_stages
+
+        return run_sft_stages
+    return run_stages
 
 
 def record_failure(run_dir: Path, outcome: Outcome) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mtp_train.recipe_hints import Bound
+from mtp_train.recipe_sft import SftSection
 from mtp_train.recipe_study import StudySection
 
 Count = Annotated[int, Bound(min=1)]
@@ -322,12 +323,17 @@ class Recipe:
     track: TrackSection = field(default_factory=TrackSection)
     study: StudySection | None = None
     """A study in the place of a single retrained head; null is the usual run, with its gate and its export."""
+    sft: SftSection | None = None
+    """A fine-tune of the trunk in the place of a retrained head; null leaves the trunk frozen."""
 
     @property
     def gate_baseline(self) -> Baseline:
         """The arm the retrained head must beat, ``auto`` resolved, whatever the head started from."""
         if self.gate.baseline != "auto":
             return self.gate.baseline
+        if self.sft is not None:
+            # Whatever checkpoint it is from: on the trunk that was tuned it is a graft.
+            return "graft"
         if self.head.init == "native":
             return "native"
         return "none" if self.model.head_from is None else "graft"

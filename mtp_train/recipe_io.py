@@ -76,9 +76,10 @@ def _decode(data: object, overrides: Sequence[str], problems: list[str]) -> Reci
 def _plain(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as YAML and JSON know it: sections as dictionaries, tuples as lists."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    if recipe.study is None:
-        # What is no study reads as it did before there were any: run directories of then go on.
-        del plain["study"]
+    for section in ("study", "sft"):
+        if plain[section] is None:
+            # Reads as it did before there were any: run directories of then go on.
+            del plain[section]
     return plain
 
 

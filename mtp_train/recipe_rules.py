@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_rules_kinds import KIND_RULES
+from mtp_train.recipe_rules_sft import SFT_RULES
 
 Check = Callable[[Recipe], Iterator[str]]
 
@@ -19,7 +20,7 @@ class Rule:
     check: Check
 
 
-RULES = [Rule(reads, check) for reads, check in KIND_RULES]
+RULES = [Rule(reads, check) for reads, check in (*KIND_RULES, *SFT_RULES)]
 
 
 def _reads(*paths: str) -> Callable[[Check], Check]:
@@ -68,10 +69,12 @@ def _lora_has_a_head_to_start_from(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@_reads("evaluate.arms", "model.head_from")
+@_reads("evaluate.arms", "model.head_from", "sft")
 def _arms_have_their_model(recipe: Recipe) -> Iterator[str]:
+    # The model before it is fine-tuned has a head, or model.head_from is required for another reason.
+    has_one = recipe.model.head_from is not None or recipe.sft is not None
     for arm in ("graft", "vanilla"):
-        if arm in recipe.evaluate.arms and recipe.model.head_from is None:
+        if arm in recipe.evaluate.arms and not has_one:
             yield (
                 f"evaluate.arms: {arm!r} while model.head_from is null; expected a checkpoint with a head. Name it "
                 "in model.head_from, or remove the arm."
@@ -95,19 +98,19 @@ def _arms_differ(recipe: Recipe) -> Iterator[str]:
         yield f"evaluate.arms: {arm!r} {arms.count(arm)} times; expected each arm once. Remove the others."
 
 
-@_reads("export.enabled", "evaluate.arms")
+@_reads("export.enabled", "evaluate.arms", "sft")
 def _export_is_measured(recipe: Recipe) -> Iterator[str]:
-    if recipe.export.enabled and "retrained" not in recipe.evaluate.arms:
+    if recipe.sft is None and recipe.export.enabled and "retrained" not in recipe.evaluate.arms:
         yield (
             "evaluate.arms: no 'retrained' while export.enabled is true; expected the head to be measured before it is "
             "exported. Add 'retrained', or write export.enabled: false."
         )
 
 
-@_reads("gate.baseline", "head.init", "model.head_from", "evaluate.arms")
+@_reads("gate.baseline", "head.init", "model.head_from", "evaluate.arms", "sft")
 def _baseline_is_measured(recipe: Recipe) -> Iterator[str]:
     arms, baseline = recipe.evaluate.arms, recipe.gate_baseline
-    if "retrained" in arms and baseline not in arms:
+    if recipe.sft is None and "retrained" in arms and baseline not in arms:
         origin = f" ({baseline!r})" if recipe.gate.baseline == "auto" else ""
         yield (
             f"gate.baseline: {recipe.gate.baseline!r}{origin}, which evaluate.arms lacks; expected an arm that is "

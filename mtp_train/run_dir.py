@@ -125,10 +125,22 @@ def _git_commit() -> str | None:
     return commit.stdout.strip() or None
 
 
+_LEFTOVERS = (
+    ".offload-*",
+    ".head.*",
+    ".tuned.*",
+    ".adapter.*",
+    ".export.*",
+    ".*.tmp",
+    "figures/.*.tmp",
+    "state/.step-*",
+)
+
+
 def clear_leftovers(run_dir: Path) -> None:
     """Remove what a kill left of writes that never got their final name, and the outcome of an earlier attempt."""
     (run_dir / OUTCOME_FILE).unlink(missing_ok=True)
-    for pattern in (".offload-*", ".head.*", ".export.*", ".*.tmp", "figures/.*.tmp", "state/.step-*"):
+    for pattern in _LEFTOVERS:
         for path in run_dir.glob(pattern):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torch import Size
+
 from mtp_train.demo import resolve
 from mtp_train.families import family_for, of_kind
 from mtp_train.families.engines import engine_commands
@@ -13,10 +15,12 @@ from mtp_train.heads.diagnose import head_shapes
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.offload import require_offload
 from mtp_train.heads.quantization import require_quantizable
-from mtp_train.heads.trunk import empty_trunk, trunk_config
+from mtp_train.heads.trunk import Trunk, empty_trunk, trunk_config
 from mtp_train.inputs import require_draft_vocab, require_unroll
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe
+from mtp_train.sft.cost import tuning_cost, tuning_footprint
+from mtp_train.sft.model import require_trainable
 from mtp_train.study.material import for_objective
 from mtp_train.train.cost import Cost, Sizes, active_weights, estimate_cost
 from mtp_train.train.footprint import GIB, Footprint, estimate_footprint, in_shards
@@ -71,11 +75,14 @@ class CheckResult:
             f"# about {cost.total_flops / 1e12:.3g} TFLOP on all processes: trunk {cost.trunk_flops / 1e12:.3g}, head "
             f"{cost.head_flops / 1e12:.3g}, loss {cost.loss_flops / 1e12:.3g}, answers at most "
             f"{cost.regenerate_flops / 1e12:.3g}; disk at most {cost.disk_bytes / GIB:.2f} GiB besides answers"
-            f"{self._study_text()}\n# the export, with its head, in\n{engines}"
+            f"{self._kind_text()}\n# the export, with its head, in\n{engines}"
         )
 
-    def _study_text(self) -> str:
-        study = self.recipe.study
+    def _kind_text(self) -> str:
+        study, sft = self.recipe.study, self.recipe.sft
+        if sft is not None:
+            learns = "all weights of the trunk" if sft.lora is None else f"LoRA of rank {sft.lora.r} on the trunk"
+            return f"\n# sft: {learns}, its head {sft.head}; every process holds the whole model"
         if study is None:
             return ""
         heads = ", ".join(study.objectives)
@@ -111,6 +118,8 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
     require_draft_vocab(recipe, text_config.vocab_size)
+    if recipe.sft is not None:
+        require_trainable(family, raw, where=path)
     plan = make_plan(recipe, world_size)
     trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
     trunk.show_layers(head_family.trunk_layers(text_config))
@@ -118,7 +127,7 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     trained = None
     if recipe.head.lora is not None:
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
-    memory = estimate_footprint(recipe, trunk, head, plan, trained)
+    memory = whole_footprint(recipe, trunk, head, plan, trained)
     experts = int(text_config.num_experts_per_tok) if any(".experts." in name for name in head) else 1
     sizes = Sizes(
         trunk=active_weights({name: value.shape for name, value in trunk.decoder.named_parameters()}, experts),
@@ -130,16 +139,29 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     )
     # What is refused under shards has no estimate for them.
     packed = recipe.model.quantization is not None or quant_method(raw) is not None
-    shards = None if packed or recipe.train.hidden_cache is not None else in_shards(memory, trunk, plan)
-    cost = whole_cost(recipe, plan, sizes, memory.offloaded_bytes if recipe.model.offload == "disk" else 0)
+    whole = packed or recipe.train.hidden_cache is not None or recipe.sft is not None
+    shards = None if whole else in_shards(memory, trunk, plan)
+    cost = whole_cost(recipe, plan, sizes, memory)
     serves = engine_commands(head_family.engines, f"{recipe.run_dir}/export", recipe.head.num_depths)
     return CheckResult(recipe, family.title, plan, memory, shards, cost, serves)
 
 
-def whole_cost(recipe: Recipe, plan: Plan, sizes: Sizes, offloaded_bytes: int) -> Cost:
-    """Estimate the operations and the disk of all heads of a recipe; the answers are written once."""
+def whole_footprint(
+    recipe: Recipe, trunk: Trunk, head: Mapping[str, Size], plan: Plan, lora_parameters: int | None
+) -> Footprint:
+    """Estimate the memory of training, of whatever the recipe trains."""
+    if recipe.sft is None:
+        return estimate_footprint(recipe, trunk, head, plan, lora_parameters)
+    return tuning_footprint(recipe, recipe.sft, trunk, head, plan)
+
+
+def whole_cost(recipe: Recipe, plan: Plan, sizes: Sizes, memory: Footprint) -> Cost:
+    """Estimate the operations and the disk of all that a recipe trains; answers are written once."""
+    if recipe.sft is not None:
+        return tuning_cost(recipe, recipe.sft, plan, sizes, memory)
     if recipe.study is None:
-        return estimate_cost(recipe, plan, sizes, offloaded_bytes)
+        offloaded = memory.offloaded_bytes if recipe.model.offload == "disk" else 0
+        return estimate_cost(recipe, plan, sizes, offloaded)
     costs = [estimate_cost(for_objective(recipe, objective), plan, sizes) for objective in recipe.study.objectives]
     return replace(
         costs[0],

@@ -27,7 +27,7 @@ from mtp_train.weights.head_only import write_head_only
 from mtp_train.weights.native import NativeHead, native_head_of
 from mtp_train.weights.writing import refuse_existing
 
-HEAD_DIRECTORY = "head"
+HEAD_DIRECTORY, EXPORT_DIRECTORY = "head", "export"
 
 
 def graft(finetune: str, base: str, out: Path, *, link: LinkMode, progress: Progress) -> None:
@@ -107,6 +107,8 @@ def head_to_export(source: Path) -> HeadToExport:
         CheckpointError: There is no head to export, or the run's has not been measured.
         GateRefusedError: The run's head is not better than its baseline.
     """
+    if is_fine_tune(source):
+        source = source / EXPORT_DIRECTORY
     if not is_run(source):
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
@@ -123,6 +125,11 @@ def head_to_export(source: Path) -> HeadToExport:
 def is_run(source: Path) -> bool:
     """Whether a directory is that of a run with a trained head, and not a checkpoint."""
     return is_head_directory(source / HEAD_DIRECTORY)
+
+
+def is_fine_tune(source: Path) -> bool:
+    """Whether a directory is that of a run that fine-tuned the trunk: what it exported is all there is of that."""
+    return (source / RECIPE_FILE).is_file() and load_recipe(source / RECIPE_FILE).sft is not None
 
 
 def refuse_with_adapter(source: Path, found: HeadToExport) -> None:

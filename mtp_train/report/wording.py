@@ -34,7 +34,7 @@ GLOSSARY = (
     ("repeats", "Share of 8-grams that already occurred in the same output. Loops are easy to draft and inflate tau."),
     ("entropy", "How uncertain the trunk is about its next token, in nats. A lower entropy is easier to draft."),
     ("graft", "The base model's head put on the fine-tune without training."),
-    ("retrained", "The head after training on what the fine-tune itself says."),
+    ("retrained", "The head after training on what the fine-tune itself says, or beside it while it was tuned."),
     ("vanilla", "The base model with the head it came with."),
 )
 
@@ -83,6 +83,8 @@ def headline(report: RunReport) -> Headline:
     """Return the run's verdict. Output that is not lossless comes first: its acceptance figures mean nothing."""
     if report.lossless and report.lossless.faults:
         return lossy_headline(report.lossless)
+    if report.gate is None and report.settings.get("head") == "kept":
+        return kept_headline(report)
     if report.gate is None:
         return Headline("neutral", "Acceptance measured", "Nothing was retrained, so that there was nothing to judge.")
     baseline = BASELINES.get(report.gate.baseline, report.gate.baseline)
@@ -90,6 +92,17 @@ def headline(report: RunReport) -> Headline:
     if not report.gate.passed:
         return Headline("bad", f"Refused: no gain shown over {baseline}", detail)
     return Headline("good", f"The retrained head beats {baseline}", detail)
+
+
+def kept_headline(report: RunReport) -> Headline:
+    """Return the verdict on a head that was kept while its trunk was fine-tuned."""
+    tau = report.arms["graft"].tau
+    return Headline(
+        "neutral",
+        "The trunk was fine-tuned, its head kept as it was: stale",
+        f"The head commits {format_number(tau, 2)} tokens a round on the tuned trunk; plain decoding, 1.00. Retrain it "
+        f"on what that says: {report.settings['next']}",
+    )
 
 
 def lossy_headline(lossless: Lossless) -> Headline:

@@ -11,17 +11,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from mtp_train.data.rows import document_row, pad_rows
 from mtp_train.data.tokenize import Document
 from mtp_train.heads.trunk import Trunk
 from mtp_train.recipe_study import FineTuneSpec
 
-IGNORED = -100
 _OF_THE_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OF_ACCELERATE = ("ACCELERATE_", "FSDP_")
 
@@ -62,8 +59,8 @@ def fine_tune(
         trainer = Trainer(
             model=model,
             args=_arguments(spec, unused, on_cpu=trunk.lm_head_VD.device.type == "cpu", precision=precision, seed=seed),
-            train_dataset=[_row(document) for document in documents],
-            data_collator=_collate,
+            train_dataset=[document_row(document.input_ids, document.loss_mask) for document in documents],
+            data_collator=pad_rows,
             callbacks=[_Points(trunk, measured_steps(spec), on_step, on_point)],
         )
         trainer.remove_callback(PrinterCallback)
@@ -109,21 +106,6 @@ def _arguments(spec: FineTuneSpec, directory: str, *, on_cpu: bool, precision: s
         # The Trainer would spread every batch over all the GPUs that it sees, and take a batch for each.
         arguments._n_gpu = 1
     return arguments
-
-
-def _row(document: Document) -> dict[str, Tensor]:
-    tokens_T = torch.from_numpy(document.input_ids).long()
-    labels_T = tokens_T.masked_fill(~torch.from_numpy(document.loss_mask), IGNORED)
-    return {"input_ids": tokens_T, "attention_mask": torch.ones_like(tokens_T), "labels": labels_T}
-
-
-def _collate(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Pad rows on the right; each (B, T)."""
-    filling = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
-    return {
-        name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
-        for name, value in filling.items()
-    }
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from mtp_train.cli import main
 from mtp_train.demo import demo_path
 from mtp_train.joint import train_head_beside
 from mtp_train.preserve import KeepHead
+from mtp_train.recipe_io import load_recipe
 from preserving import trainer_arguments
 from runs import document
 
@@ -52,7 +53,7 @@ def tau(path: Path, capfd: Capture) -> float:
 def test_the_how_to_keeps_the_head_and_it_drafts(
     tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, commands, _ = page()
+    script, commands, *_ = page()
     tuned = fine_tune(script, tmp_path, monkeypatch)
     for line in commands.splitlines():
         assert main(shlex.split(line, comments=True)[1:]) == 0
@@ -66,7 +67,7 @@ def test_the_how_to_keeps_the_head_and_it_drafts(
 def test_without_the_line_inspect_names_what_was_lost(
     tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, _, _ = page()
+    script, *_ = page()
     assert LINE in script
     tuned = fine_tune(script.replace(LINE, ""), tmp_path, monkeypatch)
     found = document(["inspect", tuned, "--base", "demo:base"], capfd)
@@ -78,13 +79,21 @@ def test_without_the_line_inspect_names_what_was_lost(
 def test_the_how_to_trains_the_head_beside_the_model(
     tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, _, beside = page()
+    script, _, beside, _ = page()
     assert "trainer.train()\n" in script
     script = script.replace(LINE, "").replace("trainer.train()\n", f"{beside}trainer.train()\n")
     tuned = fine_tune(script, tmp_path, monkeypatch)
     found = document(["inspect", tuned, "--base", "demo:base"], capfd)
     assert (found["status"], found["stale"]) == ("healthy", False)
     assert tau(tuned, capfd) > 2
+
+
+def test_the_launches_that_the_how_to_names_are_recipes() -> None:
+    lines = [shlex.split(line) for line in page()[-1].splitlines()]
+    assert len(lines) == 3
+    for line in lines:
+        recipe = load_recipe(HOW_TO.parents[1] / line[4], line[5:])
+        assert recipe.sft is not None
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", "beside"])

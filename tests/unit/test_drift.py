@@ -10,6 +10,7 @@ import torch
 from accelerate.state import PartialState
 from rich.progress import Progress
 
+from mtp_train.data.rows import IGNORED, document_row, pad_rows
 from mtp_train.data.tokenize import Document
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs, gather_inputs
@@ -18,7 +19,7 @@ from mtp_train.recipe_study import FineTuneSpec
 from mtp_train.report.cells import DriftPoint
 from mtp_train.study import drift
 from mtp_train.study.drift import DriftLog, change_of, drift_along_checkpoints, drift_along_fine_tune, stored_change
-from mtp_train.study.fine_tune import IGNORED, _collate, _row, alone, fine_tune, measured_steps
+from mtp_train.study.fine_tune import alone, fine_tune, measured_steps
 from mtp_train.weights.files import open_checkpoint
 from runs import tiny_recipe, write_inputs
 from tiny import tiny_trunk
@@ -78,12 +79,12 @@ def test_fine_tuning_learns_what_it_is_shown_and_counts_its_tokens() -> None:
 
 @torch.no_grad()
 def loss_of(trunk: Trunk) -> float:
-    batch = _collate([_row(document) for document in DOCUMENTS])
+    batch = pad_rows([document_row(document.input_ids, document.loss_mask) for document in DOCUMENTS])
     return float(trunk.causal_lm(**batch).loss)
 
 
 def test_only_the_responses_tokens_are_learnt() -> None:
-    batch = _collate([_row(document) for document in DOCUMENTS])
+    batch = pad_rows([document_row(document.input_ids, document.loss_mask) for document in DOCUMENTS])
     assert batch["labels"].tolist() == [
         [IGNORED, IGNORED, 3, 4, 5, 6],
         [IGNORED, 8, 9, 10, IGNORED, IGNORED],
