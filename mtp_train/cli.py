@@ -104,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--gguf", choices=("f16", "q8_0"), help="write the head alone, as a GGUF file for llama.cpp's -md"
     )
     alone.add_argument("--head-only", action="store_true", help="the head alone, to name as vLLM's draft model")
+    alone.add_argument("--speculators", action="store_true", help="an EAGLE-3 head as the speculators package keeps it")
     export.set_defaults(handler=_export)
 
     generate = commands.add_parser("generate", parents=[common], help="decode with the built-in speculative decoder")
@@ -294,12 +295,14 @@ def _merge(args: argparse.Namespace) -> Result:
 def _export(args: argparse.Namespace) -> Result:
     from mtp_train.commands.graft import export
     from mtp_train.cures import draft_model_flag
+    from mtp_train.weights.draft_checkpoint import DraftForm
 
     if args.gguf:
         return _export_gguf(args)
     link: Literal["hard", "copy"] = "copy" if args.copy else "hard"
     with _progress(args) as progress:
-        done = export(args.source, args.out, link=link, progress=progress, head_only=args.head_only)
+        form: DraftForm = "speculators" if args.speculators else "engines"
+        done = export(args.source, args.out, link=link, progress=progress, head_only=args.head_only, form=form)
     if not args.head_only:
         return Result({"out": str(args.out)}, f"Wrote {args.out}.")
     flag = draft_model_flag(str(args.out), done.num_depths)

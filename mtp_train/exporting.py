@@ -12,14 +12,21 @@ from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.weights.adapted import write_adapted
 from mtp_train.weights.adapter import read_adapter
 from mtp_train.weights.artifact import Artifact
-from mtp_train.weights.draft_checkpoint import require_readable, write_draft_checkpoint
+from mtp_train.weights.draft_checkpoint import DraftForm, require_readable, write_draft_checkpoint
 from mtp_train.weights.export import LinkMode
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.merge import plan_changes
 
 
 def write_export(
-    trunk: Checkpoint, artifact: Artifact, out: Path, *, adapter: Path | None, link: LinkMode, progress: Progress
+    trunk: Checkpoint,
+    artifact: Artifact,
+    out: Path,
+    *,
+    adapter: Path | None,
+    link: LinkMode,
+    progress: Progress,
+    form: DraftForm = "engines",
 ) -> None:
     """Write a head to a new directory: in its trunk's checkpoint, or as a draft model beside it, as its kind is kept.
 
@@ -30,17 +37,23 @@ def write_export(
         adapter: A LoRA adapter's directory that the trunk wears, merged where the trunk is written; None for none.
         link: Hard-link unchanged files where the file system allows, or copy them all.
         progress: Where to show progress.
+        form: Of a draft model.
 
     Raises:
         OutputExistsError: ``out`` exists.
         CheckpointError: The adapter cannot be merged, nobody reads such a draft model, or the disk is full.
     """
     if artifact.family.kind == "mtp":
+        if form != "engines":
+            raise CheckpointError(
+                f"{trunk.path}: its head is kept in its own checkpoint; expected a head of kind eagle3 to write for "
+                f"{form}. Leave the form out."
+            )
         write_adapted(trunk, layout_of(trunk), artifact.head, out, adapter=adapter, link=link, progress=progress)
         return
     require_exportable(trunk, artifact.family.kind, adapter)
     layer_config = artifact.family.head_layer_config(text_config_of(trunk), artifact.num_modules)
-    write_draft_checkpoint(trunk, artifact, layer_config, out)
+    write_draft_checkpoint(trunk, artifact, layer_config, out, form=form)
 
 
 def require_exportable(trunk: Checkpoint, kind: HeadKind, adapter: Path | None) -> None:

@@ -14,13 +14,15 @@ from typing import Any
 import yaml
 
 from mtp_train import __version__
-from mtp_train.families.engines import engine_commands
+from mtp_train.families import draft_title
+from mtp_train.families.engines import EngineSupport, engine_commands
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe, load_recipe
 from mtp_train.recipe_yaml import dump_yaml
 from mtp_train.report.schema import REPORT_FILE, RunReport, load_report
 from mtp_train.report.wording import COLUMNS, apart_sentence, arm_cells, capitalised, group_arms, lossless_sentence
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
+from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import open_checkpoint, read_json
 from mtp_train.weights.writing import write_text
 
@@ -28,6 +30,7 @@ Identity = Mapping[str, Any]
 CARD_FILE = "README.md"
 OPENING, CLOSING = "<!-- mtp-train -->", "<!-- /mtp-train -->"
 TAGS = ("mtp", "speculative-decoding")
+_FIELDS: Mapping[str, Any] = {"library_name": "transformers", "tags": [*TAGS]}
 LICENCE_FIELDS = ("license", "license_name", "license_link")
 _PURPOSE = (
     "The head drafts the next tokens, the model verifies them in one pass. It changes how fast the model answers, not "
@@ -44,8 +47,15 @@ def write_card(run_dir: Path, out: Path) -> None:
         out: What was exported of it.
     """
     recipe, provenance = load_recipe(run_dir / RECIPE_FILE), read_json(run_dir / PROVENANCE_FILE)
-    section = _section(recipe, provenance, load_report(run_dir / REPORT_FILE), out)
-    _write(out, section, provenance["trunk"], provenance["head_from"])
+    report, trunk = load_report(run_dir / REPORT_FILE), provenance["trunk"]
+    if recipe.head.kind == "mtp":
+        section = _section(recipe, provenance, report, open_checkpoint(out).engines)
+        _write(out, section, trunk, provenance["head_from"])
+        return
+    family = load_artifact(run_dir / "head").family
+    name = draft_title(family.kind)
+    title = f"{name} draft model for {_name(trunk)}"
+    _write(out, _section(recipe, provenance, report, family.engines), trunk, trunk, title, {"tags": [name, TAGS[-1]]})
 
 
 def write_graft_card(out: Path, trunk: Identity, head_from: Identity, adapter: str | None, num_depths: int) -> None:
@@ -64,29 +74,36 @@ def write_graft_card(out: Path, trunk: Identity, head_from: Identity, adapter: s
         f"The weights of `{_name(trunk)}`{_state(adapter)}, and the multi-token-prediction head of "
         f"`{_name(head_from)}` as it is, put there by mtp-train {__version__}. {_PURPOSE}",
         "It was not trained for these weights: `mtp-train evaluate .` measures what it is worth here.",
-        *_serving(out, num_depths),
+        *_serving(open_checkpoint(out).engines, num_depths),
         CLOSING,
     ]
     _write(out, "\n\n".join(parts), trunk, head_from)
 
 
-def _write(out: Path, section: str, trunk: Identity, head_from: Identity | None) -> None:
+def _write(
+    out: Path,
+    section: str,
+    trunk: Identity,
+    head_from: Identity | None,
+    title: str | None = None,
+    fields: Mapping[str, Any] = _FIELDS,
+) -> None:
     """Put a section into the card, and the fields that its header lacks."""
     card = out / CARD_FILE
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     match = _HEADER.match(text)
     header, body = (match[1], text[match.end() :]) if match else ("", text)
     if not body.strip():
-        body = f"\n# {_name(trunk)}, with its MTP head\n"
+        body = f"\n# {title or f'{_name(trunk)}, with its MTP head'}\n"
     # A function: what a section holds must not be read as a replacement's escapes.
     body, replaced = re.subn(f"{OPENING}.*{CLOSING}", lambda _: section, body, flags=re.DOTALL)
     if not replaced:
         body = f"{body.rstrip()}\n\n{section}\n"
     # Renamed into place: the file there may be a link to the trunk's own.
-    write_text(card, f"---\n{_completed(header, trunk, head_from)}---\n{body}")
+    write_text(card, f"---\n{_completed(header, trunk, head_from, fields)}---\n{body}")
 
 
-def _completed(header: str, trunk: Identity, base: Identity | None) -> str:
+def _completed(header: str, trunk: Identity, base: Identity | None, fields: Mapping[str, Any]) -> str:
     """Return a card's header with the fields that it lacks; all other lines stay as they are."""
     known = _fields(header)
     lines = header.rstrip().splitlines()
@@ -101,7 +118,7 @@ def _completed(header: str, trunk: Identity, base: Identity | None) -> str:
     if "license" not in known and base is not None:
         theirs = _card_fields(Path(base["path"]) / CARD_FILE)
         added |= {name: theirs[name] for name in LICENCE_FIELDS if name in theirs}
-    added |= {name: value for name, value in (("library_name", "transformers"), ("tags", [*TAGS])) if name not in known}
+    added |= {name: value for name, value in fields.items() if name not in known}
     return "".join(f"{line}\n" for line in lines) + (dump_yaml(added) if added else "")
 
 
@@ -119,19 +136,22 @@ def _fields(header: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _section(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport, out: Path) -> str:
+def _section(
+    recipe: Recipe, provenance: Mapping[str, Any], report: RunReport, engines: Mapping[str, EngineSupport]
+) -> str:
     version = provenance["versions"]["mtp-train"]
-    opening = _retrained if recipe.sft is None else _fine_tuned
+    drafts = recipe.head.kind != "mtp"
+    opening = _drafting if drafts else _retrained if recipe.sft is None else _fine_tuned
     parts = [
         OPENING,
-        "## MTP head",
+        f"## {draft_title(recipe.head.kind) if drafts else 'MTP'} head",
         *opening(recipe, provenance, report, f"mtp-train {version}"),
         "### Acceptance",
         _table(report),
         f"Lossless: {lossless_sentence(report.lossless)}",
         *([f"Gate: {capitalised(report.gate.reason)}."] if report.gate else []),
         f"Measured with mtp-train's own decoder: {_settings(report)}.",
-        *_serving(out, recipe.head.num_depths),
+        *_serving(engines, recipe.head.num_depths),
         f"<details><summary>Recipe</summary>\n\n```yaml\n{_public_recipe(recipe)}```\n\n</details>",
         CLOSING,
     ]
@@ -148,6 +168,17 @@ def _retrained(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport,
         f"The weights of `{_name(trunk)}`{_state(adapter)}, and a multi-token-prediction head that was retrained for "
         f"them with {tool}. {_PURPOSE}",
         f"- started from: {start}\n- trained on: {said} {_sources(recipe)}",
+    )
+
+
+def _drafting(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport, tool: str) -> tuple[str, str]:
+    """Say what a head in a directory of its own drafts for, and what it was made of."""
+    trunk, size = provenance["trunk"], recipe.head.draft_vocab
+    said = "the model's own answers to the prompts of" if recipe.regenerates else "the text of"
+    return (
+        f"A head that was trained for `{_name(trunk)}` with {tool}, to be served beside it. {_PURPOSE}",
+        f"- drafts: {'all tokens' if size is None else f'the {size} tokens most frequent in its training text'}\n"
+        f"- trained on: {said} {_sources(recipe)}",
     )
 
 
@@ -187,9 +218,8 @@ def _state(adapter: str | None) -> str:
     return f", with the adapter `{_public(adapter)}` merged into them" if adapter else ", bit for bit"
 
 
-def _serving(out: Path, num_depths: int) -> list[str]:
+def _serving(engines: Mapping[str, EngineSupport], num_depths: int) -> list[str]:
     """Return how to serve it, nothing where no engine is known to use the head."""
-    engines = open_checkpoint(out).engines
     known = {name: engines[name] for name in ("vllm", "sglang", "llama.cpp") if engines[name].supported}
     commands = [f"# {name}\n{command}" for name, command in engine_commands(known, ".", num_depths).items()]
     where = "In this directory; elsewhere put the model's name in the place of `.`:"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from mtp_train.commands.graft import head_to_export, refuse_with_adapter
+from mtp_train.commands.graft import head_to_export, refuse_draft_model, refuse_with_adapter
 from mtp_train.families.gguf import gguf_head_for
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.inputs import load_tokenizer
@@ -35,6 +35,7 @@ def export_gguf(source: Path, out: Path, *, kind: GgufKind, progress: Progress) 
     """
     refuse_existing(out, what="the GGUF file")
     found = head_to_export(source)
+    refuse_draft_model(found)
     refuse_with_adapter(source, found)
     trunk, head = found.trunk, found.head
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))

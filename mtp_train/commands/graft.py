@@ -10,6 +10,7 @@ from rich.progress import Progress
 
 from mtp_train.commands.inspect import SUGGESTED_DEPTH
 from mtp_train.errors import CheckpointError, GateRefusedError
+from mtp_train.exporting import write_export
 from mtp_train.heads.attach import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.inputs import is_head_directory, open_location, refuse_adapter
@@ -19,7 +20,8 @@ from mtp_train.report.schema import REPORT_FILE, load_report
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE, checkpoint_identity
 from mtp_train.weights.adapted import write_adapted
 from mtp_train.weights.adapter import locate_adapter
-from mtp_train.weights.artifact import load_artifact
+from mtp_train.weights.artifact import Artifact, load_artifact
+from mtp_train.weights.draft_checkpoint import DraftForm
 from mtp_train.weights.export import LinkMode, write_checkpoint
 from mtp_train.weights.files import Checkpoint, locate_checkpoint, open_checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
@@ -62,8 +64,18 @@ class Exported:
     num_depths: int
 
 
-def export(source: Path, out: Path, *, link: LinkMode, progress: Progress, head_only: bool = False) -> Exported:
+def export(
+    source: Path,
+    out: Path,
+    *,
+    link: LinkMode,
+    progress: Progress,
+    head_only: bool = False,
+    form: DraftForm = "engines",
+) -> Exported:
     """Write a servable checkpoint from a run that passed the gate, or from one whose config lost the head's count.
+
+    A run's head of another kind than ``mtp`` becomes a draft model.
 
     Args:
         source: A run directory (its trunk and its trained head) or a checkpoint that holds a head.
@@ -71,6 +83,7 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress, head_
         link: Hard-link unchanged files, or copy.
         progress: Where to show progress.
         head_only: Write the head alone, as a directory that vLLM takes for a draft model.
+        form: Of a draft model.
 
     Raises:
         OutputExistsError: ``out`` exists.
@@ -82,12 +95,14 @@ def export(source: Path, out: Path, *, link: LinkMode, progress: Progress, head_
     trunk, head = found.trunk, found.head
     require_finite_checkpoint(trunk, progress)
     if head_only:
+        refuse_draft_model(found)
         refuse_with_adapter(source, found)
         write_head_only(trunk, layout_of(trunk), head, out)
+    elif found.artifact is not None:
+        write_export(trunk, found.artifact, out, adapter=found.adapter, link=link, progress=progress, form=form)
+        write_card(source, out)
     else:
-        write_adapted(trunk, layout_of(trunk), head, out, adapter=found.adapter, link=link, progress=progress)
-        if is_run(source):
-            write_card(source, out)
+        write_adapted(trunk, layout_of(trunk), head, out, adapter=None, link=link, progress=progress)
     return Exported(trunk.path, found.num_depths)
 
 
@@ -98,6 +113,8 @@ class HeadToExport(NamedTuple):
     head: NativeHead
     num_depths: int
     adapter: Path | None
+    artifact: Artifact | None
+    """A run's head as the run keeps it; None of a checkpoint."""
 
 
 def head_to_export(source: Path) -> HeadToExport:
@@ -112,14 +129,14 @@ def head_to_export(source: Path) -> HeadToExport:
     if not is_run(source):
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
-        return HeadToExport(trunk, _own_head(trunk), SUGGESTED_DEPTH, None)
+        return HeadToExport(trunk, _own_head(trunk), SUGGESTED_DEPTH, None, None)
     _require_exportable(source)
     identity = read_json(source / PROVENANCE_FILE)["trunk"]
     trunk = open_checkpoint(locate_checkpoint(identity["path"]))
     artifact = load_artifact(source / HEAD_DIRECTORY)
     model = load_recipe(source / RECIPE_FILE).model
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
-    return HeadToExport(trunk, artifact.head, artifact.num_depths, adapter)
+    return HeadToExport(trunk, artifact.head, artifact.num_depths, adapter, artifact)
 
 
 def is_run(source: Path) -> bool:
@@ -130,6 +147,15 @@ def is_run(source: Path) -> bool:
 def is_fine_tune(source: Path) -> bool:
     """Whether a directory is that of a run that fine-tuned the trunk: what it exported is all there is of that."""
     return (source / RECIPE_FILE).is_file() and load_recipe(source / RECIPE_FILE).sft is not None
+
+
+def refuse_draft_model(found: HeadToExport) -> None:
+    """Raise a CheckpointError where a head of another kind is to be taken out of a checkpoint that does not hold it."""
+    if found.artifact is not None and found.artifact.family.kind != "mtp":
+        raise CheckpointError(
+            f"{found.trunk.path}: its head is {found.artifact.family.title}; expected an MTP head. Export it without "
+            "--head-only or --gguf: it becomes a draft model, a directory of its own that llama.cpp's converter reads."
+        )
 
 
 def refuse_with_adapter(source: Path, found: HeadToExport) -> None:
