@@ -23,6 +23,7 @@ from mtp_train.families.draft_engines import LEAST_TRUNK_LAYERS
 from mtp_train.weights.artifact import Artifact
 from mtp_train.weights.draft_config import draft_config, speculators_config
 from mtp_train.weights.files import CONFIG_FILE, SINGLE_FILE, Checkpoint
+from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import plain_tensor
 from mtp_train.weights.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 
@@ -59,14 +60,18 @@ def write_draft_checkpoint(
     """
     kind = artifact.family.kind
     require_readable(source, kind, form)
-    vocab = None if kind == "eagle" else artifact.draft_vocab
+    # No engine loads such a list of the others: vLLM 0.32 has one of Medusa, and then misses it among what it loaded.
+    vocab = artifact.draft_vocab if kind == "eagle3" else None
     tensors = [_renamed(pending, *_RENAMED) for pending in artifact.head.tensors]
     dtype = tensors[0].dtype
     if kind == "eagle":
         # SGLang's projection has a bias, of random numbers where a file has none; vLLM's has none, and ignores one.
         tensors.append(held_tensor("fc.bias", dtype, torch.zeros(layer_config.hidden_size)))
     else:
-        tensors += [_output_rows(source, artifact, layer_config.hidden_size), *_vocab_tensors(source, artifact)]
+        tensors += [
+            _output_rows(source, artifact.layout, layer_config.hidden_size, vocab),
+            *_vocab_tensors(source, vocab),
+        ]
     vocab_sizes = (int(source.text_config["vocab_size"]), None if vocab is None else len(vocab))
     config = draft_config(kind, layer_config, artifact.num_modules, vocab_sizes, dtype)
     if form == "speculators":
@@ -98,9 +103,9 @@ def _renamed(pending: PendingTensor, pattern: str, name: str) -> PendingTensor:
     return replace(pending, key=re.sub(f"^{pattern}", name, pending.key))
 
 
-def _output_rows(source: Checkpoint, artifact: Artifact, hidden_size: int) -> PendingTensor:
+def _output_rows(source: Checkpoint, layout: HeadLayout, hidden_size: int, draft_vocab: Tensor | None) -> PendingTensor:
     """Return the rows of the trunk's lm_head that the head uses, in plain floats."""
-    layout, stored = artifact.layout, artifact.family.lm_head_key
+    stored = layout.family.lm_head_key
     # A wrapper may put its own name before the lm_head; one that is not stored is tied to the embedding, or packed.
     key = next((key for key in (stored, f"language_model.{stored}") if key in source.tensors), layout.embed_key)
     packed = [name for name in source.tensors if name.startswith(stored.removesuffix("weight")) and name != key]
@@ -116,9 +121,9 @@ def _output_rows(source: Checkpoint, artifact: Artifact, hidden_size: int) -> Pe
             f"{source.path}: {key} is {list(whole.shape)}; expected {list(expected)}, as config.json and the head have "
             "it. Use the trunk that the head was trained on."
         )
-    if artifact.draft_vocab is None:
+    if draft_vocab is None:
         return whole
-    rows_R = artifact.draft_vocab.long()
+    rows_R = draft_vocab.long()
     return PendingTensor(
         OUTPUT_KEY,
         whole.dtype,
@@ -137,13 +142,11 @@ def _picked(blocks: Iterable[Tensor], rows_R: Tensor) -> Iterator[Tensor]:
         first = stop
 
 
-def _vocab_tensors(source: Checkpoint, artifact: Artifact) -> list[PendingTensor]:
-    """Return what leads from the rows of a smaller lm_head to tokens: EAGLE-3 keeps offsets, Medusa the tokens."""
-    if artifact.draft_vocab is None:
+def _vocab_tensors(source: Checkpoint, draft_vocab: Tensor | None) -> list[PendingTensor]:
+    """Return what leads from the rows of a smaller lm_head to tokens: offsets, and which tokens have a row."""
+    if draft_vocab is None:
         return []
-    tokens_R = artifact.draft_vocab.long()
-    if artifact.family.kind == "medusa":
-        return [held_tensor("token_map", "I64", tokens_R)]
+    tokens_R = draft_vocab.long()
     chosen_V = torch.zeros(int(source.text_config["vocab_size"]), dtype=torch.bool)
     chosen_V[tokens_R] = True
     return [held_tensor("d2t", "I64", tokens_R - torch.arange(len(tokens_R))), held_tensor("t2d", "BOOL", chosen_V)]

@@ -68,7 +68,7 @@ def draft_config(
             "num_hidden_layers": 1,
             "medusa_fc_bias": True,
             "original_lm_head": True,
-            "truncated_vocab_size": num_drafted or vocab_size,
+            "truncated_vocab_size": vocab_size,
         }
     layer = layer_config.to_dict()
     config = {

@@ -131,18 +131,16 @@ def test_eagle_has_no_lm_head_and_a_bias_that_does_nothing(tmp_path: Path) -> No
     assert "draft_vocab_size" not in config
 
 
-@pytest.mark.parametrize("vocab", [None, CHOSEN])
-def test_medusa_keeps_its_blocks_the_lm_head_and_tokens_themselves(vocab: Tensor | None, tmp_path: Path) -> None:
-    written = DraftModelToWrite(tmp_path, "medusa", vocab)
+def test_medusa_keeps_its_blocks_and_the_whole_lm_head(tmp_path: Path) -> None:
+    written = DraftModelToWrite(tmp_path, "medusa", CHOSEN)
     tensors, config = written.write()
     blocks = {f"blocks.{depth}.layers.0.{name}" for depth in range(NUM_DEPTHS) for name in ("weight", "bias")}
-    assert tensors.keys() == blocks | {"lm_head.weight"} | (set() if vocab is None else {"token_map"})
+    assert tensors.keys() == blocks | {"lm_head.weight"}
     last = written.head.state_dict()["blocks.2.layer.linear.weight"]
     assert torch.equal(tensors["blocks.2.layers.0.weight"], last)
+    assert torch.equal(tensors["lm_head.weight"], written.trunk.lm_head_VD)
     assert (config["num_heads"], config["original_lm_head"], config["medusa_fc_bias"]) == (NUM_DEPTHS, True, True)
-    assert config["truncated_vocab_size"] == len(tensors["lm_head.weight"])
-    if vocab is not None:
-        assert tensors["token_map"].tolist() == CHOSEN.tolist()
+    assert config["truncated_vocab_size"] == VOCAB_SIZE
 
 
 def test_a_trunk_of_few_layers_has_no_three_states(tmp_path: Path) -> None:
