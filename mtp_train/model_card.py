@@ -223,6 +223,8 @@ def _serving(engines: Mapping[str, EngineSupport], num_depths: int) -> list[str]
     known = {name: engines[name] for name in ("vllm", "sglang", "llama.cpp") if engines[name].supported}
     commands = [f"# {name}\n{command}" for name, command in engine_commands(known, ".", num_depths).items()]
     where = "In this directory; elsewhere put the model's name in the place of `.`:"
+    if any("TRUNK" in command for command in commands):
+        where = f"TRUNK is the model that it drafts for. {where}"
     return ["### Serve it", where, "```bash\n{}\n```".format("\n".join(commands))] if commands else []
 
 

@@ -41,13 +41,13 @@ ATTACH = {
 }
 
 
-def write_headless(directory: Path, family_name: str) -> Path:
+def write_headless(directory: Path, family_name: str, num_layers: int | None = None) -> Path:
     """Write chats and, in the place of the fine-tune, a model as its release has it: no head, no word of one."""
     write_inputs(directory)
     path = directory / "finetune"
     for old in path.iterdir():
         old.unlink()
-    tiny_trunk(family_name, vocab_size=BYTE_VOCAB_SIZE).causal_lm.save_pretrained(path)
+    tiny_trunk(family_name, vocab_size=BYTE_VOCAB_SIZE, num_layers=num_layers).causal_lm.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return path
 

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_attach_head import ATTACH, write_headless
 
+from mtp_train.cli import main
 from mtp_train.errors import GateRefusedError
 from mtp_train.recipe_io import load_recipe
 from runs import document, run_quietly, write_recipe
 
 KINDS = ("eagle", "eagle3", "medusa")
-RUN: dict[str, Any] = {**ATTACH, "head__init": "random", "export__enabled": False}
+RUN: dict[str, Any] = {**ATTACH, "head__init": "random"}
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_headless(tmp_path_factory.mktemp("kinds") / "in", "qwen3").parent
+    return write_headless(tmp_path_factory.mktemp("kinds") / "in", "qwen3", num_layers=8).parent
 
 
 def run(inputs: Path, directory: Path, **overrides: Any) -> Path:
@@ -51,6 +53,63 @@ def test_it_is_trained_measured_and_decodes_losslessly(
     (drafted,) = document([*ask, "--head", runs[kind] / "head", "--depth", 2], capfd)["requests"]
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["num_draft_tokens"] == 2 * drafted["num_drafts"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_export_is_a_draft_model_that_drafts_the_same(
+    kind: str, runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    export, trunk = runs[kind] / "export", inputs / "finetune"
+    promised = document(["check", runs[kind].parent / "recipe.yaml"], capfd)["serves"]
+    found = document(["inspect", export, "--base", trunk], capfd)
+    assert (found["family"], found["status"], found["missing_keys"]) == (kind, "healthy", [])
+    assert found["serves"] == promised
+    ask = ["generate", trunk, "--prompt", "say 3", "--max-new-tokens", 16, "--depth", 2, "--head"]
+    for path in (runs[kind] / "head", export):
+        found[path.name] = document([*ask, path], capfd)["requests"]
+    assert found["head"] == found["export"]
+
+    card = (export / "README.md").read_text()
+    assert "draft model for finetune" in card
+    assert ("vllm serve TRUNK" in card) == promised["vllm"].startswith("vllm serve")
+    upload = document(["push", export, "me/draft"], capfd)
+    assert upload["files"].keys() == {"README.md", "config.json", "model.safetensors"}
+    again = tmp_path / "again"
+    document(["export", runs[kind], "--out", again], capfd)
+    assert (again / "model.safetensors").read_bytes() == (export / "model.safetensors").read_bytes()
+    assert "Export it without --head-only" in refusal(
+        ["export", runs[kind], "--head-only", "--out", tmp_path / "alone"], capfd
+    )
+
+
+def test_a_draft_model_of_another_trunk_or_half_a_one_is_refused(
+    runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ask = ["generate", inputs / "finetune", "--prompt", "a", "--depth", 1, "--head"]
+    draft = tmp_path / "draft"
+    shutil.copytree(runs["eagle3"] / "export", draft)
+    tensors = load_file(draft / "model.safetensors")
+    config = json.loads((draft / "config.json").read_text())
+
+    save_file({key: value for key, value in tensors.items() if key != "norm.weight"}, draft / "model.safetensors")
+    assert "norm.weight" in refusal([*ask, draft], capfd)
+    assert document(["inspect", draft], capfd)["status"] == "partial"
+    assert "Export it again" in refusal(["push", draft, "me/draft"], capfd)
+
+    other = torch.zeros_like(load_file(inputs / "finetune" / "model.safetensors")["model.embed_tokens.weight"])
+    save_file({**tensors, "embed_tokens.weight": other}, draft / "model.safetensors")
+    assert "embed_tokens.weight is not that of" in refusal([*ask, draft], capfd)
+
+    save_file(tensors, draft / "model.safetensors")
+    for field, value, said in (("vocab_size", 7, "vocab_size 7"), ("norm_before_residual", True, "is not known here")):
+        (draft / "config.json").write_text(json.dumps({**config, field: value}))
+        assert said in refusal([*ask, draft], capfd)
+
+
+def refusal(argv: list[Any], capfd: pytest.CaptureFixture[str]) -> str:
+    """Run a command that must end with exit code 2; return what it said."""
+    assert main([str(part) for part in argv]) == 2
+    return capfd.readouterr().err
 
 
 def test_one_comparison_has_them_all(
