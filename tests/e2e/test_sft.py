@@ -249,3 +249,6 @@ def test_two_processes_learn_what_one_learns(
     for ours, theirs in zip(split(two / "export"), split(one / "export"), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(head(two), head(one), atol=1e-3, rtol=1e-3)
+    last = newest_checkpoint(two / "state")
+    assert last is not None
+    assert lora is not None or inspect(last).status == "healthy"
