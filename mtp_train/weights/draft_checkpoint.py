@@ -72,8 +72,14 @@ def write_draft_checkpoint(
             _output_rows(source, artifact.layout, layer_config.hidden_size, vocab),
             *_vocab_tensors(source, vocab),
         ]
-    vocab_sizes = (int(source.text_config["vocab_size"]), None if vocab is None else len(vocab))
-    config = draft_config(kind, layer_config, artifact.num_modules, vocab_sizes, dtype)
+    config = draft_config(
+        kind,
+        layer_config,
+        artifact.num_modules,
+        source.text_config,
+        num_drafted=None if vocab is None else len(vocab),
+        dtype=dtype,
+    )
     if form == "speculators":
         tensors = [_renamed(pending, *_RENAMED_FOR_SPECULATORS) for pending in tensors]
         architectures = list(source.config.get("architectures") or [])

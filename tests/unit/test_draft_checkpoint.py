@@ -80,6 +80,8 @@ def test_the_config_is_one_of_the_layer_for_old_and_new_readers(kind: HeadKind, 
     for name in ("hidden_size", "intermediate_size", "head_dim", "num_key_value_heads", "rms_norm_eps"):
         assert getattr(found, name) == getattr(written.head.config, name)
     assert found.dtype == torch.float32
+    # Of the text it drafts, not of Llama's.
+    assert (found.bos_token_id, found.eos_token_id) == (None, None)
 
 
 def test_a_large_lm_head_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
