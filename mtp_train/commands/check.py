@@ -9,7 +9,8 @@ from typing import Any
 from torch import Size
 
 from mtp_train.demo import resolve
-from mtp_train.families import family_for, of_kind
+from mtp_train.families import family_for, of_kind, raw_text_config
+from mtp_train.families.draft_engines import require_trunk_layers
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import head_shapes
 from mtp_train.heads.lora import require_lora_targets
@@ -115,6 +116,8 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     require_unroll(recipe, convention, num_modules)
     # Raises where the head cannot be run.
     _ = head_family.classes
+    if recipe.export.enabled:
+        require_trunk_layers(recipe.head.kind, raw_text_config(raw), where=str(path))
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
     require_draft_vocab(recipe, text_config.vocab_size)

@@ -7,22 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import EngineSupport, engine_table, no
-from mtp_train.families.spec import HeadKind
+from mtp_train.families.spec import HeadKind, RawConfig
 
 LEAST_TRUNK_LAYERS = 7
 """With fewer, two of the three states that engines give an EAGLE-3 head (after 2 layers, half of them and all but 3)
 are one and the same."""
 
-_EVERYWHERE = {"llama", "mistral", "qwen3", "qwen3_moe"}
+_EVERYWHERE = {"llama", "mistral", "qwen3", "qwen3_moe", "gpt_oss"}
 _HYBRID = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
+# Served by vLLM through transformers' own classes.
+_BACKEND = {"olmo2", "olmo3", "smollm3", "seed_oss", "hunyuan_v1_dense"}
 # Families, the states between whose layers an engine hands to a head.
-_STATES_IN_VLLM = frozenset({*_EVERYWHERE, *_HYBRID, "qwen2", "olmo2"})
-_STATES_IN_SGLANG = frozenset({*_EVERYWHERE, *_HYBRID, "qwen2", "gemma3_text"})
-_STATES_IN_LLAMA_CPP = frozenset({*_EVERYWHERE, *_HYBRID})
-# Families whose last states an engine hands to a head. Gemma 3 scales its embeddings: an EAGLE head gets them unscaled.
-_LAST_STATES_IN_VLLM = frozenset({*_EVERYWHERE, "qwen2", "olmo2"})
-_LAST_STATES_IN_SGLANG = frozenset({*_EVERYWHERE, "qwen2"})
+_STATES_IN_VLLM = frozenset({*_EVERYWHERE, *_HYBRID, *_BACKEND, "ministral3", "qwen2", "phi3", "granite"})
+_STATES_IN_SGLANG = frozenset({*_EVERYWHERE, *_HYBRID, "ministral3", "qwen2", "phi3", "gemma3_text"})
+_STATES_IN_LLAMA_CPP = frozenset({*_EVERYWHERE, *_HYBRID, "mixtral"})
+# Families whose last states an engine hands to a head. Where a trunk scales its embeddings (Gemma, Granite), an EAGLE
+# head would get them unscaled; EAGLE-3 norms them first.
+_LAST_STATES_IN_SGLANG = frozenset({*_EVERYWHERE, "ministral3", "qwen2", "phi3"})
+_LAST_STATES_IN_VLLM = _LAST_STATES_IN_SGLANG | _BACKEND
 
 _VLLM = "vllm serve TRUNK"
 _SGLANG = "python -m sglang.launch_server --model-path TRUNK"
@@ -74,3 +78,17 @@ def draft_engines(kind: HeadKind, family_name: str) -> Mapping[str, EngineSuppor
         llama_cpp=where(_STATES_IN_LLAMA_CPP, _EAGLE3_IN_LLAMA_CPP, _NO_STATES),
         transformers=_NO_EAGLE,
     )
+
+
+def require_trunk_layers(kind: HeadKind, text_config: RawConfig, *, where: str) -> None:
+    """Check that a trunk has layers enough for what engines hand to a head of this kind.
+
+    Raises:
+        UnsupportedModelError: It has not.
+    """
+    num_layers = int(text_config["num_hidden_layers"])
+    if kind == "eagle3" and num_layers < LEAST_TRUNK_LAYERS:
+        raise UnsupportedModelError(
+            f"{where}: {num_layers} layers; expected {LEAST_TRUNK_LAYERS} or more, or two of the three states that "
+            "engines give an EAGLE-3 head are one. Attach a head of another kind."
+        )

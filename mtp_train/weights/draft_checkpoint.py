@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import HeadKind
-from mtp_train.families.draft_engines import LEAST_TRUNK_LAYERS
+from mtp_train.families.draft_engines import require_trunk_layers
 from mtp_train.weights.artifact import Artifact
 from mtp_train.weights.draft_config import draft_config, speculators_config
 from mtp_train.weights.files import CONFIG_FILE, SINGLE_FILE, Checkpoint
@@ -55,8 +55,8 @@ def write_draft_checkpoint(
 
     Raises:
         OutputExistsError: ``out`` exists.
-        CheckpointError: The form does not hold this head, engines would not give it what it reads, the trunk's lm_head
-            cannot be copied, or the disk is full.
+        CheckpointError: The form does not hold this head, the trunk's lm_head cannot be copied, or the disk is full.
+        UnsupportedModelError: Engines would not give it what it reads.
     """
     kind = artifact.family.kind
     require_readable(source, kind, form)
@@ -72,8 +72,14 @@ def write_draft_checkpoint(
             _output_rows(source, artifact.layout, layer_config.hidden_size, vocab),
             *_vocab_tensors(source, vocab),
         ]
-    vocab_sizes = (int(source.text_config["vocab_size"]), None if vocab is None else len(vocab))
-    config = draft_config(kind, layer_config, artifact.num_modules, vocab_sizes, dtype)
+    config = draft_config(
+        kind,
+        layer_config,
+        artifact.num_modules,
+        source.text_config,
+        num_drafted=None if vocab is None else len(vocab),
+        dtype=dtype,
+    )
     if form == "speculators":
         tensors = [_renamed(pending, *_RENAMED_FOR_SPECULATORS) for pending in tensors]
         architectures = list(source.config.get("architectures") or [])
@@ -87,16 +93,12 @@ def require_readable(source: Checkpoint, kind: HeadKind, form: DraftForm = "engi
     """Check that whoever reads a draft model in this form gives a head of this kind what it reads of this trunk.
 
     Raises:
-        CheckpointError: It does not.
+        CheckpointError: The form holds no such head.
+        UnsupportedModelError: The trunk has too few layers.
     """
     if form == "speculators" and kind != "eagle3":
         raise CheckpointError(f"speculators holds no head of kind {kind}; expected eagle3. Write it for engines.")
-    num_layers = int(source.text_config["num_hidden_layers"])
-    if kind == "eagle3" and num_layers < LEAST_TRUNK_LAYERS:
-        raise CheckpointError(
-            f"{source.path}: {num_layers} layers; expected {LEAST_TRUNK_LAYERS} or more, or two of the three states "
-            "that engines give an EAGLE-3 head are one. Attach a head of another kind."
-        )
+    require_trunk_layers(kind, source.text_config, where=str(source.path))
 
 
 def _renamed(pending: PendingTensor, pattern: str, name: str) -> PendingTensor:

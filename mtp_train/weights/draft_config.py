@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from mtp_train.families.spec import HeadKind
+from mtp_train.families.spec import HeadKind, RawConfig
 from mtp_train.weights.files import TORCH_DTYPES
 
 # An engine takes the first that it knows: SGLang has its own name for EAGLE's.
@@ -26,10 +26,8 @@ _LAYER_FIELDS = (
     "rms_norm_eps",
     "max_position_embeddings",
     "rope_parameters",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
 )
+_TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What speculators keeps beside the config of the layer.
 _NOT_OF_THE_LAYER = ("architectures", "draft_vocab_size", "target_hidden_size", "norm_before_residual", "dtype")
 
@@ -37,8 +35,10 @@ _NOT_OF_THE_LAYER = ("architectures", "draft_vocab_size", "target_hidden_size", 
 def draft_config(
     kind: HeadKind,
     layer_config: PretrainedConfig,
-    num_depths: int,
-    vocab_sizes: tuple[int, int | None],
+    num_modules: int,
+    trunk: RawConfig,
+    *,
+    num_drafted: int | None,
     dtype: str,
 ) -> dict[str, Any]:
     """Return the config for engines.
@@ -48,12 +48,13 @@ def draft_config(
 
     Args:
         kind: Of the head.
-        layer_config: Of its decoder layer; the trunk's for Medusa.
-        num_depths: Blocks of a Medusa head.
-        vocab_sizes: The trunk's, and how many of its tokens are drafted, None for all.
+        layer_config: Of its layers.
+        num_modules: Blocks of a Medusa head.
+        trunk: The trunk's raw text config.
+        num_drafted: How many of the trunk's tokens are drafted; None for all.
         dtype: Of the head's tensors, as safetensors calls it.
     """
-    vocab_size, num_drafted = vocab_sizes
+    vocab_size = int(trunk["vocab_size"])
     common = {
         "architectures": list(_ARCHITECTURES[kind]),
         "vocab_size": vocab_size,
@@ -64,7 +65,7 @@ def draft_config(
             **common,
             "model_type": "medusa",
             "hidden_size": layer_config.hidden_size,
-            "num_heads": num_depths,
+            "num_heads": num_modules,
             "num_hidden_layers": 1,
             "medusa_fc_bias": True,
             "original_lm_head": True,
@@ -75,6 +76,7 @@ def draft_config(
         **common,
         "model_type": "llama",
         **{field: layer[field] for field in _LAYER_FIELDS},
+        **{field: trunk.get(field) for field in _TOKEN_FIELDS},
         **_older_rope(layer["rope_parameters"]),
         "num_hidden_layers": 1,
         "attention_bias": False,

@@ -165,7 +165,7 @@ def test_the_how_to_runs_as_it_is_written(
     names = {"my-model": str(trunk), "chats.jsonl": str(tmp_path / "in" / "chats.jsonl")}
     tiny = {**LEARNS, "data__holdout": 0.4, "data__seq_len_tokens": 96, "train__precision": "fp32"}
     tiny |= {"train__micro_batch_sequences": 1, "train__warmup_steps": 0, "data__group_field": "group"}
-    (block,) = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
+    block, *_ = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
     statuses = []
     for line in block.replace("\\\n", " ").replace("recipes/", f"{ROOT}/recipes/").splitlines():
         words = [re.sub("my-model|chats.jsonl", lambda found: names[found[0]], word) for word in shlex.split(line)]

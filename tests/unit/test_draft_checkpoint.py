@@ -15,7 +15,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from checkpoints import shard
 from draft_models import CHOSEN, NUM_DEPTHS, DraftModelToWrite
-from mtp_train.errors import CheckpointError, OutputExistsError
+from mtp_train.errors import CheckpointError, OutputExistsError, UnsupportedModelError
 from mtp_train.families import HeadKind
 from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.weights.native import NativeHead
@@ -80,6 +80,8 @@ def test_the_config_is_one_of_the_layer_for_old_and_new_readers(kind: HeadKind, 
     for name in ("hidden_size", "intermediate_size", "head_dim", "num_key_value_heads", "rms_norm_eps"):
         assert getattr(found, name) == getattr(written.head.config, name)
     assert found.dtype == torch.float32
+    # Of the text it drafts, not of Llama's.
+    assert (found.bos_token_id, found.eos_token_id) == (None, None)
 
 
 def test_a_large_lm_head_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +146,7 @@ def test_medusa_keeps_its_blocks_and_the_whole_lm_head(tmp_path: Path) -> None:
 
 
 def test_a_trunk_of_few_layers_has_no_three_states(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"6 layers; expected 7 or more, or two of the three states"):
+    with pytest.raises(UnsupportedModelError, match=r"6 layers; expected 7 or more, or two of the three states"):
         DraftModelToWrite(tmp_path, "eagle3", num_layers=6).write()
     assert DraftModelToWrite(tmp_path / "more", "eagle3", num_layers=7).write()
     assert DraftModelToWrite(tmp_path / "other", "eagle", num_layers=6).write()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 
+from mtp_train.cli import main
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import FAMILIES, HeadKind, of_kind
 from mtp_train.families.draft_engines import draft_engines
 from mtp_train.families.engines import engine_commands
+from tiny import tiny_trunk
 
 KINDS: tuple[HeadKind, ...] = ("eagle", "eagle3", "medusa")
+HOW_TO = Path(__file__).parents[2] / "recipes" / "attach.md"
 OUT, DEPTH = "my runs/export", 3
 
 
@@ -61,9 +66,27 @@ def test_an_engine_without_the_states_says_so(family: str, engine: str) -> None:
     assert command == "no: hands no head the states between this model's layers"
 
 
+def test_the_how_to_names_the_commands_that_check_prints() -> None:
+    commands = engine_commands(draft_engines("eagle3", "llama"), "eagle3/export", DEPTH)
+    printed = [commands[engine].replace("TRUNK", "my-model") for engine in ("vllm", "sglang", "llama.cpp")]
+    *_, block = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert block.replace("\\\n  ", "").replace("\n", " && ").removesuffix(" && ") == " && ".join(printed)
+
+
 def test_without_drafts_the_trunk_is_served_alone() -> None:
     assert engine_commands(draft_engines("eagle3", "llama"), OUT, 0) == {
         "vllm": "vllm serve TRUNK",
         "sglang": "python -m sglang.launch_server --model-path TRUNK",
         "llama.cpp": "llama-server -m TRUNK.gguf",
     }
+
+
+def test_a_trunk_of_few_layers_is_refused_before_training_but_for_our_own_decoder(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tiny_trunk("llama", num_layers=6).causal_lm.save_pretrained(tmp_path / "model")
+    settings = [f"model.trunk={tmp_path / 'model'}", "head.kind=eagle3", "head.init=random"]
+    check = ["check", str(HOW_TO.with_name("attach_head.yaml")), *settings]
+    assert main(check) == 2
+    assert "model: 6 layers; expected 7 or more" in capfd.readouterr().err
+    assert main([*check, "export.enabled=false"]) == 0
