@@ -85,7 +85,8 @@ class HeadSection:
     """The engine whose reading of the head counts, where engines differ; `auto` takes the family's usual one."""
     draft_vocab: Count | None = None
     """How many tokens may be drafted: the most frequent ones of the training text; null drafts from all. A smaller
-    output matrix drafts faster and misses rare tokens. For the built-in decoder; engines draft from all tokens."""
+    output matrix drafts faster and misses rare tokens. For the built-in decoder, and of kind `eagle3` for engines too;
+    of other kinds they draft from all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
