@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from make_text_trunk import FAMILIES
 from mtp_train.demo import demo_path
@@ -22,6 +23,7 @@ from mtp_train.demo import demo_path
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "attach_head.yaml"
 STARTS = {"mtp": "copy_last_layer", "eagle": "random", "eagle3": "random", "medusa": "random"}
+FIELDS = ("arm", "temperature", "rule", "depth", "tau", "tau_ci95", "marginal", "prompts", "rounds")
 HELD_OUT_SHARE = 10
 """One group of prompts in so many is kept for the comparison."""
 
@@ -54,6 +56,13 @@ def main() -> None:
     ]
     grid = ["--temperatures", "0", "1", "--rules", "greedy", "sampled", "--depths", "1", "3"]
     run(["-m", "mtp_train", "compare", *arms, *flags, *grid, "--out", str(work / "comparison")])
+    print(json.dumps({"family": arguments.family, "overrides": arguments.overrides, "cells": cells(work)}))
+
+
+def cells(work: Path) -> list[dict[str, Any]]:
+    """Return what the comparison says of each arm in each of its settings."""
+    report = json.loads((work / "comparison" / "report.json").read_text(encoding="utf-8"))
+    return [{name: cell[name] for name in FIELDS} for cell in report["cells"] if cell["task"] == "all"]
 
 
 def attach(kind: str, start: str, work: Path, overrides: Sequence[str]) -> None:
