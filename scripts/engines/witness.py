@@ -29,8 +29,9 @@ MOST_STEPS = {"bfloat16": 4.0, "float32": 256.0}
 
 CONTROLS = ("recycle", "zero_first_embedding", "leading_row")
 """Parts of the wiring that a control turns round."""
-LATER_LAYERS, OTHER_TOKENS = "later_layers", "other_tokens"
-"""Controls of heads that read layers, each the next one, and of those with tokens of their own, each the next one."""
+LATER_LAYERS, OTHER_TOKENS, OTHER_ORDER = "later_layers", "other_tokens", "other_order"
+"""Controls of heads that read layers, each the next one; with tokens of their own, each the next one; with several
+modules, the last one first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,8 @@ class Task:
         subject.trunk.show_layers(subject.head.trunk_layers)
         if self.control == OTHER_TOKENS and subject.draft_vocab_R is not None:
             subject = replace(subject, draft_vocab_R=subject.draft_vocab_R + 1)
+        if self.control == OTHER_ORDER:
+            subject.head.blocks = torch.nn.ModuleList(reversed(list(subject.head.blocks)))
         convention = subject.head.convention
         if self.control == "recycle":
             recycles_normed = convention.recycle == "after_final_norm"
@@ -119,8 +122,13 @@ def witness(task: Task, depth: int, *, with_controls: bool) -> tuple[dict[str, A
 def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, Any]:
     """Compare again, with one part of our wiring wrong at a time: what the engine's texts can tell apart."""
     found = {}
-    more = [LATER_LAYERS] * bool(task.fp32.head.trunk_layers) + [OTHER_TOKENS] * (task.fp32.draft_vocab_R is not None)
-    for control in (*CONTROLS, *more):
+    head, draft_vocab_R = task.fp32.head, task.fp32.draft_vocab_R
+    more = {
+        LATER_LAYERS: bool(head.trunk_layers),
+        OTHER_TOKENS: draft_vocab_R is not None,
+        OTHER_ORDER: len(head.blocks) > 1,
+    }
+    for control in (*CONTROLS, *(name for name, shows in more.items() if shows)):
         entry = compare_decoding(replace(task, control=control), depth, document)
         found[control] = {name: entry[name] for name in ("verdict", "texts_equal")}
     return found
