@@ -20,9 +20,12 @@ KEPT_CHECKPOINTS = 2
 """Of the training, the newest ones."""
 _MOMENTS_BYTES = 8
 """AdamW's two of a weight, in fp32."""
-_LAYER_BYTES = 34
-"""Kept of a token and a hidden number by one layer for its backward pass, in 16 bits (arXiv:2205.05198, equation 1,
-without attention scores)."""
+_LAYER_BYTES = 100
+"""Kept of a token and a hidden number by one layer for its backward pass: what autograd saves of Qwen3 in transformers,
+in either precision."""
+_RECURRENT_BYTES = 260
+"""The same of a layer with a recurrent state, by transformers' torch path; kernels for CUDA keep less."""
+_RECURRENT = ("linear_attention", "mamba")
 _LOGIT_BYTES = 16
 """Of a token and a word: logits as computed, in fp32, their softmax and its gradient."""
 
@@ -62,11 +65,10 @@ def tuning_footprint(
         trained = lora_weights(trunk, sft.lora)
         learning = trained * 16
     rows, config = plan.micro_batch_sequences * plan.seq_len_tokens, trunk.config
-    layer = rows * config.hidden_size * _LAYER_BYTES * (1 if recipe.train.precision == "bf16" else 2)
-    layers = config.num_hidden_layers
-    activations = (
-        layer + 2 * rows * config.hidden_size * layers if recipe.train.gradient_checkpointing else layer * layers
-    )
+    layers = [_RECURRENT_BYTES if kind in _RECURRENT else _LAYER_BYTES for kind in layer_kinds(trunk)]
+    # What checkpointing keeps is each layer's input, and one layer whole.
+    bytes_each = max(layers) + 4 * len(layers) if recipe.train.gradient_checkpointing else sum(layers)
+    activations = rows * config.hidden_size * bytes_each
     # As in the training of a head on a frozen trunk, see ``train/footprint.py``.
     of_head = rows * trunk.family.state_width(config) * 4 * 30 * recipe.head.num_depths if beside else 0
     return TuningFootprint(
@@ -79,6 +81,12 @@ def tuning_footprint(
         activation_bytes=activations + of_head,
         learning_bytes=learning,
     )
+
+
+def layer_kinds(trunk: Trunk) -> list[str]:
+    """Return what each layer of a trunk is, as its config calls it; a config that says nothing has but one kind."""
+    config = trunk.config.to_dict()
+    return config.get("layer_types") or ["full_attention"] * int(config["num_hidden_layers"])
 
 
 def tuning_cost(recipe: Recipe, sft: SftSection, plan: Plan, sizes: Sizes, memory: Footprint) -> Cost:

@@ -53,6 +53,14 @@ def test_half_the_precision_and_less_kept_need_less(inputs: Path) -> None:
     assert memory(inputs, way="kept", train__gradient_checkpointing=True).activation_bytes < full.activation_bytes
 
 
+def test_a_recurrent_layer_keeps_more_than_one_that_attends(inputs: Path) -> None:
+    config = open_location(str(inputs / "base")).text_config
+    kinds = config["layer_types"]
+    each = sum(260 if kind == "linear_attention" else 100 for kind in kinds)
+    assert set(kinds) == {"linear_attention", "full_attention"}
+    assert memory(inputs, way="kept").activation_bytes == 96 * config["hidden_size"] * each
+
+
 def test_a_head_beside_costs_its_training(inputs: Path) -> None:
     kept, beside = memory(inputs, way="kept"), memory(inputs)
     assert kept.head_and_optimizer_bytes == 0
