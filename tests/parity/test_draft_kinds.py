@@ -144,6 +144,16 @@ def test_drafts_are_those_of_the_paper(trunk_name: str, kind: HeadKind) -> None:
                 assert drafts == [int(trunk.project(state_D).argmax()) for state_D in forward(tokens, len(drafts))]
 
 
+@pytest.mark.parametrize("trunk_name", [family.name for family in FAMILIES if family.attached])
+def test_trunks_of_every_family_without_a_head_are_read_between_their_layers(trunk_name: str) -> None:
+    trunk, head = models(trunk_name, "eagle3")
+    with torch.inference_mode():
+        forward = by_hand(trunk, head)
+        ((one, other),) = spied_drafts(trunk, head, [2])
+        for tokens, drafts in (one, other):
+            assert drafts == [int(trunk.project(state_D).argmax()) for state_D in forward(tokens, 2)]
+
+
 def unrolled(trunk: Trunk, head: MtpHead, tokens: list[int], num_depths: int) -> list[Tensor]:
     """Return the training unroll's states at the last start row, its depths fed with its own drafts."""
     text, read = list(tokens), []
