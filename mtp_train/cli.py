@@ -97,14 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     merge.set_defaults(handler=_merge)
 
     export = commands.add_parser("export", parents=[common], help="write a servable checkpoint of a run")
-    export.add_argument("source", type=Path, metavar="RUN|CKPT")
-    _add_output(export)
-    alone = export.add_mutually_exclusive_group()
-    alone.add_argument(
-        "--gguf", choices=("f16", "q8_0"), help="write the head alone, as a GGUF file for llama.cpp's -md"
-    )
-    alone.add_argument("--head-only", action="store_true", help="the head alone, to name as vLLM's draft model")
-    alone.add_argument("--speculators", action="store_true", help="an EAGLE-3 head as the speculators package keeps it")
+    _add_export(export)
     export.set_defaults(handler=_export)
 
     generate = commands.add_parser("generate", parents=[common], help="decode with the built-in speculative decoder")
@@ -159,6 +152,15 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number}; expected 1 or more")
     return number
+
+
+def _add_export(command: argparse.ArgumentParser) -> None:
+    command.add_argument("source", type=Path, metavar="RUN|CKPT")
+    _add_output(command)
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--gguf", choices=("f16", "q8_0"), help="the head alone, as a GGUF file for llama.cpp's -md")
+    form.add_argument("--head-only", action="store_true", help="the head alone, to name as vLLM's draft model")
+    form.add_argument("--speculators", action="store_true", help="an EAGLE-3 head as the speculators package keeps it")
 
 
 def _add_generate(command: argparse.ArgumentParser) -> None:
