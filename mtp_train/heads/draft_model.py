@@ -70,7 +70,7 @@ class DraftModel:
     @property
     def num_modules(self) -> int:
         """Blocks of a Medusa head; 1 of others."""
-        return int(self.config["num_heads"]) if self.kind == "medusa" else 1
+        return self.number("num_heads") if self.kind == "medusa" else 1
 
     @property
     def num_drafted(self) -> int | None:
@@ -78,7 +78,20 @@ class DraftModel:
         if self.kind == "eagle":
             return None
         field = "truncated_vocab_size" if self.kind == "medusa" else "draft_vocab_size"
-        return int(self.config.get(field) or self.config["vocab_size"])
+        return self.number(field if self.config.get(field) else "vocab_size")
+
+    def number(self, name: str) -> int:
+        """Return a count of its config.
+
+        Raises:
+            CheckpointError: It is not there, or none.
+        """
+        found = self.config.get(name)
+        if not isinstance(found, int):
+            raise CheckpointError(
+                f"{self.checkpoint.path}/config.json: {name} is {found!r}; expected a count. Restore the original."
+            )
+        return found
 
     def family(self, trunk: Family) -> Family:
         """Return the record of a trunk with this head, its layer as its own config has it."""
@@ -132,9 +145,9 @@ def diagnose_draft(draft: DraftModel) -> HeadDiagnosis:
     found = {draft.renamed(key): info.shape for key, info in draft.checkpoint.tensors.items() if key not in _BESIDE}
     # Such a head is the same, whatever the trunk.
     family = draft.family(LLAMA)
-    hidden_size = int(draft.config["hidden_size"])
+    hidden_size, vocab_size = draft.number("hidden_size"), draft.number("vocab_size")
     # Of a trunk as wide, of which nothing else is known.
-    text_config = LlamaConfig(hidden_size=hidden_size, vocab_size=draft.config["vocab_size"], num_attention_heads=1)
+    text_config = LlamaConfig(hidden_size=hidden_size, vocab_size=vocab_size, num_attention_heads=1)
     shapes = head_shapes(family, text_config, draft.num_modules)
     needed = HeadLayout(family, "model.", 0).native_shapes(shapes)
     if draft.num_drafted is not None:

@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
 
-from mtp_train.errors import CheckpointError
+from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, Family
 from mtp_train.heads.quantization import Quantization, packing
 
@@ -93,11 +93,17 @@ class Trunk(nn.Module):
         """Have hidden states hold the input of these layers too, behind the last state, for a head that reads it.
 
         For good: other heads on the trunk leave out what they don't read.
+
+        Raises:
+            UnsupportedModelError: It shows others already.
         """
         if not layers or layers == self.shown_layers:
             return
         if self.shown_layers:
-            raise RuntimeError(f"trunk: shows layers {self.shown_layers}; expected heads that read the same ones.")
+            raise UnsupportedModelError(
+                f"trunk: a head reads it after {layers} layers, another after {self.shown_layers}; expected heads that "
+                "read the same ones. Measure them one by one."
+            )
         self.shown_layers = layers
         for index in set(layers):
             self.layers[index].register_forward_pre_hook(partial(self._keep_layer_input, index))

@@ -101,7 +101,11 @@ def test_a_draft_model_of_another_trunk_or_half_a_one_is_refused(
     assert "embed_tokens.weight is not that of" in refusal([*ask, draft], capfd)
 
     save_file(tensors, draft / "model.safetensors")
-    for field, value, said in (("vocab_size", 7, "vocab_size 7"), ("norm_before_residual", True, "is not known here")):
+    for field, value, said in (
+        ("hidden_size", None, "hidden_size is None; expected a count"),
+        ("vocab_size", 7, "vocab_size 7"),
+        ("norm_before_residual", True, "is not known here"),
+    ):
         (draft / "config.json").write_text(json.dumps({**config, field: value}))
         assert said in refusal([*ask, draft], capfd)
 

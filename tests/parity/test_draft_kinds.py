@@ -218,6 +218,13 @@ def test_a_head_that_reads_the_last_state_alone_drafts_as_before_on_a_trunk_that
     assert spied_drafts(trunk, eagle, [4, 2]) == before
 
 
+def test_heads_that_read_other_layers_do_not_share_a_trunk() -> None:
+    trunk = tiny_trunk("llama")
+    trunk.show_layers((0, 1, 2))
+    with pytest.raises(UnsupportedModelError, match=r"after \(2, 1, 0\) layers, another after \(0, 1, 2\)"):
+        SpeculativeDecoder(trunk, draft_head(trunk, "eagle3"), 1, ()).generate([[1, 2]], 2)
+
+
 def test_a_block_for_each_depth_is_all_there_is() -> None:
     trunk = tiny_trunk("llama")
     with pytest.raises(UnsupportedModelError, match="depth: 3; expected at most 2"):
