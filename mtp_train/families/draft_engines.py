@@ -86,8 +86,9 @@ def require_trunk_layers(kind: HeadKind, text_config: RawConfig, *, where: str) 
     Raises:
         UnsupportedModelError: It has not.
     """
-    num_layers = int(text_config["num_hidden_layers"])
-    if kind == "eagle3" and num_layers < LEAST_TRUNK_LAYERS:
+    # Other kinds ask for nothing, and some configs name their layers one by one.
+    num_layers = int(text_config["num_hidden_layers"]) if kind == "eagle3" else LEAST_TRUNK_LAYERS
+    if num_layers < LEAST_TRUNK_LAYERS:
         raise UnsupportedModelError(
             f"{where}: {num_layers} layers; expected {LEAST_TRUNK_LAYERS} or more, or two of the three states that "
             "engines give an EAGLE-3 head are one. Attach a head of another kind."
