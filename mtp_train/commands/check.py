@@ -65,6 +65,7 @@ class CheckResult:
         """Return the recipe and the plan for a reader."""
         plan, memory, shards, cost = self.plan, self.memory, self.memory_in_shards, self.cost
         shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
+        exported = "with its head" if self.recipe.head.kind == "mtp" else "a draft model beside its TRUNK"
         engines = "\n".join(f"# {engine}: {text}" for engine, text in self.serves.items())
         return (
             f"{dump_recipe(self.recipe)}\n"
@@ -76,7 +77,7 @@ class CheckResult:
             f"# about {cost.total_flops / 1e12:.3g} TFLOP on all processes: trunk {cost.trunk_flops / 1e12:.3g}, head "
             f"{cost.head_flops / 1e12:.3g}, loss {cost.loss_flops / 1e12:.3g}, answers at most "
             f"{cost.regenerate_flops / 1e12:.3g}; disk at most {cost.disk_bytes / GIB:.2f} GiB besides answers"
-            f"{self._kind_text()}\n# the export, with its head, in\n{engines}"
+            f"{self._kind_text()}\n# the export, {exported}, in\n{engines}"
         )
 
     def _kind_text(self) -> str:
@@ -146,7 +147,7 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     shards = None if whole else in_shards(memory, trunk, plan)
     cost = whole_cost(recipe, plan, sizes, memory)
     serves = engine_commands(head_family.engines, f"{recipe.run_dir}/export", recipe.head.num_depths)
-    return CheckResult(recipe, family.title, plan, memory, shards, cost, serves)
+    return CheckResult(recipe, head_family.title, plan, memory, shards, cost, serves)
 
 
 def whole_footprint(
