@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_attach_head import ATTACH, write_headless
 
+from launching import ROOT, metrics, outcome, start
 from mtp_train.cli import main
 from mtp_train.errors import GateRefusedError
 from mtp_train.recipe_io import load_recipe
@@ -147,3 +149,32 @@ def test_states_on_disk_give_the_same_head_and_serve_no_other_kind(inputs: Path,
     # What another kind of head reads of the trunk is less.
     widths = [json.loads(path.read_text())["width"] for path in (tmp_path / "shared").glob("*/manifest.json")]
     assert sorted(widths) == [min(widths), 4 * min(widths)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "machine",
+    [
+        "cpu_ddp.yaml",
+        "fsdp2.yaml",
+        pytest.param(
+            "zero3.yaml", marks=pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed: not installed")
+        ),
+    ],
+)
+def test_two_processes_learn_between_the_layers_what_one_does(machine: str, inputs: Path, tmp_path: Path) -> None:
+    short = {"train__max_steps": 6, "evaluate__prompts": 2, "evaluate__max_new_tokens": 8, "head__kind": "eagle3"}
+    recipes = {}
+    for name in ("one", "two"):
+        path, run_dir = tmp_path / f"{name}.yaml", tmp_path / name
+        recipes[name] = write_recipe(path, inputs, run_dir, **{**RUN, **short, "export__enabled": False})
+    with contextlib.suppress(GateRefusedError):
+        run_quietly(load_recipe(recipes["one"]))
+    on_cpu = {} if machine.startswith("zero") else {"ACCELERATE_USE_CPU": "true"}
+    program = ROOT / "tests" / "cpu_shards.py"
+    ended = start(machine, program, recipes["two"], "--json", flags=("--num_processes", "2"), **on_cpu)
+    assert outcome(tmp_path / "two")["stage"] == "done", ended.stderr[-2000:]
+    lines, expected = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    assert {line["world_size"] for line in lines} == {2}
+    for field in ("loss", "grad_norm"):
+        assert [line[field] for line in lines] == pytest.approx([line[field] for line in expected], abs=1e-4), field
