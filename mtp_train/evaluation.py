@@ -79,7 +79,9 @@ class MeasuredArms:
 def evaluate_run(recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, progress: Progress) -> Evaluation:
     """Decode, count and judge. The trunk's weights are given up at the end to make room for the vanilla one."""
     measured = measure_arms(recipe, run_dir, inputs, trunk, head_plans(recipe, run_dir, inputs), progress)
-    arms = {**measured.results, **recorded_arms(recipe.model.trunk)}
+    # What was recorded is of heads of the trunk's own kind.
+    recorded = recorded_arms(recipe.model.trunk) if recipe.head.kind == "mtp" else {}
+    arms = {**measured.results, **recorded}
     gate = judge(recipe, measured.runs, [*measured.drafted.values()])
     report = RunReport(arms=arms, lossless=measured.lossless, gate=gate, settings=measured.settings)
     return Evaluation(report, gate, measured.marginal_ci95)

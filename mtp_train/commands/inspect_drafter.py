@@ -57,7 +57,7 @@ def inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progres
         serves=_serving_commands(draft, trunk, f"no: {diagnosis.describe()}" if not diagnosis.complete else None),
         cure=None if diagnosis.complete else f"hf download DRAFT --local-dir {shlex.quote(path)}",
         runs_here=f"beside its trunk: mtp-train generate TRUNK --head {shlex.quote(path)}",
-        note=f"a {draft.title} for a trunk of hidden size {draft.config.get('hidden_size')}, not a checkpoint with a "
+        note=f"{draft.title} for a trunk of hidden size {draft.config.get('hidden_size')}, not a checkpoint with a "
         "head; TRUNK stands for the one that it was made for",
     )
 
