@@ -42,6 +42,7 @@ class Trunk(nn.Module):
         self.shown_layers: tuple[int, ...] = ()
         """See :meth:`show_layers`."""
         self._of_layers: dict[int, Tensor] = {}
+        self._last_width = family.state_width(self.config)
         self._before_norm: Tensor | None = None
         if family.reads_before_norm:
             (self._final_norm if self._mixer is None else self._mixer).register_forward_pre_hook(self._keep_norm_input)
@@ -125,7 +126,7 @@ class Trunk(nn.Module):
     @property
     def state_width(self) -> int:
         """D of :meth:`hidden`."""
-        return self.family.state_width(self.config) + len(self.shown_layers) * int(self.config.hidden_size)
+        return self._last_width + len(self.shown_layers) * int(self.config.hidden_size)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -188,8 +189,7 @@ class Trunk(nn.Module):
 
     def _split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the last state, and those of shown layers."""
-        last = self.family.state_width(self.config)
-        return hidden[..., :last], hidden[..., last:]
+        return hidden[..., : self._last_width], hidden[..., self._last_width :]
 
     def _after_norm(self, hidden: Tensor) -> Tensor:
         hidden, _ = self._split(hidden)
