@@ -21,16 +21,18 @@ from mtp_train.families.spec import Borrowed, Convention, CountField, Family, He
 _BEYOND_ATTACHED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families with a head of their own whose trunks may get one of another kind too."""
 NUM_EAGLE3_LAYERS = 3
-_ARCHITECTURES: Mapping[str, HeadKind] = {
-    "EagleLlamaForCausalLM": "eagle",
-    "LlamaForCausalLMEagle": "eagle",
-    "LlamaForCausalLMEagle3": "eagle3",
-    "Eagle3LlamaForCausalLM": "eagle3",
-    "Eagle3DraftModel": "eagle3",
-    "Eagle3Speculator": "eagle3",
-    "MedusaModel": "medusa",
+WRITTEN_ARCHITECTURES: Mapping[HeadKind, tuple[str, ...]] = {
+    # An engine takes the first that it knows: SGLang has its own name for EAGLE's.
+    "eagle": ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
+    "eagle3": ("LlamaForCausalLMEagle3",),
+    "medusa": ("MedusaModel",),
 }
-"""What draft models in a directory of their own call themselves."""
+"""What draft models for engines call themselves."""
+SPECULATORS_ARCHITECTURE = "Eagle3DraftModel"
+_ARCHITECTURES: Mapping[str, HeadKind] = {
+    **{name: kind for kind, names in WRITTEN_ARCHITECTURES.items() for name in names},
+    **dict.fromkeys(("Eagle3LlamaForCausalLM", "Eagle3Speculator", SPECULATORS_ARCHITECTURE), "eagle3"),
+}
 
 
 def draft_kind(config: RawConfig) -> HeadKind | None:
@@ -148,8 +150,8 @@ _KINDS: Mapping[HeadKind, _Kind] = {
     # Medusa (arXiv:2401.10774), with the trunk's lm_head at the end of every block.
     "medusa": _Kind(
         title="Medusa",
-        prefixes=("medusa_head.",),
-        rules=(KeyRule(native="medusa_head.{module}.0.{rest}", ours="layer.{rest}"),),
+        prefixes=("blocks.",),
+        rules=(KeyRule(native="blocks.{module}.layers.0.{rest}", ours="layer.linear.{rest}"),),
         build_layer=_residual,
         convention=Convention(recycle="trunk"),
         rotary=None,

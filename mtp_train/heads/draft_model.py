@@ -8,7 +8,6 @@ Shapes: D hidden, R tokens that it may draft, V vocabulary.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,20 +22,21 @@ from mtp_train.families import Family, HeadKind, draft_kind, draft_title, of_kin
 from mtp_train.families.attached import LLAMA
 from mtp_train.heads.attach import HeadPlan, OwnOutput
 from mtp_train.heads.diagnose import HeadDiagnosis, head_shapes, layout_of
+from mtp_train.weights.draft_checkpoint import (
+    BIAS_KEY,
+    CHOSEN_KEY,
+    LAYER,
+    OFFSETS_KEY,
+    OUTPUT_KEY,
+    SPECULATORS_LAYER,
+)
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead, stored_tensor
 
-OUTPUT_KEY, EMBED_KEY = "lm_head.weight", "embed_tokens.weight"
-# Where a drafted row is found in the vocabulary; what only repeats it; a bias that is read as none.
-OFFSETS_KEY, TOKENS_KEY, CHOSEN_KEY, BIAS_KEY = "d2t", "token_map", "t2d", "fc.bias"
+# What others keep too: their embedding, and the tokens of a Medusa head's rows.
+EMBED_KEY, TOKENS_KEY = "embed_tokens.weight", "token_map"
 _BESIDE = (OUTPUT_KEY, EMBED_KEY, OFFSETS_KEY, TOKENS_KEY, CHOSEN_KEY, BIAS_KEY)
-# Their names to ours, where they are others.
-_RENAMED: Mapping[HeadKind, tuple[str, str]] = {
-    "eagle": (r"$^", ""),
-    "eagle3": (r"^layers\.0\.", "midlayer."),
-    "medusa": (r"^blocks\.(\d+)\.layers\.0\.", r"medusa_head.\1.0.linear."),
-}
 # Settings that change the forward, and the values that say it is as the paper has it.
 _PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "norm_before_residual": (False, None),
@@ -118,7 +118,8 @@ class DraftModel:
 
     def renamed(self, key: str) -> str:
         """Return our name of one of its keys."""
-        return re.sub(*_RENAMED[self.kind], key)
+        of_layer = self.kind == "eagle3" and key.startswith(SPECULATORS_LAYER)
+        return LAYER + key.removeprefix(SPECULATORS_LAYER) if of_layer else key
 
     def require_plain(self) -> None:
         """Check that its forward is the one that is known here.

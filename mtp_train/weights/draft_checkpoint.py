@@ -7,7 +7,6 @@ speculators package does, which vLLM reads too. EAGLE (arXiv:2401.15077) goes ou
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +27,11 @@ from mtp_train.weights.native import plain_tensor
 from mtp_train.weights.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 
 DraftForm = Literal["engines", "speculators"]
-OUTPUT_KEY = "lm_head.weight"
-# A head's names to those that engines read, where they are others.
-_RENAMED = (r"medusa_head\.(\d+)\.0\.linear\.", r"blocks.\1.layers.0.")
-_RENAMED_FOR_SPECULATORS = (r"midlayer\.", "layers.0.")
+OUTPUT_KEY, BIAS_KEY = "lm_head.weight", "fc.bias"
+# Where the rows of a smaller output matrix are found in the vocabulary, and which tokens have one.
+OFFSETS_KEY, CHOSEN_KEY = "d2t", "t2d"
+LAYER, SPECULATORS_LAYER = "midlayer.", "layers.0."
+"""How the names of EAGLE-3's layer begin: for engines, and for speculators."""
 
 
 def write_draft_checkpoint(
@@ -62,11 +62,11 @@ def write_draft_checkpoint(
     require_readable(source, kind, form)
     # No engine loads such a list of the others: vLLM 0.32 has one of Medusa, and then misses it among what it loaded.
     vocab = artifact.draft_vocab if kind == "eagle3" else None
-    tensors = [_renamed(pending, *_RENAMED) for pending in artifact.head.tensors]
+    tensors = [*artifact.head.tensors]
     dtype = tensors[0].dtype
     if kind == "eagle":
         # SGLang's projection has a bias, of random numbers where a file has none; vLLM's has none, and ignores one.
-        tensors.append(held_tensor("fc.bias", dtype, torch.zeros(layer_config.hidden_size)))
+        tensors.append(held_tensor(BIAS_KEY, dtype, torch.zeros(layer_config.hidden_size)))
     else:
         tensors += [
             _output_rows(source, artifact.layout, layer_config.hidden_size, vocab),
@@ -81,7 +81,12 @@ def write_draft_checkpoint(
         dtype=dtype,
     )
     if form == "speculators":
-        tensors = [_renamed(pending, *_RENAMED_FOR_SPECULATORS) for pending in tensors]
+        tensors = [
+            replace(pending, key=SPECULATORS_LAYER + pending.key.removeprefix(LAYER))
+            if pending.key.startswith(LAYER)
+            else pending
+            for pending in tensors
+        ]
         architectures = list(source.config.get("architectures") or [])
         config = speculators_config(config, artifact.num_depths, verifier or str(source.path.resolve()), architectures)
     with new_directory(out, what="the draft model") as directory:
@@ -99,10 +104,6 @@ def require_readable(source: Checkpoint, kind: HeadKind, form: DraftForm = "engi
     if form == "speculators" and kind != "eagle3":
         raise CheckpointError(f"speculators holds no head of kind {kind}; expected eagle3. Write it for engines.")
     require_trunk_layers(kind, source.text_config, where=str(source.path))
-
-
-def _renamed(pending: PendingTensor, pattern: str, name: str) -> PendingTensor:
-    return replace(pending, key=re.sub(f"^{pattern}", name, pending.key))
 
 
 def _output_rows(source: Checkpoint, layout: HeadLayout, hidden_size: int, draft_vocab: Tensor | None) -> PendingTensor:
@@ -151,4 +152,7 @@ def _vocab_tensors(source: Checkpoint, draft_vocab: Tensor | None) -> list[Pendi
     tokens_R = draft_vocab.long()
     chosen_V = torch.zeros(int(source.text_config["vocab_size"]), dtype=torch.bool)
     chosen_V[tokens_R] = True
-    return [held_tensor("d2t", "I64", tokens_R - torch.arange(len(tokens_R))), held_tensor("t2d", "BOOL", chosen_V)]
+    return [
+        held_tensor(OFFSETS_KEY, "I64", tokens_R - torch.arange(len(tokens_R))),
+        held_tensor(CHOSEN_KEY, "BOOL", chosen_V),
+    ]

@@ -7,15 +7,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from mtp_train.families.drafts import SPECULATORS_ARCHITECTURE, WRITTEN_ARCHITECTURES
 from mtp_train.families.spec import HeadKind, RawConfig
 from mtp_train.weights.files import TORCH_DTYPES
 
-# An engine takes the first that it knows: SGLang has its own name for EAGLE's.
-_ARCHITECTURES: Mapping[HeadKind, tuple[str, ...]] = {
-    "eagle": ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
-    "eagle3": ("LlamaForCausalLMEagle3",),
-    "medusa": ("MedusaModel",),
-}
 _LAYER_FIELDS = (
     "hidden_size",
     "intermediate_size",
@@ -56,7 +51,7 @@ def draft_config(
     """
     vocab_size = int(trunk["vocab_size"])
     common = {
-        "architectures": list(_ARCHITECTURES[kind]),
+        "architectures": list(WRITTEN_ARCHITECTURES[kind]),
         "vocab_size": vocab_size,
         "dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch."),
     }
@@ -111,7 +106,7 @@ def speculators_config(
     """
     return {
         **{field: config[field] for field in _NOT_OF_THE_LAYER},
-        "architectures": ["Eagle3DraftModel"],
+        "architectures": [SPECULATORS_ARCHITECTURE],
         "speculators_model_type": "eagle3",
         "speculators_config": {
             "algorithm": "eagle3",

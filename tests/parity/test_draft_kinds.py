@@ -112,10 +112,7 @@ class ByHand:
         state_D = self.states(tokens)[-1][-2]
         return [
             state_D
-            + silu(
-                self.times(f"medusa_head.{index}.0.linear", state_D)
-                + self.weights[f"medusa_head.{index}.0.linear.bias"]
-            )
+            + silu(self.times(f"blocks.{index}.layers.0", state_D) + self.weights[f"blocks.{index}.layers.0.bias"])
             for index in range(num_depths)
         ]
 
