@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 
 from rich.progress import Progress
 
 from mtp_train.commands.inspect import SUGGESTED_DEPTH, Inspection
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import Assistant, assistant_for
+from mtp_train.families import assistant_for
 from mtp_train.heads.assistant import diagnose_assistant
 from mtp_train.heads.diagnose import HeadDiagnosis
 from mtp_train.weights.files import Checkpoint
@@ -35,9 +36,46 @@ def inspect_assistant(checkpoint: Checkpoint, base: Checkpoint | None, progress:
         )
     diagnosis = diagnose_assistant(checkpoint, assistant)
     size = checkpoint.config.get(assistant.trunk_hidden_size)
+    return drafter_inspection(
+        checkpoint,
+        diagnosis,
+        progress,
+        family=assistant.name,
+        serves=assistant.commands(checkpoint.config, str(checkpoint.path), SUGGESTED_DEPTH),
+        what="ASSISTANT",
+        runs_here="no: as a head; decode with",
+        note=f"a {assistant.title}: an external drafter for {assistant.trunk.title} trunks of hidden size {size}, not "
+        "a checkpoint with a head; TRUNK stands for the one that it was made for",
+    )
+
+
+def drafter_inspection(
+    checkpoint: Checkpoint,
+    diagnosis: HeadDiagnosis,
+    progress: Progress,
+    *,
+    family: str,
+    serves: Mapping[str, str],
+    what: str,
+    runs_here: str,
+    note: str,
+) -> Inspection:
+    """Return the inspection of what drafts and holds no trunk.
+
+    Args:
+        checkpoint: It.
+        diagnosis: What is there of it.
+        progress: Where to show progress.
+        family: What its kind is called.
+        serves: Per engine, the command that serves a trunk with it, or why there is none; where it is damaged, nobody.
+        what: Its place in the command that downloads it again.
+        runs_here: What to say before the command that decodes with it.
+        note: What it is.
+    """
+    path = shlex.quote(str(checkpoint.path))
     return Inspection(
         checkpoint=str(checkpoint.path),
-        family=assistant.name,
+        family=family,
         declared_modules=diagnosis.declared_modules,
         present_modules=diagnosis.present_modules,
         status="healthy" if diagnosis.complete else "partial",
@@ -47,16 +85,8 @@ def inspect_assistant(checkpoint: Checkpoint, base: Checkpoint | None, progress:
         shape_errors=diagnosis.shape_errors,
         non_finite_keys=tuple(find_non_finite(checkpoint, progress)),
         trunk_changed=None,
-        serves=_serving_commands(checkpoint, assistant, diagnosis),
-        cure=None if diagnosis.complete else f"hf download ASSISTANT --local-dir {shlex.quote(str(checkpoint.path))}",
-        runs_here=f"no: as a head; decode with mtp-train generate TRUNK --head {shlex.quote(str(checkpoint.path))}",
-        note=f"a {assistant.title}: an external drafter for {assistant.trunk.title} trunks of hidden size {size}, not "
-        "a checkpoint with a head; TRUNK stands for the one that it was made for",
+        serves=dict(serves) if diagnosis.complete else dict.fromkeys(serves, f"no: {diagnosis.describe()}"),
+        cure=None if diagnosis.complete else f"hf download {what} --local-dir {path}",
+        runs_here=f"{runs_here} mtp-train generate TRUNK --head {path}",
+        note=note,
     )
-
-
-def _serving_commands(checkpoint: Checkpoint, assistant: Assistant, diagnosis: HeadDiagnosis) -> dict[str, str]:
-    """Return, per engine, the command that serves a trunk with this drafter, or why there is none."""
-    if not diagnosis.complete:
-        return dict.fromkeys(assistant.engines, f"no: {diagnosis.describe()}")
-    return assistant.commands(checkpoint.config, str(checkpoint.path), SUGGESTED_DEPTH)

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.heads.module import MtpHead
+from mtp_train.heads.module import MtpHead, unroll_of
 from mtp_train.heads.output import OutputRows
 from mtp_train.weights.artifact import Artifact, load_artifact
 from mtp_train.weights.files import Checkpoint
@@ -50,9 +50,8 @@ class HeadPlan:
     @property
     def deepest(self) -> int | None:
         """Most drafts a round may have, where each depth has a module of its own; None for any number."""
-        parallel = self.family.kind == "medusa"
-        shared = self.num_modules == 1 or self.family.convention(self.convention).modules == "first"
-        return self.num_modules if parallel or not shared else None
+        unroll = unroll_of(self.family, self.family.convention(self.convention), self.num_modules)
+        return None if unroll == "recursive" else self.num_modules
 
 
 def native_plan(checkpoint: Checkpoint, convention: str) -> HeadPlan:

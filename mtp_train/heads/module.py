@@ -71,6 +71,20 @@ MODULES: Mapping[HeadKind, Callable[[Family, PretrainedConfig, int], Block]] = {
 }
 
 
+Unroll = Literal["recursive", "chained", "parallel"]
+
+
+def unroll_of(family: Family, convention: Convention, num_modules: int) -> Unroll:
+    """Say how the depths of a head go on from one another.
+
+    ``recursive``: one module drafts every depth. ``chained``: depth k uses module k. ``parallel``: it does, and on the
+    trunk's state alone.
+    """
+    if family.kind == "medusa":
+        return "parallel"
+    return "recursive" if num_modules == 1 or convention.modules == "first" else "chained"
+
+
 class MtpHead(nn.Module):
     """A head of one or several modules.
 
@@ -100,12 +114,9 @@ class MtpHead(nn.Module):
         self._stock_layers = DynamicCache(config=self.config).layers
 
     @property
-    def unroll(self) -> Literal["recursive", "chained", "parallel"]:
-        """``recursive``: one module drafts every depth. ``chained``: depth k uses module k. ``parallel``: it does, and
-        on the trunk's state alone."""
-        if self.family.kind == "medusa":
-            return "parallel"
-        return "recursive" if len(self.blocks) == 1 or self.convention.modules == "first" else "chained"
+    def unroll(self) -> Unroll:
+        """How its depths go on from one another."""
+        return unroll_of(self.family, self.convention, len(self.blocks))
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
         """Return what depth 1 takes of what :meth:`mtp_train.heads.trunk.Trunk.head_input` hands over, (B, T, D)."""
