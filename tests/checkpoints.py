@@ -159,3 +159,16 @@ def all_tensors(path: Path) -> dict[str, Tensor]:
     """Load every tensor of a checkpoint directory, however it is laid out."""
     checkpoint = open_checkpoint(path)
     return {key: checkpoint.read(key) for key in checkpoint.tensors}
+
+
+def split(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a checkpoint's trunk and head, what the head repeats of the trunk left out."""
+    layout = layout_of(open_checkpoint(path))
+    tensors = {key: value for key, value in all_tensors(path).items() if layout.shared_key(key) is None}
+    head = {key: value for key, value in tensors.items() if layout.is_head_key(key)}
+    return {key: value for key, value in tensors.items() if key not in head}, head
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    """Whether two sets of tensors are equal, bit for bit."""
+    return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[key]) for key, value in ours.items())

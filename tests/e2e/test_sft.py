@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 import mtp_train.sft.measure
 import mtp_train.sft.train
-from fine_tunes import LORA, SAVE_STEPS, STEPS, same, split, tuning
+from checkpoints import same, split
+from fine_tunes import LORA, SAVE_STEPS, STEPS, tuning
 from launching import COMMAND_LINE, head, metrics, outcome, start
 from mtp_train.acceptance import GateVerdict
 from mtp_train.commands.graft import export

@@ -9,13 +9,12 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
-from checkpoints import all_tensors, base_and_finetune
+from checkpoints import all_tensors, base_and_finetune, same, split
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.attach import artifact_plan, build_head
-from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.joint import HEAD_DIRECTORY, HeadBeside, batch_of, train_head_beside
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import open_checkpoint
@@ -39,18 +38,6 @@ def head_of(trainer: Trainer) -> HeadBeside:
     found = trainer.callback_handler.callbacks[0]
     assert isinstance(found, HeadBeside)
     return found
-
-
-def split(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return a checkpoint's trunk and head, what the head repeats of the trunk left out."""
-    layout = layout_of(open_checkpoint(path))
-    tensors = {key: value for key, value in all_tensors(path).items() if layout.shared_key(key) is None}
-    head = {key: value for key, value in tensors.items() if layout.is_head_key(key)}
-    return {key: value for key, value in tensors.items() if key not in head}, head
-
-
-def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[key]) for key, value in ours.items())
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)

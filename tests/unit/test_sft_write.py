@@ -9,8 +9,7 @@ import torch
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
-from checkpoints import base_and_finetune, fuse_experts, shard, wrap_as_vision_language
-from fine_tunes import same, split
+from checkpoints import base_and_finetune, fuse_experts, same, shard, split, wrap_as_vision_language
 from mtp_train.errors import CheckpointError
 from mtp_train.families import FAMILIES
 from mtp_train.heads.trunk import load_trunk
