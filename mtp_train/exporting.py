@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.progress import Progress
@@ -53,7 +54,8 @@ def write_export(
         return
     require_exportable(trunk, artifact.family.kind, adapter)
     layer_config = artifact.family.head_layer_config(text_config_of(trunk), artifact.num_modules)
-    write_draft_checkpoint(trunk, artifact, layer_config, out, form=form)
+    on_trunk = replace(artifact, layout=layout_of(trunk, artifact.family))
+    write_draft_checkpoint(trunk, on_trunk, layer_config, out, form=form)
 
 
 def require_exportable(trunk: Checkpoint, kind: HeadKind, adapter: Path | None) -> None:
@@ -68,7 +70,7 @@ def require_exportable(trunk: Checkpoint, kind: HeadKind, adapter: Path | None) 
         return
     require_readable(trunk, kind)
     # What a draft model repeats of its trunk.
-    repeated = sorted({layout.embed_key, trunk.family.lm_head_key} & changed.keys())
+    repeated = sorted({layout.embed_key, layout.lm_head_key} & changed.keys())
     if repeated:
         raise CheckpointError(
             f"{adapter}: changes {', '.join(repeated)}, which a draft model repeats; expected an adapter of the "

@@ -114,11 +114,11 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
             require_bitsandbytes(recipe.model.quantization)
         if recipe.model.offload is not None:
             require_offload(recipe.model.offload, world_size, checkpoint.config, where=checkpoint.path)
+    text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
     if recipe.head.lora is not None:
-        text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
         require_lora_targets(recipe.head.lora, head_plan.family, text_config, head_plan.num_modules, convention)
     require_arms(recipe, finetune)
-    require_draft_vocab(recipe, int(finetune.text_config["vocab_size"]))
+    require_draft_vocab(recipe, text_config.vocab_size)
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
     train_records, held_out_records = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
     held_out = evaluation_prompts(recipe, held_out_records, tokenizer)

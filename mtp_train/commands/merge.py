@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_train.cures import graft_command, retrain_command
+from mtp_train.cures import attach_command, graft_command, retrain_command
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.inputs import open_location
 from mtp_train.weights.adapter import read_adapter
@@ -27,13 +27,15 @@ class MergeReport:
     checkpoint: str
     adapter: str
     merged: Merged
+    attached: bool
+    """Whether its releases carry no head."""
 
     @property
     def cure(self) -> str:
-        """The next command: retrain the head that went stale with the trunk, or put back the one that is missing."""
+        """The next command: retrain the head that went stale with the trunk, or put back or train a missing one."""
         if self.merged.head_keys:
             return retrain_command(self.out, self.checkpoint)
-        return graft_command(self.out, "BASE")
+        return attach_command(self.out) if self.attached else graft_command(self.out, "BASE")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -53,7 +55,8 @@ class MergeReport:
                 f"mtp-train inspect --base {self.checkpoint} says so. Retrain it: {self.cure}"
             )
         else:
-            lines.append(f"It has no head, like {self.checkpoint}. Put the base's back: {self.cure}")
+            what = "Attach one" if self.attached else "Put the base's back"
+            lines.append(f"It has no head, like {self.checkpoint}. {what}: {self.cure}")
         return "\n".join(lines)
 
 
@@ -78,4 +81,4 @@ def merge(checkpoint: str, adapter: str, out: Path, *, link: LinkMode, progress:
     changes = plan_changes(source, layout, lora)
     require_finite_checkpoint(source, progress)
     merged = write_merged(source, layout, changes, out, link=link, progress=progress)
-    return MergeReport(str(out), checkpoint, adapter, merged)
+    return MergeReport(str(out), checkpoint, adapter, merged, source.family.attached)

@@ -31,6 +31,8 @@ from mtp_train.families.spec import RecurrentKernels as RecurrentKernels
 from mtp_train.families.spec import SharedKey as SharedKey
 from mtp_train.families.spec import raw_text_config as raw_text_config
 from mtp_train.families.step import STEP3P7
+from mtp_train.families.wrappers import WRAPPERS as WRAPPERS
+from mtp_train.families.wrappers import in_wrapper
 
 FAMILIES: tuple[Family, ...] = (
     QWEN3_5,
@@ -86,8 +88,7 @@ def family_for(config: RawConfig, *, where: str) -> Family:
     model_type = str(raw_text_config(config).get("model_type") or config.get("model_type"))
     for family in FAMILIES:
         if model_type in family.model_types:
-            _refuse_inside_of_a_wrapper(family, config, where)
-            return family
+            return in_wrapper(family, config, where=where)
     if model_type in HEADLESS:
         raise UnsupportedModelError(
             f"{where}: model_type '{model_type}': {HEADLESS[model_type]}; expected a model that has a head to put back "
@@ -98,12 +99,3 @@ def family_for(config: RawConfig, *, where: str) -> Family:
         f"{where}: config.json has model_type '{model_type}', an architecture without a known head layout; expected "
         f"one of {known}. Add a family record (CONTRIBUTING.md says how) or use a supported model."
     )
-
-
-def _refuse_inside_of_a_wrapper(family: Family, config: RawConfig, where: str) -> None:
-    if family.attached and raw_text_config(config) is not config:
-        raise UnsupportedModelError(
-            f"{where}: model_type '{config.get('model_type')}' around {family.title}: its releases carry no MTP head; "
-            "expected a model that has a head to put back or retrain, or a text-only one to attach a head to. Use the "
-            "text-only model; recipes/attach.md says how."
-        )

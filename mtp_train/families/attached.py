@@ -41,13 +41,14 @@ _NO_SGLANG = no("has no head for this model")
 _NO_LLAMA_CPP = no("has no graph for this head")
 
 
-def _transformers_only(transformers: EngineSupport) -> Mapping[str, EngineSupport]:
+def transformers_only(transformers: EngineSupport) -> Mapping[str, EngineSupport]:
+    """Return the engines of a head that nobody but transformers may read."""
     return engine_table(transformers=transformers, vllm=_NO_VLLM, sglang=_NO_SGLANG, llama_cpp=_NO_LLAMA_CPP)
 
 
-_TRANSFORMERS_ONLY = _transformers_only(_USE_MTP_TOLD)
-_UNSCALED = _transformers_only(_USE_MTP_UNSCALED)
-_OURS_ONLY = _transformers_only(no("builds a head only where the config calls the norms' epsilon rms_norm_eps"))
+_TRANSFORMERS_ONLY = transformers_only(_USE_MTP_TOLD)
+_UNSCALED = transformers_only(_USE_MTP_UNSCALED)
+_OURS_ONLY = transformers_only(no("builds a head only where the config calls the norms' epsilon rms_norm_eps"))
 
 
 def _full(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -283,7 +284,7 @@ SEED_OSS = _attached(
     "Seed-OSS",
     classes=("seed_oss", "SeedOss"),
     head_layer_config=_without_dropout,
-    engines=_transformers_only(
+    engines=transformers_only(
         EngineSupport(
             True,
             f"{_USE_MTP_TOLD.text}, with the config's dropout: set attention_dropout and residual_dropout to 0 first",

@@ -19,9 +19,9 @@ _EVERYWHERE = {"llama", "mistral", "qwen3", "qwen3_moe", "gpt_oss"}
 _HYBRID = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
 # Served by vLLM through transformers' own classes.
 _BACKEND = {"olmo2", "olmo3", "smollm3", "seed_oss", "hunyuan_v1_dense"}
-# Families, the states between whose layers an engine hands to a head.
-_STATES_IN_VLLM = frozenset({*_EVERYWHERE, *_HYBRID, *_BACKEND, "ministral3", "qwen2", "phi3", "granite"})
-_STATES_IN_SGLANG = frozenset({*_EVERYWHERE, *_HYBRID, "ministral3", "qwen2", "phi3", "gemma3_text"})
+# Families, the states between whose layers an engine hands to a head, and vision-language models through which it does.
+_STATES_IN_VLLM = frozenset({*_EVERYWHERE, *_HYBRID, *_BACKEND, "ministral3", "mistral3", "qwen2", "phi3", "granite"})
+_STATES_IN_SGLANG = frozenset({*_EVERYWHERE, *_HYBRID, "ministral3", "qwen2", "phi3", "gemma3_text", "gemma3"})
 _STATES_IN_LLAMA_CPP = frozenset({*_EVERYWHERE, *_HYBRID, "mixtral"})
 # Families whose last states an engine hands to a head. Where a trunk scales its embeddings (Gemma, Granite), an EAGLE
 # head would get them unscaled; EAGLE-3 norms them first.
@@ -53,14 +53,18 @@ _NO_EAGLE = no("has no EAGLE")
 _NO_MEDUSA = no("has no Medusa")
 
 
-def draft_engines(kind: HeadKind, family_name: str) -> Mapping[str, EngineSupport]:
-    """Return the engines' table of a head of this kind, for trunks of a family.
+def draft_engines(kind: HeadKind, trunk: str) -> Mapping[str, EngineSupport]:
+    """Return the engines' table of a head of this kind.
 
     ``{path}`` in the commands is the draft model, TRUNK its trunk.
+
+    Args:
+        kind: The head's architecture.
+        trunk: The family's name; of a trunk inside of a vision-language model that one's model type.
     """
 
     def where(names: frozenset[str], served: EngineSupport, otherwise: EngineSupport) -> EngineSupport:
-        return served if family_name in names else otherwise
+        return served if trunk in names else otherwise
 
     if kind == "medusa":
         in_vllm = where(_LAST_STATES_IN_VLLM, _MEDUSA_IN_VLLM, _UNVERIFIED)

@@ -203,6 +203,6 @@ def of_kind(family: Family, kind: HeadKind) -> Family:
         rotary_by_layer_type=False,
         rotary_kind=None,
         masks_of_distances=False,
-        engines=draft_engines(kind, family.name),
+        engines=draft_engines(kind, family.wrapper or family.name),
         engines_of=None,
     )

@@ -229,8 +229,9 @@ class Family:
     declared_beside: Mapping[str, Any] = field(default_factory=dict)
     """What the text config says of a head besides its count, the same for all."""
     attached: bool = False
-    """Whether releases carry no head, so that there is one only where it was attached. Known as a model of its own, not
-    inside of a wrapper."""
+    """Whether releases carry no head, so that there is one only where it was attached."""
+    wrapper: str | None = None
+    """Model type of the vision-language model around such a trunk; see ``wrappers.py``."""
     trunk_prefixes: tuple[str, ...]
     """Decoder prefixes this family's checkpoints use, longest first."""
     embed_key: str = "{trunk}embed_tokens.weight"

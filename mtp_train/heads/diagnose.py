@@ -101,11 +101,21 @@ def layout_of(checkpoint: Checkpoint, family: Family | None = None) -> HeadLayou
                     "Restore it."
                 )
             layout = HeadLayout(family, prefix, num_layers or 0, family.num_sublayers(checkpoint.text_config))
-            return replace(layout, fused_experts=_has_fused_experts(checkpoint, layout))
+            return replace(
+                layout,
+                fused_experts=_has_fused_experts(checkpoint, layout),
+                lm_head_prefix=_lm_head_prefix(checkpoint, layout),
+            )
     expected = " or ".join(embed_keys.values())
     raise CheckpointError(
         f"{checkpoint.path}: the trunk's embedding is missing; expected {expected}. Point at the complete checkpoint."
     )
+
+
+def _lm_head_prefix(checkpoint: Checkpoint, layout: HeadLayout) -> str:
+    """Return what stands before the lm_head's name, packed or plain; nothing where it is tied."""
+    name = layout.lm_head_key.removesuffix("weight")
+    return "language_model." if any(key.startswith(f"language_model.{name}") for key in checkpoint.tensors) else ""
 
 
 def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:

@@ -21,7 +21,7 @@ from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family, HeadKind, draft_kind, draft_title, of_kind
 from mtp_train.families.attached import LLAMA
 from mtp_train.heads.attach import HeadPlan, OwnOutput
-from mtp_train.heads.diagnose import HeadDiagnosis, head_shapes, layout_of
+from mtp_train.heads.diagnose import HeadDiagnosis, head_shapes, layout_of, text_config_of
 from mtp_train.weights.draft_checkpoint import (
     BIAS_KEY,
     CHOSEN_KEY,
@@ -208,8 +208,9 @@ def _drafted_tokens(checkpoint: Checkpoint) -> Tensor | None:
 
 
 def _require_same_size(draft: DraftModel, trunk: Checkpoint) -> None:
+    of_trunk = text_config_of(trunk).to_dict()
     for name in ("hidden_size", "vocab_size"):
-        found, expected = draft.config.get(name), trunk.text_config.get(name)
+        found, expected = draft.config.get(name), of_trunk[name]
         if found != expected:
             raise CheckpointError(
                 f"{draft.checkpoint.path}: {name} {found}, of {trunk.path} it is {expected}; expected a draft model of "

@@ -53,8 +53,8 @@ def fresh_plan(
     if start == "copy_last_layer":
         _init_projection(head)
     if family.own_lm_head:
-        stored = family.lm_head_key in checkpoint.tensors
-        output_VD = checkpoint.read(family.lm_head_key if stored else layout.embed_key)
+        stored = layout.lm_head_key in checkpoint.tensors
+        output_VD = checkpoint.read(layout.lm_head_key if stored else layout.embed_key)
         for weight_VD in head.own_lm_heads(num_modules) or []:
             weight_VD.data.copy_(output_VD)
     trained = dict(head.named_parameters())

@@ -46,7 +46,7 @@ def whole_trunk(saved: Checkpoint) -> Adapter:
     # What counts in whole numbers (a table of experts by token) does not learn.
     learnt = [key for key, info in saved.tensors.items() if info.dtype in PLAIN_DTYPES and not layout.is_head_key(key)]
     # Of a tied pair transformers saves the embedding alone.
-    keeps_tied = layout.family.lm_head_key not in saved.tensors
+    keeps_tied = layout.lm_head_key not in saved.tensors
     return Adapter(saved.path, AdapterWeights(saved), (), {}, {key: key for key in learnt}, keeps_tied)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location
 from mtp_train.report.cells import StudyReport
 from mtp_train.study.endpoint import Served, measure_endpoint
@@ -45,7 +46,7 @@ def ask(server: Server, grid: Grid, progress: Progress) -> Served:
         grid_prompts(grid, tokenizer, (None,))[None],
         tokenizer=tokenizer,
         eos_ids=eos_token_ids(checkpoint, tokenizer),
-        vocab_size=int(checkpoint.text_config["vocab_size"]),
+        vocab_size=text_config_of(checkpoint).vocab_size,
         temperatures=grid.temperatures,
         max_new_tokens=grid.max_new_tokens,
         concurrency=server.concurrency,

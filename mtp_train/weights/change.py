@@ -20,9 +20,9 @@ def shared_tensors(
     Those are all, unless the two are quantised differently. Scales are none: they go into the weights they belong to.
     """
     ours, theirs = trunk_tensors(checkpoint, layout), trunk_tensors(base, base_layout)
-    lm_head = layout.family.lm_head_key
-    if lm_head in checkpoint.tensors and lm_head in base.tensors:
-        ours[lm_head] = theirs[lm_head] = lm_head
+    if layout.lm_head_key in checkpoint.tensors and base_layout.lm_head_key in base.tensors:
+        name = layout.family.lm_head_key
+        ours[name], theirs[name] = layout.lm_head_key, base_layout.lm_head_key
     names = sorted(name for name in ours.keys() & theirs.keys() if not is_scale(ours[name], checkpoint.tensors))
     return {name: (ours[name], theirs[name]) for name in names}
 

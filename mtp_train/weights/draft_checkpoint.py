@@ -69,8 +69,8 @@ def write_draft_checkpoint(
         tensors.append(held_tensor(BIAS_KEY, dtype, torch.zeros(layer_config.hidden_size)))
     else:
         tensors += [
-            _output_rows(source, artifact.layout, layer_config.hidden_size, vocab),
-            *_vocab_tensors(source, vocab),
+            _output_rows(source, artifact.layout, layer_config, vocab),
+            *_vocab_tensors(layer_config.vocab_size, vocab),
         ]
     config = draft_config(
         kind,
@@ -106,11 +106,13 @@ def require_readable(source: Checkpoint, kind: HeadKind, form: DraftForm = "engi
     require_trunk_layers(kind, source.text_config, where=str(source.path))
 
 
-def _output_rows(source: Checkpoint, layout: HeadLayout, hidden_size: int, draft_vocab: Tensor | None) -> PendingTensor:
+def _output_rows(
+    source: Checkpoint, layout: HeadLayout, layer_config: PretrainedConfig, draft_vocab: Tensor | None
+) -> PendingTensor:
     """Return the rows of the trunk's lm_head that the head uses, in plain floats."""
-    stored = layout.family.lm_head_key
-    # A wrapper may put its own name before the lm_head; one that is not stored is tied to the embedding, or packed.
-    key = next((key for key in (stored, f"language_model.{stored}") if key in source.tensors), layout.embed_key)
+    stored = layout.lm_head_key
+    # One that is not stored is tied to the embedding, or packed.
+    key = stored if stored in source.tensors else layout.embed_key
     packed = [name for name in source.tensors if name.startswith(stored.removesuffix("weight")) and name != key]
     if key not in source.tensors or (key == layout.embed_key and packed):
         raise CheckpointError(
@@ -118,7 +120,7 @@ def _output_rows(source: Checkpoint, layout: HeadLayout, hidden_size: int, draft
             "as its rows go into the draft model. Export with the trunk that is not quantised."
         )
     whole = plain_tensor(source, key, OUTPUT_KEY)
-    expected = (int(source.text_config["vocab_size"]), hidden_size)
+    expected = (layer_config.vocab_size, layer_config.hidden_size)
     if whole.shape != expected:
         raise CheckpointError(
             f"{source.path}: {key} is {list(whole.shape)}; expected {list(expected)}, as config.json and the head have "
@@ -145,12 +147,12 @@ def _picked(blocks: Iterable[Tensor], rows_R: Tensor) -> Iterator[Tensor]:
         first = stop
 
 
-def _vocab_tensors(source: Checkpoint, draft_vocab: Tensor | None) -> list[PendingTensor]:
+def _vocab_tensors(vocab_size: int, draft_vocab: Tensor | None) -> list[PendingTensor]:
     """Return what leads from the rows of a smaller lm_head to tokens: offsets, and which tokens have a row."""
     if draft_vocab is None:
         return []
     tokens_R = draft_vocab.long()
-    chosen_V = torch.zeros(int(source.text_config["vocab_size"]), dtype=torch.bool)
+    chosen_V = torch.zeros(vocab_size, dtype=torch.bool)
     chosen_V[tokens_R] = True
     return [
         held_tensor(OFFSETS_KEY, "I64", tokens_R - torch.arange(len(tokens_R))),

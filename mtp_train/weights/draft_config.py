@@ -49,7 +49,7 @@ def draft_config(
         num_drafted: How many of the trunk's tokens are drafted; None for all.
         dtype: Of the head's tensors, as safetensors calls it.
     """
-    vocab_size = int(trunk["vocab_size"])
+    vocab_size = layer_config.vocab_size
     common = {
         "architectures": list(WRITTEN_ARCHITECTURES[kind]),
         "vocab_size": vocab_size,

@@ -64,7 +64,7 @@ def trunk_names(layout: HeadLayout) -> Mapping[str, str]:
     """
     family = layout.family
     norm = f"{layout.trunk_prefix}{family.trunk_final_norm}.weight"
-    return {layout.embed_key: "token_embd.weight", norm: "output_norm.weight", family.lm_head_key: "output.weight"}
+    return {layout.embed_key: "token_embd.weight", norm: "output_norm.weight", layout.lm_head_key: "output.weight"}
 
 
 def _of_trunk(trunk: Checkpoint, layout: HeadLayout) -> Iterator[GgufTensor]:

@@ -24,9 +24,7 @@ def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, ou
         OutputExistsError: ``out`` exists.
         CheckpointError: The disk is full, or a head tensor has another shape than its head says.
     """
-    lm_head = layout.family.lm_head_key.removesuffix("weight")
-    # A wrapper may put its own name before the lm_head too.
-    ends: tuple[str, ...] = (layout.embed_key, lm_head, f"language_model.{lm_head}")
+    ends: tuple[str, ...] = (layout.embed_key, layout.lm_head_key.removesuffix("weight"))
     if layout.family.embed_norm_key is not None:
         ends = (*ends, layout.family.embed_norm_key.format(trunk=layout.trunk_prefix))
     tensors = [stored_tensor(source, key, key) for key in sorted(source.tensors) if key.startswith(ends)]

@@ -38,6 +38,8 @@ class HeadLayout:
     num_sublayers: int = 1
     fused_experts: bool = False
     """Whether the head's experts are stored stacked, as we hold them, and not one by one."""
+    lm_head_prefix: str = ""
+    """What a wrapper puts before the name of the trunk's lm_head."""
 
     @cached_property
     def _rules(self) -> list[tuple[KeyRule, re.Pattern[str], re.Pattern[str]]]:
@@ -70,6 +72,11 @@ class HeadLayout:
     def embed_key(self) -> str:
         """The native key of the trunk's input embedding."""
         return self.family.embedding(self.trunk_prefix)
+
+    @property
+    def lm_head_key(self) -> str:
+        """The native key of the trunk's lm_head, where it is stored."""
+        return self.lm_head_prefix + self.family.lm_head_key
 
     def trunk_layer_keys(self, layer: int, tail: str) -> list[str]:
         """Return the native keys that keep a trunk layer's tensor, where rules say it: the trunk's own, or those of a
@@ -115,6 +122,8 @@ class HeadLayout:
     def trunk_key(self, shared: SharedKey, trunk_keys: Iterable[str]) -> str:
         """Return the trunk key to copy for a shared key."""
         key = shared.trunk.format(trunk=self.trunk_prefix)
+        if key == self.family.lm_head_key:
+            key = self.lm_head_key
         return key if key in set(trunk_keys) else self.embed_key
 
     def map_key(self, key: str) -> Mapped | None:

@@ -131,7 +131,7 @@ class _Plan:
         self.changes: dict[str, _Change] = {}
         self._embedding = layout.embed_key
         self._tied = bool(source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings")))
-        self._lm_head = layout.family.lm_head_key
+        self._lm_head = layout.lm_head_key
         self._tied |= self.home(LM_HEAD) is None
         names = [*adapter.replacements, *(f"{pair.module}.weight" for pair in adapter.pairs)]
         self._embedding_is_adapted = any(self.home(name) == self._embedding for name in names)
@@ -149,7 +149,7 @@ class _Plan:
         if bare in _EMBEDDINGS:
             candidates.append(self._embedding)
         if bare == LM_HEAD:
-            candidates += [self._lm_head, f"language_model.{LM_HEAD}"]
+            candidates.append(self._lm_head)
         for ours, native in self.layout.family.wrapper_names.items():
             if bare.startswith(ours):
                 candidates.append(native + bare.removeprefix(ours))

@@ -140,7 +140,7 @@ def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
     prefix, family = layout.trunk_prefix, layout.family
     found = {}
     for key in checkpoint.tensors:
-        if key.startswith(prefix) and not layout.is_head_key(key) and key != family.lm_head_key:
+        if key.startswith(prefix) and not layout.is_head_key(key) and key != layout.lm_head_key:
             name = key[len(prefix) :]
             for saved, released in family.saved_names.items():
                 name = name.replace(saved, released)

@@ -22,6 +22,7 @@ from mtp_train.inputs import open_location
 from mtp_train.recipe_io import load_recipe
 from runs import BYTE_VOCAB_SIZE, LEARNS, document, overrides_of, run_quietly, write_inputs, write_recipe
 from tiny import tiny_head, tiny_trunk
+from wrapped import save_wrapped
 
 ROOT = Path(__file__).parents[2]
 HOW_TO = ROOT / "recipes" / "attach.md"
@@ -41,22 +42,43 @@ ATTACH = {
 }
 
 
-def write_headless(directory: Path, family_name: str, num_layers: int | None = None) -> Path:
-    """Write chats and, in the place of the fine-tune, a model as its release has it: no head, no word of one."""
+def write_headless(
+    directory: Path, family_name: str, num_layers: int | None = None, wrapper: str | None = None
+) -> Path:
+    """Write chats and, in the place of the fine-tune, a model as its release has it: no head, no word of one.
+
+    It may be inside of a vision-language model.
+    """
     write_inputs(directory)
     path = directory / "finetune"
     for old in path.iterdir():
         old.unlink()
-    tiny_trunk(family_name, vocab_size=BYTE_VOCAB_SIZE, num_layers=num_layers).causal_lm.save_pretrained(path)
+    if wrapper is not None:
+        save_wrapped(path, wrapper, family_name, tied=wrapper == "gemma3", vocab_size=BYTE_VOCAB_SIZE)
+        # Mistral Small has no window.
+        set_fields(path, ON_TERMS.get(family_name, {}))
+    else:
+        tiny_trunk(family_name, vocab_size=BYTE_VOCAB_SIZE, num_layers=num_layers).causal_lm.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return path
 
 
-@pytest.mark.parametrize("family_name", ["llama", "qwen2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family_name", "wrapper"),
+    [
+        *((name, None) for name in ("llama", "qwen2", "qwen3_moe", "gpt_oss")),
+        ("gemma3_text", "gemma3"),
+        ("mistral", "mistral3"),
+    ],
+)
 def test_a_model_without_a_head_gets_one(
-    family_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    family_name: str,
+    wrapper: str | None,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    trunk, run_dir = write_headless(tmp_path / "in", family_name), tmp_path / "run"
+    trunk, run_dir = write_headless(tmp_path / "in", family_name, wrapper=wrapper), tmp_path / "run"
     before = inspected(capfd, trunk)
     assert (before["family"], before["status"]) == (family_name, "none")
     launch = shlex.split(before["cure"])

@@ -17,14 +17,17 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 
 def load(job):
     """Return the trunk, told where its checkpoint keeps the head."""
-    model = AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=job["dtype"]).eval()
+    # Some vision-language models are no causal language models to transformers.
+    causal = type(AutoConfig.from_pretrained(job["checkpoint"])) in AutoModelForCausalLM._model_mapping
+    auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    model = auto.from_pretrained(job["checkpoint"], dtype=job["dtype"]).eval()
     config = model.config.get_text_config()
     # The class names the layer numbers of released sizes only, and none where the releases have no head.
     own = [rf"model\.layers\.{config.num_hidden_layers}\.", r"^mtp\."]

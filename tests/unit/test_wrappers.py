@@ -1,0 +1,155 @@
+"""Trunks inside of vision-language models: what is told by their config, loaded, adapted, and given a head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.progress import Progress
+from safetensors.torch import load_file, save_file
+from test_sft_write import trained, written
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from adapters import write_adapter
+from checkpoints import all_tensors, same, set_fields
+from draft_models import CHOSEN, NUM_LAYERS
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.exporting import write_export
+from mtp_train.families import WRAPPERS
+from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.fresh import fresh_plan
+from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.weights.artifact import Artifact
+from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
+from mtp_train.weights.keymap import HeadLayout
+from tiny import VOCAB_SIZE, tiny_trunk
+from wrapped import save_wrapped
+
+AROUND = {
+    "gemma3": "gemma3_text",
+    "mistral3": "ministral3",
+    "llava": "llama",
+    "llava_next": "mistral",
+    "aya_vision": "cohere2",
+    "internvl": "qwen3_moe",
+}
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCAB_SIZE, (1, 12), generator=torch.Generator().manual_seed(3))
+
+
+def loaded(path: Path, **settings: Path) -> Trunk:
+    return load_trunk(path, open_checkpoint(path).family, dtype=torch.float32, **settings)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("wrapper", AROUND)
+@torch.inference_mode()
+def test_the_language_model_is_found_and_is_what_it_is_alone(wrapper: str, tied: bool, tmp_path: Path) -> None:
+    path = save_wrapped(tmp_path / "model", wrapper, AROUND[wrapper], tied=tied)
+    checkpoint, alone = open_checkpoint(path), tiny_trunk(AROUND[wrapper], tied=tied)
+    assert (checkpoint.family.wrapper, checkpoint.family.title.endswith(WRAPPERS[wrapper])) == (wrapper, True)
+    layout = layout_of(checkpoint)
+    assert (layout.trunk_prefix, layout.lm_head_key in checkpoint.tensors) == ("language_model.model.", not tied)
+    trunk = loaded(path)
+    hidden = trunk.hidden(tokens())
+    torch.testing.assert_close(hidden, alone.hidden(tokens()))
+    torch.testing.assert_close(trunk.logits(hidden), alone.logits(hidden))
+
+
+def test_every_wrapper_is_tested() -> None:
+    assert AROUND.keys() == WRAPPERS.keys()
+
+
+@pytest.mark.parametrize("wrapper", ["gemma3", "mistral3"])
+def test_so_it_is_by_the_names_that_transformers_once_saved(wrapper: str, tmp_path: Path) -> None:
+    path = save_wrapped(tmp_path / "model", wrapper, AROUND[wrapper])
+    expected = loaded(path).logits(loaded(path).hidden(tokens()))
+    tensors = load_file(path / SINGLE_FILE)
+    names = {"language_model.lm_head.": "lm_head.", "language_model.model.": "model.language_model."}
+    renamed = {}
+    for key, value in tensors.items():
+        old = next((old for old in names if key.startswith(old)), None)
+        renamed[f"model.{key}" if old is None else key.replace(old, names[old])] = value
+    save_file(renamed, path / SINGLE_FILE, {"format": "pt"})
+    layout = layout_of(open_checkpoint(path))
+    assert (layout.trunk_prefix, layout.lm_head_key) == ("model.language_model.", "lm_head.weight")
+    assert torch.equal(loaded(path).logits(loaded(path).hidden(tokens())), expected)
+
+
+def test_an_adapter_of_the_whole_model_is_worn_and_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from mtp_train.cli import main
+
+    path = save_wrapped(tmp_path / "model", "mistral3", "mistral")
+    worn = write_adapter(
+        path,
+        tmp_path / "adapter",
+        AutoModelForImageTextToText,
+        target_modules=r".*language_model.*(q_proj|up_proj)",
+        modules_to_save=["lm_head"],
+    ).eval()
+    with torch.inference_mode():
+        expected = worn(input_ids=tokens()).logits
+        wearing = loaded(path, adapter=tmp_path / "adapter")
+        torch.testing.assert_close(wearing.logits(wearing.hidden(tokens())), expected)
+        argv = ["merge", str(path), "--adapter", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")]
+        assert main(argv) == 0, capfd.readouterr().err
+        merged = loaded(tmp_path / "merged")
+        torch.testing.assert_close(merged.logits(merged.hidden(tokens())), expected, atol=1e-4, rtol=1e-4)
+        plain = loaded(path)
+        assert (plain.logits(plain.hidden(tokens())) - expected).abs().max() > 1e-2
+    assert all_tensors(tmp_path / "merged").keys() == all_tensors(path).keys()
+
+
+def test_a_draft_model_repeats_the_lm_head_where_the_wrapper_has_it(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save_wrapped(tmp_path / "model", "mistral3", "mistral", num_layers=NUM_LAYERS))
+    plan = fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=0, kind="eagle3")
+    artifact = Artifact(
+        family=plan.family,
+        layout=HeadLayout(plan.family, "model.", NUM_LAYERS),
+        num_modules=1,
+        num_depths=3,
+        convention="auto",
+        head=plan.template,
+        notes={},
+        draft_vocab=CHOSEN,
+    )
+    write_export(checkpoint, artifact, tmp_path / "out", adapter=None, link="hard", progress=Progress(disable=True))
+    stored = load_file(checkpoint.path / SINGLE_FILE)["language_model.lm_head.weight"]
+    assert torch.equal(load_file(tmp_path / "out" / SINGLE_FILE)["lm_head.weight"], stored[CHOSEN.long()])
+    serves = {engine: support.supported for engine, support in plan.family.engines.items() if support.supported}
+    assert serves == {"vllm": True}
+
+
+def test_a_config_that_leaves_sizes_to_transformers_is_read(tmp_path: Path) -> None:
+    # As Gemma 3's releases do.
+    path = save_wrapped(tmp_path / "model", "gemma3", "gemma3_text", vocab_size=262208)
+    set_fields(path, {"vocab_size": None})
+    assert text_config_of(open_checkpoint(path)).vocab_size == 262208
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "family_name", "reason"),
+    [
+        ("paligemma", "gemma2", "paligemma"),
+        ("internvl", "qwen2", "architecture's name"),
+    ],
+)
+def test_others_are_refused_with_the_reason(wrapper: str, family_name: str, reason: str, tmp_path: Path) -> None:
+    text_config = {"model_type": family_name, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": wrapper, "text_config": text_config}))
+    save_file({"x": torch.zeros(1)}, tmp_path / SINGLE_FILE, {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=reason):
+        _ = open_checkpoint(tmp_path).family
+
+
+@pytest.mark.parametrize("wrapper", ["gemma3", "mistral3"])
+def test_a_trunk_that_was_trained_goes_back_between_the_same_parts(wrapper: str, tmp_path: Path) -> None:
+    base = save_wrapped(tmp_path / "base", wrapper, AROUND[wrapper], tied=wrapper == "gemma3")
+    expected = trained(base, tmp_path / "saved")
+    assert same(written(base, tmp_path / "saved", tmp_path / "out"), expected)
+    assert all_tensors(tmp_path / "out").keys() == all_tensors(base).keys()
