@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
             result: Result = args.handler(args)
     except MtpError as error:
-        if is_main_process():
+        if is_main_process() or error.of_one_process:
             print(f"mtp-train: {error}", file=sys.stderr)
         return error.exit_code
     if is_main_process():

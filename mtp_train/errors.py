@@ -13,6 +13,8 @@ class MtpError(Exception):
     exit_code = 2
     reason = "bad_input"
     """What ``outcome.json`` calls it."""
+    of_one_process = False
+    """Whether one process of a launch may meet it and the others not, so that it speaks for itself."""
 
 
 class RecipeError(MtpError):
@@ -72,3 +74,10 @@ class OutOfMemoryError(MtpError):
     """Report that memory did not suffice, with the setting that would make it."""
 
     reason = "out_of_memory"
+    of_one_process = True
+
+
+class FullDiskError(CheckpointError):
+    """Report a disk that is full or not writable."""
+
+    of_one_process = True

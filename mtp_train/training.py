@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,18 +15,20 @@ from rich.progress import Progress
 from mtp_train.data.frequency import frequent_tokens, keep_targets
 from mtp_train.data.pack import global_batches
 from mtp_train.data.tokenize import Document
-from mtp_train.errors import TrainingError
 from mtp_train.heads.attach import build_head, trained_head
 from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.isolate import isolated_hidden
 from mtp_train.heads.lora import merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs
 from mtp_train.losses import LossKind
 from mtp_train.measuring import make_selection, part_documents, renumbered
-from mtp_train.recipe import Recipe
+from mtp_train.recipe import HiddenCacheSpec, Recipe
 from mtp_train.train.hidden_cache import (
+    CacheLayout,
     HiddenCache,
+    HiddenFn,
     build_cache,
     cache_identity,
     digest_of,
@@ -35,7 +39,7 @@ from mtp_train.train.hidden_cache import (
 from mtp_train.train.log import RunLog
 from mtp_train.train.loop import train_head
 from mtp_train.train.module import HeadTraining
-from mtp_train.train.shard import shards_trunk
+from mtp_train.train.shard import HiddenInShards, shards_trunk
 from mtp_train.weights.artifact import Artifact, save_artifact
 
 HEAD, STATE, HIDDEN = "head", "state", "hidden"
@@ -125,19 +129,37 @@ def hidden_cache(
     """Return the trunk's states of all documents, once they are on the disk; the trunk is left without its layers.
 
     Raises:
-        TrainingError: There is no room, or the trunk is to be in shards.
+        TrainingError: There is no room, or the trunk is quantised and to be in shards.
     """
-    spec, trunk = recipe.train.hidden_cache, module.trunk
+    spec = recipe.train.hidden_cache
     if spec is None:
         return None
+    cache = HiddenCache(*kept_states(spec, recipe, run_dir, inputs, module, documents, accelerator, progress))
+    module.trunk.drop_layers()
+    # Shards and the module that gathered them know one another.
+    gc.collect()
+    return cache
+
+
+def kept_states(
+    spec: HiddenCacheSpec,
+    recipe: Recipe,
+    run_dir: Path,
+    inputs: Inputs,
+    module: HeadTraining,
+    documents: Sequence[Document],
+    accelerator: Accelerator,
+    progress: Progress,
+) -> tuple[Path, CacheLayout]:
+    """Put the trunk's states of all documents on the disk, as far as they are not there; return where and how."""
+    device = accelerator.device
+    hidden_fn: HiddenFn
     if shards_trunk(accelerator):
-        raise TrainingError(
-            f"train.hidden_cache: set, and {accelerator.distributed_type.value} puts the trunk in shards; expected it "
-            "whole on every process. Launch with recipes/accelerate/ddp.yaml or zero2.yaml, or write null."
-        )
-    trunk.to(accelerator.device)
+        hidden_fn = HiddenInShards(module.trunk, accelerator)
+    else:
+        hidden_fn = partial(isolated_hidden, module.trunk.to(device))
     with module.autocast():
-        layout = layout_for(trunk, documents, spec.dtype)
+        layout = layout_for(hidden_fn, documents, spec.dtype, device)
         precision, quantization = recipe.train.precision, recipe.model.quantization
         identity = cache_identity(inputs.finetune, inputs.adapter, documents, layout, precision, quantization)
         directory = Path(spec.directory or run_dir / HIDDEN) / digest_of(identity)
@@ -147,18 +169,18 @@ def hidden_cache(
             progress.console.print(f"{directory}: {layout.num_bytes / (1 << 30):.2f} GiB of hidden states")
             write_manifest(directory, identity, layout)
         build_cache(
-            trunk,
+            hidden_fn,
             documents,
             layout,
             directory,
+            device=device,
             max_tokens=recipe.train.micro_batch_sequences * recipe.data.seq_len_tokens,
             rank=accelerator.process_index,
             world=accelerator.num_processes,
             on_shard=lambda done, total: progress.update(task, completed=done, total=total),
         )
     accelerator.wait_for_everyone()
-    trunk.drop_layers()
-    return HiddenCache(directory, layout)
+    return directory, layout
 
 
 def chosen_vocab(recipe: Recipe, inputs: Inputs, documents: Sequence[Document], vocab_size: int) -> torch.Tensor | None:

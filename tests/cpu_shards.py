@@ -2,21 +2,24 @@
 
 accelerate shards on no CPU under FSDP2: it takes processes there for plain data-parallel ones. Told that they are what
 processes on GPUs are, it does everything else as it does there. ``DIES=RANK:STEP`` in the environment makes a process
-kill itself before that step.
+kill itself before that step. ``SHARD_BYTES`` is the size of the files of hidden states; ``FULL=RANK:NUMBER`` leaves a
+process no room for those behind so many.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from mtp_train.cli import main
-from mtp_train.train import loop
+from mtp_train.train import hidden_cache, loop
 
 
 def die_before(step: int) -> None:
@@ -31,6 +34,24 @@ def die_before(step: int) -> None:
     loop.optimise = optimise_or_die
 
 
+def fill_disk_after(number: int) -> None:
+    """Leave this process no room for more than so many files of hidden states."""
+    write, calls = hidden_cache.write_safetensors, iter(range(number))
+
+    def write_or_fail(path: Path, *args: Any) -> None:
+        if next(calls, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, *args)
+
+    hidden_cache.write_safetensors = write_or_fail
+
+
+def asked_of_this_process(variable: str) -> int | None:
+    """Return what RANK:NUMBER in the environment asks of this process; None if of another, or nothing."""
+    rank, _, number = os.environ.get(variable, "").partition(":")
+    return int(number) if rank == os.environ.get("RANK", "0") else None
+
+
 def pretend_to_have_gpus() -> None:
     """Have accelerate shard here, where its launcher asks for FSDP2."""
     if "ACCELERATE_USE_FSDP" in os.environ:
@@ -40,8 +61,9 @@ def pretend_to_have_gpus() -> None:
 
 if __name__ == "__main__":
     pretend_to_have_gpus()
-    if "DIES" in os.environ:
-        rank, step = map(int, os.environ["DIES"].split(":"))
-        if os.environ.get("RANK", "0") == str(rank):
-            die_before(step)
+    if (step := asked_of_this_process("DIES")) is not None:
+        die_before(step)
+    if (files := asked_of_this_process("FULL")) is not None:
+        fill_disk_after(files)
+    hidden_cache.SHARD_BYTES = int(os.environ.get("SHARD_BYTES", hidden_cache.SHARD_BYTES))
     sys.exit(main(["run", *sys.argv[1:]]))

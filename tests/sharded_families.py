@@ -1,6 +1,7 @@
-"""Two optimiser steps of every family's tiny model under whatever launcher started this; a file gets what came of it.
+"""Two optimiser steps of every family's tiny model under whatever launcher started this, and its states kept before.
 
-The documents of a step differ in number and length, so that processes run the trunk a different number of times.
+A file gets what came of it. The documents of a step differ in number and length, so that processes run the trunk a
+different number of times.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from cpu_shards import pretend_to_have_gpus
-from mtp_train.data.pack import PackedSequence, pack_documents
+from mtp_train.data.pack import PackedSequence, collate, pack_documents
 from mtp_train.data.tokenize import Document
+from mtp_train.heads.isolate import isolated_hidden
 from mtp_train.heads.trunk import Trunk
 from mtp_train.train.launch import make_accelerator
 from mtp_train.train.loop import train_head
 from mtp_train.train.module import HeadTraining
 from mtp_train.train.plan import make_plan
-from mtp_train.train.shard import give_up_shards, shards_trunk
+from mtp_train.train.shard import HiddenInShards, give_up_shards, shards_trunk
 from runs import tiny_recipe
 from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
 
@@ -61,10 +64,10 @@ def sequences(step: int) -> Sequence[PackedSequence]:
     return packed
 
 
-def held(trunk: Trunk) -> int:
-    """Return how many of the trunk's numbers are in this process."""
+def held(module: nn.Module) -> int:
+    """Return how many of a module's numbers are in this process."""
     parts = [
-        parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.data for parameter in trunk.parameters()
+        parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.data for parameter in module.parameters()
     ]
     return sum((part.to_local() if isinstance(part, DTensor) else part).numel() for part in parts)
 
@@ -81,12 +84,43 @@ class Trained(NamedTuple):
     """Of them in this process, after they were given up."""
 
 
+class Kept(NamedTuple):
+    """What came of running a case's trunk in shards for its states alone, in this process."""
+
+    off: float
+    """The largest difference from what the whole trunk computes."""
+    whole: int
+    """Numbers in the trunk's layers."""
+    held: int
+    """Of them in this process, between passes."""
+    left: int
+    """Layers that are still somewhere after they were let go of."""
+
+
+def keep(case: str, accelerator: Accelerator) -> Kept:
+    """Run a case's trunk over a sequence, another one in each process."""
+    trunk = trunk_of(case)
+    batch = collate([sequences(0)[accelerator.process_index]])
+    tokens_1T, document_1T = batch["input_ids_BT"], batch["document_BT"]
+    expected = isolated_hidden(trunk, tokens_1T, document_1T, SEQ_LEN)
+    whole, hidden_fn = held(trunk.layers), HiddenInShards(trunk, accelerator)
+    off = float((hidden_fn(tokens_1T, document_1T, SEQ_LEN) - expected).abs().max())
+    kept, layers = held(trunk.layers), [weakref.ref(layer) for layer in trunk.layers]
+    del hidden_fn
+    trunk.drop_layers()
+    gc.collect()
+    return Kept(off, whole, kept, sum(layer() is not None for layer in layers))
+
+
+def trunk_of(case: str) -> Trunk:
+    """Return the trunk of a case, whole."""
+    trunk = tiny_trunk(case.split(", ")[0], tied=case == TIED)
+    return trunk.to(torch.bfloat16) if case == HALF else trunk
+
+
 def train(case: str, accelerator: Accelerator) -> Trained:
     """Train a case for two steps."""
-    name = case.split(", ")[0]
-    trunk = tiny_trunk(name, tied=case == TIED)
-    if case == HALF:
-        trunk.to(torch.bfloat16)
+    trunk = trunk_of(case)
     whole = held(trunk)
     module = HeadTraining(
         trunk,
@@ -138,6 +172,7 @@ if __name__ == "__main__":
         # Everything here is small enough for DeepSpeed to keep it whole.
         settings = joined.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         settings["stage3_param_persistence_threshold"] = 0
-    found = {case: train(case, joined)._asdict() for case in CASES}
+    kept = {case: gather_object([keep(case, joined)._asdict()]) for case in CASES}
+    trained = {case: train(case, joined)._asdict() for case in CASES}
     if joined.is_main_process:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(sys.argv[1]).write_text(json.dumps({"kept": kept, "trained": trained}))

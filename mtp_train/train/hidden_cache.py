@@ -33,8 +33,7 @@ from torch import Tensor
 from mtp_train.data.pack import PackedSequence
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
-from mtp_train.heads.isolate import isolated_hidden
-from mtp_train.heads.trunk import Trunk
+from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.weights.files import CONFIG_FILE, SAFETENSORS_DTYPES, Checkpoint
 from mtp_train.weights.writing import held_tensor, write_json, write_safetensors
 
@@ -43,6 +42,10 @@ MANIFEST_FILE = "manifest.json"
 STATES, SCALES = "states", "scales"
 _FP8_MAX = 448.0
 
+HiddenFn = Callable[[Tensor, Tensor, int], Tensor]
+"""Tokens (1, S), their document numbers (1, S) and the most tokens of one forward pass, to the trunk's hidden states
+(1, S, D): :func:`mtp_train.heads.isolate.isolated_hidden`. Where the trunk is in shards, all processes call it equally
+often."""
 StoredDtype = Literal["auto", "bf16", "fp8"]
 
 
@@ -92,16 +95,19 @@ class CacheLayout:
         return len(self.first_documents) - 1
 
 
-def layout_for(trunk: Trunk, documents: Sequence[Document], dtype: StoredDtype) -> CacheLayout:
+def layout_for(
+    hidden_fn: HiddenFn, documents: Sequence[Document], dtype: StoredDtype, device: torch.device
+) -> CacheLayout:
     """Lay a cache out; runs the trunk on one token to see how wide its states are and of which precision.
 
     Args:
-        trunk: The trunk.
+        hidden_fn: Runs the trunk.
         documents: All that is trained on.
         dtype: ``auto`` is what the trunk computes.
+        device: The trunk's.
     """
-    with torch.no_grad():
-        one = trunk.hidden(torch.zeros(1, 1, dtype=torch.long, device=trunk.lm_head_VD.device))
+    token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
+    one = hidden_fn(token_11, torch.zeros_like(token_11), 1)
     stored = {"auto": one.dtype, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[dtype]
     return CacheLayout(tuple(len(document.input_ids) for document in documents), one.shape[-1], stored, one.dtype)
 
@@ -173,11 +179,12 @@ def require_room(layout: CacheLayout, directory: Path, max_bytes: int) -> None:
 
 
 def build_cache(
-    trunk: Trunk,
+    hidden_fn: HiddenFn,
     documents: Sequence[Document],
     layout: CacheLayout,
     directory: Path,
     *,
+    device: torch.device,
     max_tokens: int,
     rank: int,
     world: int,
@@ -185,30 +192,39 @@ def build_cache(
 ) -> None:
     """Write the shards of this process that are missing: every ``world``-th one.
 
+    Every process takes as many turns, also without a shard of its own to write: the trunk may be in shards, whose
+    forward passes all processes run together.
+
     Args:
-        trunk: The trunk; the precision of its autocast is the caller's matter.
+        hidden_fn: Runs the trunk; the precision of its autocast is the caller's matter.
         documents: Those that the layout was made of.
         layout: The layout.
         directory: The cache's own, made if need be.
+        device: The trunk's.
         max_tokens: Of one forward pass, padding included.
         rank: This process.
         world: Number of processes.
-        on_shard: Told the number of shards behind us and in all, of this process.
+        on_shard: Told the number of turns behind us and in all.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    own_shards = range(rank, layout.num_shards, world)
-    for number, shard in enumerate(own_shards, start=1):
+    num_turns = -(-layout.num_shards // world)
+    for turn in range(num_turns):
+        shard = turn * world + rank
         path = _shard_path(directory, shard)
-        if not path.exists():
-            first, end = layout.first_documents[shard : shard + 2]
-            tokens_1S, document_1S = _in_one_row(documents[first:end], trunk.lm_head_VD.device)
-            states_1SD = isolated_hidden(trunk, tokens_1S, document_1S, max_tokens)
+        writes = shard < layout.num_shards and not path.exists()
+        first, end = layout.first_documents[shard : shard + 2] if writes else (0, 0)
+        tokens_1S, document_1S = _in_one_row(documents[first:end], device)
+        states_1SD = hidden_fn(tokens_1S, document_1S, max_tokens)
+        if writes:
             _write(states_1SD[0], layout.dtype, path)
-        on_shard(number, len(own_shards))
+        on_shard(turn + 1, num_turns)
 
 
 def _in_one_row(documents: Sequence[Document], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tokens and document numbers, (1, S)."""
+    """Return tokens and document numbers, (1, S); of no documents one token of padding."""
+    if not documents:
+        token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
+        return token_11, torch.full_like(token_11, PADDING_DOCUMENT)
     ids = np.concatenate([np.asarray(document.input_ids, dtype=np.int64) for document in documents])
     numbers = np.repeat(np.arange(len(documents)), [len(document.input_ids) for document in documents])
     return torch.from_numpy(ids)[None].to(device), torch.from_numpy(numbers)[None].to(device)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mtp_train.errors import TrainingError
+from mtp_train.heads.isolate import isolated_hidden
 from mtp_train.heads.trunk import Trunk
 from mtp_train.train.module import HeadTraining
 
@@ -41,13 +42,7 @@ def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
         TrainingError: The trunk is quantised.
     """
     trunk = module.trunk
-    packed = [name for name, parameter in trunk.named_parameters() if parameter.dtype not in _SHARDED_DTYPES]
-    if packed:
-        raise TrainingError(
-            f"model.trunk: quantised ({packed[0]} and {len(packed) - 1} more); expected weights that can be cut "
-            "anywhere. Launch with recipes/accelerate/ddp.yaml or zero2.yaml, which keep the trunk whole."
-        )
-    trunk.calls_together = functools.partial(most_of_all, device=accelerator.device)
+    _make_ready(trunk, accelerator)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         _partition(module, accelerator)
         return
@@ -57,6 +52,45 @@ def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
     plugin.auto_wrap_policy = None
     for layer in trunk.layers:
         fully_shard(layer, reshard_after_forward=plugin.reshard_after_forward)
+
+
+class HiddenInShards(nn.Module):
+    """Runs a trunk in shards, for its hidden states alone; the module that the shards are gathered below.
+
+    Args:
+        trunk: The trunk, from wherever its weights lie; its layers are sharded in place, the rest goes to the device.
+        accelerator: Says which device.
+
+    Raises:
+        TrainingError: The trunk is quantised.
+    """
+
+    def __init__(self, trunk: Trunk, accelerator: Accelerator) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__()
+        self.trunk = trunk
+        _make_ready(trunk, accelerator)
+        # By torch under DeepSpeed too, whose engine holds on to every module that it was ever given: these layers are
+        # let go of before training.
+        for layer in trunk.layers:
+            fully_shard(layer, reshard_after_forward=True)
+        trunk.to(accelerator.device)
+        fully_shard(self, ignored_params=set(self.parameters()))
+
+    def forward(self, tokens_BT: Tensor, document_BT: Tensor, max_tokens: int) -> Tensor:
+        """Return what ``isolated_hidden`` returns; every process must call it."""
+        return isolated_hidden(self.trunk, tokens_BT, document_BT, max_tokens)
+
+
+def _make_ready(trunk: Trunk, accelerator: Accelerator) -> None:
+    packed = [name for name, parameter in trunk.named_parameters() if parameter.dtype not in _SHARDED_DTYPES]
+    if packed:
+        raise TrainingError(
+            f"model.trunk: quantised ({packed[0]} and {len(packed) - 1} more); expected weights that can be cut "
+            "anywhere. Launch with recipes/accelerate/ddp.yaml or zero2.yaml, which keep the trunk whole."
+        )
+    trunk.calls_together = functools.partial(most_of_all, device=accelerator.device)
 
 
 def _partition(module: HeadTraining, accelerator: Accelerator) -> None:

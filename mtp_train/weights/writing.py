@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from mtp_train.errors import CheckpointError, OutputExistsError
+from mtp_train.errors import CheckpointError, FullDiskError, OutputExistsError
 from mtp_train.weights.files import TORCH_DTYPES, TensorInfo
 from mtp_train.weights.finite import all_finite
 
@@ -231,14 +231,14 @@ def full_disk_is_named(target: Path, *, what: str) -> Iterator[None]:
     """Turn the failures of a disk that is full or not writable into an error for the user.
 
     Raises:
-        CheckpointError: The disk is full or not writable.
+        FullDiskError: The disk is full or not writable.
     """
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
             raise
-        raise CheckpointError(
+        raise FullDiskError(
             f"{target}: writing {what} failed ({os.strerror(error.errno)}); what was there before is whole. Free "
             "space, or write somewhere else."
         ) from error

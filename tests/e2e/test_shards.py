@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ from mtp_train.errors import GateRefusedError
 from mtp_train.recipe_io import load_recipe
 from mtp_train.train.launch import make_accelerator
 from runs import run_quietly, tiny_recipe, tree, write_inputs, write_recipe
-from sharded_families import CASES, train
+from sharded_families import CASES, HALF, train
 
 pytestmark = pytest.mark.slow
 PROGRAM, FAMILIES_PROGRAM = (ROOT / "tests" / name for name in ("cpu_shards.py", "sharded_families.py"))
 TWO = ("--num_processes", "2")
 STEPS, SAVE_STEPS, DIES_BEFORE = 8, 3, 5
+FEW_TOKENS = str(240 * 32 * 4)
 SHORT = {
     "data__regenerate": {"enabled": True, "max_new_tokens": 16},
     "train__max_steps": STEPS,
@@ -82,8 +84,10 @@ def one_process(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def run_on(setup: Setup, inputs: Path, run_dir: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    recipe = write_recipe(run_dir.parent / "recipe.yaml", inputs, run_dir, **SHORT)
+def run_on(
+    setup: Setup, inputs: Path, run_dir: Path, changes: Mapping[str, Any] = SHORT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    recipe = write_recipe(run_dir.parent / "recipe.yaml", inputs, run_dir, **changes)
     return start(setup.machine, PROGRAM, recipe, "--json", flags=TWO, **setup.variables, **variables)
 
 
@@ -116,6 +120,41 @@ def test_the_same_recipe_gives_the_same_run_killed_or_not(
     assert [line["loss"] for line in metrics(killed)] == [line["loss"] for line in lines]
     found, kept = head(killed), head(unbroken)
     assert all(torch.equal(found[key], kept[key]) for key in kept)
+
+
+@cases(FSDP2, ZERO3)
+def test_states_kept_by_processes_that_share_the_trunk_give_the_same_run(
+    setup: Setup, inputs: Path, one_process: Path, tmp_path: Path
+) -> None:
+    """One process runs out of disk meanwhile: the other must not wait for it, and what they kept stays."""
+    run_dir = tmp_path / "run"
+    kept = {**SHORT, "train__hidden_cache": {}}
+    lost = run_on(setup, inputs, run_dir, kept, SHARD_BYTES=FEW_TOKENS, FULL="1:1")
+    assert lost.returncode == 1
+    assert lost.stderr.count(f"mtp-train: {run_dir}: writing the run failed (No space left on device)") == 1, (
+        lost.stderr
+    )
+    before = states(run_dir)
+    # The first turn of both; the other's second may have been cut off.
+    assert len(before) in (2, 3)
+    assert not (run_dir / "state").exists()
+
+    done = run_on(setup, inputs, run_dir, kept, SHARD_BYTES=FEW_TOKENS)
+    assert outcome(run_dir)["stage"] == "done", done.stderr
+    after = states(run_dir)
+    assert before.items() < after.items()
+    # The last turn is one process's alone.
+    assert len(after) % 2
+    lines, expected = metrics(run_dir), metrics(one_process)
+    assert {line["wrapper"] for line in lines} == {setup.wrapper}
+    for field in ("loss", "loss_depth_1", "loss_depth_2", "grad_norm"):
+        assert [line[field] for line in lines] == pytest.approx([line[field] for line in expected], abs=1e-4), field
+    torch.testing.assert_close(head(run_dir), head(one_process), atol=1e-4, rtol=1e-4)
+
+
+def states(run_dir: Path) -> dict[str, int]:
+    """Return when each file of hidden states was written."""
+    return {path.name: path.stat().st_mtime_ns for path in run_dir.glob("hidden/*/*.safetensors")}
 
 
 def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
@@ -185,9 +224,15 @@ def test_sharding_that_accelerate_leaves_out_is_refused(inputs: Path, tmp_path: 
 
 @cases(FSDP2, ZERO3)
 def test_every_family_trains_in_shards_as_it_does_whole(setup: Setup, tmp_path: Path) -> None:
-    done = start(setup.machine, FAMILIES_PROGRAM, tmp_path / "trained.json", flags=TWO, **setup.variables)
+    done = start(setup.machine, FAMILIES_PROGRAM, tmp_path / "written.json", flags=TWO, **setup.variables)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "trained.json").read_text())
+    written = json.loads((tmp_path / "written.json").read_text())
+    for case, (first, second) in written["kept"].items():
+        for own in (first, second):
+            assert own["off"] < (0.02 if case == HALF else 1e-5), case
+            assert own["held"] <= 0.6 * own["whole"], case
+            assert own["left"] == 0, case
+    found = written["trained"]
     accelerator = make_accelerator()
     expected = {case: train(case, accelerator) for case in CASES}
     assert {case: one["losses"] for case, one in found.items()} == {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from mtp_train.train.module import HeadTraining
 from mtp_train.weights.files import open_checkpoint
 from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
 
+CPU = torch.device("cpu")
 SEQ_LEN = 24
 LENGTHS = (5, 24, 9, 3, 17, 11, 2, 8)
 
@@ -58,14 +60,16 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def built(trunk: Trunk, directory: Path, dtype: StoredDtype = "auto", world: int = 1) -> tuple[CacheLayout, list[int]]:
     """Build a cache with each rank in turn; return its layout and the number of shards each was told of."""
-    layout = layout_for(trunk, documents(), dtype)
+    hidden_fn = partial(isolated_hidden, trunk)
+    layout = layout_for(hidden_fn, documents(), dtype, CPU)
     told: list[int] = []
     for rank in range(world):
         build_cache(
-            trunk,
+            hidden_fn,
             documents(),
             layout,
             directory,
+            device=CPU,
             max_tokens=2 * SEQ_LEN,
             rank=rank,
             world=world,
@@ -177,7 +181,7 @@ def joined(found: list[Document]) -> list[Document]:
 
 def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> None:
     base, finetune = (open_checkpoint(path) for path in base_and_finetune(tmp_path, "qwen3_5"))
-    layout = layout_for(tiny_trunk("qwen3_5"), documents(), "bf16")
+    layout = layout_for(partial(isolated_hidden, tiny_trunk("qwen3_5")), documents(), "bf16", CPU)
 
     def name(**changes: Any) -> str:
         given = {
