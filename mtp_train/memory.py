@@ -60,6 +60,6 @@ def cure(recipe: Recipe, stage: str) -> str:
     if stage == "train" and train.hidden_cache is None:
         return f"Write train.hidden_cache: {{}}, which trains without the trunk, or {shards}."
     if stage == "train":
-        return f"Lower data.seq_len_tokens ({recipe.data.seq_len_tokens})."
+        return f"Lower data.seq_len_tokens ({recipe.data.seq_len_tokens}), or {shards}."
     offload = "" if recipe.model.offload or recipe.model.quantization else " or model.offload: cpu"
     return f"Write model.dtype: bfloat16{offload}, or {shards}."

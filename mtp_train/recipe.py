@@ -193,7 +193,7 @@ class ObjectiveSection:
 class HiddenCacheSpec:
     """The trunk's hidden states on disk: computed once, and read in every epoch and by every run that shares them.
 
-    The trunk leaves the memory while the head trains. It must fit into each process's whole: not for sharded trunks.
+    The trunk's layers leave the memory before the head trains, in shards or whole.
     """
 
     max_gib: Positive = 64.0

@@ -64,7 +64,7 @@ processes. `mtp-train check RECIPE --processes N` estimates what a process holds
 # Longer runs
 
 - `train.hidden_cache={}` keeps the trunk's hidden states on disk: from the second epoch on, and for every later run of
-  the same text, the trunk is neither run nor held in memory.
+  the same text, the trunk is neither run nor held in memory. In shards too, where it pays most.
 - `'train.select={every_steps: 100, patience: 5}'` measures acceptance on text kept from training, takes the best head
   and stops when it gets no better. `metrics.jsonl` has the measures by depth, and the trunk's entropy beside them.
 - Small card? `'head.lora={r: 16}'` trains low-rank matrices instead of the head's weights and exports them merged;

@@ -143,8 +143,7 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     )
     # What is refused under shards has no estimate for them.
     packed = recipe.model.quantization is not None or quant_method(raw) is not None
-    whole = packed or recipe.train.hidden_cache is not None or recipe.sft is not None
-    shards = None if whole else in_shards(memory, trunk, plan)
+    shards = None if packed or recipe.sft is not None else in_shards(memory, trunk, plan)
     cost = whole_cost(recipe, plan, sizes, memory)
     serves = engine_commands(head_family.engines, f"{recipe.run_dir}/export", recipe.head.num_depths)
     return CheckResult(recipe, head_family.title, plan, memory, shards, cost, serves)

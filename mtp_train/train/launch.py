@@ -155,6 +155,8 @@ def _configure_deepspeed(module: HeadTraining, accelerator: Accelerator, plan: P
     # DeepSpeed allocates this many elements whatever the model; a head often has fewer.
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     settings["zero_optimization"].setdefault("reduce_bucket_size", min(trained, 200_000_000))
+    # By itself it takes some mixtures' experts for one unit, the head's too, and stumbles over their second depth.
+    settings["zero_optimization"].setdefault("leaf_module", {"classes": []})
 
 
 def clip_gradient(accelerator: Accelerator, wrapped: nn.Module, max_grad_norm: float) -> float:

@@ -17,12 +17,14 @@ from checkpoints import base_and_finetune
 from mtp_train.data.pack import PackedSequence, collate, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
+from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.isolate import isolated_hidden
 from mtp_train.heads.trunk import Trunk
 from mtp_train.train import hidden_cache
 from mtp_train.train.hidden_cache import (
     CacheLayout,
     HiddenCache,
+    HiddenFn,
     StoredDtype,
     build_cache,
     cache_identity,
@@ -59,9 +61,14 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(trunk: Trunk, directory: Path, dtype: StoredDtype = "auto", world: int = 1) -> tuple[CacheLayout, list[int]]:
-    """Build a cache with each rank in turn; return its layout and the number of shards each was told of."""
+    """Build a cache with each rank in turn; return its layout and the number of turns each was told of."""
     hidden_fn = partial(isolated_hidden, trunk)
     layout = layout_for(hidden_fn, documents(), dtype, CPU)
+    return layout, build(hidden_fn, layout, directory, world)
+
+
+def build(hidden_fn: HiddenFn, layout: CacheLayout, directory: Path, world: int) -> list[int]:
+    """Write what is missing with each rank in turn; return the number of turns each was told of."""
     told: list[int] = []
     for rank in range(world):
         build_cache(
@@ -75,7 +82,7 @@ def built(trunk: Trunk, directory: Path, dtype: StoredDtype = "auto", world: int
             world=world,
             on_shard=lambda done, _total: told.append(done),
         )
-    return layout, told
+    return told
 
 
 def packed(epoch: int = 0) -> list[PackedSequence]:
@@ -136,6 +143,22 @@ def test_a_build_that_was_cut_off_goes_on_with_what_is_missing(tmp_path: Path, m
     # One row to see how wide states are, then those of the shard.
     assert sum(rows) == 1 + end - first
     assert told == list(range(1, layout.num_shards + 1))
+
+
+def test_processes_that_have_nothing_to_write_take_every_turn(tmp_path: Path) -> None:
+    """Of a trunk in shards all of them run every forward pass."""
+    trunk = tiny_trunk("qwen3_5")
+    layout, _ = built(trunk, tmp_path)
+    assert layout.num_shards == 3
+    (tmp_path / "states-00000.safetensors").unlink()
+    read: list[int] = []
+
+    def counted(tokens_1S: Tensor, document_1S: Tensor, max_tokens: int) -> Tensor:
+        read.append(int((document_1S != PADDING_DOCUMENT).sum()))
+        return isolated_hidden(trunk, tokens_1S, document_1S, max_tokens)
+
+    build(counted, layout, tmp_path, world=2)
+    assert read == [layout.starts[layout.first_documents[1]], 0, 0, 0]
 
 
 def test_a_full_disk_leaves_no_shard_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def recipe(*overrides: str) -> Recipe:
         ("train", [MICRO], "Write train.micro_batch_sequences: 1; it is 4"),
         ("train", [], "Write train.gradient_checkpointing: true"),
         ("train", [CHECKPOINTING], "Write train.hidden_cache: {}"),
-        ("train", [CHECKPOINTING, CACHE], "Lower data.seq_len_tokens (512)"),
+        ("train", [CHECKPOINTING, CACHE], "Lower data.seq_len_tokens (512), or launch with recipes/acc"),
         ("train", SFT, "Write 'sft.lora={r: 16}', which trains few weights, or lower data.seq_len_tokens (512)."),
         ("train", [*SFT, "sft.lora={}"], "Write model.dtype: bfloat16, or lower data.seq_len_tokens (512)."),
         ("evaluate", [], "Lower evaluate.dense_tokens"),

@@ -15,7 +15,7 @@ from mtp_train.errors import LostProcessError, TrainingError
 from mtp_train.heads.isolate import isolated_hidden
 from mtp_train.train.launch import lost_process_is_named, make_accelerator, prepare, require_as_asked
 from mtp_train.train.module import HeadTraining
-from mtp_train.train.shard import shard_layers, shards_trunk
+from mtp_train.train.shard import HiddenInShards, shard_layers, shards_trunk
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 
@@ -113,8 +113,10 @@ def test_a_quantised_trunk_is_not_sharded(dtype: torch.dtype) -> None:
     module = training_module()
     module.trunk.decoder.norm.weight = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
     message = r"quantised \(.*norm\.weight and 0 more\); .* Launch with recipes/accelerate/ddp\.yaml"
-    with pytest.raises(TrainingError, match=message):
-        shard_layers(module, joined(DistributedType.FSDP, **FSDP))
+    accelerator = joined(DistributedType.FSDP, **FSDP)
+    for cuts in (lambda: shard_layers(module, accelerator), lambda: HiddenInShards(module.trunk, accelerator)):
+        with pytest.raises(TrainingError, match=message):
+            cuts()
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
