@@ -46,7 +46,10 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--adapter", metavar="DIR", help="a peft adapter for the trunk, put on unmerged")
     command.add_argument(
-        "--trunk-bits", nargs="+", choices=PACKINGS, default=["none"], help="pack the trunk: an arm for each"
+        "--trunk-bits",
+        nargs="+",
+        choices=PACKINGS,
+        help="pack the trunk: an arm for each (default: none; of a run what its recipe says)",
     )
     command.add_argument(
         "--head-bits", nargs="+", choices=PACKINGS, default=["none"], help="pack the head: an arm for each"
@@ -66,7 +69,7 @@ def add_compare(command: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="[NAME=]TRUNK[+HEAD]",
         help="a checkpoint with its own head, a trunk + what drafts (see evaluate --head), or the directory of a run; "
-        "@8bit or @4bit behind either packs it",
+        "@8bit or @4bit behind either packs it, @none behind a run leaves out what its recipe says",
     )
     _add_grid(command)
 
@@ -131,12 +134,14 @@ def evaluated_arms(args: argparse.Namespace) -> list[ArmSpec]:
     if args.served_only:
         return []
     arm = subject(args)
-    packings = [(trunk, head) for trunk in _unique(args.trunk_bits) for head in _unique(args.head_bits)]
+    own = (arm.quantization or "none", "none")
+    trunk_bits = own[:1] if args.trunk_bits is None else _unique(args.trunk_bits)
+    packings = [(trunk, head) for trunk in trunk_bits for head in _unique(args.head_bits)]
     return [
         named(
             replace(
                 arm,
-                name=arm.name if trunk == head == "none" else "",
+                name=arm.name if (trunk, head) == own else "",
                 quantization=None if trunk == "none" else trunk,
                 head_quantization=None if head == "none" else head,
             )
@@ -146,7 +151,7 @@ def evaluated_arms(args: argparse.Namespace) -> list[ArmSpec]:
 
 
 def subject(args: argparse.Namespace) -> ArmSpec:
-    """Return what ``evaluate`` names, nothing of it packed; without a name where it is no run.
+    """Return what ``evaluate`` names, packed only where a run's recipe says so; without a name where it is no run.
 
     Raises:
         MtpError: A run is given another head or adapter, or has no head so far.

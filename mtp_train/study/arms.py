@@ -33,8 +33,8 @@ from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 
 OWN, NGRAM, MODEL = "own", "ngram", "model:"
 _NAME = re.compile(r"[\w.-]+")
-_PACKED = re.compile(r"(?P<location>.*)@(?P<bits>8bit|4bit)")
-_BITS: dict[str, Quantization] = {"8bit": "8bit", "4bit": "4bit"}
+_PACKED = re.compile(r"(?P<location>.*)@(?P<bits>none|8bit|4bit)")
+_BITS: dict[str, Quantization | None] = {"none": None, "8bit": "8bit", "4bit": "4bit"}
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,10 @@ class ArmSpec:
 
 
 def parse_arm(text: str) -> ArmSpec:
-    """Read ``[NAME=]TRUNK[@8bit|@4bit][+HEAD]`` or ``[NAME=]RUN``.
+    """Read ``[NAME=]TRUNK[@8bit|@4bit][+HEAD]`` or ``[NAME=]RUN[@none|@8bit|@4bit]``.
 
-    A run directory is its trunk with its retrained head; a checkpoint alone drafts with its own head.
+    A run directory is its trunk with its retrained head, packed as its recipe says unless the name says otherwise; a
+    checkpoint alone drafts with its own head.
 
     Raises:
         DataError: It has no trunk.
@@ -100,7 +101,9 @@ def parse_arm(text: str) -> ArmSpec:
         )
     if not plus and is_run(Path(trunk)):
         return arm_of_run(Path(trunk), name)
-    trunk, trunk_bits = _unpacked(trunk)
+    named_trunk, (trunk, trunk_bits) = trunk, _unpacked(trunk)
+    if not plus and is_run(Path(trunk)):
+        return replace(arm_of_run(Path(trunk), name or _short(named_trunk)), quantization=trunk_bits)
     head, head_bits = _unpacked(head or OWN)
     return named(ArmSpec(name, trunk, head, None, trunk_bits, head_bits))
 
@@ -141,7 +144,8 @@ def is_run(directory: Path) -> bool:
 
 
 def arm_of_run(run_dir: Path, name: str = "") -> ArmSpec:
-    """Return a run's trunk with its retrained head, under the directory's name where none is given.
+    """Return a run's trunk, packed as it was trained beside, with its retrained head, under the directory's name where
+    none is given.
 
     Raises:
         CheckpointError: It has no head so far.
@@ -155,7 +159,8 @@ def arm_of_run(run_dir: Path, name: str = "") -> ArmSpec:
         raise CheckpointError(
             f"{run_dir}: a run without a head so far; expected one that has trained. Run its recipe to the end first."
         )
-    return ArmSpec(name or _short(str(run_dir)), recipe.model.trunk, str(head), recipe.model.adapter)
+    model = recipe.model
+    return ArmSpec(name or _short(str(run_dir)), model.trunk, str(head), model.adapter, model.quantization)
 
 
 def require_distinct(specs: Sequence[ArmSpec]) -> None:

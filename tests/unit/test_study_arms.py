@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,26 @@ def test_evaluate_takes_a_run_as_compare_does(tmp_path: Path) -> None:
     assert server.checkpoint == recipe.model.trunk
     with pytest.raises(DataError, match=r"--head: given with .*run7, a run, which has its own"):
         evaluated_arms(asked("--head", "ngram"))
+
+
+def test_a_run_is_packed_as_it_was_trained_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run7"
+    (run_dir / "head").mkdir(parents=True)
+    recipe = tiny_recipe(tmp_path / "in", run_dir, model__quantization="8bit")
+    (run_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+
+    def asked(*words: str) -> list[tuple[str, str | None]]:
+        command = ["evaluate", str(run_dir), "--out", "out", *words]
+        return [(arm.name, arm.quantization) for arm in evaluated_arms(build_parser().parse_args(command))]
+
+    own = parse_arm(str(run_dir))
+    assert (own.name, own.quantization, own.trunk_name) == ("run7", "8bit", f"{recipe.model.trunk}@8bit")
+    assert asked() == [("run7", "8bit")]
+    assert asked("--trunk-bits", "none", "8bit") == [("finetune+run7/head", None), ("run7", "8bit")]
+    plain, packed = parse_arm(f"{run_dir}@none"), parse_arm(f"{run_dir}@4bit")
+    assert (plain.name, plain.quantization) == ("run7@none", None)
+    assert (packed.name, packed.quantization) == ("run7@4bit", "4bit")
+    assert packed == replace(own, name="run7@4bit", quantization="4bit")
 
 
 def test_arms_need_names_of_their_own() -> None:
