@@ -68,16 +68,43 @@ def write_graft_card(out: Path, trunk: Identity, head_from: Identity, adapter: s
         adapter: What was merged into the trunk.
         num_depths: Drafts a round, in the commands.
     """
+    made_of = (
+        f"The weights of `{_name(trunk)}`{_state(adapter)}, and the multi-token-prediction head of "
+        f"`{_name(head_from)}` as it is, put there by mtp-train {__version__}."
+    )
+    _write(out, _as_it_is(out, made_of, num_depths), trunk, head_from)
+
+
+def write_merge_card(out: Path, checkpoint: Identity, adapter: str, num_depths: int | None) -> None:
+    """Write the card of a checkpoint that an adapter was merged into.
+
+    Args:
+        out: The checkpoint.
+        checkpoint: What it was before.
+        adapter: What was merged.
+        num_depths: Drafts a round, in the commands; None where it holds no head.
+    """
+    merged = f"The weights of `{_name(checkpoint)}`{_state(adapter)} by mtp-train {__version__}"
+    if num_depths is not None:
+        section = _as_it_is(out, f"{merged}, and its multi-token-prediction head as it is.", num_depths)
+        _write(out, section, checkpoint, None)
+        return
+    section = "\n\n".join([OPENING, "## Merged adapter", f"{merged}.", CLOSING])
+    title = f"{_name(checkpoint)}, with an adapter merged"
+    _write(out, section, checkpoint, None, title, {"library_name": _FIELDS["library_name"]})
+
+
+def _as_it_is(out: Path, made_of: str, num_depths: int) -> str:
+    """Return the section of a checkpoint whose head was not trained for it."""
     parts = [
         OPENING,
         "## MTP head",
-        f"The weights of `{_name(trunk)}`{_state(adapter)}, and the multi-token-prediction head of "
-        f"`{_name(head_from)}` as it is, put there by mtp-train {__version__}. {_PURPOSE}",
+        f"{made_of} {_PURPOSE}",
         "It was not trained for these weights: `mtp-train evaluate .` measures what it is worth here.",
         *_serving(open_checkpoint(out).engines, num_depths),
         CLOSING,
     ]
-    _write(out, "\n\n".join(parts), trunk, head_from)
+    return "\n\n".join(parts)
 
 
 def _write(

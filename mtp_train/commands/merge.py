@@ -8,9 +8,12 @@ from typing import Any
 
 from rich.progress import Progress
 
+from mtp_train.commands.inspect import SUGGESTED_DEPTH
 from mtp_train.cures import attach_command, graft_command, retrain_command
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.inputs import open_location
+from mtp_train.model_card import write_merge_card
+from mtp_train.run_dir import checkpoint_identity
 from mtp_train.weights.adapter import read_adapter
 from mtp_train.weights.export import LinkMode
 from mtp_train.weights.files import locate_checkpoint
@@ -81,4 +84,6 @@ def merge(checkpoint: str, adapter: str, out: Path, *, link: LinkMode, progress:
     changes = plan_changes(source, layout, lora)
     require_finite_checkpoint(source, progress)
     merged = write_merged(source, layout, changes, out, link=link, progress=progress)
+    depths = SUGGESTED_DEPTH if merged.head_keys else None
+    write_merge_card(out, checkpoint_identity(checkpoint, source), adapter, depths)
     return MergeReport(str(out), checkpoint, adapter, merged, source.family.attached)

@@ -26,6 +26,7 @@ from checkpoints import (
 from mtp_train.cli import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.heads.trunk import load_trunk
+from mtp_train.model_card import CARD_FILE
 from mtp_train.weights import merge as merge_module
 from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from runs import document, tree
@@ -73,14 +74,14 @@ def assert_like_peft(out: Path, model: Any) -> None:
 
 
 def assert_only_trunk_moved(out: Path, source: Path, names: str) -> None:
-    """Exactly the stored tensors that match changed; files, index and all others are byte for byte the source's."""
+    """Exactly the stored tensors that match changed; files, index and all others are the source's, but for the card."""
     old, new = all_tensors(source), all_tensors(out)
     assert list(new) == list(old)
     changed = {key for key in old if not torch.equal(old[key], new[key])}
     assert changed == {key for key in old if re.search(names, key)} != set()
     assert all((new[key].dtype, new[key].shape) == (old[key].dtype, old[key].shape) for key in old)
     files = {path.name for path in source.iterdir()}
-    assert {path.name for path in out.iterdir()} == files
+    assert {path.name for path in out.iterdir()} == files | {CARD_FILE}
     for name in files - {path.name for path in source.glob("*.safetensors")}:
         assert (out / name).read_bytes() == (source / name).read_bytes()
 
@@ -309,8 +310,14 @@ def test_shards_without_a_change_are_links(tmp_path: Path, capfd: Capture) -> No
 
 def test_the_head_is_kept_and_said_to_be_stale(tmp_path: Path, capfd: Capture) -> None:
     base = with_head(tmp_path)
+    (base / CARD_FILE).write_text("# Mine\n")
     write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
     merge(base, tmp_path / "lora", tmp_path / "out")
+    assert (base / CARD_FILE).read_text() == "# Mine\n"
+    card = (tmp_path / "out" / CARD_FILE).read_text()
+    assert "# Mine\n\n<!-- mtp-train -->" in card
+    assert "with the adapter `lora` merged into them" in card
+    assert "It was not trained for these weights" in card
     printed = capfd.readouterr().out
     assert "bit for bit, and stale now that the trunk has moved" in printed
     retrain = (
@@ -329,6 +336,7 @@ def test_a_stripped_checkpoint_is_merged_and_told_to_graft(tmp_path: Path, capfd
     assert report["head_keys"] == 0
     assert report["cure"] == f"mtp-train graft {tmp_path / 'out'} --from BASE --out {tmp_path / 'out'}-mtp"
     assert not diagnose_head(open_checkpoint(tmp_path / "out")).found_keys
+    assert "head" not in (tmp_path / "out" / CARD_FILE).read_text()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

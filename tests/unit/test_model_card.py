@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from checkpoints import base_and_finetune
-from mtp_train.model_card import write_card, write_graft_card
+from mtp_train.model_card import write_card, write_graft_card, write_merge_card
 from mtp_train.recipe_io import dump_recipe
 from report_samples import SAMPLE
 from runs import tiny_recipe
@@ -138,6 +138,21 @@ def test_a_graft_has_a_card_without_figures(directory: Path) -> None:
         assert """vllm serve . --speculative-config '{"method":"mtp","num_speculative_tokens":2}'""" in text
         assert text.count("## MTP head") == 1
         assert "### Acceptance" not in text
+        assert str(directory) not in text
+
+
+def test_a_merged_checkpoint_has_a_card_with_or_without_a_head(directory: Path) -> None:
+    card = directory / "export" / "README.md"
+    for tags, depths in (("", None), ("tags:\n  - mtp\n  - speculative-decoding\n", 2)):
+        card.write_text("---\nlicense: mit\n---\n# Mine\n")
+        trunk = identity("maker/base", directory / "base", "c0ffee1234")
+        write_merge_card(directory / "export", trunk, str(directory / "lora"), depths)
+        text = card.read_text()
+        header = f"license: mit\nbase_model: maker/base\nlibrary_name: transformers\n{tags}"
+        assert text.startswith(f"---\n{header}---\n# Mine\n")
+        assert "The weights of `maker/base@c0ffee1`, with the adapter `lora` merged into them" in text
+        assert ("its multi-token-prediction head as it is" in text) is (depths is not None)
+        assert ("vllm serve ." in text) is (depths is not None)
         assert str(directory) not in text
 
 
