@@ -24,9 +24,8 @@ from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs
 from mtp_train.losses import LossKind
 from mtp_train.measuring import make_selection, part_documents, renumbered
-from mtp_train.recipe import HiddenCacheSpec, Recipe
+from mtp_train.recipe import Recipe
 from mtp_train.train.hidden_cache import (
-    CacheLayout,
     HiddenCache,
     HiddenFn,
     build_cache,
@@ -131,33 +130,14 @@ def hidden_cache(
     Raises:
         TrainingError: There is no room, or the trunk is quantised and to be in shards.
     """
-    spec = recipe.train.hidden_cache
+    spec, trunk, device = recipe.train.hidden_cache, module.trunk, accelerator.device
     if spec is None:
         return None
-    cache = HiddenCache(*kept_states(spec, recipe, run_dir, inputs, module, documents, accelerator, progress))
-    module.trunk.drop_layers()
-    # Shards and the module that gathered them know one another.
-    gc.collect()
-    return cache
-
-
-def kept_states(
-    spec: HiddenCacheSpec,
-    recipe: Recipe,
-    run_dir: Path,
-    inputs: Inputs,
-    module: HeadTraining,
-    documents: Sequence[Document],
-    accelerator: Accelerator,
-    progress: Progress,
-) -> tuple[Path, CacheLayout]:
-    """Put the trunk's states of all documents on the disk, as far as they are not there; return where and how."""
-    device = accelerator.device
     hidden_fn: HiddenFn
     if shards_trunk(accelerator):
-        hidden_fn = HiddenInShards(module.trunk, accelerator)
+        hidden_fn = HiddenInShards(trunk, accelerator)
     else:
-        hidden_fn = partial(isolated_hidden, module.trunk.to(device))
+        hidden_fn = partial(isolated_hidden, trunk.to(device))
     with module.autocast():
         layout = layout_for(hidden_fn, documents, spec.dtype, device)
         precision, quantization = recipe.train.precision, recipe.model.quantization
@@ -180,7 +160,11 @@ def kept_states(
             on_shard=lambda done, total: progress.update(task, completed=done, total=total),
         )
     accelerator.wait_for_everyone()
-    return directory, layout
+    trunk.drop_layers()
+    # Shards and what gathers them refer to one another.
+    del hidden_fn
+    gc.collect()
+    return HiddenCache(directory, layout)
 
 
 def chosen_vocab(recipe: Recipe, inputs: Inputs, documents: Sequence[Document], vocab_size: int) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ from mtp_train.weights.artifact import WEIGHTS_FILE
 
 ROOT = Path(__file__).parents[1]
 MACHINES = ROOT / "recipes" / "accelerate"
-DEADLINE_SECONDS = 300.0
+DEADLINE_SECONDS = 600.0
 COMMAND_LINE = ("-m", "mtp_train")
 
 
