@@ -11,7 +11,7 @@ import torch
 
 from checkpoints import all_tensors
 from launching import head, metrics
-from mtp_train import evaluation, pipeline
+from mtp_train import evaluation, stages
 from mtp_train.heads import offload
 from mtp_train.heads.trunk import Trunk
 from runs import LEARNS, run_quietly, tiny_recipe, write_inputs
@@ -61,7 +61,7 @@ def test_an_offloaded_run_ends_as_any_other(
         offload.offload_layers(trunk, *args)
         offloaded.append({parameter.device.type for parameter in trunk.layers.parameters()})
 
-    for module in (pipeline, evaluation):
+    for module in (stages, evaluation):
         monkeypatch.setattr(module, "offload_layers", noted)
     assert run_quietly(recipe).reason == "done"
     # Both trunks; the fine-tune's twice where training lets go of its layers.
