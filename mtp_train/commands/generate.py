@@ -19,7 +19,7 @@ from mtp_train.study.arms import OWN, ArmSpec, load_arm_trunk, load_drafting, lo
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.finite import require_finite_checkpoint
 
-IMAGE_FIELDS = ("image_token_id", "video_token_id", "vision_start_token_id")
+IMAGE_FIELDS = ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)

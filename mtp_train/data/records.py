@@ -126,12 +126,22 @@ def _parse_message(value: object, where: str) -> Message:
         raise DataError(f"{where}: role {_shown(role)}; expected one of {', '.join(ROLES)}. Rename the role.")
     if "tool_calls" in message:
         message.setdefault("content", "")
+    message["content"] = _joined(message.get("content"))
     if not isinstance(message.get("content"), str):
         raise DataError(
             f"{where}: content is {_shown(message.get('content'))}; expected text. Fix or remove the record "
             "(image and audio parts are not supported)."
         )
     return message
+
+
+def _joined(content: object) -> object:
+    """Return content that comes in parts, as chats for vision-language models have it, as one text if all parts are."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    whole = [text for text in texts if isinstance(text, str)]
+    return "".join(whole) if len(whole) == len(content) else content
 
 
 def _without_nulls(value: Any) -> Any:

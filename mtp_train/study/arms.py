@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from mtp_inference import MAX_DEPTH, HeadDrafting
 from mtp_inference.draft import DrafterMaker
@@ -265,8 +266,8 @@ def head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
 
 
 def local_device() -> torch.device:
-    """Return where arms are measured on this machine."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Return where arms are measured on this machine: where accelerate trains, ``ACCELERATE_USE_CPU`` included."""
+    return PartialState().device
 
 
 def load_arm_trunk(arm: OpenArm, device: torch.device) -> Trunk:

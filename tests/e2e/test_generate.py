@@ -186,14 +186,15 @@ def test_generate_without_a_head_names_the_cure(inputs: Path, capfd: Capture) ->
     assert "holds no head tensors (config declares 1 module(s)); expected a complete head" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("field", ["image_token_id", "image_token_index"])
 def test_generate_decodes_the_text_path_of_a_vision_language_checkpoint_and_refuses_images(
-    inputs: Path, tmp_path: Path, capfd: Capture
+    field: str, inputs: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     wrapped = wrap_as_vision_language(Path(shutil.copytree(inputs / "base", tmp_path / "wrapped")))
     assert texts(requests([wrapped], capfd)) == texts(requests([inputs / "base"], capfd))
     image = byte_tokenizer()("#")["input_ids"][-1]
     config = json.loads((wrapped / "config.json").read_text())
-    (wrapped / "config.json").write_text(json.dumps(config | {"image_token_id": image}))
+    (wrapped / "config.json").write_text(json.dumps(config | {field: image}))
     assert texts(requests([wrapped], capfd)) == texts(requests([inputs / "base"], capfd))
     assert main(["generate", str(wrapped), "--prompt", "x", "--prompt", "a#b"]) == 2
     assert f"--prompt 2: holds image or video token {image}; expected text, as only" in capfd.readouterr().err

@@ -24,6 +24,13 @@ def test_nulls_that_arrow_fills_in_are_dropped_at_every_level() -> None:
     )
 
 
+def test_text_in_parts_is_one_text() -> None:
+    parts = [{"type": "text", "text": "hi "}, {"type": "text", "text": "there", "image": None}]
+    assert parse_messages([{"role": "user", "content": parts}], "x").messages == (
+        {"role": "user", "content": "hi there"},
+    )
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -35,6 +42,7 @@ def test_nulls_that_arrow_fills_in_are_dropped_at_every_level() -> None:
         ([{"content": "hi"}], "message 1: role missing; expected one of"),
         ([USER, {"role": "assistant"}], "record 3, message 2: content is missing; expected text."),
         ([{"role": "user", "content": [{"type": "image"}]}], "content is [{'type': 'image'}]; expected text."),
+        ([{"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image"}]}], "expected text."),
         ([{"from": "human"}], "message 1: content is missing; expected text."),
         ([{"role": ["user"], "content": "hi"}], "message 1: role ['user']; expected one of"),
         ([{"from": ["gpt"], "value": "hi"}], "message 1: role ['gpt']; expected one of"),
