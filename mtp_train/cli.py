@@ -158,7 +158,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", type=Path, metavar="RUN|CKPT")
     _add_output(command)
     form = command.add_mutually_exclusive_group()
-    form.add_argument("--gguf", choices=("f16", "q8_0"), help="the head alone, as a GGUF file for llama.cpp's -md")
+    form.add_argument("--gguf", choices=("f32", "f16", "q8_0"), help="the head alone, as a GGUF file for llama.cpp")
     form.add_argument("--head-only", action="store_true", help="the head alone, to name as vLLM's draft model")
     form.add_argument("--speculators", action="store_true", help="an EAGLE-3 head as the speculators package keeps it")
 

@@ -70,7 +70,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model-file", type=Path, help="the same checkpoint as the engine reads it, e.g. a GGUF")
     parser.add_argument("--head", type=Path, help="our head directory, of a head that EXPORT does not hold")
     parser.add_argument("--draft", type=Path, help="the same head as it was exported: a draft model")
-    parser.add_argument("--draft-file", type=Path, help="the draft model as the engine reads it, e.g. a GGUF")
+    parser.add_argument(
+        "--draft-file",
+        type=Path,
+        help="the draft model, or the head beside MODEL_FILE, as the engine reads it, e.g. a GGUF",
+    )
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--prompts", type=Path, help="records with prompts, or a .json list of token lists")
     parser.add_argument("--num-prompts", type=int, default=12)

@@ -51,6 +51,7 @@ DEEPSEEK_V32 = Family(
     key_rules=_KEY_RULES,
     shared_keys=REPEATED_AFTER_THE_TRUNK,
     default=Convention(),
+    # llama.cpp's head has no indexer: it reads every row of texts longer than index_topk too.
     conventions={"vllm": _VLLM, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
     head_layer_config=sparse_indexed,
     borrowed=Borrowed(

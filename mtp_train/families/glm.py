@@ -75,7 +75,8 @@ GLM_MOE_DSA = Family(
     key_rules=_KEY_RULES,
     shared_keys=REPEATED_AFTER_THE_TRUNK,
     default=Convention(),
-    # vLLM runs DeepSeek V3.2's head here, with that one's wiring.
+    # vLLM runs DeepSeek V3.2's head here, with that one's wiring. llama.cpp's head has no indexer: it reads every row
+    # of texts longer than index_topk too.
     conventions={
         "vllm": Convention(zero_first_embedding=True),
         "sglang": Convention(),

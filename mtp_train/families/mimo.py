@@ -81,6 +81,8 @@ MIMO_V2 = Family(
     ),
     # Engines disagree on everything; two of three read the state before the norm. Measure before you serve.
     # vLLM's window is also one narrower than the others', in trunk and head: it counts the row itself.
+    # llama.cpp's later modules read the text as its first one does (the trunk's states, one token ahead), then a state
+    # of each module before them: what stands here is its wiring at depth 1.
     default=Convention(hidden="before_final_norm", recycle="before_final_norm"),
     conventions={
         "vllm": Convention(modules="first"),

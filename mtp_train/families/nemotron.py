@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any
+
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -36,6 +40,16 @@ def _build_layer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -
     return LayersInTurn([block(config, number) for number in range(len(config.layers_block_type))])
 
 
+def _unlimited_time_steps(decoder: Any) -> None:
+    """Take back a bound that transformers puts on time steps where a forward has several tokens.
+
+    Its own step of one token has none, nor have the kernels of mamba_ssm, vLLM or llama.cpp.
+    """
+    for layer in decoder.layers:
+        if layer.block_type == "linear_attention":
+            layer.mixer.time_step_limit = (0.0, math.inf)
+
+
 _SUB = "mtp.layers.{sub}."
 NEMOTRON_H = Family(
     name="nemotron_h",
@@ -51,7 +65,6 @@ NEMOTRON_H = Family(
         KeyRule(native="mtp.layers.0.eh_proj.weight", ours="proj.weight"),
         KeyRule(native="mtp.layers.0.enorm.weight", ours="embed_norm.weight"),
         KeyRule(native="mtp.layers.0.hnorm.weight", ours="hidden_norm.weight"),
-        # llama.cpp applies it as a LayerNorm, which subtracts the mean; vLLM and SGLang do not.
         KeyRule(native="mtp.layers.{last}.final_layernorm.weight", ours="final_norm.weight"),
         KeyRule(
             native=f"{_SUB}mixer.experts.{{expert}}.up_proj.weight",
@@ -67,7 +80,13 @@ NEMOTRON_H = Family(
     ),
     num_sublayers=_num_sublayers,
     default=Convention(),
-    conventions={"vllm": Convention(), "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
+    # llama.cpp computes the final norm as a LayerNorm, the others as they do the layers' norms.
+    conventions={
+        "vllm": Convention(),
+        "sglang": Convention(),
+        "llama.cpp": replace(LLAMA_CPP_POSITIONS, centred=True),
+    },
+    prepare_trunk=_unlimited_time_steps,
     head_layer_config=_head_layer_config,
     borrowed=Borrowed(
         python_module="transformers.models.nemotron_h.modeling_nemotron_h",

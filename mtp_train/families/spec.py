@@ -1,7 +1,6 @@
 """The record that says everything the rest of the package may know about a model family.
 
-Nothing outside ``families/`` names a model. A family states where its head lives in a checkpoint, how the head is
-wired, and which transformers classes it borrows; see ``CONTRIBUTING.md`` for how to add one.
+Nothing outside ``families/`` names a model. ``CONTRIBUTING.md`` says how to add one.
 """
 
 from __future__ import annotations
@@ -80,6 +79,8 @@ class Convention:
     """Of a head with several modules: depth k uses module k (``each``), or every depth the first one."""
     position_offset: int = 0
     """Added to every position that the head's rotary embedding sees; attention sees only differences."""
+    centred: bool = False
+    """Whether the head's final norm is a LayerNorm: it subtracts a state's mean first."""
 
 
 LLAMA_CPP_POSITIONS = Convention(position_offset=1)
@@ -298,7 +299,7 @@ class Family:
     running_windows: Callable[[], AbstractContextManager[None]] = nullcontext
     """What the trunk's layers need around a forward over windows (rows at different positions, our own cache)."""
     prepare_trunk: Callable[[nn.Module], None] = lambda decoder: None
-    """Done once to a loaded decoder: what its layers leave out that windows of several rows need."""
+    """Done once to a loaded decoder: what its layers leave out that windows of several rows need, or do too much."""
     logit_divisor: Callable[[RawConfig], float] | None = None
     """Raw text config to what states are divided by before the lm_head reads them."""
     real_vocab: str | None = None

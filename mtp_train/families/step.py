@@ -47,6 +47,8 @@ STEP3P7 = Family(
     ),
     own_lm_head=True,
     default=_BEFORE_NORM,
+    # llama.cpp's later modules read the text as its first one does (the trunk's states, one token ahead), then a state
+    # of each module before them: what stands here is its wiring at depth 1.
     conventions={
         "vllm": _BEFORE_NORM,
         "sglang": _BEFORE_NORM,

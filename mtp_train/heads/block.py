@@ -30,7 +30,7 @@ class Block(nn.Module):
         """Return the input of the layer."""
         raise NotImplementedError
 
-    def finish(self, block: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    def finish(self, block: Tensor, norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Return what the lm_head reads of the layer's output, and that output, both (B, T, D)."""
         return norm(block), block
 

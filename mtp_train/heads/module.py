@@ -56,11 +56,17 @@ class HeadModule(Block):
             return self.token_proj(halves[0]) + self.hidden_proj(halves[1])
         return self.proj(torch.cat(halves if self.embed_first else halves[::-1], dim=-1))
 
-    def finish(self, block: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    def finish(self, block: Tensor, norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Return ``o`` and ``z`` of the layer's output, (B, T, width): streams are mixed in ``o``, joined in ``z``."""
         if self.mixer is None:
             return norm(block), block
         return norm(self.mixer(block)), block.flatten(-2)
+
+
+def _centred(state_BTD: Tensor) -> Tensor:
+    """Subtract the mean, in fp32 as norms compute."""
+    exact_BTD = state_BTD.float()
+    return (exact_BTD - exact_BTD.mean(-1, keepdim=True)).to(state_BTD.dtype)
 
 
 MODULES: Mapping[HeadKind, Callable[[Family, PretrainedConfig, int], Block]] = {
@@ -131,10 +137,11 @@ class MtpHead(nn.Module):
         """The width of the states that it reads and recycles."""
         return self.family.state_width(self.config)
 
-    def norm_for(self, depth: int) -> nn.Module:
+    def norm_for(self, depth: int) -> Callable[[Tensor], Tensor]:
         """Return the norm after the layer that drafts at ``depth``."""
         first = self.family.has_chain_norm(self.config)
-        return (cast(Block, self.blocks[0]) if first else self.module_for(depth)).final_norm
+        norm = (cast(Block, self.blocks[0]) if first else self.module_for(depth)).final_norm
+        return (lambda state_BTD: norm(_centred(state_BTD))) if self.convention.centred else norm
 
     def own_lm_heads(self, num_depths: int) -> list[Tensor] | None:
         """Return the output matrix (V, D) of each depth, None where all depths use the trunk's."""

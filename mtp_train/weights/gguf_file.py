@@ -22,9 +22,13 @@ from mtp_train.families.gguf_head import GgufHead
 from mtp_train.weights.gguf_tensors import GgufTensor
 from mtp_train.weights.gguf_vocab import add_vocabulary
 
-GgufKind = Literal["f16", "q8_0"]
-_WANTED = {"f16": Stored.F16, "q8_0": Stored.Q8_0}
-_FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
+GgufKind = Literal["f32", "f16", "q8_0"]
+_WANTED = {"f32": Stored.F32, "f16": Stored.F16, "q8_0": Stored.Q8_0}
+_FILE_TYPES = {
+    "f32": gguf.LlamaFileType.ALL_F32,
+    "f16": gguf.LlamaFileType.MOSTLY_F16,
+    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+}
 _CONTAINERS = {Stored.F32: "float32", Stored.F16: "float16", Stored.Q8_0: "uint8"}
 _Q8_BLOCK = 32
 _MAX_ELEMENTS = 1 << 24
@@ -76,7 +80,8 @@ def write_gguf(
 
 def stored_type(tensor: GgufTensor, kind: GgufKind) -> Stored:
     """Return how a tensor is stored: vectors, norms and routers in fp32, rows that do not fill Q8_0 blocks in f16."""
-    if len(tensor.shape) < 2 or not tensor.name.endswith(".weight") or tensor.name.endswith(_FULL_PRECISION):
+    vector_or_router = len(tensor.shape) < 2 or tensor.name.endswith(_FULL_PRECISION)
+    if kind == "f32" or vector_or_router or not tensor.name.endswith(".weight"):
         return Stored.F32
     return Stored.F16 if tensor.shape[-1] % _Q8_BLOCK else _WANTED[kind]
 

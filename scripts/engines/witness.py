@@ -216,6 +216,7 @@ def record(
             "convention": task.engine.convention,
             "leading_row": task.leading_row,
             "drafts_first": task.engine.drafts_first,
+            "head_beside": task.draft is None and "draft_file" in task.files,
         },
         "depths": {str(depth): entry for depth, entry in entries.items()},
     }

@@ -210,8 +210,8 @@ def save_beside(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Pat
 def _set_fields(directory: Path, text_fields: dict[str, Any], released: Any) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config.get("text_config", config).update(text_fields)
-    config = {
-        name: value for name, value in {**config, **released}.items() if value is not None or name not in released
-    }
+    text_config = config.get("text_config", config)
+    text_config.update({**text_fields, **released})
+    for name in (name for name, value in released.items() if value is None):
+        del text_config[name]
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")

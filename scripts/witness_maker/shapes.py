@@ -28,7 +28,7 @@ class WitnessShape:
     num_modules: int = 1
     """Modules of the head."""
     released: Mapping[str, Any] = field(default_factory=dict)
-    """What config.json says in releases, where transformers writes something else; None removes a field."""
+    """What the text config says in releases, where transformers writes something else; None removes a field."""
     code: Mapping[str, str] = field(default_factory=dict)
     """Python files beside the weights, name to text."""
 
@@ -83,6 +83,8 @@ _LATENT = {
     "num_key_value_heads": 4,
     "rope_parameters": _ROPE,
 }
+# As many rows as the releases choose: more than these texts have.
+_INDEXED = {"index_n_heads": 4, "index_head_dim": 128, "index_topk": 2048}
 # The released names of what transformers does always.
 _ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
@@ -98,6 +100,13 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
         ),
         "glm4_moe_lite": WitnessShape(
             fields=_SIZES | _ROUTED | _LATENT, released={**_ROUTER, "first_k_dense_replace": 1}
+        ),
+        "glm_moe_dsa": WitnessShape(
+            fields=_SIZES | _ROUTED | _LATENT | _INDEXED | {"first_k_dense_replace": 1}, released=_ROUTER
+        ),
+        "deepseek_v32": WitnessShape(
+            fields=_SIZES | _ROUTED | _LATENT | _INDEXED | {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+            released=_ROUTER,
         ),
         "mimo": WitnessShape(
             fields={name: value for name, value in _SIZES.items() if name != "head_dim"}
@@ -178,7 +187,7 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
         "nemotron_h": WitnessShape(
             fields=_SIZES
             | {
-                "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+                "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
                 "num_hidden_layers": 5,
                 "ssm_state_size": 64,
                 "mamba_num_heads": 8,
@@ -243,8 +252,44 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
                 "mtp_mlp_layer_types": ["dense"] * 3,
                 "num_nextn_predict_layers": 3,
                 "rope_theta": 10_000.0,
+                "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
             },
             num_modules=3,
+            # Lists of releases go on over the head's modules. Their weights are normed, as the names' defaults say.
+            released={
+                "num_attention_groups": 2,
+                "attention_other_setting": {
+                    "attention_type": "sliding_attention",
+                    "num_attention_heads": 8,
+                    "num_attention_groups": 2,
+                    "head_dim": 32,
+                },
+                "layer_types": [
+                    "full_attention",
+                    "sliding_attention",
+                    "sliding_attention",
+                    "full_attention",
+                    *["sliding_attention"] * 3,
+                ],
+                "rope_theta": [10_000.0] * 7,
+                "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0],
+                "moe_layers_enum": "1,2,3",
+                "moe_num_experts": 8,
+                "moe_top_k": 2,
+                "moe_every_n_layer": 1,
+                "moe_router_activation": "sigmoid",
+                "use_moe_router_bias": True,
+                "need_fp32_gate": True,
+                "norm_expert_weight": True,
+                "use_head_wise_attn_gate": True,
+                **dict.fromkeys(
+                    (
+                        *("num_key_value_heads", "num_sliding_attention_heads", "per_layer_config", "rope_parameters"),
+                        *("mlp_layer_types", "mtp_layer_types", "mtp_mlp_layer_types"),
+                        *("n_routed_experts", "num_experts_per_tok", "num_local_experts"),
+                    )
+                ),
+            },
         ),
     }
 )

@@ -128,6 +128,13 @@ def test_plain_norms_stay_as_they_are(glm: Path, tmp_path: Path) -> None:
     assert np.array_equal(found["output_norm.weight"], stored["model.norm.weight"].float().numpy())
 
 
+def test_f32_keeps_every_weight_as_it_is(qwen: Path, tmp_path: Path) -> None:
+    reader = exported(qwen, tmp_path / "f32", "f32")
+    assert {tensor.tensor_type for tensor in reader.tensors} == {gguf.GGMLQuantizationType.F32}
+    embedding_VD = all_tensors(qwen)["model.embed_tokens.weight"].float()
+    assert np.array_equal(values(reader)["token_embd.weight"], embedding_VD.numpy())
+
+
 def test_q8_0_is_near_and_spares_what_it_cannot_hold(qwen: Path, tmp_path: Path) -> None:
     exact = values(exported(qwen, tmp_path / "f16"))
     reader = exported(qwen, tmp_path / "q8_0", "q8_0")

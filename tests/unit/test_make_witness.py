@@ -13,8 +13,10 @@ from transformers import AutoTokenizer
 
 from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import diagnose_head
+from mtp_train.heads.trunk import load_trunk
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import open_checkpoint
+from tiny import ALL_FAMILIES
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -56,6 +58,20 @@ def test_a_released_config_says_what_the_release_says(tmp_path: Path) -> None:
     assert checkpoint.config["model_type"] == "mimo"
     assert checkpoint.family.name == "mimo"
     assert (tmp_path / "configuration_mimo.py").is_file()
+
+
+@pytest.mark.skipif("step3p7" not in ALL_FAMILIES, reason="this transformers does not run Step-3.7")
+def test_a_wrapper_says_it_of_its_text_model_and_loads_so(tmp_path: Path) -> None:
+    from witness_maker.shapes import SHAPES
+
+    checkpoint = make("step3p7", tmp_path)
+    released = SHAPES["step3p7"].released
+    kept = {name: value for name, value in released.items() if value is not None}
+    assert {name: checkpoint.config["text_config"].get(name) for name in released} == {**released, **kept}
+    assert not set(checkpoint.config["text_config"]) & (set(released) - set(kept))
+    trunk = load_trunk(tmp_path, checkpoint.family, dtype=torch.float32)
+    assert trunk.config.layer_types == SHAPES["step3p7"].fields["layer_types"]
+    assert diagnose_head(checkpoint).complete
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])

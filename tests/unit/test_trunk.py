@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -68,6 +69,20 @@ def test_an_adapter_is_applied_unmerged_and_frozen(tmp_path: Path) -> None:
     assert torch.equal(adapted.lm_head_VD, bare.lm_head_VD)
     assert torch.equal(adapted.embed(TOKENS_1T), bare.embed(TOKENS_1T))
     assert not any(parameter.requires_grad for parameter in adapted.parameters())
+
+
+@pytest.mark.skipif("nemotron_h" not in ALL_FAMILIES, reason="this transformers does not run Nemotron-H")
+@torch.inference_mode()
+def test_time_steps_have_no_bound_that_engines_do_not_know() -> None:
+    free = tiny_trunk("nemotron_h")
+    config = copy.deepcopy(free.config)
+    config.time_step_min = 0.5
+    stock = AutoModelForCausalLM.from_config(config).eval()
+    stock.load_state_dict(free.causal_lm.state_dict())
+    expected = free.logits(free.hidden(TOKENS_1T))
+    assert not torch.allclose(stock(TOKENS_1T).logits, expected, atol=1e-3)
+    trunk = Trunk(stock, free.family)
+    assert torch.equal(trunk.logits(trunk.hidden(TOKENS_1T)), expected)
 
 
 @pytest.mark.parametrize("family_name", ["mimo", "mimo_v2_flash", "step3p7"])

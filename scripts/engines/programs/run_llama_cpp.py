@@ -3,7 +3,7 @@
 Run by an interpreter that has llama-cpp-python, which is asked for tokens only. ``job["binary"]`` is llama.cpp's own
 example ``llama-speculative-simple`` of the same version, ``job["model_file"]`` the GGUF that its converter made (in
 f32: bf16 weights lose nothing, and sums are as exact as ours), ``job["draft_file"]`` that of the draft model, where the
-job has one. Where the binary's libraries are not beside it, set ``LD_LIBRARY_PATH``.
+job has one, or of a head beside its trunk. Where the binary's libraries are not beside it, set ``LD_LIBRARY_PATH``.
 
 The binary takes text, so that every prompt is checked to give the same tokens there. It logs the first choice of every
 drafted position, then how many drafts were accepted and which token came after them: a whole trace.
@@ -33,7 +33,8 @@ MOST_ATTEMPTS = 10
 def prompt_text(vocabulary, prompt_ids):
     """Return the text that llama.cpp reads as these tokens."""
     text = vocabulary.detokenize(prompt_ids, special=True)
-    found = vocabulary.tokenize(text, add_bos=False, special=True)
+    # As the binary reads it: with whatever the vocabulary puts before every text.
+    found = vocabulary.tokenize(text, add_bos=True, special=True)
     if found != prompt_ids:
         raise SystemExit(f"prompt {prompt_ids}: llama.cpp reads it as {found}; expected the same tokens")
     return text.decode("utf-8")
@@ -76,10 +77,10 @@ def run(job, text):
 
 
 def speculation_of(job):
-    """Return what to draft with: the model's own head, or the draft model that the job names, as a GGUF too."""
-    if job["draft"] is None:
-        return ["--spec-type", "draft-mtp"]
-    return ["--spec-type", f"draft-{job['draft']['kind']}", "-md", job["draft_file"]]
+    """Return what to draft with: the model's own head, or a head or draft model that the job names, as a GGUF."""
+    kind = "mtp" if job["draft"] is None else job["draft"]["kind"]
+    beside = ["-md", job["draft_file"]] if "draft_file" in job else []
+    return ["--spec-type", f"draft-{kind}", *beside]
 
 
 def read_rounds(log):
