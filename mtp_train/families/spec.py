@@ -152,8 +152,7 @@ class TrunkClass:
     model_type: str
     """The other model's type; its config class reads the checkpoint's config."""
     wrapper: str | None = None
-    """The model type of a wrapper, whose config and names of weights the checkpoint has: of it, ``model_type`` alone is
-    loaded."""
+    """The model type of a wrapper, as which the checkpoint is saved: of it, ``model_type`` alone is loaded."""
 
     def config_class(self) -> type[PretrainedConfig]:
         """Return the config class."""

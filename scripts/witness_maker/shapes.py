@@ -185,6 +185,7 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
             }
         ),
         "nemotron_h": WitnessShape(
+            # No dense MLP: llama.cpp's graph of the mixtures has none.
             fields=_SIZES
             | {
                 "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
@@ -255,7 +256,7 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
                 "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
             },
             num_modules=3,
-            # Lists of releases go on over the head's modules. Their weights are normed, as the names' defaults say.
+            # Lists of releases go on over the head's modules.
             released={
                 "num_attention_groups": 2,
                 "attention_other_setting": {
