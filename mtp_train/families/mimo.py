@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
+from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP_SIDECAR, engine_table, no
 from mtp_train.families.layouts import with_layers
 from mtp_train.families.spec import Borrowed, Convention, CountField, Family, KeyRule, TrunkClass
 
@@ -98,5 +98,6 @@ MIMO_V2 = Family(
     ),
     rotary_by_layer_type=True,
     masks_by_layer_type=True,
-    engines=engine_table(transformers=HEAD_IGNORED),
+    # llama.cpp's converter leaves queries, keys and values apart, with which its graph of the head aborts.
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=LLAMA_CPP_SIDECAR),
 )
