@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -24,6 +29,35 @@ def _build_layer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -
         borrowed.cls("LongcatFlashMLP")(config),
         (borrowed.make_norm(config), borrowed.make_norm(config)),
     )
+
+
+@contextmanager
+def _without_idle_gates(keys: Collection[str]) -> Iterator[None]:
+    """Have a trunk loaded without gates for the experts that do nothing, where its checkpoint has none.
+
+    transformers makes room for them, reads them nowhere, and refuses a checkpoint without them, as releases are.
+    """
+    last = _last_expert(keys, "gate")
+    if last is None or last != _last_expert(keys, "down"):
+        yield
+        return
+    experts = LONGCAT_FLASH.classes.cls("LongcatFlashExperts")
+    stock = experts.__init__
+
+    def smaller(self: Any, config: PretrainedConfig) -> None:
+        stock(self, config)
+        self.gate_up_proj = nn.Parameter(self.gate_up_proj[: self.num_routed_experts].detach().clone())
+
+    experts.__init__ = smaller
+    try:
+        yield
+    finally:
+        experts.__init__ = stock
+
+
+def _last_expert(keys: Collection[str], part: str) -> int | None:
+    found = (re.search(rf"\.mlp\.experts\.(\d+)\.{part}_proj\.weight$", key) for key in keys)
+    return max((int(match[1]) for match in found if match), default=None)
 
 
 LONGCAT_FLASH = Family(
@@ -53,5 +87,6 @@ LONGCAT_FLASH = Family(
         rotary="LongcatFlashRotaryEmbedding",
         build_layer=_build_layer,
     ),
+    loading=_without_idle_gates,
     engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("has no graph for this model")),
 )

@@ -6,7 +6,7 @@ Nothing outside ``families/`` names a model. ``CONTRIBUTING.md`` says how to add
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,10 +55,7 @@ class KeyRule:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedKey:
-    """A head key that only repeats a trunk tensor: engines read the trunk's, so we never train it.
-
-    It is written on export, from the trunk that is exported, when the checkpoint that gave the head had it.
-    """
+    """A head key that repeats a trunk tensor: never trained, exported where the head's checkpoint had it."""
 
     native: str
     trunk: str
@@ -297,6 +294,8 @@ class Family:
     """None where the trunk has one residual stream, or the head reads them mixed."""
     running_windows: Callable[[], AbstractContextManager[None]] = nullcontext
     """What the trunk's layers need around a forward over windows (rows at different positions, our own cache)."""
+    loading: Callable[[Collection[str]], AbstractContextManager[None]] = lambda keys: nullcontext()
+    """What transformers needs around loading the trunk of a checkpoint with these keys."""
     prepare_trunk: Callable[[nn.Module], None] = lambda decoder: None
     """Done once to a loaded decoder: what its layers leave out that windows of several rows need, or do too much."""
     logit_divisor: Callable[[RawConfig], float] | None = None

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, Family
 from mtp_train.heads.quantization import Quantization, packing
+from mtp_train.weights.files import open_checkpoint
 
 
 class Trunk(nn.Module):
@@ -280,15 +281,16 @@ def load_trunk(
     if quantization is not None:
         # What is packed is packed on the device that it is for, and not moved afterwards.
         packed = {"quantization_config": packing(quantization, dtype), "device_map": {"": device}}
-    model, info = _trunk_class(family).from_pretrained(
-        path,
-        config=None if family.trunk_class is None else trunk_config(path, family),
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-        low_cpu_mem_usage=True,
-        **packed,
-    )
+    with family.loading(open_checkpoint(path).tensors):
+        model, info = _trunk_class(family).from_pretrained(
+            path,
+            config=None if family.trunk_class is None else trunk_config(path, family),
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            low_cpu_mem_usage=True,
+            **packed,
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(

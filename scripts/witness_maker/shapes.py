@@ -228,7 +228,26 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
                 "layer_group_size": 2,
                 "n_group": 2,
                 "topk_group": 1,
-            }
+            },
+            released={
+                "architectures": ["BailingMoeV3ForCausalLM"],
+                "head_dim": 64,
+                "max_position_embeddings": 2048,
+                "rope_theta": 10_000.0,
+                "no_kda_lora": True,
+                "gated_attention_proj_granularity_type": "head_wise",
+                "num_experts_per_tok": 2,
+                "n_group": 2,
+                "moe_shared_expert_intermediate_size": 128,
+                "score_function": "sigmoid",
+                "norm_topk_prob": True,
+                **dict.fromkeys(
+                    (
+                        *("layer_types", "linear_head_dim", "model_max_length", "moe_renormalize"),
+                        *("num_expert_group", "num_experts_per_token"),
+                    )
+                ),
+            },
         ),
         "step3p7": WitnessShape(
             config_type="step3p7",

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from checkpoints import all_tensors, base_and_finetune, wrap_as_vision_language
+from checkpoints import all_tensors, base_and_finetune, save_with_head, wrap_as_vision_language
 from mtp_inference import SpeculativeDecoder, plain_greedy
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Convention
@@ -69,6 +69,21 @@ def test_an_adapter_is_applied_unmerged_and_frozen(tmp_path: Path) -> None:
     assert torch.equal(adapted.lm_head_VD, bare.lm_head_VD)
     assert torch.equal(adapted.embed(TOKENS_1T), bare.embed(TOKENS_1T))
     assert not any(parameter.requires_grad for parameter in adapted.parameters())
+
+
+@pytest.mark.skipif("longcat_flash" not in ALL_FAMILIES, reason="this transformers does not run LongCat-Flash")
+@pytest.mark.parametrize("as_released", [False, True])
+@torch.inference_mode()
+def test_experts_that_do_nothing_need_no_weights(as_released: bool, tmp_path: Path) -> None:
+    trunk = tiny_trunk("longcat_flash")
+    save_with_head(trunk, tiny_head(trunk), tmp_path)
+    tensors = all_tensors(tmp_path)
+    idle = [f".experts.{trunk.config.n_routed_experts + number}." for number in range(trunk.config.zero_expert_num)]
+    kept = {key: value for key, value in tensors.items() if not any(name in key for name in idle)}
+    assert len(kept) < len(tensors)
+    save_file(kept if as_released else tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = load(tmp_path)
+    assert torch.equal(loaded.logits(loaded.hidden(TOKENS_1T)), trunk.logits(trunk.hidden(TOKENS_1T)))
 
 
 @pytest.mark.skipif("nemotron_h" not in ALL_FAMILIES, reason="this transformers does not run Nemotron-H")
