@@ -24,6 +24,9 @@ _CONVENTIONS: Mapping[Engine, Convention] = {
     "sglang": Convention(),
     "llama.cpp": LLAMA_CPP_POSITIONS,
 }
+# Of trunk and head: SGLang starts with no config that lacks it. transformers writes layer_types in its place where a
+# release has this alone, so that a fine-tune saved by it has it from the base again.
+_INTERVAL = "full_attention_interval"
 _KERNELS = RecurrentKernels(
     chunked="torch_chunk_gated_delta_rule",
     single="torch_recurrent_gated_delta_rule",
@@ -52,7 +55,7 @@ QWEN3_5 = Family(
     title="Qwen3.5 / Qwen3.6 dense",
     model_types=("qwen3_5_text",),
     count=CountField(name="mtp_num_hidden_layers"),
-    head_config_fields=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    head_config_fields=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", _INTERVAL),
     trunk_prefixes=("model.language_model.", "model."),
     head_prefixes=("mtp.",),
     key_rules=beside_the_trunk(),
@@ -76,7 +79,7 @@ QWEN3_5_MOE = Family(
     title="Qwen3.5 / Qwen3.6 MoE",
     model_types=("qwen3_5_moe_text",),
     count=CountField(name="mtp_num_hidden_layers"),
-    head_config_fields=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    head_config_fields=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", _INTERVAL),
     trunk_prefixes=("model.language_model.", "model."),
     head_prefixes=("mtp.",),
     key_rules=beside_the_trunk(*expert_rules("mtp.layers.{module}.")),
@@ -101,7 +104,7 @@ QWEN3_NEXT = Family(
     model_types=("qwen3_next",),
     # The releases do not say; SGLang and llama.cpp take 1, vLLM wants the depth on its command line.
     count=CountField(name="num_nextn_predict_layers", implied=1),
-    head_config_fields=("num_nextn_predict_layers",),
+    head_config_fields=("num_nextn_predict_layers", _INTERVAL),
     trunk_prefixes=("model.",),
     head_prefixes=("mtp.",),
     key_rules=beside_the_trunk(*expert_rules("mtp.layers.{module}.")),

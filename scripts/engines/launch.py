@@ -33,6 +33,7 @@ class EngineUnderTest:
 
 ENGINES: Mapping[str, EngineUnderTest] = {
     "vllm": EngineUnderTest(program="run_vllm.py", convention="vllm"),
+    "sglang": EngineUnderTest(program="run_sglang.py", convention="sglang"),
     "llama.cpp": EngineUnderTest(
         program="run_llama_cpp.py", convention="llama.cpp", leading_row=True, drafts_first=True
     ),

@@ -29,9 +29,11 @@ MOST_STEPS = {"bfloat16": 4.0, "float32": 256.0}
 
 CONTROLS = ("recycle", "zero_first_embedding", "leading_row")
 """Parts of the wiring that a control turns round."""
-LATER_LAYERS, OTHER_TOKENS, OTHER_ORDER = "later_layers", "other_tokens", "other_order"
-"""Controls of heads that read layers, each the next one; with tokens of their own, each the next one; with several
-modules, the last one first."""
+OTHER_STATE, LATER_LAYERS = "other_state", "later_layers"
+"""Controls of what is read of the trunk: the last state before its norm for the one after it, and the other way round;
+of heads that read layers, each the next one."""
+OTHER_TOKENS, OTHER_ORDER = "other_tokens", "other_order"
+"""Controls of heads with tokens of their own, each the next one; with several modules, the last one first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,10 @@ class Task:
         if self.control == OTHER_ORDER:
             subject.head.blocks = torch.nn.ModuleList(reversed(list(subject.head.blocks)))
         convention = subject.head.convention
-        if self.control == "recycle":
+        if self.control == OTHER_STATE:
+            reads_normed = convention.hidden == "after_final_norm"
+            convention = replace(convention, hidden="before_final_norm" if reads_normed else "after_final_norm")
+        elif self.control == "recycle":
             recycles_normed = convention.recycle == "after_final_norm"
             convention = replace(convention, recycle="before_final_norm" if recycles_normed else "after_final_norm")
         elif self.control == "zero_first_embedding":
@@ -124,6 +129,7 @@ def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, A
     found = {}
     head, draft_vocab_R = task.fp32.head, task.fp32.draft_vocab_R
     more = {
+        OTHER_STATE: not head.trunk_layers,
         LATER_LAYERS: bool(head.trunk_layers),
         OTHER_TOKENS: draft_vocab_R is not None,
         OTHER_ORDER: len(head.blocks) > 1,

@@ -55,7 +55,7 @@ _GATED_DELTA = {
     "linear_value_head_dim": 128,
     "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
 }
-# Every expert is chosen: engines run Gated DeltaNet in bf16, where rounding would send tokens to others.
+# Every expert is chosen: where engines run in bf16 alone, rounding would send tokens to others.
 _ALL_OF_FOUR = {
     "num_experts": 4,
     "num_experts_per_tok": 4,
@@ -129,6 +129,11 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
             fields={name: value for name, value in _SIZES.items() if name != "head_dim"} | {"rope_parameters": _ROPE}
         ),
         "qwen3": WitnessShape(fields=_SIZES | {"rope_parameters": _ROPE}),
+        "qwen3_moe": WitnessShape(
+            fields=_SIZES
+            | {name: value for name, value in _ALL_OF_FOUR.items() if name != "shared_expert_intermediate_size"}
+            | {"rope_parameters": _ROPE}
+        ),
         "mimo_v2_flash": WitnessShape(
             fields=_SIZES
             | _ROUTED

@@ -26,7 +26,11 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 RECORDS = Path(__file__).parents[2] / "inference" / "benchmarks" / "engines"
 PROMPTS = torch.randint(VOCAB_SIZE, (4, 7), generator=torch.Generator().manual_seed(3)).tolist()
 NEW_TOKENS = 40
-PYTHONS = {"vllm": "MTP_VLLM_PYTHON", "speculators": "MTP_SPECULATORS_PYTHON"}
+PYTHONS = {
+    "vllm": "MTP_VLLM_PYTHON",
+    "sglang": "MTP_SGLANG_PYTHON",
+    "speculators": "MTP_SPECULATORS_PYTHON",
+}
 A, B, C = 5, 6, 7
 
 
@@ -48,7 +52,7 @@ def task_for(engine: str, checkpoint: str, work: Path, python: str = sys.executa
         checkpoint=open_location(checkpoint),
         prompts=PROMPTS,
         max_new_tokens=NEW_TOKENS,
-        dtype="float32" if engine != "vllm" else "bfloat16",
+        dtype="bfloat16" if engine in ("vllm", "sglang") else "float32",
         python=python,
         files={},
         work=work,
@@ -217,7 +221,9 @@ def test_the_record_says_what_was_compared_and_what_a_wrong_wiring_gives(
     assert asked.items() <= record["settings"].items()
     found = {name: entry["verdict"] for name, entry in record["depths"]["1"]["controls"].items()}
     # What is recycled is read from depth 2 on.
-    assert found == {"recycle": "equal", "zero_first_embedding": "different", "leading_row": "different"}
+    assert found == {"recycle": "equal"} | dict.fromkeys(
+        ("zero_first_embedding", "leading_row", "other_state"), "different"
+    )
 
 
 def test_without_prompts_the_demos_held_out_ones_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -324,7 +330,8 @@ def test_other_layers_and_other_tokens_are_seen(control: str, beside: tuple[Any,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", list(PYTHONS))
+# SGLang computes in bf16, in which an untrained head's choices are all near ties.
+@pytest.mark.parametrize("engine", [name for name in PYTHONS if name != "sglang"])
 def test_an_installed_engine_drafts_with_a_draft_model_as_we_do(
     engine: str, beside: tuple[Any, dict[str, Any]]
 ) -> None:

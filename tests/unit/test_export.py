@@ -17,6 +17,7 @@ from checkpoints import (
     base_and_finetune,
     save_stripped,
     set_count,
+    set_fields,
     shard,
     wrap_as_vision_language,
 )
@@ -241,6 +242,15 @@ def test_nan_in_the_weights_is_refused(key: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"{key} holds NaN or infinite values"):
         run_graft(finetune, base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family_name", ["qwen3_5", "qwen3_next"])
+def test_a_fine_tune_gets_back_the_interval_that_transformers_does_not_save(family_name: str, tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, family_name)
+    set_fields(base, {"full_attention_interval": 2})
+    assert "full_attention_interval" not in json.loads((finetune / "config.json").read_text())
+    run_graft(finetune, base, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["full_attention_interval"] == 2
 
 
 def test_export_declares_the_head_that_the_config_forgot(tmp_path: Path) -> None:
