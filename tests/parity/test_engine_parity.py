@@ -220,10 +220,30 @@ def test_the_record_says_what_was_compared_and_what_a_wrong_wiring_gives(
     asked = {"prompts": len(PROMPTS), "max_new_tokens": NEW_TOKENS, "dtype": "float32"}
     assert asked.items() <= record["settings"].items()
     found = {name: entry["verdict"] for name, entry in record["depths"]["1"]["controls"].items()}
-    # What is recycled is read from depth 2 on.
-    assert found == {"recycle": "equal"} | dict.fromkeys(
-        ("zero_first_embedding", "leading_row", "other_state"), "different"
-    )
+    # What is recycled is read from depth 2 on; a norm without weights changes nothing before the head's own.
+    assert found == {
+        "recycle": "equal",
+        "zero_first_embedding": "different",
+        "leading_row": "different",
+        "other_state": "equal",
+    }
+
+
+@pytest.mark.parametrize(
+    ("engine", "read", "other"),
+    [
+        ("sglang", "after_final_norm", "before_final_norm"),
+        ("vllm", "before_final_norm", "after_final_norm"),
+    ],
+)
+def test_a_control_reads_the_trunk_on_the_other_side_of_its_norm(
+    engine: str, read: str, other: str, tmp_path: Path
+) -> None:
+    trunk = tiny_trunk("mimo")
+    save_with_head(trunk, tiny_head(trunk), tmp_path / "checkpoint")
+    task = task_for(engine, str(tmp_path / "checkpoint"), tmp_path / "work")
+    assert task.fp32.head.convention.hidden == read
+    assert replace(task, control="other_state").fp32.head.convention.hidden == other
 
 
 def test_without_prompts_the_demos_held_out_ones_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_every_round_is_written_down_as_it_is_verified(
     worker: str, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = tmp_path / "out.rounds"
+    monkeypatch.setattr(torch.cuda, "synchronize", torch.cuda.synchronize)
     monkeypatch.setenv(program.ROUNDS, str(rounds))
     program.run_recorded(worker)
     assert [json.loads(line) for line in rounds.read_text().splitlines()] == [{"drafts": DRAFTED, "committed": [5, 8]}]
