@@ -1,8 +1,9 @@
 """Decode prompts with SGLang on a CPU and write down every round: ``PYTHON run_sglang.py JOB.json OUT.json``.
 
-Run by the interpreter of SGLang's own environment; needs nothing of this repository. That environment wants SGLang's
-CPU kernels (``sgl_kernel``, built from its repository, ``pyproject_cpu.toml``; AVX512 and AMX), whose attention is the
-only one on a CPU that drafts. They compute in bf16; in fp16 they are wrong where a CPU's AMX has no fp16.
+Run by the interpreter of SGLang's own environment; needs nothing of this repository but the file named below. That
+environment wants SGLang's CPU kernels (``sgl_kernel``, built from its repository, ``pyproject_cpu.toml``; AVX512 and
+AMX), whose attention is the only one on a CPU that drafts. They compute in bf16; in fp16 they were wrong on a CPU whose
+AMX has no fp16.
 
 One prompt at a time, greedy, past EOS. SGLang drafts and verifies in a process of its own, whose start is ours: there
 the one function that verifies a round (``run_eagle_verify``, of one head and of several modules alike) writes to a file
