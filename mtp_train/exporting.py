@@ -28,6 +28,7 @@ def write_export(
     link: LinkMode,
     progress: Progress,
     form: DraftForm = "engines",
+    hub_id: str | None = None,
 ) -> None:
     """Write a head to a new directory: in its trunk's checkpoint, or as a draft model beside it, as its kind is kept.
 
@@ -39,6 +40,7 @@ def write_export(
         link: Hard-link unchanged files where the file system allows, or copy them all.
         progress: Where to show progress.
         form: Of a draft model.
+        hub_id: What others find the trunk by; None where it is only on this machine.
 
     Raises:
         OutputExistsError: ``out`` exists.
@@ -55,7 +57,7 @@ def write_export(
     require_exportable(trunk, artifact.family.kind, adapter)
     layer_config = artifact.family.head_layer_config(text_config_of(trunk), artifact.num_modules)
     on_trunk = replace(artifact, layout=layout_of(trunk, artifact.family))
-    write_draft_checkpoint(trunk, on_trunk, layer_config, out, form=form)
+    write_draft_checkpoint(trunk, on_trunk, layer_config, out, form=form, verifier=hub_id)
 
 
 def require_exportable(trunk: Checkpoint, kind: HeadKind, adapter: Path | None) -> None:

@@ -99,7 +99,16 @@ def export(
         refuse_with_adapter(source, found)
         write_head_only(trunk, layout_of(trunk), head, out)
     elif found.artifact is not None:
-        write_export(trunk, found.artifact, out, adapter=found.adapter, link=link, progress=progress, form=form)
+        write_export(
+            trunk,
+            found.artifact,
+            out,
+            adapter=found.adapter,
+            link=link,
+            progress=progress,
+            form=form,
+            hub_id=found.hub_id,
+        )
         write_card(source, out)
     else:
         write_adapted(trunk, layout_of(trunk), head, out, adapter=None, link=link, progress=progress)
@@ -115,6 +124,8 @@ class HeadToExport(NamedTuple):
     adapter: Path | None
     artifact: Artifact | None
     """A run's head as the run keeps it; None of a checkpoint."""
+    hub_id: str | None
+    """The trunk's, where a run's comes from the hub."""
 
 
 def head_to_export(source: Path) -> HeadToExport:
@@ -129,14 +140,15 @@ def head_to_export(source: Path) -> HeadToExport:
     if not is_run(source):
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
-        return HeadToExport(trunk, _own_head(trunk), SUGGESTED_DEPTH, None, None)
+        return HeadToExport(trunk, _own_head(trunk), SUGGESTED_DEPTH, None, None, None)
     _require_exportable(source)
     identity = read_json(source / PROVENANCE_FILE)["trunk"]
     trunk = open_checkpoint(locate_checkpoint(identity["path"]))
     artifact = load_artifact(source / HEAD_DIRECTORY)
     model = load_recipe(source / RECIPE_FILE).model
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
-    return HeadToExport(trunk, artifact.head, artifact.num_depths, adapter, artifact)
+    hub_id = identity["name"] if identity["revision"] else None
+    return HeadToExport(trunk, artifact.head, artifact.num_depths, adapter, artifact, hub_id)
 
 
 def is_run(source: Path) -> bool:

@@ -178,3 +178,17 @@ def test_two_processes_learn_between_the_layers_what_one_does(machine: str, inpu
     assert {line["world_size"] for line in lines} == {2}
     for field in ("loss", "grad_norm"):
         assert [line[field] for line in lines] == pytest.approx([line[field] for line in expected], abs=1e-4), field
+
+
+@pytest.mark.parametrize("revision", [None, "abc"])
+def test_a_draft_model_for_speculators_names_its_trunk_by_the_hubs_name_where_it_has_one(
+    revision: str | None, runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = Path(shutil.copytree(runs["eagle3"], tmp_path / "run"))
+    provenance = json.loads((run_dir / "provenance.json").read_text())
+    provenance["trunk"] |= {"name": "someone/model", "revision": revision}
+    (run_dir / "provenance.json").write_text(json.dumps(provenance))
+    document(["export", run_dir, "--speculators", "--out", tmp_path / "out"], capfd)
+    verifier = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]["verifier"]
+    expected = str((inputs / "finetune").resolve()) if revision is None else "someone/model"
+    assert verifier["name_or_path"] == expected
