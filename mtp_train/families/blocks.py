@@ -82,10 +82,13 @@ class Eagle3Layer(nn.Module):
     Args:
         layer: A pre-norm decoder layer as Llama's; its attention is widened to twice what it read.
         hidden_norm: Of the state, where the layer's own first norm is of the embedding.
+        adds_normed: Whether what the attention says is added to the normed state (``norm_before_residual``, as
+            speculators trains many), and not to the state as it comes, as the paper's authors do.
     """
 
-    def __init__(self, layer: Any, hidden_norm: nn.Module) -> None:
+    def __init__(self, layer: Any, hidden_norm: nn.Module, *, adds_normed: bool) -> None:
         super().__init__()
+        self.adds_normed = adds_normed
         self.input_layernorm, self.hidden_norm = layer.input_layernorm, hidden_norm
         self.self_attn = layer.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -104,14 +107,15 @@ class Eagle3Layer(nn.Module):
     ) -> Tensor:
         """Run the layer: (B, T, 2 D), embedding first, to (B, T, D); the rest as of transformers' decoder layers."""
         embed_BTD, hidden_BTD = embedding_and_state.chunk(2, dim=-1)
+        normed_BTD = self.hidden_norm(hidden_BTD)
         attended, _ = self.self_attn(
-            hidden_states=torch.cat([self.input_layernorm(embed_BTD), self.hidden_norm(hidden_BTD)], dim=-1),
+            hidden_states=torch.cat([self.input_layernorm(embed_BTD), normed_BTD], dim=-1),
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
         )
-        hidden_BTD = hidden_BTD + attended
+        hidden_BTD = (normed_BTD if self.adds_normed else hidden_BTD) + attended
         mlp_output: Tensor = self.mlp(self.post_attention_layernorm(hidden_BTD))
         return hidden_BTD + mlp_output
 

@@ -100,7 +100,9 @@ def _without_input_norm(borrowed: Borrowed, config: PretrainedConfig, layer_idx:
 
 def _reading_two(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
     layer = borrowed.cls(borrowed.layer)(config, layer_idx)
-    return Eagle3Layer(layer, borrowed.make_norm(config))
+    # Of somebody's draft model; ours say nothing of it.
+    adds_normed = bool(config.to_dict().get("norm_before_residual"))
+    return Eagle3Layer(layer, borrowed.make_norm(config), adds_normed=adds_normed)
 
 
 def _residual(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:

@@ -39,7 +39,6 @@ EMBED_KEY, TOKENS_KEY = "embed_tokens.weight", "token_map"
 _BESIDE = (OUTPUT_KEY, EMBED_KEY, OFFSETS_KEY, TOKENS_KEY, CHOSEN_KEY, BIAS_KEY)
 # Settings that change the forward, and the values that say it is as the paper has it.
 _PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
-    "norm_before_residual": (False, None),
     "norm_before_fc": (False, None),
     "fc_norm": (False, None),
     "norm_output": (False, None),

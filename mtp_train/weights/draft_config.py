@@ -81,8 +81,8 @@ def draft_config(
     if kind == "eagle3":
         config["draft_vocab_size"] = num_drafted or vocab_size
         config["target_hidden_size"] = layer["hidden_size"]
-        # Not the default everywhere.
-        config["norm_before_residual"] = False
+        # False is not the default everywhere.
+        config["norm_before_residual"] = bool(layer.get("norm_before_residual"))
     return config
 
 

@@ -17,7 +17,12 @@ from test_attach_head import ATTACH, write_headless
 from launching import ROOT, metrics, outcome, start
 from mtp_train.cli import main
 from mtp_train.errors import GateRefusedError
+from mtp_train.families.blocks import Eagle3Layer
+from mtp_train.heads.attach import build_head
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.recipe_io import load_recipe
+from mtp_train.weights.files import open_checkpoint
 from runs import document, run_quietly, write_recipe
 
 KINDS = ("eagle", "eagle3", "medusa")
@@ -108,7 +113,7 @@ def test_a_draft_model_of_another_trunk_or_half_a_one_is_refused(
     for field, value, said in (
         ("hidden_size", None, "hidden_size is None; expected a count"),
         ("vocab_size", 7, "vocab_size 7"),
-        ("norm_before_residual", True, "is not known here"),
+        ("norm_before_fc", True, "is not known here"),
     ):
         (draft / "config.json").write_text(json.dumps({**config, field: value}))
         assert said in refusal([*ask, draft], capfd)
@@ -192,3 +197,19 @@ def test_a_draft_model_for_speculators_names_its_trunk_by_the_hubs_name_where_it
     verifier = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]["verifier"]
     expected = str((inputs / "finetune").resolve()) if revision is None else "someone/model"
     assert verifier["name_or_path"] == expected
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_draft_model_says_where_its_residual_begins(
+    begins: bool, runs: dict[str, Path], inputs: Path, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(runs["eagle3"] / "export", tmp_path / "draft"))
+    config = json.loads((path / "config.json").read_text())
+    assert config["norm_before_residual"] is False
+    (path / "config.json").write_text(json.dumps({**config, "norm_before_residual": begins}))
+    draft, trunk = draft_model(open_checkpoint(path)), open_checkpoint(inputs / "finetune")
+    assert draft is not None
+    head = build_head(draft_plan(draft, trunk), text_config_of(trunk), dtype=torch.float32)
+    layer = head.get_submodule("blocks.0.layer")
+    assert isinstance(layer, Eagle3Layer)
+    assert layer.adds_normed is begins

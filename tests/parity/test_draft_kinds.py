@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import FAMILIES, HeadKind, of_kind
+from mtp_train.families.blocks import Eagle3Layer
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.heads.trunk import Trunk
@@ -88,7 +89,13 @@ class ByHand:
         return read
 
     def eagle3(
-        self, tokens: Sequence[int], num_depths: int, *, later: int = 0, recycles_normed: bool = False
+        self,
+        tokens: Sequence[int],
+        num_depths: int,
+        *,
+        later: int = 0,
+        recycles_normed: bool = False,
+        adds_normed: bool = False,
     ) -> list[Tensor]:
         """Do the same for EAGLE-3, of layers ``later`` than the ones that it reads."""
         count = self.trunk.config.num_hidden_layers
@@ -100,7 +107,7 @@ class ByHand:
                 self.norm("midlayer.input_layernorm", self.embed(text[1:])),
                 self.norm("midlayer.hidden_norm", hidden_TD),
             ]
-            state_TD = hidden_TD + self.attention("midlayer.", torch.cat(normed, -1))
+            state_TD = self.attention("midlayer.", torch.cat(normed, -1)) + (normed[1] if adds_normed else hidden_TD)
             state_TD = state_TD + self.mlp("midlayer.", self.norm("midlayer.post_attention_layernorm", state_TD))
             read.append(self.norm("norm", state_TD[-1]))
             hidden_TD = torch.cat([hidden_TD, read[-1][None] if recycles_normed else state_TD[-1:]])
@@ -149,6 +156,22 @@ def test_trunks_of_every_family_without_a_head_are_read_between_their_layers(tru
         ((one, other),) = spied_drafts(trunk, head, [2])
         for tokens, drafts in (one, other):
             assert drafts == [int(trunk.project(state_D).argmax()) for state_D in forward(tokens, 2)]
+
+
+@pytest.mark.parametrize("trunk_name", TRUNKS)
+def test_a_layer_that_adds_to_the_normed_state_is_read_too(trunk_name: str) -> None:
+    trunk, head = models(trunk_name, "eagle3")
+    layer = head.get_submodule("blocks.0.layer")
+    assert isinstance(layer, Eagle3Layer)
+    tokens = random_prompt(9, seed=5)
+    trunk.show_layers(head.trunk_layers)
+    with torch.inference_mode():
+        plain, layer.adds_normed = unrolled(trunk, head, tokens, NUM_DEPTHS), True
+        found = unrolled(trunk, head, tokens, NUM_DEPTHS)
+        expected = by_hand(trunk, head, adds_normed=True)(tokens, NUM_DEPTHS)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **TOLERANCE)
+    assert not torch.allclose(plain[0], found[0], atol=1e-2)
 
 
 def unrolled(trunk: Trunk, head: MtpHead, tokens: list[int], num_depths: int) -> list[Tensor]:
