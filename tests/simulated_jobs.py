@@ -1,0 +1,119 @@
+"""What is done on the simulated device: ``python simulated_jobs.py refusals | decode KIND... | job DIR SETTINGS``.
+
+A process of its own prints what came of it as JSON: torch counts the devices there are once, at its first gradient, and
+what follows in the process would find one more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+
+from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder
+from mtp_inference.other_drafters import NgramDrafting
+from mtp_train.cli import main as command_line
+from mtp_train.commands import generate
+from mtp_train.errors import GateRefusedError
+from mtp_train.heads.trunk import Trunk
+from mtp_train.study import run as study_run
+from runs import run_quietly, tiny_recipe, write_inputs
+from simulated_device import simulated_device
+from tiny import CACHE_KINDS, tiny_head, tiny_trunk
+
+SHORT = {"train__max_steps": 2, "evaluate__prompts": 2, "evaluate__max_new_tokens": 6}
+_SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=3)
+
+
+@contextlib.contextmanager
+def everything_there() -> Iterator[torch.device]:
+    """Have training and measuring choose the device."""
+    with simulated_device() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerate.Accelerator, "device", property(lambda self: device))
+        for module in (generate, study_run):
+            patch.setattr(module, "local_device", lambda: device)
+        yield device
+
+
+def refusals(device: torch.device) -> dict[str, Any]:
+    """Return what is said of tensors of both places, and of what may be of both."""
+    there, said = torch.ones(3, device=device), []
+    for operation in (lambda: there + torch.ones(3), lambda: there.index_select(0, torch.tensor([1]))):
+        try:
+            operation()
+        except RuntimeError as error:
+            said.append(str(error))
+    allowed = (there + torch.tensor(1.0))[torch.tensor([0])]
+    return {"refused": said, "allowed": allowed.tolist(), "devices": [there.device.type, there.cpu().device.type]}
+
+
+def texts(trunk: Trunk, drafting: HeadDrafting | NgramDrafting, sampled_drafts: bool) -> list[list[int]]:
+    """Return what a batch of requests of all kinds says."""
+    requests = [
+        Request(prompt_ids=range(5), max_new_tokens=10),
+        Request(prompt_ids=range(3, 20), max_new_tokens=9, sampling=_SAMPLED),
+        Request(prompt_ids=[7], max_new_tokens=8, mtp="auto"),
+        Request(prompt_ids=[7], max_new_tokens=8, mtp="off"),
+    ]
+    sampling = "sampled" if sampled_drafts else "argmax"
+    decoder = SpeculativeDecoder(trunk, drafting, 3, (), draft_sampling=sampling, max_batch=4)
+    return [list(result.token_ids) for result in decoder.generate(requests)]
+
+
+def decoded(device: torch.device, kinds: list[str]) -> dict[str, Any]:
+    """Return what every kind of cache says on the CPU and on the device."""
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        trunk = tiny_trunk(CACHE_KINDS[kind])
+        head = tiny_head(trunk)
+        for where in ("cpu", device):
+            drafting = HeadDrafting(head.to(where))
+            said = [texts(trunk.to(where), drafting, sampled) for sampled in (False, True)]
+            # Greedy texts are the same, whatever drafts.
+            looked_up = texts(trunk, NgramDrafting(), False)
+            found.setdefault(kind, []).append([*said, looked_up])
+    return found
+
+
+def job(device: torch.device, directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Run a job up to its report, then decode and evaluate with its head; the gate may refuse such a short one."""
+    inputs, run_dir = write_inputs(directory / "in"), directory / "run"
+    with contextlib.suppress(GateRefusedError):
+        run_quietly(tiny_recipe(inputs, run_dir, **{**SHORT, **settings}))
+    given = [str(inputs / "finetune"), "--head", str(run_dir / "head"), "--max-new-tokens", "6"]
+    grid = ["--suite", "demo", "--prompts-per-task", "2", "--temperatures", "1", "--depths", "2", "--no-costs"]
+    codes = [
+        command_line(["generate", *given, "--prompt", "say 1"]),
+        command_line(["evaluate", *given, *grid, "--out", str(directory / "evaluated")]),
+    ]
+    report = json.loads((run_dir / "report.json").read_text())
+    settings = json.loads((directory / "evaluated" / "report.json").read_text())["settings"]
+    return {
+        "codes": codes,
+        "rounds": report["arms"]["retrained"]["rounds"],
+        "devices": [report["settings"]["device"], settings["device"], str(device)],
+    }
+
+
+def main() -> None:
+    """Do what the command line names."""
+    what, *words = sys.argv[1:]
+    with everything_there() as device:
+        if what == "refusals":
+            found = refusals(device)
+        elif what == "decode":
+            found = decoded(device, words)
+        else:
+            found = job(device, Path(words[0]), json.loads(words[1]))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
