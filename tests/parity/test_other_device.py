@@ -43,8 +43,8 @@ def test_a_tensor_of_the_cpu_is_refused_there() -> None:
 
 @pytest.mark.parametrize(
     "kinds",
-    [TELLING, pytest.param([kind for kind in CACHE_KINDS if kind not in TELLING], marks=pytest.mark.slow)],
-    ids=["telling", "others"],
+    [TELLING, *(pytest.param([kind], marks=pytest.mark.slow) for kind in CACHE_KINDS if kind not in TELLING)],
+    ids=" ".join,
 )
 def test_every_kind_of_cache_decodes_there_as_on_the_cpu(kinds: list[str]) -> None:
     found = on_the_device("decode", *kinds)
