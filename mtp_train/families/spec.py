@@ -294,8 +294,8 @@ class Family:
     """None where the trunk has one residual stream, or the head reads them mixed."""
     running_windows: Callable[[], AbstractContextManager[None]] = nullcontext
     """What the trunk's layers need around a forward over windows (rows at different positions, our own cache)."""
-    loading: Callable[[Collection[str]], AbstractContextManager[None]] = lambda keys: nullcontext()
-    """What transformers needs around loading the trunk of a checkpoint with these keys."""
+    loading: Callable[[Collection[str]], AbstractContextManager[None]] | None = None
+    """What transformers needs around loading the trunk of a checkpoint with these keys, None for nothing."""
     prepare_trunk: Callable[[nn.Module], None] = lambda decoder: None
     """Done once to a loaded decoder: what its layers leave out that windows of several rows need, or do too much."""
     logit_divisor: Callable[[RawConfig], float] | None = None

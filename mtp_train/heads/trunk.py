@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -281,7 +282,7 @@ def load_trunk(
     if quantization is not None:
         # What is packed is packed on the device that it is for, and not moved afterwards.
         packed = {"quantization_config": packing(quantization, dtype), "device_map": {"": device}}
-    with family.loading(open_checkpoint(path).tensors):
+    with nullcontext() if family.loading is None else family.loading(open_checkpoint(path).tensors):
         model, info = _trunk_class(family).from_pretrained(
             path,
             config=None if family.trunk_class is None else trunk_config(path, family),
