@@ -6,9 +6,7 @@ goes on from the stage it had reached. Training and data know nothing of the dec
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +15,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import Progress
 
-from mtp_train.errors import GateRefusedError, MtpError, OutputExistsError, RecipeError
+from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError
 from mtp_train.evaluation import evaluate_run
 from mtp_train.exporting import write_export
 from mtp_train.inputs import gather_inputs
@@ -32,7 +30,9 @@ from mtp_train.run_dir import (
     Outcome,
     claim,
     clear_leftovers,
+    forget_outcome,
     read_outcome,
+    record_failure,
     require_ours,
     write_outcome,
 )
@@ -63,6 +63,7 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     if earlier is not None and earlier.finished:
         console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do.")
         return earlier
+    forget_outcome(run_dir)
     stage = Stage()
     try:
         accelerator = make_accelerator()
@@ -75,7 +76,9 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     except MtpError as error:
         reached = "done" if isinstance(error, GateRefusedError) else stage.name
         if not isinstance(error, OutputExistsError):
-            record_failure(run_dir, Outcome(error.exit_code, error.reason, str(error), reached))
+            said = record_failure(run_dir, Outcome(error.exit_code, error.reason, str(error), reached))
+            if said is not None and isinstance(error, LostProcessError):
+                raise LostProcessError(f"launcher: another process of this run is gone. {said.message}") from error
         raise
     except Exception as error:
         record_failure(run_dir, Outcome(1, "bug", f"{type(error).__name__}: {error}", stage.name))
@@ -99,15 +102,6 @@ def stages_of(recipe: Recipe) -> Callable[[Recipe, Path, Accelerator, Console, P
 
         return run_sft_stages
     return run_stages
-
-
-def record_failure(run_dir: Path, outcome: Outcome) -> None:
-    """Record how a run failed, from the launcher's first process."""
-    # The launcher's rank: processes that do not know one another all take themselves for the main one.
-    if os.environ.get("RANK", "0") == "0":
-        # A disk without room for the outcome must not hide what the error says.
-        with contextlib.suppress(OSError):
-            write_outcome(run_dir, outcome)
 
 
 def run_stages(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mtp_train.errors import OutputExistsError
+from mtp_train.errors import LostProcessError, OutputExistsError, StoppedError
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe
 from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
@@ -49,6 +51,33 @@ def write_outcome(run_dir: Path, outcome: Outcome) -> None:
     """Record the outcome."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_json(run_dir / OUTCOME_FILE, outcome.__dict__)
+
+
+def forget_outcome(run_dir: Path) -> None:
+    """Remove the outcome of an earlier attempt, so that what is there from now on is this one's."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        (run_dir / OUTCOME_FILE).unlink(missing_ok=True)
+
+
+def record_failure(run_dir: Path, outcome: Outcome) -> Outcome | None:
+    """Record how a process of a run failed.
+
+    Its first process has the say, unless it only fails because another one did, or is told to stop for that: then the
+    words of the one that failed first stay. The launcher's ranks count: processes that do not know one another all take
+    themselves for the main one.
+
+    Returns:
+        What stays instead; None where this outcome was recorded.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    follows = outcome.reason in (LostProcessError.reason, StoppedError.reason)
+    # A disk without room for the outcome must not hide what the error says.
+    with contextlib.suppress(OSError):
+        if (rank or follows) and (said := read_outcome(run_dir)) is not None:
+            return said
+        named = outcome if not rank or follows else replace(outcome, message=f"process {rank}: {outcome.message}")
+        write_outcome(run_dir, named)
+    return None
 
 
 def require_ours(run_dir: Path, recipe: Recipe) -> None:
@@ -138,8 +167,7 @@ _LEFTOVERS = (
 
 
 def clear_leftovers(run_dir: Path) -> None:
-    """Remove what a kill left of writes that never got their final name, and the outcome of an earlier attempt."""
-    (run_dir / OUTCOME_FILE).unlink(missing_ok=True)
+    """Remove what a kill left of writes that never got their final name."""
     for pattern in _LEFTOVERS:
         for path in run_dir.glob(pattern):
             if path.is_dir():

@@ -134,6 +134,10 @@ def test_states_kept_by_processes_that_share_the_trunk_give_the_same_run(
     assert lost.stderr.count(f"mtp-train: {run_dir}: writing the run failed (No space left on device)") == 1, (
         lost.stderr
     )
+    # The first process, which only finds that the other is gone, does not write over the reason.
+    said = outcome(run_dir)
+    assert (said["exit_code"], said["reason"]) == (2, "bad_input")
+    assert said["message"].startswith(f"process 1: {run_dir}: writing the run failed")
     before = states(run_dir)
     # The first turn of both; the other's second may have been cut off.
     assert len(before) in (2, 3)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -17,7 +18,9 @@ from mtp_train.run_dir import (
     claim,
     clear_leftovers,
     environment_facts,
+    forget_outcome,
     read_outcome,
+    record_failure,
     require_ours,
     write_outcome,
 )
@@ -107,7 +110,6 @@ def test_leftovers_of_a_kill_go_and_everything_else_stays(tmp_path: Path) -> Non
         ".offload-w0/00000/index.json",
         "figures/.tau.png.7.tmp",
         "state/.step-00000004.z3/head.safetensors",
-        "outcome.json",
     ]
     for name in [*kept, *leftovers]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +117,56 @@ def test_leftovers_of_a_kill_go_and_everything_else_stays(tmp_path: Path) -> Non
     clear_leftovers(tmp_path)
     assert {name for name, content in tree(tmp_path).items() if content is not None} == set(kept)
     clear_leftovers(tmp_path / "nowhere")
+
+
+LOST = Outcome(exit_code=1, reason="lost_process", message="launcher: another process is gone", stage="train")
+STOPPED = dataclasses.replace(LOST, exit_code=143, reason="stopped", message="stopped")
+FULL = Outcome(exit_code=2, reason="bad_input", message="data: no space left", stage="train")
+NAMED = dataclasses.replace(FULL, message="process 1: data: no space left")
+
+
+@pytest.mark.parametrize(
+    ("failures", "kept"),
+    [
+        # The process that failed first has the say where the others fail of it, or are told to stop.
+        ([(1, FULL), (0, LOST)], NAMED),
+        ([(1, FULL), (0, STOPPED)], NAMED),
+        ([(0, FULL), (1, LOST)], FULL),
+        # What the first process found wrong itself is the verdict, whoever was there before.
+        ([(1, FULL), (0, REFUSED)], REFUSED),
+        ([(0, REFUSED), (1, FULL)], REFUSED),
+        # A first process that was killed says nothing.
+        ([(1, LOST)], LOST),
+        ([(0, STOPPED), (1, STOPPED)], STOPPED),
+    ],
+)
+def test_the_outcome_is_that_of_the_process_that_failed_first(
+    failures: list[tuple[int, Outcome]], kept: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_outcome(tmp_path, dataclasses.replace(REFUSED, message="of an earlier attempt"))
+    for rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        forget_outcome(tmp_path)
+    for rank, outcome in failures:
+        monkeypatch.setenv("RANK", str(rank))
+        before = read_outcome(tmp_path)
+        said = record_failure(tmp_path, outcome)
+        assert said in (None, before)
+        assert (said is None) == (read_outcome(tmp_path) != before)
+    assert read_outcome(tmp_path) == kept
+
+
+def test_only_the_first_process_of_a_machine_forgets_an_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_outcome(tmp_path, REFUSED)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    forget_outcome(tmp_path)
+    assert read_outcome(tmp_path) == REFUSED
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    forget_outcome(tmp_path)
+    forget_outcome(tmp_path)
+    assert read_outcome(tmp_path) is None
 
 
 def test_an_outcome_is_read_back_and_only_done_is_finished(tmp_path: Path) -> None:
