@@ -2,9 +2,11 @@
 """Make the checkpoints and prompts that ``mtp_train.demo`` ships, from the standard library's source, on a CPU.
 
     python scripts/make_demo.py base finetune check install record --work DIR
+    python scripts/make_demo.py base finetune texts --size large --device cuda --work DIR
 
 Stages run in the order given and leave their results in DIR; a stage whose result is there must be removed first.
 ``install`` replaces the assets in the package; ``record`` then measures the arms that are too slow for the recipe.
+``texts`` writes prompts and code as ``install`` does, into DIR, for a larger pair that does not ship.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ import argparse
 import json
 from pathlib import Path
 
-from demo_maker.install import install
+import torch
+
+from demo_maker.install import code_lines, install, prompt_lines, write_lines
 from demo_maker.record import record_arms
+from demo_maker.sizes import SIZES
 from demo_maker.stages import make_base, make_finetune, read_samples
 from demo_maker.texts import gather_texts
 from mtp_train.weights.writing import write_json
 
-STAGES = ("base", "finetune", "check", "install", "record")
+STAGES = ("base", "finetune", "check", "texts", "install", "record")
 REPOSITORY = Path(__file__).parents[1]
 ASSETS = REPOSITORY / "mtp_train" / "demo" / "assets"
 RECIPE = REPOSITORY / "recipes" / "retrain_head.yaml"
@@ -30,18 +35,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=STAGES)
     parser.add_argument("--work", type=Path, required=True, help="where the stages leave their results")
+    parser.add_argument("--size", choices=SIZES, default="demo", help="the pair that ships, or a larger one")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="where base, finetune and check run")
     arguments = parser.parse_args()
+    if arguments.size != "demo" and {"install", "record"} & set(arguments.stages):
+        parser.error(f"--size {arguments.size}: what ships is of size demo; leave install and record out")
+    size, device = SIZES[arguments.size], arguments.device
     arguments.work.mkdir(parents=True, exist_ok=True)
-    texts = gather_texts()
+    texts = gather_texts(size.packages)
     for stage in arguments.stages:
         if stage == "base":
-            make_base(texts, arguments.work)
+            make_base(texts, arguments.work, size, device)
         elif stage == "finetune":
-            make_finetune(texts, arguments.work)
+            make_finetune(texts, arguments.work, size, device)
         elif stage == "check":
-            figures = read_samples(arguments.work, texts, num_prompts=64, max_new_tokens=160)
+            figures = read_samples(arguments.work, texts, device, num_prompts=64, max_new_tokens=160)
             write_json(arguments.work / "check.json", figures)
             print(json.dumps(figures, indent=2))
+        elif stage == "texts":
+            write_lines(arguments.work / "prompts.jsonl", prompt_lines(texts))
+            write_lines(arguments.work / "code.jsonl", code_lines(texts.unseen_code))
         elif stage == "install":
             install(texts, arguments.work, ASSETS)
         elif stage == "record":

@@ -20,7 +20,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from demo_maker.model import set_ends
-from demo_maker.stages import FINETUNE_ROWS, batches_by_length, held_out_loss, padded
+from demo_maker.sizes import DEMO
+from demo_maker.stages import batches_by_length, held_out_loss, padded
 from demo_maker.texts import gather_texts, tokenise_exchange
 from demo_maker.tokenizer import MAX_TOKENS
 from demo_maker.training import TrainSettings, train
@@ -66,8 +67,8 @@ def main() -> None:
         wanted_BT = mask_BT[:, 1:].bool()
         return {"text": cross_entropy(logits_BTV[:, :-1][wanted_BT].float(), tokens_BT[:, 1:][wanted_BT])}
 
-    num_steps = EPOCHS * len(exchanges) // FINETUNE_ROWS
-    log = train(trunk, batches_by_length(exchanges), loss_of, SETTINGS, num_steps=num_steps)
+    num_steps = EPOCHS * len(exchanges) // DEMO.finetune_rows
+    log = train(trunk, batches_by_length(exchanges, DEMO.finetune_rows), loss_of, SETTINGS, num_steps=num_steps)
     set_ends(trunk.config, tokenizer)
     with new_directory(arguments.directory, what="the trunk") as directory:
         trunk.to(torch.bfloat16).save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""The demo's model: Qwen3.5 text, eight layers, small enough to ship and shaped so that serving engines load it."""
+"""The demo's model: Qwen3.5 text, small enough to ship and shaped so that serving engines load it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from demo_maker.tokenizer import MAX_TOKENS, VOCAB_SIZE
+from demo_maker.sizes import Size
+from demo_maker.tokenizer import MAX_TOKENS
 from mtp_train.families.qwen import QWEN3_5
 from mtp_train.heads.module import MtpHead
 from mtp_train.weights.files import INDEX_FILE
@@ -28,23 +29,14 @@ INIT_STD = 0.04
 SHARD_SIZE = "2MB"
 
 
-def make_config(*, num_layers: int = 8, vocab_size: int = VOCAB_SIZE) -> Qwen3_5TextConfig:
+def make_config(size: Size) -> Qwen3_5TextConfig:
     """Return the config.
 
     Linear head dims of 128 and an attention head_dim of at least 32 are what vLLM's CPU kernels take. The rotary
-    parameters carry no ``mrope_*`` keys: with them vLLM mistakes the model for a multimodal one. Eight layers against
-    the head's one leave speculative decoding something to gain in wall-clock time.
+    parameters carry no ``mrope_*`` keys: with them vLLM mistakes the model for a multimodal one.
     """
     return Qwen3_5TextConfig(
-        vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=1,
-        linear_num_value_heads=2,
+        **size.shape,
         linear_key_head_dim=128,
         linear_value_head_dim=128,
         max_position_embeddings=MAX_TOKENS,

@@ -22,7 +22,7 @@ def answer_figures(
     for one in prompts:
         inputs = tokenizer.apply_chat_template(
             one.messages()[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        ).to(trunk.device)
         output = trunk.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         answers.append(output[0, inputs["input_ids"].shape[1] :].tolist())
     texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]

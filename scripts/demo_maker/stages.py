@@ -16,11 +16,11 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from demo_maker.model import fresh_model, load_trunk_to_train, make_config, save_base, save_finetune
 from demo_maker.sanity import answer_figures
+from demo_maker.sizes import Size
 from demo_maker.texts import Exchange, Texts, code_rows, tokenise_exchange
 from demo_maker.tokenizer import END_OF_TEXT, TURN_END, train_tokenizer, wrap
 from demo_maker.training import (
     IGNORED,
-    TrainSettings,
     answer_loss,
     joint_losses,
     settings_of,
@@ -31,39 +31,35 @@ from mtp_train.weights.writing import write_json
 
 SEED = 20
 DEPTH_WEIGHTS = [0.5, 0.3, 0.2]
-BASE = TrainSettings(lr=4e-3, warmup_steps=60)
-BASE_TOKENS, BASE_ROW_TOKENS, BASE_ROWS = 2_200_000, 256, 8
-FINETUNE = TrainSettings(lr=2e-3, warmup_steps=30, weight_decay=0.0)
-FINETUNE_ROWS = 24
-HELD_OUT_ROWS = 240
+HELD_OUT_ROWS, HELD_OUT_BATCH = 240, 24
 
 
-def make_base(texts: Texts, work: Path) -> None:
+def make_base(texts: Texts, work: Path, size: Size, device: torch.device) -> None:
     """Train trunk and native head together on code, and write the base."""
     learned = [file.text for file in texts.code] + [f"{one.prompt}\n{one.answer}" for one in texts.chat]
-    tokenizer = wrap(train_tokenizer(learned), eos_token=END_OF_TEXT)
-    rows_NT = code_rows(texts.code, tokenizer, BASE_ROW_TOKENS)
-    unseen_NT = code_rows(texts.unseen_code, tokenizer, BASE_ROW_TOKENS)[::7][: HELD_OUT_ROWS // 5]
-    trunk, head = fresh_model(make_config(), seed=SEED)
+    tokenizer = wrap(train_tokenizer(learned, size.shape["vocab_size"]), eos_token=END_OF_TEXT)
+    rows_NT = code_rows(texts.code, tokenizer, size.base_row_tokens)
+    unseen_NT = code_rows(texts.unseen_code, tokenizer, size.base_row_tokens)[::7][: HELD_OUT_ROWS // 5]
+    trunk, head = (module.to(device) for module in fresh_model(make_config(size), seed=SEED))
 
     def losses(tokens_BT: Tensor) -> dict[str, Tensor]:
-        return joint_losses(trunk, head, tokens_BT, DEPTH_WEIGHTS)
+        return joint_losses(trunk, head, tokens_BT.to(device), DEPTH_WEIGHTS)
 
-    num_steps = BASE_TOKENS // (BASE_ROWS * BASE_ROW_TOKENS)
-    batches = shuffled_rows(rows_NT, BASE_ROWS, seed=SEED)
-    log = train(nn.ModuleList([trunk, head]), batches, losses, BASE, num_steps=num_steps)
+    num_steps = size.base_tokens // (size.base_rows * size.base_row_tokens)
+    batches = shuffled_rows(rows_NT, size.base_rows, seed=SEED)
+    log = train(nn.ModuleList([trunk, head]), batches, losses, size.base, num_steps=num_steps)
     with torch.no_grad():
         held_out = losses(unseen_NT)
     save_base(trunk, head, tokenizer, work / "base")
     weights = dict(zip(held_out, [1.0, *DEPTH_WEIGHTS], strict=True))
     note = {
-        "settings": settings_of(BASE),
+        "settings": settings_of(size.base),
         "seed": SEED,
         "depth_weights": DEPTH_WEIGHTS,
-        "row_tokens": BASE_ROW_TOKENS,
-        "rows_per_step": BASE_ROWS,
+        "row_tokens": size.base_row_tokens,
+        "rows_per_step": size.base_rows,
         "corpus_tokens": rows_NT.numel(),
-        "trained_tokens": num_steps * BASE_ROWS * BASE_ROW_TOKENS,
+        "trained_tokens": num_steps * size.base_rows * size.base_row_tokens,
         "held_out_loss": {name: float(loss) / weights[name] for name, loss in held_out.items()},
         "trunk_parameters": sum(parameter.numel() for parameter in trunk.parameters()),
         "head_parameters": sum(parameter.numel() for parameter in head.parameters()),
@@ -72,25 +68,25 @@ def make_base(texts: Texts, work: Path) -> None:
     write_json(work / "base.json", note)
 
 
-def make_finetune(texts: Texts, work: Path) -> None:
+def make_finetune(texts: Texts, work: Path, size: Size, device: torch.device) -> None:
     """Fine-tune the base's trunk, and only it, on the exchanges, and write it as transformers saves it."""
     tokenizer = wrap(AutoTokenizer.from_pretrained(work / "base").backend_tokenizer, eos_token=TURN_END)
-    trunk = load_trunk_to_train(work / "base")
+    trunk = load_trunk_to_train(work / "base").to(device)
     exchanges = [tokenise_exchange(one, tokenizer) for one in texts.chat]
     unseen = [tokenise_exchange(one, tokenizer) for one in texts.prompts[:: len(texts.prompts) // HELD_OUT_ROWS]]
     pad = tokenizer.pad_token_id
 
     def losses(batch: Sequence[Exchange]) -> dict[str, Tensor]:
-        return {"answer": answer_loss(trunk, *padded(batch, pad))}
+        return {"answer": answer_loss(trunk, *(tensor.to(device) for tensor in padded(batch, pad)))}
 
     before = held_out_loss(trunk, unseen, pad)
-    num_steps = len(exchanges) // FINETUNE_ROWS
-    log = train(trunk, batches_by_length(exchanges), losses, FINETUNE, num_steps=num_steps)
+    num_steps = size.finetune_epochs * len(exchanges) // size.finetune_rows
+    log = train(trunk, batches_by_length(exchanges, size.finetune_rows), losses, size.finetune, num_steps=num_steps)
     note = {
-        "settings": settings_of(FINETUNE),
+        "settings": settings_of(size.finetune),
         "seed": SEED,
-        "rows_per_step": FINETUNE_ROWS,
-        "trained_tokens": sum(len(one.tokens) for one in exchanges),
+        "rows_per_step": size.finetune_rows,
+        "trained_tokens": size.finetune_epochs * sum(len(one.tokens) for one in exchanges),
         "mean_answer_tokens": sum(one.answer_end - one.answer_start for one in exchanges) / len(exchanges),
         "held_out_loss": {"before": before, "after": held_out_loss(trunk, unseen, pad)},
         "log": log,
@@ -99,17 +95,17 @@ def make_finetune(texts: Texts, work: Path) -> None:
     write_json(work / "finetune.json", note)
 
 
-def batches_by_length(exchanges: Sequence[Exchange]) -> Iterator[list[Exchange]]:
+def batches_by_length(exchanges: Sequence[Exchange], rows: int) -> Iterator[list[Exchange]]:
     """Yield batches of similar length (little padding) in random order, epoch after epoch."""
     generator = torch.Generator().manual_seed(SEED)
     while True:
         order = torch.randperm(len(exchanges), generator=generator).tolist()
-        pools = [order[start : start + 16 * FINETUNE_ROWS] for start in range(0, len(order), 16 * FINETUNE_ROWS)]
+        pools = [order[start : start + 16 * rows] for start in range(0, len(order), 16 * rows)]
         batches: list[list[Exchange]] = []
         for pool in pools:
             pool.sort(key=lambda index: len(exchanges[index].tokens))
-            for start in range(0, len(pool), FINETUNE_ROWS):
-                batches.append([exchanges[index] for index in pool[start : start + FINETUNE_ROWS]])
+            for start in range(0, len(pool), rows):
+                batches.append([exchanges[index] for index in pool[start : start + rows]])
         for index in torch.randperm(len(batches), generator=generator).tolist():
             yield batches[index]
 
@@ -133,17 +129,21 @@ def held_out_loss(trunk: PreTrainedModel, exchanges: Sequence[Exchange], pad: in
     """Return the mean loss per answer token on exchanges."""
     trunk.eval()
     total, count = 0.0, 0
-    for start in range(0, len(exchanges), FINETUNE_ROWS):
-        tokens_BT, targets_BT, mask_BT = padded(exchanges[start : start + FINETUNE_ROWS], pad)
+    for start in range(0, len(exchanges), HELD_OUT_BATCH):
+        tokens_BT, targets_BT, mask_BT = (
+            tensor.to(trunk.device) for tensor in padded(exchanges[start : start + HELD_OUT_BATCH], pad)
+        )
         num = int((targets_BT != IGNORED).sum())
         total += float(answer_loss(trunk, tokens_BT, targets_BT, mask_BT)) * num
         count += num
     return total / count
 
 
-def read_samples(work: Path, texts: Texts, num_prompts: int, max_new_tokens: int) -> dict[str, Any]:
+def read_samples(
+    work: Path, texts: Texts, device: torch.device, *, num_prompts: int, max_new_tokens: int
+) -> dict[str, Any]:
     """Let the fine-tune answer unseen prompts greedily, one by one, and say how sane the answers are."""
     tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(work / "finetune")
-    trunk = load_trunk_to_train(work / "finetune").eval()
+    trunk = load_trunk_to_train(work / "finetune").to(device).eval()
     chosen = texts.prompts[:: math.ceil(len(texts.prompts) / num_prompts)]
     return answer_figures(trunk, tokenizer, chosen, max_new_tokens)

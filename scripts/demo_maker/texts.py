@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from demo_maker.corpus import CODE_MODULES, SourceFile, by_module, digest, pick_prompt_modules, source_files, twins_of
+from demo_maker.corpus import (
+    CODE_MODULES,
+    SourceFile,
+    by_module,
+    digest,
+    package_files,
+    pick_prompt_modules,
+    source_files,
+    twins_of,
+)
 from demo_maker.records import Described, described_functions
 from demo_maker.tokenizer import END_OF_TEXT
 
@@ -56,8 +65,8 @@ class Texts:
         return {"chat": self.chat, "prompts": self.prompts}
 
 
-def gather_texts() -> Texts:
-    """Read the standard library and split it by module.
+def gather_texts(packages: Sequence[str] = ()) -> Texts:
+    """Read the standard library and split it by module; source of installed packages joins the code.
 
     Prompts whose docstring occurs anywhere in the fine-tune's exchanges are dropped (overridden methods share them):
     held out by module is not yet held out by content.
@@ -71,7 +80,8 @@ def gather_texts() -> Texts:
     chat = [one for name, rows in described.items() if name not in kept_out for one in rows]
     seen = {one.doc for one in chat if one.doc is not None}
     return Texts(
-        code=[file for name in CODE_MODULES for file in groups[name]],
+        code=[file for name in CODE_MODULES for file in groups[name]]
+        + [file for name in packages for file in package_files(name)],
         chat=chat,
         prompts=[one for name in prompt_modules for one in described[name] if one.doc not in seen],
         unseen_code=[file for name in prompt_modules for file in groups[name]],

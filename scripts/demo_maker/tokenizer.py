@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of 2048 tokens that splits text as Qwen3.5's does, with ChatML's special tokens."""
+"""A byte-level BPE tokenizer that splits text as Qwen3.5's does, with ChatML's special tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ PRETOKENIZE_REGEX = (
 )
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIALS = [END_OF_TEXT, TURN_START, TURN_END]
-VOCAB_SIZE = 2048
 MAX_TOKENS = 4096
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -25,7 +24,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train the merges on texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -38,7 +37,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(SPECIALS),
+        vocab_size=vocab_size - len(SPECIALS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

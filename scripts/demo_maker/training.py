@@ -52,6 +52,7 @@ def train(
     num_steps: int,
 ) -> list[dict[str, float]]:
     """Minimise the sum of the losses that ``loss_of`` names; return a log line every few steps."""
+    device = next(modules.parameters()).device
     matrices = [parameter for parameter in modules.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in modules.parameters() if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -63,9 +64,9 @@ def train(
     for step, batch in zip(range(num_steps), batches, strict=False):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(settings, step, num_steps)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             losses = loss_of(batch)
-        sum(losses.values(), start=torch.zeros(())).backward()
+        sum(losses.values(), start=torch.zeros((), device=device)).backward()
         nn.utils.clip_grad_norm_(modules.parameters(), settings.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -85,7 +86,8 @@ def joint_losses(trunk: PreTrainedModel, head: MtpHead, tokens_BT: Tensor, weigh
     The head's loss reaches the trunk, as in DeepSeek-V3 (arXiv:2412.19437, equation 25).
     """
     rows, columns = tokens_BT.shape
-    document_BT = torch.arange(rows)[:, None].expand(rows, columns)
+    device = tokens_BT.device
+    document_BT = torch.arange(rows, device=device)[:, None].expand(rows, columns)
     hidden_BTD = trunk.model(input_ids=tokens_BT, use_cache=False).last_hidden_state
     starts = unroll(
         head,
@@ -93,7 +95,7 @@ def joint_losses(trunk: PreTrainedModel, head: MtpHead, tokens_BT: Tensor, weigh
         tokens_BT,
         trunk.get_input_embeddings(),
         num_depths=len(weights),
-        positions_BT=torch.arange(columns).expand(rows, columns),
+        positions_BT=torch.arange(columns, device=device).expand(rows, columns),
         document_BT=document_BT,
     )
     everywhere_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
