@@ -112,7 +112,7 @@ class SourceSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegenerateSpec:
-    """Responses written by the trunk itself in place of those in the sources: greedily, or sampled.
+    """Responses written by the trunk itself in place of those in the sources: sampled, or greedily.
 
     The built-in decoder writes them; or a server that speaks OpenAI's API (vLLM, SGLang, llama.cpp), where `endpoint`
     names one.
@@ -126,9 +126,10 @@ class RegenerateSpec:
     """Longest response, in tokens."""
     batch_size: Count | None = None
     """Prompts answered side by side by the built-in decoder on each process; null is 16."""
-    temperature: Annotated[float, Bound(min=0)] = 0.0
-    """0 is greedy. Above 0 every prompt has a seed of its own, made from `seed` and recorded with the response. A head
-    whose drafts will be sampled learns them best from sampled responses (`inference/benchmarks/objectives.md`)."""
+    temperature: Annotated[float, Bound(min=0)] = 1.0
+    """0 is greedy. Above 0 every prompt has a seed of its own, made from `seed` and recorded with the response. Sampled
+    responses teach a head to draft for sampling, and for greedy decoding as well as greedy ones do
+    (`inference/benchmarks/objectives.md`)."""
     top_p: UpToOne = 1.0
     """Sample from the fewest tokens whose probabilities reach this sum."""
     top_k: Annotated[int, Bound(min=0)] = 0

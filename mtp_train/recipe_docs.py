@@ -52,9 +52,10 @@ also a program: `./recipes/retrain_head.yaml train.max_steps=300`.
 | `zero3.yaml` | a share of both, and one or two layers of the trunk at a time | `pip install ".[deepspeed]"` |
 
 The loss curve is the same on all of them (`train.tokens_per_step` is of all GPUs together), and so is the resume
-state: a run broken off on eight GPUs goes on on one. If a process is lost the launcher ends the others and names it;
-the same command goes on from the last saved state. Every line of `metrics.jsonl` says how many processes trained and
-what wrapped the model; a set-up that accelerate does not give as it was asked for is refused.
+state: a run broken off on eight GPUs goes on on one. If a process is lost the launcher ends the others and names it,
+and `outcome.json` says what was wrong with the process that failed first; the same command goes on from the last saved
+state. Every line of `metrics.jsonl` says how many processes trained and what wrapped the model; a set-up that
+accelerate does not give as it was asked for is refused.
 
 Shards make room in training only. Before it every GPU holds the whole trunk to answer its share of the prompts; after
 it the first GPU loads the whole trunk again to evaluate. Without `data.regenerate` the shards are cut in main memory,

@@ -65,8 +65,6 @@ class CheckResult:
         """Return the recipe and the plan for a reader."""
         plan, memory, shards, cost = self.plan, self.memory, self.memory_in_shards, self.cost
         shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
-        exported = "with its head" if self.recipe.head.kind == "mtp" else "a draft model beside its TRUNK"
-        engines = "\n".join(f"# {engine}: {text}" for engine, text in self.serves.items())
         return (
             f"{dump_recipe(self.recipe)}\n"
             f"# {self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
@@ -77,8 +75,15 @@ class CheckResult:
             f"# about {cost.total_flops / 1e12:.3g} TFLOP on all processes: trunk {cost.trunk_flops / 1e12:.3g}, head "
             f"{cost.head_flops / 1e12:.3g}, loss {cost.loss_flops / 1e12:.3g}, answers at most "
             f"{cost.regenerate_flops / 1e12:.3g}; disk at most {cost.disk_bytes / GIB:.2f} GiB besides answers"
-            f"{self._kind_text()}\n# the export, {exported}, in\n{engines}"
+            f"{self._kind_text()}{self._serves_text()}"
         )
+
+    def _serves_text(self) -> str:
+        if not self.recipe.export.enabled:
+            return ""
+        exported = "with its head" if self.recipe.head.kind == "mtp" else "a draft model beside its TRUNK"
+        engines = "\n".join(f"# {engine}: {text}" for engine, text in self.serves.items())
+        return f"\n# the export, {exported}, in\n{engines}"
 
     def _kind_text(self) -> str:
         study, sft = self.recipe.study, self.recipe.sft

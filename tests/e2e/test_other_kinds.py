@@ -72,7 +72,10 @@ def test_its_export_is_a_draft_model_that_drafts_the_same(
     assert (found["family"], found["status"], found["missing_keys"]) == (kind, "healthy", [])
     assert found["serves"] == promised
     assert main(["check", str(runs[kind].parent / "recipe.yaml")]) == 0
-    assert "the export, a draft model beside its TRUNK, in" in capfd.readouterr().out
+    announced = "the export, a draft model beside its TRUNK, in"
+    assert announced in capfd.readouterr().out
+    assert main(["check", str(runs[kind].parent / "recipe.yaml"), "export.enabled=false"]) == 0
+    assert announced not in capfd.readouterr().out
     ask = ["generate", trunk, "--prompt", "say 3", "--max-new-tokens", 16, "--depth", 2, "--head"]
     for path in (runs[kind] / "head", export):
         found[path.name] = document([*ask, path], capfd)["requests"]

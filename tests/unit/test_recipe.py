@@ -183,7 +183,7 @@ MEDUSA = [*RANDOM, "head.kind=medusa"]
             "data.sources.0.split",
             "Leave the slice out",
         ),
-        (["data.regenerate={top_p: 0.9}"], "data.regenerate.top_p", "or raise the temperature"),
+        (["data.regenerate={temperature: 0, top_p: 0.9}"], "data.regenerate.top_p", "or raise the temperature"),
         (
             ["data.regenerate={endpoint: 'http://a/v1', batch_size: 4}"],
             "data.regenerate.batch_size",
