@@ -216,8 +216,8 @@ def require_rows(recipe: Recipe) -> None:
     if importlib.util.find_spec("triton") is None:
         raise RecipeError(
             [
-                "objective.rows: 'triton', which is not installed; expected it, as torch for CUDA brings it. Run 'pip "
-                "install triton' beside such a torch, or write objective.rows: torch."
+                "objective.rows: 'triton', which is not installed; expected it, as torch for GPUs on Linux brings it. "
+                "Install such a torch, or write objective.rows: torch."
             ]
         )
     from mtp_train.losses_triton import kernel_device

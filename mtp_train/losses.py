@@ -128,9 +128,9 @@ def row_work(
     if rows_in == "torch":
         return lambda logits_CV, targets_C: row_losses(kind, logits_CV, teacher_logits_CV, targets_C, temperature)
     # An optional dependency, which comes with torch for CUDA and with no other.
-    from mtp_train import losses_triton
+    from mtp_train.losses_triton import row_work as kernel_work
 
-    return losses_triton.row_work(kind, teacher_logits_CV, temperature)
+    return kernel_work(kind, teacher_logits_CV, temperature)
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
