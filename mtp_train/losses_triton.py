@@ -2,8 +2,8 @@
 
 A program does one row, in passes over blocks of it: the maximum and the sum of exponentials that softmax needs; the
 sums that the gradient needs; the gradient itself, which takes the place of the logits. All that lies between stays in
-registers, in fp32. ``ce`` and ``kl`` read the head's logits twice and the trunk's once, the others three times and
-twice; one pass more over the trunk's serves all depths.
+registers, in fp32. ``kl`` reads the head's logits twice and the trunk's once, ``ce`` the head's twice, the others three
+times and twice; one pass more over the trunk's serves all depths.
 
 ``torch.compile`` of ``losses_rows.py`` is the alternative. What becomes one pass is then Inductor's choice, and another
 one with every release of torch; the gradient lies beside the logits, in fp32; and there is nothing to look at where
@@ -205,7 +205,8 @@ def row_work(
         raise ValueError(f"{kind}: no teacher logits; expected the trunk's. Give them, or use ce.")
     teacher_CV = teacher_logits_CV
     num_rows, width = teacher_CV.shape
-    peak_C, log_sum_C = torch.empty(2, num_rows, dtype=torch.float32, device=teacher_CV.device)
+    peak_C = torch.empty(num_rows, dtype=torch.float32, device=teacher_CV.device)
+    log_sum_C = torch.empty_like(peak_C)
     measure_rows[(num_rows,)](teacher_CV, peak_C, log_sum_C, temperature, width, BLOCK, num_warps=WARPS)
     formula = "tv" if kind == "e2e_tv" else kind
 

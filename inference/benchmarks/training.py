@@ -163,6 +163,7 @@ def time_loss(bench: Bench, repeats: int) -> dict[str, float]:
     def work_on_rows() -> None:
         work = row_work(module.rows_in, module.kind, teacher_CV, module.temperature)
         for _ in range(bench.depths):
+            # Kernels leave a gradient where q's logits were, which takes as long to work on as these.
             work(student_CV, targets_C).gradient_CV.to(lm_head_VD.dtype)
 
     parts = {"products": multiply, "rows": work_on_rows, "copy": student_CV.clone}
