@@ -194,7 +194,7 @@ def loss_memory(bench: Bench) -> dict[str, int]:
     weight_KN = rows.valid_KN.float()
     given = [student_KND, rows.teacher_ND, module.trunk.lm_head_VD, rows.targets_N, weight_KN]
     with PeakMemory(given) as ours:
-        terms = frozen_head_loss(*given[:2], given[2], given[3], weight_KN, kind="kl", rows_in=module.rows_in)
+        terms = frozen_head_loss(*given, kind="kl", rows_in=module.rows_in)
         terms.total.backward()
     shadows = [torch.empty_like(one, device="meta") for one in given]
     shadows[0].requires_grad_(True)
