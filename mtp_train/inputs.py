@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from rich.progress import Progress
 
 from mtp_train.data.mixture import mix
@@ -118,6 +120,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     if recipe.head.lora is not None:
         require_lora_targets(recipe.head.lora, head_plan.family, text_config, head_plan.num_modules, convention)
     require_arms(recipe, finetune)
+    require_rows(recipe)
     require_draft_vocab(recipe, text_config.vocab_size)
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
     train_records, held_out_records = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
@@ -199,6 +202,33 @@ def require_draft_vocab(recipe: Recipe, vocab_size: int) -> None:
     if asked is not None and asked >= vocab_size:
         raise RecipeError(
             [f"head.draft_vocab: {asked}; expected fewer than the trunk's {vocab_size} tokens. Write null for all."]
+        )
+
+
+def require_rows(recipe: Recipe) -> None:
+    """Check that what the recipe has losses computed in is there, for the device that trains.
+
+    Raises:
+        RecipeError: It is not.
+    """
+    if recipe.objective.rows == "torch":
+        return
+    if importlib.util.find_spec("triton") is None:
+        raise RecipeError(
+            [
+                "objective.rows: 'triton', which is not installed; expected it, as torch for GPUs on Linux brings it. "
+                "Install such a torch, or write objective.rows: torch."
+            ]
+        )
+    from mtp_train.losses_triton import kernel_device
+
+    found, device = kernel_device(), PartialState().device.type
+    if found != device:
+        raise RecipeError(
+            [
+                f"objective.rows: 'triton', whose kernels run on {found or 'no device'} here, while training runs on "
+                f"{device}; expected a GPU for both. Train on one, or write objective.rows: torch."
+            ]
         )
 
 

@@ -9,14 +9,15 @@ Shapes: K depths, N target rows, C rows of a chunk, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtp_train.losses_rows import LossKind as LossKind
-from mtp_train.losses_rows import row_losses
+from mtp_train.losses_rows import RowLoss, row_losses
+from mtp_train.losses_rows import RowsIn as RowsIn
 
 CHUNK_ROWS = 256
 
@@ -116,6 +117,22 @@ def _to_targets(starts_KN: Tensor) -> Tensor:
     return torch.stack([row_N.roll(depth) for depth, row_N in enumerate(starts_KN, start=1)])
 
 
+def row_work(
+    rows_in: RowsIn, kind: LossKind, teacher_logits_CV: Tensor | None, temperature: float
+) -> Callable[[Tensor, Tensor], RowLoss]:
+    """Return what makes losses and gradients of a chunk's logits, one depth at a time, from these and the targets.
+
+    It may write the gradient into the logits that it is given. The arguments are those of ``losses_rows.row_losses``;
+    ``triton`` wants that package and a device it has kernels for.
+    """
+    if rows_in == "torch":
+        return lambda logits_CV, targets_C: row_losses(kind, logits_CV, teacher_logits_CV, targets_C, temperature)
+    # An optional dependency, which comes with torch for CUDA and with no other.
+    from mtp_train.losses_triton import row_work as kernel_work
+
+    return kernel_work(kind, teacher_logits_CV, temperature)
+
+
 class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -129,6 +146,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         kind: LossKind,
         temperature: float,
         on_policy: bool,
+        rows_in: RowsIn,
     ) -> tuple[Tensor, Tensor]:
         gradient_KND = torch.zeros_like(student_KND)
         loss_KN = torch.zeros_like(row_weight_KN)
@@ -137,12 +155,13 @@ class _FrozenHeadLoss(torch.autograd.Function):
         with torch.autocast(student_KND.device.type, enabled=False):
             for rows_C in used_N.split(CHUNK_ROWS):
                 teacher_CV = teacher_ND[rows_C].to(lm_head_VD.dtype) @ lm_head_VD.T if kind != "ce" else None
+                work = row_work(rows_in, kind, teacher_CV, temperature)
                 for depth in range(len(student_KND)):
                     output_VD = lm_head_VD if own_heads is None else own_heads[depth]
                     logits_CV = student_KND[depth, rows_C].to(output_VD.dtype) @ output_VD.T
                     if on_policy:
                         hit_KN[depth, rows_C] = logits_CV.argmax(dim=-1) == targets_N[rows_C]
-                    row = row_losses(kind, logits_CV, teacher_CV, targets_N[rows_C], temperature)
+                    row = work(logits_CV, targets_N[rows_C])
                     loss_KN[depth, rows_C] = row.loss_C
                     step_CD = row.gradient_CV.to(output_VD.dtype) @ output_VD
                     gradient_KND[depth, rows_C] = step_CD.to(student_KND.dtype)
@@ -161,7 +180,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, _grad_sum_K: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_KND,) = ctx.saved_tensors
-        return gradient_KND * grad_total, None, None, None, None, None, None, None, None
+        return gradient_KND * grad_total, None, None, None, None, None, None, None, None, None
 
 
 def frozen_head_loss(
@@ -175,6 +194,7 @@ def frozen_head_loss(
     temperature: float = 1.0,
     own_heads: Sequence[Tensor] | None = None,
     on_policy: bool = False,
+    rows_in: RowsIn = "torch",
 ) -> LossTerms:
     """Return the weighted loss of all depths, rows chunked by target position.
 
@@ -188,6 +208,7 @@ def frozen_head_loss(
         temperature: Softens both p and q of every loss but ``ce``.
         own_heads: Each depth's own output matrix, frozen, where the head does not share the trunk's.
         on_policy: Rows past a wrong draft of their start lose nothing, see :func:`survivors`.
+        rows_in: See :func:`row_work`.
     """
     total, sum_K = _FrozenHeadLoss.apply(
         student_KND,
@@ -199,5 +220,6 @@ def frozen_head_loss(
         kind,
         temperature,
         on_policy,
+        rows_in,
     )
     return LossTerms(total, sum_K)

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 LossKind = Literal["ce", "kl", "reverse_kl", "tv", "lk", "e2e_tv"]
+RowsIn = Literal["torch", "triton"]
+"""What computes them: this module, or the kernels of ``losses_triton.py``."""
 LK_RATE = 3.0
 
 

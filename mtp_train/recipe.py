@@ -188,6 +188,9 @@ class ObjectiveSection:
     """Let depth k + 1 read the head's own draft: what follows a wrong draft, and would be rejected, is left out."""
     vocab: Literal["all", "draft"] = "all"
     """The tokens p and q are distributions over: all, or the `head.draft_vocab` most frequent ones."""
+    rows: Literal["torch", "triton"] = "torch"
+    """What makes losses and gradients of the logits. `triton`: kernels that move a fraction of the bytes, for GPUs that
+    Triton knows; tested in its interpreter, and measured on no GPU yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

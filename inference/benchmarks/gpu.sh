@@ -31,7 +31,7 @@ train() {
 
 part_tests() {
     # By name: the others import packages that a machine for measuring may lack.
-    python -m pytest -q -m gpu tests/parity/test_decoder_gpu.py 2>&1 | tee "$results/tests.txt"
+    python -m pytest -q -m gpu tests/parity/test_{decoder_gpu,triton_rows}.py 2>&1 | tee "$results/tests.txt"
 }
 
 part_decode() {
@@ -53,6 +53,7 @@ part_rollback() {
 
 part_training() {
     train 9b --shape 9b
+    train 9b-triton --shape 9b --rows triton
     train demo --model demo:base
 }
 

@@ -2,7 +2,7 @@
 """Measure a step of head training against a forward pass of the trunk alone on the same tokens.
 
     python inference/benchmarks/training.py --model demo:base --tokens 2048 --seq-len 512
-    python inference/benchmarks/training.py --shape 9b --device cuda --tokens 8192 --seq-len 2048
+    python inference/benchmarks/training.py --shape 9b --device cuda --tokens 8192 --seq-len 2048 [--rows triton]
 
 ``step`` is everything: trunk, head, loss, backward and optimiser; ``step, states kept`` is the same where the trunk's
 hidden states are known (``train.hidden_cache``). The floor is what the matrix products of a step would take at the rate
@@ -10,6 +10,10 @@ at which the trunk alone gets through its own; attention counts on neither side.
 
 The memory of the loss is what its tensors take at most, beside the states it is given and the gradient it returns:
 ours, a chunk of rows at a time, and that of the same loss with all logits at once, counted without computing it.
+
+Of one chunk, the matrix products of the loss are also timed apart from what is done with their rows (``--rows``, as
+``objective.rows`` of a recipe). Their floor: p's and q's logits read once and the gradient written once for each depth,
+at the rate at which such logits are copied.
 
 Shapes: B rows, T tokens, K depths, N = B * T target rows, D hidden, V vocabulary.
 """
@@ -19,9 +23,9 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 import transformers
@@ -33,7 +37,7 @@ from mtp_inference.bench.memory import PeakMemory
 from mtp_inference.bench.subject import SHAPES, Subject, checkpoint_subject, shape_subject
 from mtp_train.demo import resolve
 from mtp_train.heads.isolate import isolated_hidden
-from mtp_train.losses import frozen_head_loss
+from mtp_train.losses import CHUNK_ROWS, RowsIn, frozen_head_loss, row_work
 from mtp_train.train.cost import active_weights
 from mtp_train.train.module import Batch, HeadTraining, aligned_rows
 
@@ -91,7 +95,9 @@ class Bench(NamedTuple):
         return self.module.num_depths
 
 
-def make_bench(subject: Subject, num_tokens: int, seq_len: int, num_depths: int, *, amp: bool) -> Bench:
+def make_bench(
+    subject: Subject, num_tokens: int, seq_len: int, num_depths: int, *, amp: bool, rows_in: RowsIn = "torch"
+) -> Bench:
     """Build module, optimiser and a batch of random tokens: full rows, a document each."""
     trunk, head = subject.trunk, subject.head
     if head is None:
@@ -105,7 +111,8 @@ def make_bench(subject: Subject, num_tokens: int, seq_len: int, num_depths: int,
         torch.zeros(shape, dtype=torch.long, device=device),
         torch.ones(shape, dtype=torch.bool, device=device),
     )
-    module = HeadTraining(trunk, head.float().requires_grad_(True), num_depths=num_depths, kind="kl", temperature=1.0)
+    head.float().requires_grad_(True)
+    module = HeadTraining(trunk, head, num_depths=num_depths, kind="kl", temperature=1.0, rows_in=rows_in)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6)
     with torch.autocast(device.type, torch.bfloat16, enabled=amp):
@@ -115,8 +122,7 @@ def make_bench(subject: Subject, num_tokens: int, seq_len: int, num_depths: int,
 
 
 def time_parts(bench: Bench, repeats: int) -> dict[str, float]:
-    """Return the median seconds of each part; the parts take turns."""
-    device = bench.batch.tokens_BT.device
+    """Return the median seconds of each part of a step."""
     parts: dict[str, Callable[[], object]] = {
         "trunk alone": bench.trunk,
         "step": bench.step,
@@ -124,6 +130,11 @@ def time_parts(bench: Bench, repeats: int) -> dict[str, float]:
         "head and loss, forward": bench.forward,
         "head, forward": bench.head,
     }
+    return in_turn(parts, repeats, bench.batch.tokens_BT.device)
+
+
+def in_turn(parts: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
+    """Return the median seconds of each part; the parts take turns, and the first turn does not count."""
     taken: dict[str, list[float]] = {name: [] for name in parts}
     for repeat in range(repeats + 1):
         for name, part in parts.items():
@@ -132,6 +143,32 @@ def time_parts(bench: Bench, repeats: int) -> dict[str, float]:
             if repeat:
                 taken[name].append(now(device) - started)
     return {name: median(seconds) for name, seconds in taken.items()}
+
+
+def time_loss(bench: Bench, repeats: int) -> dict[str, float]:
+    """Return the median seconds of what the loss does with one chunk of rows, all depths."""
+    module, device = bench.module, bench.batch.tokens_BT.device
+    lm_head_VD, targets_N = module.trunk.lm_head_VD, bench.batch.tokens_BT.flatten()
+    state_ND = bench.hidden_BTD.flatten(0, 1).to(lm_head_VD.dtype)
+    # Other logits for q than for p.
+    state_CD, targets_C = state_ND[:CHUNK_ROWS], targets_N[:CHUNK_ROWS]
+    teacher_CV, student_CV = state_CD @ lm_head_VD.T, state_CD.flip(0) @ lm_head_VD.T
+
+    def multiply() -> None:
+        for depth in range(1 + bench.depths):
+            logits_CV = state_CD @ lm_head_VD.T
+            if depth:
+                _ = logits_CV @ lm_head_VD
+
+    def work_on_rows() -> None:
+        work = row_work(module.rows_in, module.kind, teacher_CV, module.temperature)
+        for _ in range(bench.depths):
+            # Kernels leave a gradient where q's logits were, which takes as long to work on as these.
+            work(student_CV, targets_C).gradient_CV.to(lm_head_VD.dtype)
+
+    parts = {"products": multiply, "rows": work_on_rows, "copy": student_CV.clone}
+    with torch.no_grad():
+        return in_turn(parts, repeats, device)
 
 
 def products(bench: Bench) -> dict[str, int]:
@@ -157,7 +194,8 @@ def loss_memory(bench: Bench) -> dict[str, int]:
     weight_KN = rows.valid_KN.float()
     given = [student_KND, rows.teacher_ND, module.trunk.lm_head_VD, rows.targets_N, weight_KN]
     with PeakMemory(given) as ours:
-        frozen_head_loss(*given[:2], module.trunk.lm_head_VD, rows.targets_N, weight_KN, kind="kl").total.backward()
+        terms = frozen_head_loss(*given, kind="kl", rows_in=module.rows_in)
+        terms.total.backward()
     shadows = [torch.empty_like(one, device="meta") for one in given]
     shadows[0].requires_grad_(True)
     with PeakMemory(shadows) as whole:
@@ -185,6 +223,7 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
     floor = sum(work.values()) / work["trunk"]
     kept_floor = (work["head"] + work["loss"]) / work["trunk"]
     over_trunk = {name: value / seconds["trunk alone"] for name, value in seconds.items()}
+    of_loss = time_loss(bench, repeats)
     return {
         "seconds": seconds,
         "tokens_per_second": {name: tokens / seconds[name] for name in ("trunk alone", "step", "step, states kept")},
@@ -194,6 +233,10 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
         "step_over_floor": over_trunk["step"] / floor,
         "kept_step_over_floor": over_trunk["step, states kept"] / kept_floor,
         "loss_bytes": loss_memory(bench),
+        "loss_seconds": of_loss,
+        "rows_over_products": of_loss["rows"] / of_loss["products"],
+        # A copy reads one tensor and writes one; each depth reads two and writes one.
+        "rows_over_floor": of_loss["rows"] / (1.5 * bench.depths * of_loss["copy"]),
         "step_peak_bytes": step_peak,
     }
 
@@ -208,6 +251,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--depths", type=int, default=3)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--rows", choices=get_args(RowsIn), default="torch", help="what makes losses of logits")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
     if options.tokens < options.seq_len or options.tokens % options.seq_len:
@@ -223,7 +267,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         subject = shape_subject(options.shape, dtype=None, device=device, seed=0)
     else:
         subject = checkpoint_subject(resolve(options.model), None, adapter=None, dtype=None, device=device, drafts=True)
-    bench = make_bench(subject, options.tokens, options.seq_len, options.depths, amp=options.precision == "bf16")
+    bench = make_bench(
+        subject, options.tokens, options.seq_len, options.depths, amp=options.precision == "bf16", rows_in=options.rows
+    )
     found = measure(bench, options.repeats)
     for name, seconds in found["seconds"].items():
         print(f"{name:<24}{1000 * seconds:>12.1f} ms{found['over_trunk'][name]:>8.2f} x trunk")
@@ -233,6 +279,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(", ".join(f"{name} {rate:.0f} tokens/s" for name, rate in found["tokens_per_second"].items()))
     memory = found["loss_bytes"]
     print(f"loss: {memory['chunked'] / GIB:.3f} GiB by chunks, {memory['all_logits'] / GIB:.3f} GiB with all logits")
+    of_loss = found["loss_seconds"]
+    print(
+        f"a chunk of the loss: products {1000 * of_loss['products']:.1f} ms, rows {1000 * of_loss['rows']:.1f} ms, "
+        f"{found['rows_over_products']:.2f} x the products and {found['rows_over_floor']:.2f} x their floor"
+    )
     settings = {name: str(value) for name, value in vars(options).items()} | {
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),

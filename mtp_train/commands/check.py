@@ -17,7 +17,7 @@ from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.offload import require_offload
 from mtp_train.heads.quantization import require_quantizable
 from mtp_train.heads.trunk import Trunk, empty_trunk, trunk_config
-from mtp_train.inputs import require_draft_vocab, require_unroll
+from mtp_train.inputs import require_draft_vocab, require_rows, require_unroll
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe
 from mtp_train.sft.cost import tuning_cost, tuning_footprint
@@ -120,6 +120,7 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
         require_offload(recipe.model.offload, world_size, raw, where=path)
     convention = head_family.convention(recipe.head.convention)
     require_unroll(recipe, convention, num_modules)
+    require_rows(recipe)
     # Raises where the head cannot be run.
     _ = head_family.classes
     if recipe.export.enabled:

@@ -15,7 +15,7 @@ from mtp_train.heads.isolate import isolated_hidden
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.heads.trunk import Trunk
-from mtp_train.losses import LossKind, LossTerms, align_to_targets, frozen_head_loss
+from mtp_train.losses import LossKind, LossTerms, RowsIn, align_to_targets, frozen_head_loss
 from mtp_train.train.dense_sums import DenseSums, dense_sums
 
 
@@ -95,6 +95,7 @@ class HeadTraining(nn.Module):
         recompute: Spend a second forward pass of the head instead of memory (``heads.step.unroll``).
         draft_vocab: int, shape (R,), ascending: p and q are distributions over these tokens alone, and no other token
             may be a target. None for all.
+        rows_in: What makes losses and gradients of logits (``losses.row_work``).
         compute_dtype: What matrices are multiplied in, wherever weights are held in more; None for the weights' own.
     """
 
@@ -110,6 +111,7 @@ class HeadTraining(nn.Module):
         apart: bool = False,
         recompute: bool = False,
         draft_vocab: Tensor | None = None,
+        rows_in: RowsIn = "torch",
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -124,6 +126,7 @@ class HeadTraining(nn.Module):
         self.kind = kind
         self.temperature = temperature
         self.on_policy = on_policy
+        self.rows_in = rows_in
         self.apart = apart
         self.recompute = recompute
         self.compute_dtype = compute_dtype
@@ -196,4 +199,5 @@ class HeadTraining(nn.Module):
             temperature=self.temperature,
             own_heads=own_heads,
             on_policy=self.on_policy,
+            rows_in=self.rows_in,
         )

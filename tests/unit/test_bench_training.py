@@ -67,6 +67,10 @@ def test_the_last_line_is_everything(capsys: pytest.CaptureFixture[str]) -> None
     # By hand: 96 x 512 weights, 256 tokens, p once and q twice at 3 depths.
     assert flops["loss"] == 2 * 96 * 512 * 256 * 7
     assert found["settings"]["seq_len"] == "64"
+    of_loss = results["loss_seconds"]
+    # At 3 depths, nine tensors of logits are read or written at the least; a copy does two.
+    assert results["rows_over_floor"] == pytest.approx(of_loss["rows"] / (4.5 * of_loss["copy"]))
+    assert results["rows_over_products"] == pytest.approx(of_loss["rows"] / of_loss["products"])
 
 
 @pytest.mark.parametrize("tokens", ["100", "32"])

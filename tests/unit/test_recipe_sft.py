@@ -40,6 +40,10 @@ def problems(*overrides: str) -> list[str]:
         ("objective.temperature=2.0", "objective.temperature: 2.0 with sft: no loss here has one; expected 1.0."),
         ("objective.unroll=fastmtp", "objective.unroll: 'fastmtp' with sft"),
         ("objective.on_policy=true", "objective.on_policy: true with sft"),
+        (
+            "objective.rows=triton",
+            "objective.rows: 'triton' with sft: a head beside the trunk learns from rows in torch",
+        ),
         ("train.hidden_cache={}", "train.hidden_cache: its defaults with sft: the trunk's states change"),
         ("train.select={}", "train.select: its defaults with sft: the last checkpoint is taken; expected null."),
         ("gate.baseline=none", "gate.baseline: 'none' with sft"),
