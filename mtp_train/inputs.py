@@ -22,7 +22,7 @@ from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.demo import resolve
 from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.exporting import require_exportable
-from mtp_train.families.spec import Convention
+from mtp_train.families import Convention
 from mtp_train.heads.attach import HeadPlan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.heads.fresh import fresh_plan

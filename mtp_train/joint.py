@@ -86,7 +86,7 @@ class HeadBeside(TrainerCallback):
         base = kept_base(model)
         self.plan: HeadPlan = native_plan(base, "auto")
         self.head = build_head(self.plan, text_config_of(base), dtype=torch.float32).to(self.model.device)
-        if self.head.unroll == "chained":
+        if self.head.unroll != "recursive":
             num_depths = min(num_depths, len(self.head.blocks))
         for module in set(self.head.blocks) - {self.head.module_for(depth + 1) for depth in range(num_depths)}:
             module.requires_grad_(False)

@@ -6,6 +6,8 @@ a wrong state shows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import transformers
 from packaging.version import Version
@@ -13,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mtp_train.families import FAMILIES, Family, HeadKind, of_kind
-from mtp_train.heads.module import MtpHead
+from mtp_train.heads.module import MtpHead, Unroll
 from mtp_train.heads.trunk import Trunk
 from tiny_configs import SLIDING_WINDOW as SLIDING_WINDOW
 from tiny_configs import VOCAB_SIZE as VOCAB_SIZE
@@ -90,9 +92,21 @@ def num_released_modules(trunk: Trunk) -> int:
     return trunk.family.declared_modules(config) or config.get("num_mtp_layers") or 1
 
 
-def chained_head(trunk: Trunk, num_modules: int, seed: int = 0) -> MtpHead:
-    """Return a random head with a module for each depth, in eval mode."""
-    return tiny_head(trunk, seed, num_modules)
+def chained_head(trunk: Trunk, num_modules: int, seed: int = 0, drafts_only: bool = False) -> MtpHead:
+    """Return a random head with a module for each depth, in eval mode; ``drafts_only``: no rows over a text chain."""
+    head = tiny_head(trunk, seed, num_modules)
+    head.convention = replace(head.convention, prefix="trunk" if drafts_only else "chained")
+    return head
+
+
+UNROLLS: tuple[Unroll, ...] = ("recursive", "chained", "chained_drafts")
+
+
+def head_of(trunk: Trunk, unroll: Unroll, num_modules: int) -> MtpHead:
+    """Return a random head whose depths go on from one another in this way; of one module where that is all it has."""
+    if unroll == "recursive":
+        return tiny_head(trunk, num_modules=1)
+    return chained_head(trunk, num_modules, drafts_only=unroll == "chained_drafts")
 
 
 def _family(name: str) -> Family:

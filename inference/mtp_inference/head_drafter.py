@@ -125,27 +125,45 @@ class _HeadDrafter:
 
     def _positions(self, window: Window, depth: int) -> Tensor:
         """Return the positions for the rotary embedding: a row of a chained module stands k-1 after its slot."""
-        return window.positions_BT if self.head.unroll == "recursive" else window.positions_BT + (depth - 1)
+        return window.positions_BT + (depth - 1) if self.head.unroll == "chained" else window.positions_BT
 
     def _logits(self, depth: int, hidden_B1D: Tensor) -> Tensor:
         module = self.head.module_for(depth)
         return module.project(hidden_B1D.to(self.trunk.lm_head_VD.dtype), self.logits)
 
 
-class RecursiveDrafter(_HeadDrafter):
-    """Draft every depth with the head's one module.
-
-    The last pending row gives depth 1. Depth k + 1 is one more row: the state that depth k recycled, its drafted token,
-    the next position. It sees the committed rows and the drafted rows before it, and is written over in the next round.
-    """
+class _TextDrafter(_HeadDrafter):
+    """What heads share whose modules all read the text as the first one does: its rows leave keys and values only."""
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
         """See :class:`Drafter`. The prompt's rows but the last need no more than their keys and values."""
         settled = prompt_RT.shape[1] - 1
         hidden_RTD = self._head_input(hidden_RTD)
         slots_RT = torch.arange(settled, device=prompt_RT.device).expand(len(prompt_RT), -1)
-        self._write_keys(1, hidden_RTD[:, :-1], prompt_RT[:, 1:], Window(rows, slots_RT, settled))
+        self._write_text(1, hidden_RTD[:, :-1], prompt_RT[:, 1:], Window(rows, slots_RT, settled))
         self.pending.begin(rows, first_R, prompt_RT.shape[1] - 1, hidden_RTD[:, -1])
+
+    def settle(self, place: Place) -> None:
+        """See :class:`Drafter`."""
+        self._settle_from(1, place)
+
+    def _settle_from(self, first: int, place: Place) -> None:
+        """Take the pending rows into the modules from number ``first`` on; they are pending no more."""
+        self._write_text(first, *self._inputs(place), self._window(self.pending.positions(place), place))
+        self.pending.take()
+
+    def _write_text(self, first: int, hidden_RTD: Tensor, tokens_RT: Tensor, window: Window) -> None:
+        last = 1 if self.head.unroll == "recursive" else self.depth
+        for depth in range(first, last + 1):
+            self._write_keys(depth, hidden_RTD, tokens_RT, window)
+
+
+class RecursiveDrafter(_TextDrafter):
+    """Draft every depth with the head's one module.
+
+    The last pending row gives depth 1. Depth k + 1 is one more row: the state that depth k recycled, its drafted token,
+    the next position. It sees the committed rows and the drafted rows before it, and is written over in the next round.
+    """
 
     def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
         """See :class:`Drafter`."""
@@ -162,10 +180,34 @@ class RecursiveDrafter(_HeadDrafter):
             hidden_B1D = step.recycled_BTD
         return choice.result()
 
-    def settle(self, place: Place) -> None:
-        """See :class:`Drafter`."""
-        self._write_keys(1, *self._inputs(place), self._window(self.pending.positions(place), place))
-        self.pending.take()
+
+class ChainedDraftsDrafter(_TextDrafter):
+    """Draft depth k with module k, each over the text as the first module reads it: only drafted rows chain.
+
+    With the last pending row at position s, module k goes on with the rows s+1 to s+k-1: row s+j reads draft j and what
+    module j made of its last row. They are written over in the next round, by the rows of what was committed.
+    """
+
+    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+        """See :class:`Drafter`. Modules beyond ``depth`` need the pending rows' keys and values all the same."""
+        choice = chooser.begin_draft(place.last_B, place.length_B)
+        last_B = self.pending.last(place)
+        inputs_BPD, tokens_BP = self._inputs(place)
+        # A row's drafts follow its own last pending row, where others have more of these.
+        inputs_BWD = torch.nn.functional.pad(inputs_BPD, (0, 0, 0, depth - 1))
+        tokens_BW = torch.nn.functional.pad(tokens_BP, (0, depth - 1))
+        slots_BW = self.pending.positions(place._replace(pending=place.pending + depth - 1))
+        for module in range(1, depth + 1):
+            part, end_B = slice(place.pending + module - 1), last_B + (module - 1)
+            window = self._window(slots_BW[:, part], place)
+            step = self._run(module, inputs_BWD[:, part], tokens_BW[:, part], window)
+            choice.add(self._logits(module, self.pending.row(step.logit_hidden_BTD, end_B)))
+            if module < depth:
+                next_B1 = (end_B + 1)[:, None]
+                inputs_BWD[self.pending.rows_B1, next_B1] = self.pending.row(step.recycled_BTD, end_B)
+                tokens_BW[self.pending.rows_B1, next_B1] = choice.last_B1
+        self._settle_from(depth + 1, place)
+        return choice.result()
 
 
 class ChainedDrafter(_HeadDrafter):
@@ -281,5 +323,7 @@ class HeadDrafting:
             logits = OutputRows(weight_VD[token_ids_R], token_ids_R, len(weight_VD))
         if self.head.unroll == "parallel":
             return ParallelDrafter(trunk, self.head, logits, size)
-        kind = RecursiveDrafter if self.head.unroll == "recursive" else ChainedDrafter
+        if self.head.unroll == "chained":
+            return ChainedDrafter(trunk, self.head, logits, size, depth)
+        kind = RecursiveDrafter if self.head.unroll == "recursive" else ChainedDraftsDrafter
         return kind(trunk, self.head, logits, size, depth)

@@ -6,6 +6,7 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.assistants import Assistant as Assistant
 from mtp_train.families.assistants import assistant_for as assistant_for
 from mtp_train.families.attached import ATTACHED
+from mtp_train.families.convention import Convention as Convention
 from mtp_train.families.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
 from mtp_train.families.deepseek_v4 import DEEPSEEK_V4
 from mtp_train.families.drafts import draft_kind as draft_kind
@@ -22,7 +23,6 @@ from mtp_train.families.minimax import MINIMAX_M3
 from mtp_train.families.nemotron import NEMOTRON_H
 from mtp_train.families.others import BAILING_HYBRID, ERNIE4_5_MOE, EXAONE_MOE
 from mtp_train.families.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from mtp_train.families.spec import Convention as Convention
 from mtp_train.families.spec import Family as Family
 from mtp_train.families.spec import HeadKind as HeadKind
 from mtp_train.families.spec import KeyRule as KeyRule

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.convention import Convention
 from mtp_train.families.engines import EngineSupport, engine_commands, engine_table, no
-from mtp_train.families.spec import Convention, CountField, Engine, Family, RawConfig, raw_text_config
+from mtp_train.families.spec import CountField, Engine, Family, RawConfig, raw_text_config
 
 
 @dataclass(frozen=True, kw_only=True)

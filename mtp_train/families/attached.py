@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
+from mtp_train.families.convention import Convention
 from mtp_train.families.engines import EngineSupport, engine_table, no
 from mtp_train.families.layouts import AFTER_THE_TRUNK, beside_the_trunk, expert_rules, with_layers
 from mtp_train.families.longrope import keep_short_factors, short_factors
 from mtp_train.families.mimo import MIMO
-from mtp_train.families.spec import Borrowed, Convention, CountField, Engine, Family, KeyRule
+from mtp_train.families.spec import Borrowed, CountField, Engine, Family, KeyRule
 
 # transformers' causal language models of these types name no head keys: the loaded model has to be told.
 _USE_MTP_TOLD = EngineSupport(

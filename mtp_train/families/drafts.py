@@ -15,8 +15,9 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.blocks import Eagle3Layer, ResidualBlock
+from mtp_train.families.convention import Convention
 from mtp_train.families.draft_engines import draft_engines
-from mtp_train.families.spec import Borrowed, Convention, CountField, Family, HeadKind, KeyRule, RawConfig
+from mtp_train.families.spec import Borrowed, CountField, Family, HeadKind, KeyRule, RawConfig
 
 _BEYOND_ATTACHED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families with a head of their own whose trunks may get one of another kind too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtp_train.families.convention import LLAMA_CPP_POSITIONS, Convention
 from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
@@ -13,7 +14,7 @@ from mtp_train.families.layouts import (
     sparse_from_the_first,
     sparse_indexed,
 )
-from mtp_train.families.spec import LLAMA_CPP_POSITIONS, Borrowed, Convention, CountField, Family
+from mtp_train.families.spec import Borrowed, CountField, Family
 
 _KEY_RULES = after_the_trunk(*expert_rules(AFTER_THE_TRUNK))
 # vLLM recycles the state before shared_head.norm, SGLang and llama.cpp the one after it.

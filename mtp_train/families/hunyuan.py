@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from mtp_train.families.blocks import AttentionThenMlp
+from mtp_train.families.convention import LLAMA_CPP_POSITIONS, Convention
 from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
@@ -15,7 +16,7 @@ from mtp_train.families.layouts import (
     sparse,
     sparse_indexed,
 )
-from mtp_train.families.spec import LLAMA_CPP_POSITIONS, Borrowed, Convention, CountField, Family, KeyRule
+from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule
 
 
 def _without_streams(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:

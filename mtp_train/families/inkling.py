@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from mtp_train.families.convention import Convention
 from mtp_train.families.engines import USE_MTP, EngineSupport, engine_table, no
 from mtp_train.families.layouts import with_layers
 from mtp_train.families.relative import LogScaling, RelativeProfiles, ShortConvolution
-from mtp_train.families.spec import Borrowed, Convention, CountField, Family, KeyRule, TrunkClass
+from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule, TrunkClass
 
 _HEAD = "model.mtp.layers.{module}."
 _LAYER_NAMES = {

@@ -11,9 +11,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from mtp_train.families.blocks import AttentionThenMlp
+from mtp_train.families.convention import Convention
 from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
 from mtp_train.families.layouts import repeated_embedding, with_layers
-from mtp_train.families.spec import Borrowed, Convention, CountField, Family, KeyRule
+from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule
 
 _LAYER = "model.mtp.layers.{module}."
 

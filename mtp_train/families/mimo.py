@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
+from mtp_train.families.convention import Convention
 from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP_SIDECAR, engine_table, no
 from mtp_train.families.layouts import with_layers
-from mtp_train.families.spec import Borrowed, Convention, CountField, Family, KeyRule, TrunkClass
+from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule, TrunkClass
 
 
 def _dense(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -81,13 +82,13 @@ MIMO_V2 = Family(
     ),
     # Engines disagree on everything; two of three read the state before the norm. Measure before you serve.
     # vLLM's window is also one narrower than the others', in trunk and head: it counts the row itself.
-    # llama.cpp's later modules read the text as its first one does (the trunk's states, one token ahead), then a state
-    # of each module before them: what stands here is its wiring at depth 1.
     default=Convention(hidden="before_final_norm", recycle="before_final_norm"),
     conventions={
         "vllm": Convention(modules="first"),
         "sglang": Convention(hidden="before_final_norm", recycle="trunk"),
-        "llama.cpp": Convention(hidden="before_final_norm", recycle="before_final_norm", position_offset=1),
+        "llama.cpp": Convention(
+            hidden="before_final_norm", recycle="before_final_norm", prefix="trunk", position_offset=1
+        ),
     },
     head_layer_config=_dense_sliding,
     borrowed=Borrowed(

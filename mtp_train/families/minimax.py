@@ -7,10 +7,11 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
+from mtp_train.families.convention import Convention
 from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
 from mtp_train.families.key_blocks import BlockIndexer
 from mtp_train.families.layouts import INDEXER, with_layers
-from mtp_train.families.spec import Borrowed, Convention, CountField, Family, KeyRule
+from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule
 
 _MODULE = "{trunk}mtp.layers.{module}."
 _TRUNK_LAYER = "{trunk}layers.{layer}."

@@ -10,18 +10,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from mtp_train.families.blocks import LayersInTurn
+from mtp_train.families.convention import LLAMA_CPP_POSITIONS, Convention
 from mtp_train.families.engines import NO_RECURRENT_ROLLBACK, engine_table
 from mtp_train.families.layouts import with_layers
-from mtp_train.families.spec import (
-    LLAMA_CPP_POSITIONS,
-    Borrowed,
-    Convention,
-    CountField,
-    Family,
-    KeyRule,
-    RawConfig,
-    RecurrentKernels,
-)
+from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule, RawConfig, RecurrentKernels
 
 _PATTERN = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from transformers import PretrainedConfig
 
+from mtp_train.families.convention import LLAMA_CPP_POSITIONS, Convention
 from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table, no
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
@@ -15,16 +16,7 @@ from mtp_train.families.layouts import (
     sparse_full,
     with_layers,
 )
-from mtp_train.families.spec import (
-    LLAMA_CPP_POSITIONS,
-    Borrowed,
-    Convention,
-    CountField,
-    Engine,
-    Family,
-    KeyRule,
-    RecurrentKernels,
-)
+from mtp_train.families.spec import Borrowed, CountField, Engine, Family, KeyRule, RecurrentKernels
 
 _POST_NORM: Mapping[Engine, Convention] = {"vllm": Convention(), "sglang": Convention()}
 

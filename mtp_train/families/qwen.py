@@ -6,17 +6,10 @@ from collections.abc import Mapping
 
 from transformers import PretrainedConfig
 
+from mtp_train.families.convention import LLAMA_CPP_POSITIONS, Convention
 from mtp_train.families.engines import NO_RECURRENT_ROLLBACK, engine_table
 from mtp_train.families.layouts import beside_the_trunk, expert_rules, with_layers
-from mtp_train.families.spec import (
-    LLAMA_CPP_POSITIONS,
-    Borrowed,
-    Convention,
-    CountField,
-    Engine,
-    Family,
-    RecurrentKernels,
-)
+from mtp_train.families.spec import Borrowed, CountField, Engine, Family, RecurrentKernels
 
 # All three engines agree: the hidden state after the trunk's final norm, and the head's own final norm recycled.
 _CONVENTIONS: Mapping[Engine, Convention] = {

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.convention import Convention
 from mtp_train.families.engines import EngineSupport
 
 Engine = Literal["vllm", "sglang", "llama.cpp"]
@@ -60,28 +61,6 @@ class SharedKey:
     native: str
     trunk: str
     """The trunk key it repeats, ``{trunk}`` allowed; the embedding where that key is absent, as in tied models."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Convention:
-    """How one engine wires the head where engines disagree."""
-
-    hidden: Literal["after_final_norm", "before_final_norm", "of_layers"] = "after_final_norm"
-    """Which of the trunk's states the head reads; ``of_layers``: those of ``trunk_layers``, side by side."""
-    recycle: Literal["after_final_norm", "before_final_norm", "trunk"] = "after_final_norm"
-    """The hidden input of depth k + 1: a state of depth k, or the trunk's once more."""
-    zero_first_embedding: bool = False
-    """Whether the row at position 0 gets a zero embedding (before its norm)."""
-    modules: Literal["each", "first"] = "each"
-    """Of a head with several modules: depth k uses module k (``each``), or every depth the first one."""
-    position_offset: int = 0
-    """Added to every position that the head's rotary embedding sees; attention sees only differences."""
-    centred: bool = False
-    """Whether the head's final norm is a LayerNorm: it subtracts a state's mean first."""
-
-
-LLAMA_CPP_POSITIONS = Convention(position_offset=1)
-"""llama.cpp puts a row at the place of the token that it reads, the Python engines at that of its hidden state."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
+from mtp_train.families.convention import Convention
 from mtp_train.families.engines import engine_table, no
 from mtp_train.families.layouts import AFTER_THE_TRUNK, after_the_trunk, with_layers
-from mtp_train.families.spec import Borrowed, Convention, CountField, Family, KeyRule
+from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule
 
 _BEFORE_NORM = Convention(hidden="before_final_norm", recycle="before_final_norm")
 _MOE = f"{AFTER_THE_TRUNK}moe."
@@ -47,12 +48,12 @@ STEP3P7 = Family(
     ),
     own_lm_head=True,
     default=_BEFORE_NORM,
-    # llama.cpp's later modules read the text as its first one does (the trunk's states, one token ahead), then a state
-    # of each module before them: what stands here is its wiring at depth 1.
     conventions={
         "vllm": _BEFORE_NORM,
         "sglang": _BEFORE_NORM,
-        "llama.cpp": Convention(hidden="before_final_norm", recycle="before_final_norm", position_offset=1),
+        "llama.cpp": Convention(
+            hidden="before_final_norm", recycle="before_final_norm", prefix="trunk", position_offset=1
+        ),
     },
     head_layer_config=_head_layer_config,
     borrowed=Borrowed(

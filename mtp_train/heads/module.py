@@ -77,18 +77,21 @@ MODULES: Mapping[HeadKind, Callable[[Family, PretrainedConfig, int], Block]] = {
 }
 
 
-Unroll = Literal["recursive", "chained", "parallel"]
+Unroll = Literal["recursive", "chained", "chained_drafts", "parallel"]
 
 
 def unroll_of(family: Family, convention: Convention, num_modules: int) -> Unroll:
     """Say how the depths of a head go on from one another.
 
-    ``recursive``: one module drafts every depth. ``chained``: depth k uses module k. ``parallel``: it does, and on the
-    trunk's state alone.
+    ``recursive``: one module drafts every depth. ``chained``: depth k uses module k, whose rows read what module k-1
+    says of the same rows. ``chained_drafts``: it does, but over the text the rows of all modules read what those of the
+    first do. ``parallel``: depth k uses module k, on the trunk's state alone.
     """
     if family.kind == "medusa":
         return "parallel"
-    return "recursive" if num_modules == 1 or convention.modules == "first" else "chained"
+    if num_modules == 1 or convention.modules == "first":
+        return "recursive"
+    return "chained" if convention.prefix == "chained" else "chained_drafts"
 
 
 class MtpHead(nn.Module):

@@ -5,7 +5,8 @@ Shapes: B rows, T tokens of this call, S keys seen (cached and new), D hidden, K
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -137,6 +138,9 @@ def unroll(
     depth 2..k. A ``chained`` head runs module k over its own rows; a ``parallel`` one's rows see none. Tokens are
     teacher-forced.
 
+    Where drafts alone chain (``chained_drafts``), depth k sees the same rows as in a recursive head, but as module k
+    reads them: beside a chain's K passes that takes K(K-1)/2 more, which end at keys and values.
+
     With ``apart`` each depth of a recursive head sees rows of its own depth instead, at positions that do not advance
     (as FastMTP trains, arXiv:2509.18362, section 3.2; in decoding there are no such rows).
 
@@ -158,36 +162,62 @@ def unroll(
     prefix_BTT = prefix_mask(document_BT)
     apart = apart and head.unroll == "recursive"
     cache = _unsliding_cache(head.config, positions_BT)
+    inputs: list[_Inputs] = []
     outputs: list[Tensor] = []
     for depth in range(1, num_depths + 1):
         if apart:
             cache = _unsliding_cache(head.config, positions_BT)
-        seen_depths = depth if head.unroll == "recursive" and not apart else 1
-        mask_BTS = unroll_mask(prefix_BTT, seen_depths, head.sliding_window(depth))
-        run = partial(
-            mtp_step,
-            head,
-            depth=depth,
-            positions_BT=positions_BT if apart else positions_BT + (depth - 1),
-            mask_BTS=unroll_distances(mask_BTS, seen_depths) if head.family.masks_of_distances else mask_BTS,
-        )
+        alone = apart or head.unroll in ("chained", "parallel")
         embed_BTD = embed(input_tokens(tokens_BT, depth))
-        if recompute:
-            step = checkpoint(_rerunnable(run, cache), hidden_BTD, embed_BTD, use_reentrant=False)
-        else:
-            step = run(hidden_BTD, embed_BTD, cache=cache)
+        read_BT = positions_BT if apart else positions_BT + (depth - 1)
+        inputs.append(_Inputs(hidden_BTD, embed_BTD, read_BT, 1 if alone else depth))
+        unread = inputs[0 if head.unroll == "chained_drafts" else -1 :]
+        run = partial(_run_depth, head, depth, prefix_BTT)
+        step = checkpoint(_rerunnable(run, cache), unread, use_reentrant=False) if recompute else run(unread, cache)
         hidden_BTD = step.recycled_BTD
         outputs.append(step.logit_hidden_BTD)
     return outputs
 
 
-def _rerunnable(run: Callable[..., StepOutput], cache: Cache) -> Callable[[Tensor, Tensor], StepOutput]:
+class _Inputs(NamedTuple):
+    """What the rows of one depth read, from every start."""
+
+    hidden_BTD: Tensor
+    embed_BTD: Tensor
+    positions_BT: Tensor
+    seen_depths: int
+    """Of how many depths they see rows, their own included."""
+
+
+def _run_depth(head: MtpHead, depth: int, prefix_BTT: Tensor, unread: Sequence[_Inputs], cache: Cache) -> StepOutput:
+    """Run the module of a depth over rows that it has not read yet; return what it makes of the last ones."""
+
+    def run(rows: _Inputs) -> StepOutput:
+        mask_BTS = unroll_mask(prefix_BTT, rows.seen_depths, head.sliding_window(depth))
+        return mtp_step(
+            head,
+            rows.hidden_BTD,
+            rows.embed_BTD,
+            depth=depth,
+            positions_BT=rows.positions_BT,
+            mask_BTS=unroll_distances(mask_BTS, rows.seen_depths) if head.family.masks_of_distances else mask_BTS,
+            cache=cache,
+        )
+
+    with _keys_only(cache):
+        for rows in unread[:-1]:
+            with suppress(KeysWritten):
+                run(rows)
+    return run(unread[-1])
+
+
+def _rerunnable(run: Callable[..., StepOutput], cache: Cache) -> Callable[[Sequence[_Inputs]], StepOutput]:
     """Return ``run`` as the backward pass may run it again: with the cache as it was, and without appending to it."""
     before = _copied(cache)
     caches = iter([cache])
 
-    def rerun(hidden_BTD: Tensor, embed_BTD: Tensor) -> StepOutput:
-        return run(hidden_BTD, embed_BTD, cache=next(caches, None) or _copied(before))
+    def rerun(unread: Sequence[_Inputs]) -> StepOutput:
+        return run(unread, next(caches, None) or _copied(before))
 
     return rerun
 
@@ -208,4 +238,33 @@ def _unrolled(layer: Any, positions_BT: Tensor) -> Any:
         return UnrolledBlocks()
     if type(layer).__name__ in CONVOLVED_CACHE_LAYERS:
         return UnrolledRows(positions_BT)
-    return DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer
+    return _UnrolledKeys() if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) else layer
+
+
+class _UnrolledKeys(DynamicLayer):
+    """Keys and values of all rows so far."""
+
+    keys_only = False
+    """Whether to stop a forward once it has written its own."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values; return all of them."""
+        keys_and_values = super().update(key_states, value_states)
+        if self.keys_only:
+            raise KeysWritten
+        return keys_and_values
+
+
+@contextmanager
+def _keys_only(cache: Cache) -> Iterator[None]:
+    """Have forwards stop at their keys and values meanwhile, where nothing of a layer is written after them."""
+    layers = [layer for layer in cache.layers if isinstance(layer, _UnrolledKeys)]
+    for layer in layers:
+        layer.keys_only = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.keys_only = False

@@ -18,7 +18,7 @@ from mtp_inference.assistant_drafter import AssistantDrafting
 from mtp_inference.cache import AttentionStore, CompressedStore, ConvolvedStore, IndexedStore, WindowCache
 from mtp_inference.decoder import Needs, make_batch
 from mtp_inference.draft import Drafter, DrafterMaker
-from mtp_inference.head_drafter import ChainedDrafter, RecursiveDrafter
+from mtp_inference.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
 from mtp_inference.other_drafters import ModelDrafter, ModelDrafting
 from mtp_inference.recurrent_cache import RecurrentStore
 from mtp_inference.requests import MAX_DEPTH
@@ -27,6 +27,8 @@ from mtp_train.heads.trunk import Trunk
 from mtp_train.report.cells import ArmCosts
 from mtp_train.study.latency import OnRun, in_turns
 
+_KEEPING = (RecursiveDrafter, ChainedDrafter, ChainedDraftsDrafter, ModelDrafter)
+"""What drafts from a cache of its own."""
 PROBE_TOKENS = 16
 """More than a head has modules: every layer has kept something then."""
 
@@ -112,7 +114,7 @@ def _tensors(maker: DrafterMaker | None) -> Iterable[Tensor]:
 
 def _deepest(maker: DrafterMaker | None) -> int:
     """Return a depth at which every module drafts that ever does, 0 for plain decoding."""
-    if isinstance(maker, HeadDrafting) and maker.head.unroll == "chained":
+    if isinstance(maker, HeadDrafting) and maker.head.unroll in ("chained", "chained_drafts"):
         return min(len(maker.head.blocks), MAX_DEPTH)
     return 0 if maker is None else 1
 
@@ -128,7 +130,7 @@ def probe_caches(trunk: Trunk, maker: DrafterMaker | None, depth: int) -> tuple[
 
 
 def _cache_of(drafter: Drafter | None) -> WindowCache | None:
-    return drafter.cache if isinstance(drafter, RecursiveDrafter | ChainedDrafter | ModelDrafter) else None
+    return drafter.cache if isinstance(drafter, _KEEPING) else None
 
 
 def kept_of(cache: WindowCache) -> Kept:

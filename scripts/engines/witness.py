@@ -32,8 +32,9 @@ CONTROLS = ("recycle", "zero_first_embedding", "leading_row")
 OTHER_STATE, LATER_LAYERS = "other_state", "later_layers"
 """Controls of what is read of the trunk: the last state before its norm for the one after it, and the other way round;
 of heads that read layers, each the next one."""
-OTHER_TOKENS, OTHER_ORDER = "other_tokens", "other_order"
-"""Controls of heads with tokens of their own, each the next one; with several modules, the last one first."""
+OTHER_TOKENS, OTHER_ORDER, OTHER_PREFIX = "other_tokens", "other_order", "other_prefix"
+"""Controls of heads with tokens of their own, each the next one; with several modules, the last one first, and the
+other of two things that they may read of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,8 @@ class Task:
             convention = replace(convention, recycle="before_final_norm" if recycles_normed else "after_final_norm")
         elif self.control == "zero_first_embedding":
             convention = replace(convention, zero_first_embedding=not convention.zero_first_embedding)
+        elif self.control == OTHER_PREFIX:
+            convention = replace(convention, prefix="trunk" if convention.prefix == "chained" else "chained")
         subject.head.convention = convention
         return subject
 
@@ -133,6 +136,7 @@ def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, A
         LATER_LAYERS: bool(head.trunk_layers),
         OTHER_TOKENS: draft_vocab_R is not None,
         OTHER_ORDER: len(head.blocks) > 1,
+        OTHER_PREFIX: head.unroll in ("chained", "chained_drafts"),
     }
     for control in (*CONTROLS, *(name for name, shows in more.items() if shows)):
         entry = compare_decoding(replace(task, control=control), depth, document)

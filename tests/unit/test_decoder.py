@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,13 +21,13 @@ from mtp_inference import (
     plain_greedy,
 )
 from mtp_inference.draft import Place, Size
-from mtp_inference.head_drafter import ChainedDrafter, RecursiveDrafter
+from mtp_inference.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
 from mtp_train.errors import MtpError, UnsupportedModelError
-from mtp_train.heads.module import MtpHead
-from mtp_train.heads.step import mtp_step, unroll
+from mtp_train.heads.module import Unroll
 from mtp_train.heads.trunk import Trunk
+from redrafted import drafts_from_scratch, drafts_of_training
 from scripted import BatchRun, ScriptedDrafting, greedy_chooser, plain_texts, random_prompt, spied_drafts
-from tiny import ALL_FAMILIES, FAMILY_NAMES, chained_head, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, FAMILY_NAMES, UNROLLS, chained_head, head_of, tiny_head, tiny_trunk
 
 PROMPT = random_prompt(5)
 OTHER_PROMPT = random_prompt(8, seed=1)
@@ -191,60 +192,20 @@ def test_a_chained_head_is_not_drafted_past_its_modules(trunk: Trunk) -> None:
         decoder.generate([Request(prompt_ids=PROMPT, max_new_tokens=4, depth=4)])
 
 
-def drafts_from_scratch(trunk: Trunk, head: MtpHead, tokens: Sequence[int], depth: int) -> list[int]:
-    """Draft without any cache: every depth runs all rows anew."""
-    recursive = head.unroll == "recursive"
-    text = list(tokens)
-    hidden_BTD = trunk.hidden(torch.tensor([text]))[:, :-1]
-    for depth_now in range(1, depth + 1):
-        first = 1 if recursive else depth_now
-        embed_BTD = trunk.embed(torch.tensor([text[first:]]))
-        num_rows = embed_BTD.shape[1]
-        mask_BTS = torch.ones(1, num_rows, num_rows, dtype=torch.bool).tril()
-        window = head.sliding_window(depth_now)
-        step = mtp_step(
-            head,
-            hidden_BTD,
-            embed_BTD,
-            depth=depth_now,
-            positions_BT=torch.arange(first - 1, first - 1 + num_rows)[None],
-            mask_BTS=mask_BTS if window is None else mask_BTS.triu(1 - window),
-            cache=None,
-        )
-        text.append(int(trunk.logits(step.logit_hidden_BTD[0, -1]).argmax()))
-        hidden_BTD = torch.cat([hidden_BTD, step.recycled_BTD[:, -1:]], dim=1) if recursive else step.recycled_BTD
-    return text[len(tokens) :]
-
-
-def drafts_of_training(trunk: Trunk, head: MtpHead, tokens: Sequence[int], drafts: list[int]) -> list[int]:
-    """Return what the training unroll predicts at the last start row, its depths fed with the drafts."""
-    tokens_BT = torch.tensor([[*tokens, *drafts]])
-    outputs = unroll(
-        head,
-        trunk.hidden(tokens_BT),
-        tokens_BT,
-        trunk.embed,
-        num_depths=len(drafts),
-        positions_BT=torch.arange(tokens_BT.shape[1])[None],
-        document_BT=torch.zeros_like(tokens_BT),
-    )
-    return [int(trunk.logits(output[0, len(tokens) - 2]).argmax()) for output in outputs]
-
-
 SCHEDULES = {"fixed": [4] * 4, "changing": [4, 0, 0, 2, 1, 0, 4, 3]}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
+@pytest.mark.parametrize("unroll_kind", UNROLLS)
 @pytest.mark.parametrize("family_name", [*FAMILY_NAMES, *(name for name in ("inkling",) if name in ALL_FAMILIES)])
 def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
-    family_name: str, unroll_kind: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+    family_name: str, unroll_kind: Unroll, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if schedule == "changing":
         # And prompts that the head reads in several calls.
         monkeypatch.setattr(mtp_inference.head_drafter, "KEYS_CHUNK", 2)
     trunk = tiny_trunk(family_name)
-    head = tiny_head(trunk, num_modules=1) if unroll_kind == "recursive" else chained_head(trunk, 4)
+    head = head_of(trunk, unroll_kind, 4)
     with torch.inference_mode():
         for index, rows in enumerate(spied_drafts(trunk, head, SCHEDULES[schedule])):
             for tokens, drafts in rows:
@@ -252,9 +213,9 @@ def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
                 assert drafts == drafts_of_training(trunk, head, tokens, drafts), index
 
 
-@pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
-def test_drafts_after_a_long_rest_are_those_of_a_full_recomputation(unroll_kind: str, trunk: Trunk) -> None:
-    head = tiny_head(trunk) if unroll_kind == "recursive" else chained_head(trunk, 4)
+@pytest.mark.parametrize("unroll_kind", UNROLLS)
+def test_drafts_after_a_long_rest_are_those_of_a_full_recomputation(unroll_kind: Unroll, trunk: Trunk) -> None:
+    head = head_of(trunk, unroll_kind, 4)
     prompts = [random_prompt(num_tokens, seed=3) for num_tokens in (1, 6)]
     script = ScriptedDrafting(plain_texts(trunk, prompts, 60), [9], HeadDrafting(head))
     run = BatchRun(trunk, script, prompts, 4)
@@ -271,13 +232,13 @@ def test_drafts_after_a_long_rest_are_those_of_a_full_recomputation(unroll_kind:
     assert script.real_drafts[-1].tolist() == expected
 
 
-@pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
+@pytest.mark.parametrize("unroll_kind", UNROLLS)
 def test_a_controller_may_let_the_head_rest_and_ask_again(
-    unroll_kind: str, trunk: Trunk, texts: Texts, plain: list[int], monkeypatch: pytest.MonkeyPatch
+    unroll_kind: Unroll, trunk: Trunk, texts: Texts, plain: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schedule = iter([3, 1, *[0] * 40, 3])
     monkeypatch.setattr(mtp_inference.session, "batch_depth", lambda *_: next(schedule))
-    head = tiny_head(trunk) if unroll_kind == "recursive" else chained_head(trunk, 3)
+    head = head_of(trunk, unroll_kind, 3)
     script = ScriptedDrafting(texts, [0], HeadDrafting(head))
     request = Request(prompt_ids=PROMPT, max_new_tokens=44, mtp="auto")
     (result,) = SpeculativeDecoder(trunk, script, 3, ()).generate([request])
@@ -292,12 +253,12 @@ def test_a_text_may_be_longer_than_what_may_wait_for_the_head(trunk: Trunk, plai
     assert list(result.token_ids) == plain[:56]
 
 
-@pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
-def test_drafts_follow_the_heads_convention(unroll_kind: str, trunk: Trunk) -> None:
-    head = tiny_head(trunk) if unroll_kind == "recursive" else chained_head(trunk, 4)
+@pytest.mark.parametrize("unroll_kind", UNROLLS)
+def test_drafts_follow_the_heads_convention(unroll_kind: Unroll, trunk: Trunk) -> None:
+    head = head_of(trunk, unroll_kind, 4)
     default = spied_drafts(trunk, head, [4])
     # Recycles the state before the final norm and reads no embedding at position 0.
-    head.convention = trunk.family.conventions["vllm"]
+    head.convention = replace(trunk.family.conventions["vllm"], prefix=head.convention.prefix)
     (ours,) = spied_drafts(trunk, head, [4])
     assert [ours] != default
     with torch.inference_mode():
@@ -306,7 +267,7 @@ def test_drafts_follow_the_heads_convention(unroll_kind: str, trunk: Trunk) -> N
 
 
 def drafts_along(
-    drafter: RecursiveDrafter | ChainedDrafter, trunk: Trunk, text: Sequence[int], spoil: int
+    drafter: RecursiveDrafter | ChainedDrafter | ChainedDraftsDrafter, trunk: Trunk, text: Sequence[int], spoil: int
 ) -> list[list[int]]:
     """Draft after every fourth token of a text; ``spoil`` rows of each draft are taken for committed ones."""
     hidden_BTD = trunk.hidden(torch.tensor([text]))
@@ -320,10 +281,10 @@ def drafts_along(
     return drafted
 
 
-@pytest.mark.parametrize("unroll_kind", ["recursive", "chained"])
-def test_a_stale_row_in_the_heads_cache_shows(unroll_kind: str) -> None:
+@pytest.mark.parametrize("unroll_kind", UNROLLS)
+def test_a_stale_row_in_the_heads_cache_shows(unroll_kind: Unroll) -> None:
     trunk = tiny_trunk("qwen3_5")
-    head = tiny_head(trunk) if unroll_kind == "recursive" else chained_head(trunk, 4)
+    head = head_of(trunk, unroll_kind, 4)
     text = random_prompt(25)
     expected = [drafts_from_scratch(trunk, head, text[: end + 1], 4) for end in range(4, 24, 4)]
     for spoil, is_right in ((0, True), (1, False)):

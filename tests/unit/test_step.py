@@ -21,7 +21,7 @@ from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step, unroll
 from mtp_train.heads.trunk import Trunk
-from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, FAMILY_NAMES, chained_head, tiny_head, tiny_trunk
 
 NUM_TOKENS, NUM_DEPTHS = 9, 3
 BLOCKS = [name for name in ("minimax_m3",) if name in ALL_FAMILIES]
@@ -32,18 +32,21 @@ PLACED = [*BLOCKS, *RELATIVE]
 STREAMS = "deepseek_v4"
 """A head that reads several states of the trunk side by side, and hands on as many."""
 CHAINS = ["chained", *(f"chained_{name}" for name in PLACED)]
+DRAFTS_ONLY = {f"drafts_{name}": name for name in ("chained", "chained_step3p7", *CHAINS[1:])}
+"""Chains whose modules all read the text as the first one does."""
 TOLERANCE = {"atol": 1e-5, "rtol": 0}
 FIRST_ROW_EMBEDDING = Convention(recycle="after_final_norm", zero_first_embedding=True)
 BEFORE_NORM = Convention(recycle="before_final_norm", zero_first_embedding=False)
 
 
 def models(name: str) -> tuple[Trunk, MtpHead]:
-    """Return a tiny family's trunk and head; ``chained`` ones have two modules, one a depth."""
-    if not name.startswith("chained"):
+    """Return a tiny family's trunk and head; ``chained`` ones have three modules, one a depth."""
+    chain = DRAFTS_ONLY.get(name, name)
+    if not chain.startswith("chained"):
         trunk = tiny_trunk(name)
         return trunk, tiny_head(trunk, num_modules=1)
-    trunk = tiny_trunk("glm4_moe" if name == "chained" else name.removeprefix("chained_"))
-    return trunk, tiny_head(trunk, num_modules=2)
+    trunk = tiny_trunk("glm4_moe" if chain == "chained" else chain.removeprefix("chained_"))
+    return trunk, chained_head(trunk, NUM_DEPTHS, drafts_only=name in DRAFTS_ONLY)
 
 
 def random_tokens(num_tokens: int = NUM_TOKENS) -> Tensor:
@@ -67,21 +70,22 @@ def step_alone(
 ) -> tuple[Tensor, Tensor]:
     """Run one depth over rows from position ``first`` on, without a cache; return its two states, (S, D) each."""
     num_rows = hidden_1SD.shape[1]
+    window = head.sliding_window(depth) or num_rows
     step = mtp_step(
         head,
         hidden_1SD,
         trunk.embed(tokens_1S),
         depth=depth,
         positions_BT=torch.arange(first, first + num_rows)[None],
-        mask_BTS=torch.ones(1, num_rows, num_rows, dtype=torch.bool).tril(),
+        mask_BTS=torch.ones(1, num_rows, num_rows, dtype=torch.bool).tril().triu(1 - window),
         cache=None,
     )
     return step.logit_hidden_BTD[0], step.recycled_BTD[0]
 
 
 def draft_recursive(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, start: int) -> list[Tensor]:
-    """Draft from one start: true rows up to it, then one recycled row a depth."""
-    hidden_1SD = trunk.hidden(tokens_1T)[:, : start + 1]
+    """Draft from one start: true rows up to it, then one recycled row a depth; module k reads them all anew."""
+    hidden_1SD = trunk.head_input(trunk.hidden(tokens_1T), head.convention)[:, : start + 1]
     states = []
     for depth in range(1, NUM_DEPTHS + 1):
         read_1S = tokens_1T[:, 1 : hidden_1SD.shape[1] + 1]
@@ -103,16 +107,29 @@ def draft_chained(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, start: int, nu
     return states
 
 
-@pytest.mark.parametrize("family_name", [*FAMILY_NAMES, *PLACED, STREAMS])
+@pytest.mark.parametrize("name", [*FAMILY_NAMES, *PLACED, STREAMS, *DRAFTS_ONLY])
 @torch.inference_mode()
-def test_unroll_drafts_from_every_start_as_decoding_does(family_name: str) -> None:
-    trunk, head = models(family_name)
+def test_unroll_drafts_from_every_start_as_decoding_does(name: str) -> None:
+    trunk, head = models(name)
     tokens_1T = random_tokens()
     states = one_document(trunk, head, tokens_1T)
     assert len(states) == NUM_DEPTHS
     for start in range(NUM_TOKENS - NUM_DEPTHS):
         for depth, expected_D in enumerate(draft_recursive(trunk, head, tokens_1T, start)):
             torch.testing.assert_close(states[depth][0, start], expected_D, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", DRAFTS_ONLY)
+@torch.inference_mode()
+def test_where_drafts_alone_chain_later_modules_say_other_things(name: str) -> None:
+    """Else the test above could not tell who chains."""
+    trunk, head = models(name)
+    tokens_1T = random_tokens()
+    states = one_document(trunk, head, tokens_1T)
+    chained = one_document(trunk, models(DRAFTS_ONLY[name])[1], tokens_1T)
+    assert torch.equal(states[0], chained[0])
+    for depth in (1, 2):
+        assert (states[depth] - chained[depth])[0, : NUM_TOKENS - NUM_DEPTHS].abs().amax(-1).min() > 1e-3
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -190,16 +207,16 @@ def test_convolutions_that_know_no_documents_leak(name: str, monkeypatch: pytest
         test_packed_documents_unroll_as_they_do_alone(name)
 
 
-@pytest.mark.parametrize("name", [*FAMILY_NAMES, *PLACED, STREAMS, *CHAINS])
+@pytest.mark.parametrize("name", [*FAMILY_NAMES, *PLACED, STREAMS, *CHAINS, *DRAFTS_ONLY])
 @torch.inference_mode()
 def test_packed_documents_unroll_as_they_do_alone(name: str) -> None:
     trunk, head = models(name)
-    num_depths = 2
+    num_depths, wiring = 2, head.convention
     pieces = [random_tokens()[:, :5], random_tokens()[:, 5:9]]
     padding_12 = torch.zeros(1, 2, dtype=torch.long)
     packed = unroll(
         head,
-        torch.cat([*(trunk.hidden(piece) for piece in pieces), torch.zeros(1, 2, head.state_width)], dim=1),
+        trunk.head_input(torch.cat([*map(trunk.hidden, pieces), torch.zeros(1, 2, head.state_width)], dim=1), wiring),
         torch.cat([*pieces, padding_12], dim=1),
         trunk.embed,
         num_depths=num_depths,

@@ -1,0 +1,56 @@
+"""What a head drafts after a text, computed in two ways that have no cache of the decoder's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.step import mtp_step, unroll
+from mtp_train.heads.trunk import Trunk
+
+
+def drafts_from_scratch(trunk: Trunk, head: MtpHead, tokens: Sequence[int], depth: int) -> list[int]:
+    """Draft without any cache: every depth runs all rows anew."""
+    chained = head.unroll == "chained"
+    text = list(tokens)
+    hidden_BTD = trunk.head_input(trunk.hidden(torch.tensor([text])), head.convention)[:, :-1]
+    for depth_now in range(1, depth + 1):
+        first = depth_now if chained else 1
+        embed_BTD = trunk.embed(torch.tensor([text[first:]]))
+        num_rows = embed_BTD.shape[1]
+        mask_BTS = torch.ones(1, num_rows, num_rows, dtype=torch.bool).tril()
+        window = head.sliding_window(depth_now)
+        step = mtp_step(
+            head,
+            hidden_BTD,
+            embed_BTD,
+            depth=depth_now,
+            positions_BT=torch.arange(first - 1, first - 1 + num_rows)[None],
+            mask_BTS=mask_BTS if window is None else mask_BTS.triu(1 - window),
+            cache=None,
+        )
+        logits_V = head.module_for(depth_now).project(step.logit_hidden_BTD[0, -1], trunk.project)
+        text.append(int(logits_V.argmax()))
+        hidden_BTD = step.recycled_BTD if chained else torch.cat([hidden_BTD, step.recycled_BTD[:, -1:]], dim=1)
+    return text[len(tokens) :]
+
+
+def drafts_of_training(trunk: Trunk, head: MtpHead, tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """Return what the training unroll predicts at the last start row, its depths fed with the drafts."""
+    tokens_BT = torch.tensor([[*tokens, *drafts]])
+    outputs = unroll(
+        head,
+        trunk.head_input(trunk.hidden(tokens_BT), head.convention),
+        tokens_BT,
+        trunk.embed,
+        num_depths=len(drafts),
+        positions_BT=torch.arange(tokens_BT.shape[1])[None],
+        document_BT=torch.zeros_like(tokens_BT),
+    )
+    states = [output_BTD[0, len(tokens) - 2] for output_BTD in outputs]
+    projected = [
+        head.module_for(depth).project(state_D, trunk.project) for depth, state_D in enumerate(states, start=1)
+    ]
+    return [int(logits_V.argmax()) for logits_V in projected]
