@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step, unroll
@@ -13,8 +14,17 @@ from mtp_train.heads.trunk import Trunk
 
 def drafts_from_scratch(trunk: Trunk, head: MtpHead, tokens: Sequence[int], depth: int) -> list[int]:
     """Draft without any cache: every depth runs all rows anew."""
+    drafts: list[int] = []
+    states_from_scratch(trunk, head, tokens, depth, drafts)
+    return drafts
+
+
+def states_from_scratch(
+    trunk: Trunk, head: MtpHead, tokens: Sequence[int], depth: int, drafts: list[int]
+) -> list[Tensor]:
+    """Return the state (D,) that the draft of every depth is read from; drafts that are not given are added."""
     chained = head.unroll == "chained"
-    text = list(tokens)
+    text, states = list(tokens), []
     hidden_BTD = trunk.head_input(trunk.hidden(torch.tensor([text])), head.convention)[:, :-1]
     for depth_now in range(1, depth + 1):
         first = depth_now if chained else 1
@@ -31,14 +41,27 @@ def drafts_from_scratch(trunk: Trunk, head: MtpHead, tokens: Sequence[int], dept
             mask_BTS=mask_BTS if window is None else mask_BTS.triu(1 - window),
             cache=None,
         )
-        logits_V = head.module_for(depth_now).project(step.logit_hidden_BTD[0, -1], trunk.project)
-        text.append(int(logits_V.argmax()))
+        states.append(step.logit_hidden_BTD[0, -1])
+        if len(drafts) < depth_now:
+            drafts.append(int(head.module_for(depth_now).project(states[-1], trunk.project).argmax()))
+        text.append(drafts[depth_now - 1])
         hidden_BTD = step.recycled_BTD if chained else torch.cat([hidden_BTD, step.recycled_BTD[:, -1:]], dim=1)
-    return text[len(tokens) :]
+    return states
 
 
 def drafts_of_training(trunk: Trunk, head: MtpHead, tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
     """Return what the training unroll predicts at the last start row, its depths fed with the drafts."""
+    states = states_of_training(trunk, head, tokens, drafts)
+    projected = [
+        head.module_for(depth).project(state_D, trunk.project) for depth, state_D in enumerate(states, start=1)
+    ]
+    return [int(logits_V.argmax()) for logits_V in projected]
+
+
+def states_of_training(
+    trunk: Trunk, head: MtpHead, tokens: Sequence[int], drafts: Sequence[int], *, recompute: bool = False
+) -> list[Tensor]:
+    """Return the state (D,) that the training unroll has for every draft at the last start row."""
     tokens_BT = torch.tensor([[*tokens, *drafts]])
     outputs = unroll(
         head,
@@ -48,9 +71,6 @@ def drafts_of_training(trunk: Trunk, head: MtpHead, tokens: Sequence[int], draft
         num_depths=len(drafts),
         positions_BT=torch.arange(tokens_BT.shape[1])[None],
         document_BT=torch.zeros_like(tokens_BT),
+        recompute=recompute,
     )
-    states = [output_BTD[0, len(tokens) - 2] for output_BTD in outputs]
-    projected = [
-        head.module_for(depth).project(state_D, trunk.project) for depth, state_D in enumerate(states, start=1)
-    ]
-    return [int(logits_V.argmax()) for logits_V in projected]
+    return [output_BTD[0, len(tokens) - 2] for output_BTD in outputs]

@@ -233,7 +233,7 @@ def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: i
 
 
 def spied_drafts(
-    trunk: Trunk, head: MtpHead, depths: Sequence[int], draft_vocab_R: Tensor | None = None
+    trunk: Trunk, head: MtpHead, depths: Sequence[int], draft_vocab_R: Tensor | None = None, deepest: int = 4
 ) -> list[list[tuple[list[int], list[int]]]]:
     """Run rounds at given depths over a ragged batch, with as many drafts accepted as a script says.
 
@@ -242,7 +242,7 @@ def spied_drafts(
     """
     prompts = [random_prompt(num_tokens, seed=3) for num_tokens in (1, 6)]
     script = ScriptedDrafting(plain_texts(trunk, prompts, 40), [4, 0, 1, 2, 3], HeadDrafting(head, draft_vocab_R))
-    run = BatchRun(trunk, script, prompts, 4)
+    run = BatchRun(trunk, script, prompts, deepest)
     spied = []
     for depth in depths:
         before = [list(tokens) for tokens in run.tokens]

@@ -32,12 +32,14 @@ from mtp_train.train.module import HeadTraining
 from mtp_train.train.plan import make_plan
 from mtp_train.train.shard import HiddenInShards, give_up_shards, shards_trunk
 from runs import tiny_recipe
-from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 
 SEQ_LEN, NUM_DEPTHS, SEQUENCES, STEPS = 24, 2, 4, 2
 LENGTHS = (24, 24, 3, 5, 7, 9, 23)
 TIED, HALF, RECOMPUTED = "qwen3_5, tied", "qwen3_5, bfloat16", "qwen3_5, recomputed"
-CASES = (*ALL_FAMILIES, TIED, HALF, RECOMPUTED)
+KEYS_ONLY = "qwen3_5, two modules that read the text alike"
+"""Forwards of the head that end at keys and values."""
+CASES = (*ALL_FAMILIES, TIED, HALF, RECOMPUTED, KEYS_ONLY)
 KEPT_CASES = ("qwen3_5", "deepseek_v4", "mimo", "mixtral", TIED, HALF)
 """Trunks that differ in what hidden states pass outside of the layers, or in what the layers hold."""
 
@@ -126,7 +128,7 @@ def train(case: str, accelerator: Accelerator) -> Trained:
     whole = held(trunk)
     module = HeadTraining(
         trunk,
-        tiny_head(trunk),
+        chained_head(trunk, NUM_DEPTHS, drafts_only=True) if case == KEYS_ONLY else tiny_head(trunk),
         num_depths=NUM_DEPTHS,
         kind="kl",
         temperature=1.0,

@@ -14,6 +14,7 @@ from mtp_train.families.draft_engines import require_trunk_layers
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import head_shapes
 from mtp_train.heads.lora import require_lora_targets
+from mtp_train.heads.module import unroll_of
 from mtp_train.heads.offload import require_offload
 from mtp_train.heads.quantization import require_quantizable
 from mtp_train.heads.trunk import Trunk, empty_trunk, trunk_config
@@ -23,7 +24,7 @@ from mtp_train.recipe_io import dump_recipe
 from mtp_train.sft.cost import tuning_cost, tuning_footprint
 from mtp_train.sft.model import require_trainable
 from mtp_train.study.material import for_objective
-from mtp_train.train.cost import Cost, Sizes, active_weights, estimate_cost
+from mtp_train.train.cost import Cost, Sizes, active_weights, estimate_cost, key_weights
 from mtp_train.train.footprint import GIB, Footprint, estimate_footprint, in_shards
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.weights.files import CONFIG_FILE, locate_checkpoint, read_json
@@ -139,9 +140,12 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
     memory = whole_footprint(recipe, trunk, head, plan, trained)
     experts = int(text_config.num_experts_per_tok) if any(".experts." in name for name in head) else 1
+    module = {name: shape for name, shape in head.items() if name.startswith("blocks.0.")}
+    drafts_chain = unroll_of(head_family, convention, num_modules) == "chained_drafts"
     sizes = Sizes(
         trunk=active_weights({name: value.shape for name, value in trunk.decoder.named_parameters()}, experts),
-        head=active_weights({name: shape for name, shape in head.items() if name.startswith("blocks.0.")}, experts),
+        head=active_weights(module, experts),
+        head_keys=key_weights(module) if drafts_chain else 0,
         lm_head=text_config.vocab_size * text_config.hidden_size,
         head_stored=memory.head_parameters,
         state=trunk.state_width,

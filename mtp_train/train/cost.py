@@ -29,6 +29,8 @@ class Sizes:
     """The trunk's layers, of a mixture those that one token uses."""
     head: int
     """One head module, likewise."""
+    head_keys: int
+    """Those of it that stand before keys and values, where later modules read the text for these alone; else 0."""
     lm_head: int
     """The output matrix."""
     head_stored: int
@@ -70,6 +72,12 @@ def active_weights(shapes: Mapping[str, Size], experts_per_token: int) -> int:
     return total
 
 
+def key_weights(shapes: Mapping[str, Size]) -> int:
+    """Count those of a head module's weights that a token is multiplied with before its keys and values are there."""
+    after = (".mlp.", ".o_proj.")
+    return active_weights({name: shape for name, shape in shapes.items() if not any(one in name for one in after)}, 1)
+
+
 def estimate_cost(recipe: Recipe, plan: Plan, sizes: Sizes, offloaded_bytes: int = 0) -> Cost:
     """Estimate a run; evaluation is left out.
 
@@ -80,6 +88,7 @@ def estimate_cost(recipe: Recipe, plan: Plan, sizes: Sizes, offloaded_bytes: int
         offloaded_bytes: Of the trunk, on disk.
     """
     tokens, depths = plan.total_tokens, recipe.head.num_depths
+    per_token = sizes.head * depths + sizes.head_keys * (depths * (depths - 1) // 2)
     regenerate = recipe.data.regenerate
     # A server's work is not this run's.
     is_ours = regenerate is not None and regenerate.enabled and regenerate.endpoint is None
@@ -88,7 +97,7 @@ def estimate_cost(recipe: Recipe, plan: Plan, sizes: Sizes, offloaded_bytes: int
     return Cost(
         regenerate_flops=2 * (sizes.trunk + sizes.lm_head) * written,
         trunk_flops=2 * sizes.trunk * tokens,
-        head_flops=6 * sizes.head * tokens * depths,
+        head_flops=6 * per_token * tokens,
         loss_flops=2 * sizes.lm_head * tokens * (teacher + 2 * depths),
         disk_bytes=sizes.head_trained * _STATE_BYTES * _STATES_AT_ONCE
         + sizes.head_stored * 2 * 2

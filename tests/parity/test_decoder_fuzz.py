@@ -86,6 +86,7 @@ MAKERS: dict[str, Callable[[str], DrafterMaker]] = {
     "ngram": lambda name: NgramDrafting(),
     "head": lambda name: HeadDrafting(tiny_head(trunk_of(name), num_modules=1)),
     "chained": lambda name: HeadDrafting(chained_head(trunk_of(name), 7)),
+    "chained_drafts": lambda name: HeadDrafting(chained_head(trunk_of(name), 7, drafts_only=True)),
 }
 
 
@@ -109,7 +110,9 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     name = draw(st.sampled_from(sorted(CACHE_KINDS.values())))
-    known = [drafting for drafting in MAKERS if name in ALL_FAMILIES or drafting not in ("head", "chained")]
+    known = [
+        drafting for drafting in MAKERS if name in ALL_FAMILIES or drafting not in ("head", "chained", "chained_drafts")
+    ]
 
     def request() -> Request:
         length = draw(st.integers(1, LONGEST_PROMPT))

@@ -17,6 +17,7 @@ from mtp_inference.delta import DeltaWindow
 from mtp_inference.draft import DrafterMaker
 from mtp_inference.recurrent import Undecided
 from mtp_inference.recurrent_cache import RecurrentLayers, RecurrentStore
+from mtp_train.heads.module import Unroll
 from mtp_train.heads.trunk import Trunk
 from scripted import (
     STATE_TOLERANCE,
@@ -28,7 +29,7 @@ from scripted import (
     random_prompt,
     state_errors,
 )
-from tiny import CACHE_KINDS, FAMILY_NAMES, chained_head, tiny_head, tiny_trunk
+from tiny import CACHE_KINDS, FAMILY_NAMES, head_of, tiny_head, tiny_trunk
 
 NEW_TOKENS = 24
 # The last goes beyond the window of the sliding trunks.
@@ -36,8 +37,13 @@ PROMPTS = [random_prompt(4, seed=1), random_prompt(1, seed=2), random_prompt(11,
 BATCHES = {"alone": PROMPTS[:1], "together": PROMPTS}
 # Drafts to get right per round; 9 means all, whatever the depth.
 SCRIPTS = {"always_right": [9], "always_wrong": [0], "mixed": [1, 9, 0, 2, 0, 3, 9, 9, 1]}
-DRAFTERS = [*SCRIPTS, "random", "head", "chained_head"]
-HEADS = {"full": ("head", "chained_head"), "sliding": (), "mixed": ()}
+DRAFTERS = [*SCRIPTS, "random", "head", "chained_head", "chained_drafts_head"]
+HEADS = {"full": ("head", "chained_head", "chained_drafts_head"), "sliding": (), "mixed": ()}
+UNROLLS_OF: dict[str, Unroll] = {
+    "head": "recursive",
+    "chained_head": "chained",
+    "chained_drafts_head": "chained_drafts",
+}
 CASES = [
     (kind, drafter)
     for kind in CACHE_KINDS
@@ -60,7 +66,7 @@ def drafting(name: str, trunk: Trunk, texts: PlainTexts) -> DrafterMaker:
         return RandomDrafting()
     if name in SCRIPTS:
         return ScriptedDrafting(texts, SCRIPTS[name])
-    return HeadDrafting(tiny_head(trunk, num_modules=1) if name == "head" else chained_head(trunk, 7))
+    return HeadDrafting(head_of(trunk, UNROLLS_OF[name], 7))
 
 
 def assert_plain(token_ids: Sequence[int], prompt: Sequence[int], trunk: Trunk, texts: PlainTexts) -> None:

@@ -121,6 +121,7 @@ DRAFTING: dict[str, Callable[[str], DrafterMaker | None]] = {
     "plain": lambda name: None,
     "recursive": lambda name: HeadDrafting(tiny_head(trunk_of(name))),
     "chained": lambda name: HeadDrafting(chained_head(trunk_of(name), 3)),
+    "chained_drafts": lambda name: HeadDrafting(chained_head(trunk_of(name), 3, drafts_only=True)),
     "reduced": lambda name: HeadDrafting(tiny_head(trunk_of(name)), torch.arange(0, VOCAB_SIZE, 2)),
     "ngram": lambda name: NgramDrafting(),
     "model": lambda name: ModelDrafting(nearly(name)),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch import Size
 
-from mtp_train.train.cost import Sizes, active_weights, estimate_cost
+from mtp_train.train.cost import Sizes, active_weights, estimate_cost, key_weights
 from mtp_train.train.plan import make_plan
 from runs import tiny_recipe
 
-SIZES = Sizes(trunk=100, head=10, lm_head=1000, head_stored=12, state=8, head_trained=11)
+SIZES = Sizes(trunk=100, head=10, head_keys=0, lm_head=1000, head_stored=12, state=8, head_trained=11)
 
 
 def test_a_token_is_multiplied_with_the_experts_that_it_uses_and_with_no_embedding() -> None:
@@ -44,6 +45,24 @@ def test_operations_by_hand(tmp_path: Path) -> None:
     assert cost.total_flops == sum((cost.regenerate_flops, cost.trunk_flops, cost.head_flops, cost.loss_flops))
     # Two resume states of three fp32 numbers for what is trained, the head and its export in two bytes.
     assert cost.disk_bytes == 11 * 2 * 12 + 12 * 2 * 2
+
+
+def test_modules_that_read_the_text_themselves_make_its_keys_once_for_every_depth_before(tmp_path: Path) -> None:
+    shapes = {
+        "blocks.0.embed_norm.weight": Size([8]),
+        "blocks.0.proj.weight": Size([8, 16]),
+        "blocks.0.layer.self_attn.q_proj.weight": Size([8, 8]),
+        "blocks.0.layer.self_attn.k_proj.weight": Size([4, 8]),
+        "blocks.0.layer.self_attn.o_proj.weight": Size([8, 8]),
+        "blocks.0.layer.mlp.up_proj.weight": Size([12, 8]),
+        "blocks.0.lm_head.weight": Size([50, 8]),
+    }
+    assert key_weights(shapes) == 8 * 16 + 8 * 8 + 4 * 8
+    recipe = tiny_recipe(tmp_path, tmp_path / "run", head__num_depths=3)
+    plan = make_plan(recipe, 1)
+    cost = estimate_cost(recipe, plan, replace(SIZES, head_keys=4))
+    # Module 2 reads the text, module 3 the text and the first drafts.
+    assert cost.head_flops == 6 * (3 * 10 + 3 * 4) * plan.total_tokens
 
 
 def test_cross_entropy_on_given_text_needs_no_teacher_and_no_answers(tmp_path: Path) -> None:

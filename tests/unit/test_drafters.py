@@ -18,9 +18,10 @@ from mtp_inference.chooser import Chooser, Drafts, DraftSampling
 from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
 from mtp_inference.other_drafters import ModelDrafting, NgramDrafter, NgramDrafting
 from mtp_train.errors import MtpError, UnsupportedModelError
+from mtp_train.heads.module import Unroll
 from mtp_train.heads.output import OutputRows
 from mtp_train.heads.trunk import Trunk
-from tiny import CACHE_KINDS, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
+from tiny import CACHE_KINDS, UNROLLS, VOCAB_SIZE, chained_head, head_of, tiny_head, tiny_trunk
 
 SOME_IDS = torch.tensor([3, 60, 14, 15, 9, 2, 6, 53, 58, 40, 7, 33])
 
@@ -92,6 +93,7 @@ class RecordedDrafter:
 MAKERS: dict[str, Callable[[], DrafterMaker]] = {
     "recursive": lambda: HeadDrafting(tiny_head(trunk_of("qwen3_5"))),
     "chained": lambda: HeadDrafting(chained_head(trunk_of("qwen3_5"), 3)),
+    "chained_drafts": lambda: HeadDrafting(chained_head(trunk_of("qwen3_5"), 3, drafts_only=True)),
     "recurrent_model": lambda: ModelDrafting(trunk_of("qwen3_5")),
     "attention_model": lambda: ModelDrafting(trunk_of("glm4_moe", 1)),
     "ngram": NgramDrafting,
@@ -195,7 +197,7 @@ def test_a_drafter_that_misses_a_stretch_drafts_otherwise(maker: str, monkeypatc
     assert drafted[0] != drafted[1]
 
 
-@pytest.mark.parametrize("maker", ["recursive", "chained", "recurrent_model", "attention_model"])
+@pytest.mark.parametrize("maker", ["recursive", "chained", "chained_drafts", "recurrent_model", "attention_model"])
 def test_a_wide_plan_at_the_end_of_the_buffers_drafts_the_same(maker: str) -> None:
     trunk, prompt_1T, first_1 = trunk_of("qwen3_5"), torch.tensor([prompt(12)]), torch.tensor([5])
     chooser = Chooser([Sampling()], "argmax", vocab_size=VOCAB_SIZE, device=torch.device("cpu"), penalises=False)
@@ -210,7 +212,7 @@ def test_a_wide_plan_at_the_end_of_the_buffers_drafts_the_same(maker: str) -> No
     assert drafted[0] == drafted[1]
 
 
-@pytest.mark.parametrize("maker", ["recursive", "chained"])
+@pytest.mark.parametrize("maker", UNROLLS)
 def test_a_long_prompt_is_read_in_parts(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = []
     for chunk in (2048, 7):
@@ -322,12 +324,12 @@ def test_reduced_logits_are_the_trunks_own_inside_and_none_outside() -> None:
 
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sampled"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "at_temperature"])
-@pytest.mark.parametrize("kind", ["recursive", "chained"])
+@pytest.mark.parametrize("kind", UNROLLS)
 def test_a_reduced_vocabulary_bounds_the_drafts_and_not_the_text(
-    kind: str, sampled: bool, draft_sampling: DraftSampling
+    kind: Unroll, sampled: bool, draft_sampling: DraftSampling
 ) -> None:
     trunk = trunk_of("qwen3_5")
-    head = tiny_head(trunk) if kind == "recursive" else chained_head(trunk, 3)
+    head = head_of(trunk, kind, 3)
     settings = [Sampling(temperature=0.9, top_k=30, repetition_penalty=1.2, seed=seed) for seed in range(3)]
     requests = [
         Request(prompt_ids=prompt(4 + row), max_new_tokens=20, sampling=settings[row] if sampled else Sampling())

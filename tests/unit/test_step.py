@@ -32,7 +32,8 @@ PLACED = [*BLOCKS, *RELATIVE]
 STREAMS = "deepseek_v4"
 """A head that reads several states of the trunk side by side, and hands on as many."""
 CHAINS = ["chained", *(f"chained_{name}" for name in PLACED)]
-DRAFTS_ONLY = {f"drafts_{name}": name for name in ("chained", "chained_step3p7", *CHAINS[1:])}
+SLIDING = [f"chained_{name}" for name in ("step3p7",) if name in ALL_FAMILIES]
+DRAFTS_ONLY = {f"drafts_{name}": name for name in (*CHAINS, *SLIDING)}
 """Chains whose modules all read the text as the first one does."""
 TOLERANCE = {"atol": 1e-5, "rtol": 0}
 FIRST_ROW_EMBEDDING = Convention(recycle="after_final_norm", zero_first_embedding=True)

@@ -94,9 +94,10 @@ def test_keys_are_counted_in_the_dtype_that_runs() -> None:
     assert (of_trunk.per_token, of_head.per_token) == (2 * 3 * 32, FP32 * 32)
 
 
-def test_each_module_of_a_chained_head_has_keys_of_its_own() -> None:
+@pytest.mark.parametrize("drafts_only", [False, True])
+def test_each_module_of_a_chained_head_has_keys_of_its_own(drafts_only: bool) -> None:
     trunk = tiny_trunk("glm4_moe")
-    assert kept(trunk, chained_head(trunk, 3))[1] == Kept(3 * FP32 * 32, 0)
+    assert kept(trunk, chained_head(trunk, 3, drafts_only=drafts_only))[1] == Kept(3 * FP32 * 32, 0)
 
 
 def test_weights_of_a_head_are_counted_as_by_hand_and_turned_into_context() -> None:
