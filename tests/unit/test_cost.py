@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from torch import Size
 
+from mtp_train.commands.check import check
 from mtp_train.train.cost import Sizes, active_weights, estimate_cost, key_weights
 from mtp_train.train.plan import make_plan
-from runs import tiny_recipe
+from runs import tiny_recipe, write_inputs
+from tiny import ALL_FAMILIES
 
 SIZES = Sizes(trunk=100, head=10, head_keys=0, lm_head=1000, head_stored=12, state=8, head_trained=11)
 
@@ -63,6 +65,19 @@ def test_modules_that_read_the_text_themselves_make_its_keys_once_for_every_dept
     cost = estimate_cost(recipe, plan, replace(SIZES, head_keys=4))
     # Module 2 reads the text, module 3 the text and the first drafts.
     assert cost.head_flops == 6 * (3 * 10 + 3 * 4) * plan.total_tokens
+
+
+@pytest.mark.skipif("step3p7" not in ALL_FAMILIES, reason="this transformers has no Step-3.7")
+def test_the_plan_counts_what_modules_read_as_llama_cpp_has_them_do(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "in", "step3p7")
+    flops = {}
+    for convention in ("auto", "llama.cpp"):
+        recipe = tiny_recipe(inputs, tmp_path / "run", head__convention=convention, head__num_depths=3)
+        result = check(recipe, 1)
+        flops[convention] = result.cost.head_flops // result.plan.total_tokens
+    projected = 32 * 64 + 32 * (64 + 16 + 16) + 4 * 32
+    after = 64 * 32 + 3 * 48 * 32
+    assert flops == {"auto": 6 * 3 * (projected + after), "llama.cpp": 6 * 3 * (2 * projected + after)}
 
 
 def test_cross_entropy_on_given_text_needs_no_teacher_and_no_answers(tmp_path: Path) -> None:
