@@ -83,7 +83,7 @@ class HeadSection:
     """LoRA on the head; null trains all of its weights."""
     convention: Literal["auto", "vllm", "sglang", "llama.cpp"] = "auto"
     """The engine whose reading of the head counts, where engines differ; `auto` takes the family's usual one. With
-    `llama.cpp` all modules of Step-3.5 and MiMo-V2-Flash read the text as the first one does, as they are served there."""
+    `llama.cpp`, all modules of Step-3.5 and MiMo-V2-Flash read the text as the first one does, as in that engine."""
     draft_vocab: Count | None = None
     """How many tokens may be drafted: the most frequent ones of the training text; null drafts from all. A smaller
     output matrix drafts faster and misses rare tokens. For the built-in decoder, and of kind `eagle3` for engines too;

@@ -20,8 +20,9 @@ class Convention:
     """Of a head with several modules: depth k uses module k (``each``), or every depth the first one."""
     prefix: Literal["chained", "trunk"] = "chained"
     """What rows over the text read in a module after the first. ``chained``: what the module before it says of the row,
-    beside the token after the one which that read. ``trunk``: the trunk's state and the next token, as in the first
-    module; from the last of them on, drafted rows chain."""
+    and one token further on. ``trunk``: what the first module's rows read, the trunk's state and the next token; only
+    drafted rows chain. A prompt then takes every module no further than its keys and values, where a chain runs all but
+    the last in full; training takes more passes, see ``heads.step.unroll``."""
     position_offset: int = 0
     """Added to every position that the head's rotary embedding sees; attention sees only differences."""
     centred: bool = False
