@@ -18,7 +18,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from mtp_train.families.key_blocks import BLOCK_CACHE_LAYER, UnrolledBlocks
 from mtp_train.families.relative import CONVOLVED_CACHE_LAYERS, UnrolledRows
 from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_distances, unroll_mask
+from mtp_train.heads.flex import Attention, SeenRows, flex_masks
 from mtp_train.heads.module import MtpHead
+
+Mask = Tensor | SeenRows
 
 
 class StepOutput(NamedTuple):
@@ -41,7 +44,7 @@ def mtp_step(
     *,
     depth: int,
     positions_BT: Tensor,
-    mask_BTS: Tensor | None,
+    mask_BTS: Mask | None,
     cache: Cache | None,
 ) -> StepOutput:
     """Run one depth of the head.
@@ -54,6 +57,7 @@ def mtp_step(
         positions_BT: int, row t of depth k stands at position t+k-1.
         mask_BTS: bool, True where a row sees a key; None is plain causal attention (a single row sees every key). For a
             family with ``masks_of_distances`` and a cache: int64, how far away each key is, -1 where it is not seen.
+            Of an unroll by flex_attention the rows seen.
         cache: Keys and values of earlier rows; the new ones are appended. None for a first and only depth.
 
     Returns:
@@ -67,7 +71,7 @@ def mtp_step(
     block_BTD = module.layer(
         fused_BTD,
         position_embeddings=_position_embeddings(head, depth, fused_BTD, positions_BT),
-        attention_mask=None if mask_BTS is None else mask_BTS[:, None],
+        attention_mask=mask_BTS[:, None] if isinstance(mask_BTS, Tensor) else mask_BTS,
         position_ids=positions_BT,
         past_key_values=cache,
     )
@@ -130,6 +134,7 @@ def unroll(
     document_BT: Tensor,
     apart: bool = False,
     recompute: bool = False,
+    attention: Attention = "dense",
 ) -> list[Tensor]:
     """Draft ``num_depths`` tokens from every row at once, with each depth seeing exactly what it sees in decoding.
 
@@ -150,26 +155,25 @@ def unroll(
         document_BT: int, document number, ``PADDING_DOCUMENT`` on padding.
         apart: See above; changes nothing in a chain, whose modules see their own rows anyway.
         recompute: Keep no activations of a depth but its results and its keys; the backward pass runs it again.
+        attention: With a mask of all rows and keys, or without one (``heads/flex.py``), for heads that can.
 
     Returns:
         K tensors (B, T, D): the state for the logits of depth k at each start row.
     """
     hidden_BTD = head.read(hidden_BTD)
-    prefix_BTT = prefix_mask(document_BT)
+    masks = flex_masks(document_BT) if attention == "flex" else _dense_masks(head, document_BT)
     apart = apart and head.unroll == "recursive"
-    cache = _unsliding_cache(head.config, positions_BT)
     outputs: list[Tensor] = []
     for depth in range(1, num_depths + 1):
-        if apart:
+        if apart or depth == 1:
             cache = _unsliding_cache(head.config, positions_BT)
         seen_depths = depth if head.unroll == "recursive" and not apart else 1
-        mask_BTS = unroll_mask(prefix_BTT, seen_depths, head.sliding_window(depth))
         run = partial(
             mtp_step,
             head,
             depth=depth,
             positions_BT=positions_BT if apart else positions_BT + (depth - 1),
-            mask_BTS=unroll_distances(mask_BTS, seen_depths) if head.family.masks_of_distances else mask_BTS,
+            mask_BTS=masks(seen_depths, head.sliding_window(depth)),
         )
         embed_BTD = embed(input_tokens(tokens_BT, depth))
         if recompute:
@@ -179,6 +183,16 @@ def unroll(
         hidden_BTD = step.recycled_BTD
         outputs.append(step.logit_hidden_BTD)
     return outputs
+
+
+def _dense_masks(head: MtpHead, document_BT: Tensor) -> Callable[[int, int | None], Tensor]:
+    prefix_BTT = prefix_mask(document_BT)
+
+    def mask(depth: int, sliding_window: int | None) -> Tensor:
+        mask_BTS = unroll_mask(prefix_BTT, depth, sliding_window)
+        return unroll_distances(mask_BTS, depth) if head.family.masks_of_distances else mask_BTS
+
+    return mask
 
 
 def _rerunnable(run: Callable[..., StepOutput], cache: Cache) -> Callable[[Tensor, Tensor], StepOutput]:
