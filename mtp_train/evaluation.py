@@ -149,7 +149,7 @@ def measure(
     batches = dense_batches(recipe, inputs, runs[PLAIN].outputs, trunk)
     dense: dict[str, DenseMetrics] = {}
     for arm, maker in progress.track(drafting.items(), description="teacher-forced metrics"):
-        dense[arm] = dense_metrics(trunk, maker.head, batches, draft_depth(recipe))
+        dense[arm] = dense_metrics(trunk, maker.head, batches, draft_depth(recipe), recipe.train.attention)
         # The trunk's entropy is the same with any head, and the plain arm has none to measure it with.
         dense[PLAIN] = DenseMetrics([], [], dense[arm].target_entropy, [])
     return runs, dense

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from rich.progress import Progress
+from transformers import PretrainedConfig
 
 from mtp_train.data.mixture import mix
 from mtp_train.data.prompts import Prompt, build_prompts, choose_prompts, continuation_prompts
@@ -22,9 +23,10 @@ from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.demo import resolve
 from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.exporting import require_exportable
-from mtp_train.families import Convention
+from mtp_train.families import Convention, Family
 from mtp_train.heads.attach import HeadPlan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
+from mtp_train.heads.flex import why_dense
 from mtp_train.heads.fresh import fresh_plan
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.offload import require_offload
@@ -110,13 +112,14 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     head_plan = plan_head(recipe, finetune, base)
     convention = head_plan.family.convention(head_plan.convention)
     require_unroll(recipe, convention, head_plan.num_modules)
+    text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
+    require_attention(recipe, head_plan.family, text_config, head_plan.num_modules)
     for checkpoint in [finetune] if base is None or "vanilla" not in recipe.evaluate.arms else [finetune, base]:
         if recipe.model.quantization is not None:
             require_quantizable(recipe.model.quantization, checkpoint.config, where=checkpoint.path)
             require_bitsandbytes(recipe.model.quantization)
         if recipe.model.offload is not None:
             require_offload(recipe.model.offload, world_size, checkpoint.config, where=checkpoint.path)
-    text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
     if recipe.head.lora is not None:
         require_lora_targets(recipe.head.lora, head_plan.family, text_config, head_plan.num_modules, convention)
     require_arms(recipe, finetune)
@@ -175,6 +178,24 @@ def require_unroll(recipe: Recipe, convention: Convention, num_modules: int) -> 
             [
                 f"objective.unroll: 'fastmtp' with a head of {num_modules} chained modules, whose depths see rows "
                 "of their own anyway; expected exact. Write objective.unroll: exact."
+            ]
+        )
+
+
+def require_attention(recipe: Recipe, family: Family, text_config: PretrainedConfig, num_modules: int) -> None:
+    """Check that the head can be unrolled without masks where the recipe says so.
+
+    Raises:
+        RecipeError: It cannot.
+    """
+    if recipe.train.attention == "dense":
+        return
+    reason = why_dense(family, family.head_layer_config(text_config, num_modules))
+    if reason is not None:
+        raise RecipeError(
+            [
+                f"train.attention: 'flex' with a head of {family.title}, {reason}; expected dense. Write "
+                "train.attention: dense."
             ]
         )
 

@@ -18,6 +18,7 @@ from rich.progress import Progress
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError
 from mtp_train.evaluation import evaluate_run
 from mtp_train.exporting import write_export
+from mtp_train.heads.flex import require_flex_device
 from mtp_train.inputs import gather_inputs
 from mtp_train.memory import memory_is_named
 from mtp_train.model_card import write_card
@@ -67,6 +68,7 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     stage = Stage()
     try:
         accelerator = make_accelerator()
+        require_flex_device(recipe.train.attention, accelerator.device)
         quiet = not console.is_terminal or not accelerator.is_main_process
         progress_bars = Progress(console=console, disable=quiet, transient=True)
         named = memory_is_named(recipe, lambda: stage.name)

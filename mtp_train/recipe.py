@@ -244,6 +244,9 @@ class TrainSection:
     """The learning rate after the warm-up: down to 0 along a cosine, or level."""
     gradient_checkpointing: bool = False
     """Keep less of the head's forward pass and run it a second time instead: less memory, slower steps."""
+    attention: Literal["dense", "flex"] = "dense"
+    """How the head's rows see one another: by masks of all rows and keys, whose memory grows with the square of
+    `data.seq_len_tokens`; or by torch's flex_attention, without them, on GPUs. The results are the same."""
     hidden_cache: HiddenCacheSpec | None = None
     """Keep the trunk's hidden states on disk; null runs the trunk in every step. Pays from the second epoch on."""
     select: SelectSpec | None = None

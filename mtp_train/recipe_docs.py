@@ -71,6 +71,9 @@ processes. `mtp-train check RECIPE --processes N` estimates what a process holds
 - Small card? `'head.lora={r: 16}'` trains low-rank matrices instead of the head's weights and exports them merged;
   `model.quantization=4bit` or `8bit` (`pip install bitsandbytes`) packs the trunk, whose own bytes are exported;
   `model.offload: cpu` or `disk` brings the trunk's layers to the card one at a time: any trunk fits, every step waits.
+- Long sequences on a GPU? `train.attention=flex` does without masks of all rows and keys, of which `mtp-train check`
+  says what they take, and compiles a kernel in its first step. It was tested on the CPU alone: measure before you rely
+  on it. `check` names heads that need `dense`: they choose their keys, see distances, drop attention out, are too wide.
 - Out of memory? The error names the setting to change: `train.micro_batch_sequences`, `train.gradient_checkpointing`...
 - Whatever ends a run - a kill, SIGTERM from a scheduler, a full disk, a loss that is not finite - the last saved state
   is whole, and the same command goes on from it.

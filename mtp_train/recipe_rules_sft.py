@@ -26,6 +26,7 @@ _WITHOUT_MEANING: dict[str, tuple[Any, str]] = {
     "objective.on_policy": (False, "a head beside the trunk reads the text that the trunk reads"),
     "objective.vocab": ("all", "the head drafts from all tokens"),
     "objective.rows": ("torch", "a head beside the trunk learns from rows in torch"),
+    "train.attention": ("dense", "a head beside the trunk is unrolled with masks"),
     "train.hidden_cache": (None, "the trunk's states change with every step"),
     "train.select": (None, "the last checkpoint is taken"),
     "gate.baseline": ("auto", "the head beside the trunk is compared with the one that it started from"),

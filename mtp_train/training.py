@@ -111,6 +111,7 @@ def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torc
         on_policy=recipe.objective.on_policy,
         apart=recipe.objective.unroll == "fastmtp",
         recompute=recipe.train.gradient_checkpointing,
+        attention=recipe.train.attention,
         draft_vocab=draft_vocab if recipe.objective.vocab == "draft" else None,
         rows_in=recipe.objective.rows,
         compute_dtype=torch.bfloat16 if recipe.train.precision == "bf16" else None,

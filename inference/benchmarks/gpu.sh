@@ -54,6 +54,7 @@ part_rollback() {
 part_training() {
     train 9b --shape 9b
     train 9b-triton --shape 9b --rows triton
+    train 9b-flex --shape 9b --attention flex
     train demo --model demo:base
 }
 

@@ -8,6 +8,8 @@
 hidden states are known (``train.hidden_cache``). The floor is what the matrix products of a step would take at the rate
 at which the trunk alone gets through its own; attention counts on neither side. Times are medians.
 
+``--attention flex`` unrolls the head as ``train.attention: flex`` does, on a GPU; what compiles it is not timed.
+
 The memory of the loss is what its tensors take at most, beside the states it is given and the gradient it returns:
 ours, a chunk of rows at a time, and that of the same loss with all logits at once, counted without computing it.
 
@@ -36,10 +38,11 @@ from mtp_inference.bench.clock import now
 from mtp_inference.bench.memory import PeakMemory
 from mtp_inference.bench.subject import SHAPES, Subject, checkpoint_subject, shape_subject
 from mtp_train.demo import resolve
+from mtp_train.heads.flex import Attention, require_flex_device
 from mtp_train.heads.isolate import isolated_hidden
 from mtp_train.losses import CHUNK_ROWS, RowsIn, frozen_head_loss, row_work
 from mtp_train.train.cost import active_weights
-from mtp_train.train.module import Batch, HeadTraining, aligned_rows
+from mtp_train.train.module import AlignedRows, Batch, HeadTraining, aligned_rows
 
 GIB = 1 << 30
 
@@ -64,10 +67,18 @@ class Bench(NamedTuple):
         with self.autocast():
             isolated_hidden(self.module.trunk, self.batch.tokens_BT, self.batch.document_BT)
 
-    def head(self) -> None:
+    def head(self) -> AlignedRows:
         """Unroll the head, forward only, but keep what a backward pass would need."""
+        module = self.module
         with self.autocast():
-            aligned_rows(self.module.trunk, self.module.head, self.batch, self.depths, hidden_BTD=self.hidden_BTD)
+            return aligned_rows(
+                module.trunk,
+                module.head,
+                self.batch,
+                self.depths,
+                hidden_BTD=self.hidden_BTD,
+                attention=module.attention,
+            )
 
     def forward(self) -> Tensor:
         """Head and loss, whose gradient is formed in its forward pass."""
@@ -96,7 +107,14 @@ class Bench(NamedTuple):
 
 
 def make_bench(
-    subject: Subject, num_tokens: int, seq_len: int, num_depths: int, *, amp: bool, rows_in: RowsIn = "torch"
+    subject: Subject,
+    num_tokens: int,
+    seq_len: int,
+    num_depths: int,
+    *,
+    amp: bool,
+    rows_in: RowsIn = "torch",
+    attention: Attention = "dense",
 ) -> Bench:
     """Build module, optimiser and a batch of random tokens: full rows, a document each."""
     trunk, head = subject.trunk, subject.head
@@ -111,8 +129,15 @@ def make_bench(
         torch.zeros(shape, dtype=torch.long, device=device),
         torch.ones(shape, dtype=torch.bool, device=device),
     )
-    head.float().requires_grad_(True)
-    module = HeadTraining(trunk, head, num_depths=num_depths, kind="kl", temperature=1.0, rows_in=rows_in)
+    module = HeadTraining(
+        trunk,
+        head.float().requires_grad_(True),
+        num_depths=num_depths,
+        kind="kl",
+        temperature=1.0,
+        rows_in=rows_in,
+        attention=attention,
+    )
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6)
     with torch.autocast(device.type, torch.bfloat16, enabled=amp):
@@ -188,8 +213,8 @@ def products(bench: Bench) -> dict[str, int]:
 def loss_memory(bench: Bench) -> dict[str, int]:
     """Return the peak bytes of the loss, ours and with all logits at once."""
     module = bench.module
-    with torch.no_grad(), bench.autocast():
-        rows = aligned_rows(module.trunk, module.head, bench.batch, bench.depths, hidden_BTD=bench.hidden_BTD)
+    with torch.no_grad():
+        rows = bench.head()
     student_KND = rows.student_KND.detach().requires_grad_(True)
     weight_KN = rows.valid_KN.float()
     given = [student_KND, rows.teacher_ND, module.trunk.lm_head_VD, rows.targets_N, weight_KN]
@@ -252,6 +277,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--depths", type=int, default=3)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--rows", choices=get_args(RowsIn), default="torch", help="what makes losses of logits")
+    parser.add_argument("--attention", choices=("dense", "flex"), default="dense")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
     if options.tokens < options.seq_len or options.tokens % options.seq_len:
@@ -263,12 +289,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table and, last, everything as one line of JSON."""
     options = _parse(arguments)
     device = options.device
+    require_flex_device(options.attention, device)
     if options.shape:
         subject = shape_subject(options.shape, dtype=None, device=device, seed=0)
     else:
         subject = checkpoint_subject(resolve(options.model), None, adapter=None, dtype=None, device=device, drafts=True)
     bench = make_bench(
-        subject, options.tokens, options.seq_len, options.depths, amp=options.precision == "bf16", rows_in=options.rows
+        subject,
+        options.tokens,
+        options.seq_len,
+        options.depths,
+        amp=options.precision == "bf16",
+        rows_in=options.rows,
+        attention=options.attention,
     )
     found = measure(bench, options.repeats)
     for name, seconds in found["seconds"].items():

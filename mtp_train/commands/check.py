@@ -18,7 +18,7 @@ from mtp_train.heads.module import unroll_of
 from mtp_train.heads.offload import require_offload
 from mtp_train.heads.quantization import require_quantizable
 from mtp_train.heads.trunk import Trunk, empty_trunk, trunk_config
-from mtp_train.inputs import require_draft_vocab, require_rows, require_unroll
+from mtp_train.inputs import require_attention, require_draft_vocab, require_rows, require_unroll
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe
 from mtp_train.sft.cost import tuning_cost, tuning_footprint
@@ -128,6 +128,7 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
         require_trunk_layers(recipe.head.kind, raw_text_config(raw), where=str(path))
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
+    require_attention(recipe, head_family, text_config, num_modules)
     require_draft_vocab(recipe, text_config.vocab_size)
     if recipe.sft is not None:
         require_trainable(family, raw, where=path)

@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from mtp_train.heads.flex import SeenRows, attend_to_seen
+
 HEAD_ATTENTION = "mtp_masked"
 
 
@@ -110,5 +112,20 @@ def _causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)[None, None]
 
 
-AttentionInterface.register(HEAD_ATTENTION, masked_attention)
+def head_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | SeenRows | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend as :func:`masked_attention`, or to the rows seen in an unroll without masks."""
+    if not isinstance(attention_mask, SeenRows):
+        return masked_attention(module, query, key, value, attention_mask, **options)
+    scaling, softcap, sinks_H = float(options["scaling"]), options.get("softcap"), options.get("s_aux")
+    return attend_to_seen(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks_H=sinks_H), None
+
+
+AttentionInterface.register(HEAD_ATTENTION, head_attention)
 AttentionMaskInterface.register(HEAD_ATTENTION, sdpa_mask)

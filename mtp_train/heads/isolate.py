@@ -2,8 +2,9 @@
 
 Attention masks isolate documents only in attention layers. A Gated DeltaNet layer and its convolution carry state along
 the row, and transformers' torch fallbacks ignore the sequence boundaries that the CUDA kernels take: documents would
-leak into each other silently. So each document gets a row of its own here, padded on the right (no state flows left),
-and its hidden states are put back where its tokens were.
+leak into each other silently. So each document gets a row of its own here, padded on the right, and its hidden states
+are put back where its tokens were. No layer looks ahead, so that padding needs no mask: one would be as large as the
+square of a row, and keep GPUs from their fastest attention.
 
 Shapes: B packed rows, T tokens, N documents of a group, L padded length, D hidden.
 """
@@ -71,12 +72,9 @@ def isolated_hidden(trunk: Trunk, tokens_BT: Tensor, document_BT: Tensor, max_to
         for group in groups:
             longest = group[0].length
             rows_NL = tokens_BT.new_zeros(len(group), longest)
-            mask_NL = tokens_BT.new_zeros(len(group), longest)
             for index, (row, start, length) in enumerate(group):
                 rows_NL[index, :length] = tokens_BT[row, start : start + length]
-                mask_NL[index, :length] = 1
-            padded = any(segment.length != longest for segment in group)
-            hidden_NLD = trunk.hidden(rows_NL, mask_BT=mask_NL if padded else None)
+            hidden_NLD = trunk.hidden(rows_NL)
             if hidden_BTD is None:
                 hidden_BTD = hidden_NLD.new_zeros(*tokens_BT.shape, hidden_NLD.shape[-1])
             for index, (row, start, length) in enumerate(group):

@@ -19,7 +19,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from mtp_train.families.key_blocks import BLOCK_CACHE_LAYER, UnrolledBlocks
 from mtp_train.families.relative import CONVOLVED_CACHE_LAYERS, UnrolledRows
 from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_distances, unroll_mask
+from mtp_train.heads.flex import Attention, SeenRows, flex_masks
 from mtp_train.heads.module import MtpHead
+
+Mask = Tensor | SeenRows
+_Masks = Callable[[int, int | None], Mask]
+"""From how many depths' rows are seen, and a sliding window, to what says which."""
 
 
 class StepOutput(NamedTuple):
@@ -42,7 +47,7 @@ def mtp_step(
     *,
     depth: int,
     positions_BT: Tensor,
-    mask_BTS: Tensor | None,
+    mask_BTS: Mask | None,
     cache: Cache | None,
 ) -> StepOutput:
     """Run one depth of the head.
@@ -55,6 +60,7 @@ def mtp_step(
         positions_BT: int, row t of depth k stands at position t+k-1.
         mask_BTS: bool, True where a row sees a key; None is plain causal attention (a single row sees every key). For a
             family with ``masks_of_distances`` and a cache: int64, how far away each key is, -1 where it is not seen.
+            Of an unroll by flex_attention the rows seen.
         cache: Keys and values of earlier rows; the new ones are appended. None for a first and only depth.
 
     Returns:
@@ -68,7 +74,7 @@ def mtp_step(
     block_BTD = module.layer(
         fused_BTD,
         position_embeddings=_position_embeddings(head, depth, fused_BTD, positions_BT),
-        attention_mask=None if mask_BTS is None else mask_BTS[:, None],
+        attention_mask=mask_BTS[:, None] if isinstance(mask_BTS, Tensor) else mask_BTS,
         position_ids=positions_BT,
         past_key_values=cache,
     )
@@ -131,6 +137,7 @@ def unroll(
     document_BT: Tensor,
     apart: bool = False,
     recompute: bool = False,
+    attention: Attention = "dense",
 ) -> list[Tensor]:
     """Draft ``num_depths`` tokens from every row at once, with each depth seeing exactly what it sees in decoding.
 
@@ -154,25 +161,25 @@ def unroll(
         document_BT: int, document number, ``PADDING_DOCUMENT`` on padding.
         apart: See above; changes nothing in a chain, whose modules see their own rows anyway.
         recompute: Keep no activations of a depth but its results and its keys; the backward pass runs it again.
+        attention: With a mask of all rows and keys, or without one (``heads/flex.py``), for heads that can.
 
     Returns:
         K tensors (B, T, D): the state for the logits of depth k at each start row.
     """
     hidden_BTD = head.read(hidden_BTD)
-    prefix_BTT = prefix_mask(document_BT)
+    masks = flex_masks(document_BT) if attention == "flex" else _dense_masks(head, document_BT)
     apart = apart and head.unroll == "recursive"
-    cache = _unsliding_cache(head.config, positions_BT)
     inputs: list[_Inputs] = []
     outputs: list[Tensor] = []
     for depth in range(1, num_depths + 1):
-        if apart:
+        if apart or depth == 1:
             cache = _unsliding_cache(head.config, positions_BT)
         alone = apart or head.unroll in ("chained", "parallel")
         embed_BTD = embed(input_tokens(tokens_BT, depth))
         read_BT = positions_BT if apart else positions_BT + (depth - 1)
         inputs.append(_Inputs(hidden_BTD, embed_BTD, read_BT, 1 if alone else depth))
         unread = inputs[0 if head.unroll == "chained_drafts" else -1 :]
-        run = partial(_run_depth, head, depth, prefix_BTT)
+        run = partial(_run_depth, head, depth, masks)
         step = checkpoint(_rerunnable(run, cache), unread, use_reentrant=False) if recompute else run(unread, cache)
         hidden_BTD = step.recycled_BTD
         outputs.append(step.logit_hidden_BTD)
@@ -189,18 +196,27 @@ class _Inputs(NamedTuple):
     """Of how many depths they see rows, their own included."""
 
 
-def _run_depth(head: MtpHead, depth: int, prefix_BTT: Tensor, unread: Sequence[_Inputs], cache: Cache) -> StepOutput:
+def _dense_masks(head: MtpHead, document_BT: Tensor) -> _Masks:
+    prefix_BTT = prefix_mask(document_BT)
+
+    def mask(seen_depths: int, sliding_window: int | None) -> Tensor:
+        mask_BTS = unroll_mask(prefix_BTT, seen_depths, sliding_window)
+        return unroll_distances(mask_BTS, seen_depths) if head.family.masks_of_distances else mask_BTS
+
+    return mask
+
+
+def _run_depth(head: MtpHead, depth: int, masks: _Masks, unread: Sequence[_Inputs], cache: Cache) -> StepOutput:
     """Run the module of a depth over rows that it has not read yet; return what it makes of the last ones."""
 
     def run(rows: _Inputs) -> StepOutput:
-        mask_BTS = unroll_mask(prefix_BTT, rows.seen_depths, head.sliding_window(depth))
         return mtp_step(
             head,
             rows.hidden_BTD,
             rows.embed_BTD,
             depth=depth,
             positions_BT=rows.positions_BT,
-            mask_BTS=unroll_distances(mask_BTS, rows.seen_depths) if head.family.masks_of_distances else mask_BTS,
+            mask_BTS=masks(rows.seen_depths, head.sliding_window(depth)),
             cache=cache,
         )
 

@@ -147,19 +147,16 @@ class Trunk(nn.Module):
         embedded: Tensor = self.causal_lm.get_input_embeddings()(tokens_BT)
         return embedded
 
-    def hidden(self, tokens_BT: Tensor, *, mask_BT: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, *, cache: Cache | None = None) -> Tensor:
         """Return the last hidden state, which :meth:`logits` and :meth:`head_input` read. Shape (B, T, D).
 
         Of a trunk with streams D is the width of all of them; states of shown layers are behind it.
 
         Args:
             tokens_BT: int tokens.
-            mask_BT: 1 on tokens, 0 on right padding; None where there is none.
             cache: Earlier tokens' state; updated in place.
         """
-        output = self.decoder(
-            input_ids=tokens_BT, attention_mask=mask_BT, past_key_values=cache, use_cache=cache is not None
-        )
+        output = self.decoder(input_ids=tokens_BT, past_key_values=cache, use_cache=cache is not None)
         return self.last_state(output)
 
     def window_hidden(

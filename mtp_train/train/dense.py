@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtp_train.heads.flex import Attention
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from mtp_train.train.dense_sums import DenseSums, dense_sums
@@ -51,11 +52,13 @@ class DenseMetrics:
 
 
 @torch.inference_mode()
-def dense_metrics(trunk: Trunk, head: MtpHead, batches: Iterable[Batch], num_depths: int) -> DenseMetrics:
-    """Measure a head on packed text."""
+def dense_metrics(
+    trunk: Trunk, head: MtpHead, batches: Iterable[Batch], num_depths: int, attention: Attention = "dense"
+) -> DenseMetrics:
+    """Measure a head on packed text, unrolled with that attention (``heads.step.unroll``)."""
     total: DenseSums | None = None
     for batch in batches:
-        found = dense_sums(aligned_rows(trunk, head, batch, num_depths), trunk, head)
+        found = dense_sums(aligned_rows(trunk, head, batch, num_depths, attention=attention), trunk, head)
         total = found if total is None else total.plus(found)
     if total is None:
         return DenseMetrics([], [], None, [])

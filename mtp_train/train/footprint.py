@@ -65,6 +65,8 @@ def estimate_footprint(
     # The backward pass needs about 30 hidden-sized states per row and depth, of which all but two and the keys and
     # values can be made again, depth by depth.
     states = 30 + 4 * depths if recipe.train.gradient_checkpointing else 30 * depths
+    # A number for each row and key of each depth.
+    masks = 0 if recipe.train.attention == "flex" else rows * plan.seq_len_tokens * depths * (depths + 1) // 2
     on_device, offloaded = trunk_bytes(trunk.causal_lm, recipe.model.quantization, trunk_itemsize), 0
     if recipe.model.offload is not None:
         layers = _layer_bytes(trunk, trunk_itemsize)
@@ -78,8 +80,7 @@ def estimate_footprint(
         head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
         # Teacher, student, gradient and one temporary of a chunk, in fp32.
         loss_bytes=CHUNK_ROWS * vocab * 4 * 4,
-        # With the unroll's masks.
-        activation_bytes=rows * hidden * 4 * states + rows * plan.seq_len_tokens * depths * (depths + 1) // 2,
+        activation_bytes=rows * hidden * 4 * states + masks,
         offloaded_bytes=offloaded,
     )
 

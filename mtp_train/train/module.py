@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_train.heads.alignment import shift_left, valid_targets
+from mtp_train.heads.flex import Attention
 from mtp_train.heads.isolate import isolated_hidden
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
@@ -46,6 +47,7 @@ def aligned_rows(
     hidden_BTD: Tensor | None = None,
     apart: bool = False,
     recompute: bool = False,
+    attention: Attention = "dense",
 ) -> AlignedRows:
     """Run trunk and head over packed rows and line the depths up by target row.
 
@@ -57,6 +59,7 @@ def aligned_rows(
         hidden_BTD: What the trunk makes of them where that is known, zeros on padding.
         apart: See :func:`mtp_train.heads.step.unroll`.
         recompute: Likewise.
+        attention: Likewise.
     """
     trunk.show_layers(head.trunk_layers)
     if hidden_BTD is None:
@@ -71,6 +74,7 @@ def aligned_rows(
         document_BT=batch.document_BT,
         apart=apart,
         recompute=recompute,
+        attention=attention,
     )
     valid = [valid_targets(batch.document_BT, batch.loss_mask_BT, depth + 1) for depth in range(num_depths)]
     return AlignedRows(
@@ -93,6 +97,7 @@ class HeadTraining(nn.Module):
         on_policy: Leave out what comes after a wrong draft (``losses.survivors``).
         apart: Depths see rows of their own depth only (``heads.step.unroll``).
         recompute: Spend a second forward pass of the head instead of memory (``heads.step.unroll``).
+        attention: How depths see one another without or with masks (``heads.step.unroll``).
         draft_vocab: int, shape (R,), ascending: p and q are distributions over these tokens alone, and no other token
             may be a target. None for all.
         rows_in: What makes losses and gradients of logits (``losses.row_work``).
@@ -110,6 +115,7 @@ class HeadTraining(nn.Module):
         on_policy: bool = False,
         apart: bool = False,
         recompute: bool = False,
+        attention: Attention = "dense",
         draft_vocab: Tensor | None = None,
         rows_in: RowsIn = "torch",
         compute_dtype: torch.dtype | None = None,
@@ -129,6 +135,7 @@ class HeadTraining(nn.Module):
         self.rows_in = rows_in
         self.apart = apart
         self.recompute = recompute
+        self.attention = attention
         self.compute_dtype = compute_dtype
         self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
 
@@ -179,6 +186,7 @@ class HeadTraining(nn.Module):
                 hidden_BTD=hidden_BTD,
                 apart=self.apart,
                 recompute=self.recompute,
+                attention=self.attention,
             )
             if measures:
                 return dense_sums(rows, self.trunk, self.head)

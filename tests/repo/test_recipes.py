@@ -93,7 +93,7 @@ def test_reference_is_in_step_with_the_definitions() -> None:
 
 def test_overrides_shown_in_the_readme_load() -> None:
     shown = re.findall(r"`'?([a-z_.0-9]+=[^`']+)'?`", README.read_text(encoding="utf-8"))
-    assert len(shown) == 7
+    assert len(shown) == 8
     load_recipe(ROOT / "recipes" / "retrain_head.yaml", shown)
 
 

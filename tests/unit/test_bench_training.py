@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from benchmarks.training import Bench, all_logits_kl, loss_memory, main, make_bench
+from flex_on_cpu import flex_on_cpu
 from mtp_inference.bench.memory import PeakMemory
 from mtp_inference.bench.subject import shape_subject
+from mtp_train.heads.flex import Attention
 from mtp_train.heads.trunk import Trunk
 from mtp_train.losses import frozen_head_loss
 from mtp_train.train.module import aligned_rows
 
 
-def bench() -> Bench:
+def bench(attention: Attention = "dense") -> Bench:
     subject = shape_subject("tiny-qwen", dtype=None, device=torch.device("cpu"), seed=0)
-    return make_bench(subject, 1024, 128, 2, amp=False)
+    return make_bench(subject, 1024, 128, 2, amp=False, attention=attention)
 
 
 def test_a_step_moves_the_head_and_the_one_with_states_at_hand_does_the_same() -> None:
@@ -31,6 +33,14 @@ def test_a_step_moves_the_head_and_the_one_with_states_at_hand_does_the_same() -
     assert max(float(change.abs().max()) for change in steps[0].values()) > 0
     for key, change in steps[0].items():
         torch.testing.assert_close(steps[1][key], change, atol=3e-7, rtol=0)
+
+
+def test_the_head_is_unrolled_as_it_is_trained() -> None:
+    expected = bench().head().student_KND
+    with flex_on_cpu() as counter:
+        found = bench("flex").head().student_KND
+        assert counter.frame_count == 1
+    torch.testing.assert_close(found, expected)
 
 
 def test_states_at_hand_spare_the_trunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def problems(*overrides: str) -> list[str]:
             "objective.rows=triton",
             "objective.rows: 'triton' with sft: a head beside the trunk learns from rows in torch",
         ),
+        ("train.attention=flex", "train.attention: 'flex' with sft: a head beside the trunk is unrolled with masks"),
         ("train.hidden_cache={}", "train.hidden_cache: its defaults with sft: the trunk's states change"),
         ("train.select={}", "train.select: its defaults with sft: the last checkpoint is taken; expected null."),
         ("gate.baseline=none", "gate.baseline: 'none' with sft"),

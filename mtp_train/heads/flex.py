@@ -1,0 +1,215 @@
+"""Attention of the unroll by torch's flex_attention (arXiv:2412.05496), without a mask of all rows and keys.
+
+The keys of depth k of a recursive unroll are the rows of depth 1, then those of depth 2, and so on. Of depth 1 a row
+sees an interval that ends with itself, of the later depths its own start's rows alone. So flex_attention attends to
+depth 1, with a mask by blocks, the same at every depth, and tells the log-sum-exp of its scores; the few scores of a
+start's own rows are worked out elementwise and joined to it, as parts of an online softmax are (arXiv:1805.02867).
+Nothing here is of the size of rows x keys.
+
+torch compiles it into a kernel for GPUs, once for all depths. No GPU has run it yet: what is tested, on a CPU, is what
+the compiler traces, forward and backward, against dense masks. Speed and memory on a GPU are not measured.
+
+Shapes: B rows, T tokens, N blocks of queries, M blocks of keys, R rows of a block, H heads, J key heads, G heads that
+share one, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from transformers import PretrainedConfig
+
+from mtp_train.errors import RecipeError
+from mtp_train.families import Family
+from mtp_train.heads.alignment import PADDING_DOCUMENT
+
+Attention = Literal["dense", "flex"]
+
+BLOCK = 128
+"""Rows of a block, torch's own default: its kernels cut them further as they like."""
+_DEVICES = ("cuda", "xpu")
+# At 512 the kernel that torch 2.11 makes wants 256 KiB of the 227 that a block has to itself on an H100.
+_MOST_WIDTH = 256
+
+
+class SeenRows(NamedTuple):
+    """What a row of the unroll sees, in the place of a mask."""
+
+    blocks: BlockMask
+    """Of the rows of depth 1."""
+    num_own: int
+    """How many of its own start's last rows, itself included; 0 at depth 1."""
+
+
+def require_flex_device(attention: Attention, device: torch.device) -> None:
+    """Check that what the recipe asks for can be trained on the device.
+
+    Raises:
+        RecipeError: It cannot.
+    """
+    if attention == "flex" and device.type not in _DEVICES:
+        raise RecipeError(
+            [
+                f"train.attention: 'flex' on {device.type}, where torch has no backward pass of flex_attention; "
+                f"expected one of {', '.join(_DEVICES)}. Write train.attention: dense."
+            ]
+        )
+
+
+def why_dense(family: Family, layer_config: PretrainedConfig) -> str | None:
+    """Say why a head's layers need whole masks; None where they do not.
+
+    Args:
+        family: The head's record.
+        layer_config: What its layers are built from.
+    """
+    if family.masks_of_distances:
+        return "whose layers see how far away each key is"
+    if family.classes.frozen is not None:
+        return "whose layers choose the keys that a row sees"
+    config = layer_config.to_dict()
+    width, dropout = config.get("head_dim"), config.get("attention_dropout")
+    if width is not None and width > _MOST_WIDTH:
+        return f"whose heads are {width} wide, too wide for torch's kernel ({_MOST_WIDTH} at most)"
+    return f"whose config drops out weights of its attention (attention_dropout: {dropout})" if dropout else None
+
+
+def flex_masks(document_BT: Tensor) -> Callable[[int, int | None], SeenRows]:
+    """Return what says which rows a depth sees: what ``unroll_mask`` says, from depth and sliding window.
+
+    Rows of padding see themselves alone: nobody reads them, and the kernel is spared their blocks.
+
+    Args:
+        document_BT: int, document numbers, each in one piece; ``PADDING_DOCUMENT`` on padding.
+    """
+    rows_T = torch.arange(document_BT.shape[1], device=document_BT.device)
+    begins_BT = torch.ones_like(document_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
+    alone_BT = begins_BT | (document_BT == PADDING_DOCUMENT)
+    first_BT = torch.where(alone_BT, rows_T, 0).cummax(dim=1).values
+    made: dict[int | None, BlockMask] = {}
+
+    def seen(depth: int, sliding_window: int | None) -> SeenRows:
+        # Row t of the depth stands at position t + depth - 1.
+        back = None if sliding_window is None else sliding_window - depth
+        if back not in made:
+            made[back] = interval_blocks(first_BT if back is None else first_BT.maximum(rows_T - back))
+        return SeenRows(made[back], depth - 1 if sliding_window is None else min(depth - 1, sliding_window))
+
+    return seen
+
+
+def interval_blocks(first_BT: Tensor) -> BlockMask:
+    """Return the mask by which row t sees the rows ``first[t]`` to t, none where ``first[t]`` is greater.
+
+    ``create_block_mask`` would look at every row and key; which blocks an interval touches, and which it fills, follows
+    from its ends.
+
+    Args:
+        first_BT: int, on any device.
+    """
+    num_rows = first_BT.shape[1]
+    first_BT = first_BT.int()
+
+    def seen(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= first_BT[batch, query])
+
+    # Rows past the end see nothing: a block that has any is never full.
+    padded_BT = torch.nn.functional.pad(first_BT, (0, -num_rows % BLOCK), value=num_rows)
+    first_BNR = padded_BT.unflatten(1, (-1, BLOCK))
+    blocks_M = torch.arange(first_BNR.shape[1], device=first_BT.device)
+    begin_M, blocks_N1 = blocks_M * BLOCK, blocks_M[:, None]
+    touched_BNM = (begin_M + BLOCK > first_BNR.amin(-1, keepdim=True)) & (blocks_M <= blocks_N1)
+    full_BNM = (begin_M >= first_BNR.amax(-1, keepdim=True)) & (blocks_M < blocks_N1)
+    return BlockMask.from_kv_blocks(
+        *_listed(touched_BNM & ~full_BNM),
+        *_listed(full_BNM),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen,
+        seq_lengths=(num_rows, num_rows),
+    )
+
+
+def _listed(chosen_BNM: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks each row of blocks has chosen, and all blocks, those first; the same for every head."""
+    order_BNM = chosen_BNM.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen_BNM.sum(-1, dtype=torch.int32)[:, None], order_BNM.int()[:, None]
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    # A graph in one piece or an error: what torch gives up compiling it computes with all scores at once.
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return them in autocast's precision, as torch's other attention takes them; flex_attention refuses a mixture."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def attend_to_seen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: SeenRows,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Attend to the rows that are seen.
+
+    Args:
+        query: Shape (B, H, T, W).
+        key: Shape (B, J, depths * T, W): the rows of depth 1 first, those of the queries' own depth last.
+        value: As ``key``, of its own width.
+        seen: What :func:`flex_masks` returned for the depth.
+        scaling: What scores are multiplied by.
+        softcap: See :func:`mtp_train.heads.attention.masked_attention`.
+        sinks_H: Likewise, its ``s_aux``.
+
+    Returns:
+        Shape (B, T, H, width of values), in the queries' dtype.
+    """
+    query, key, value = _alike(query, key, value)
+    num_rows, num_groups = query.shape[2], key.shape[1]
+
+    def bounded(score: Tensor, *_place: Tensor) -> Tensor:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    # Copies are laid out alike at every depth, and so compiled once; what is contiguous already may not be.
+    attended, aux = _compiled()(
+        query,
+        key[:, :, :num_rows].clone(memory_format=torch.contiguous_format),
+        value[:, :, :num_rows].clone(memory_format=torch.contiguous_format),
+        score_mod=None if softcap is None else bounded,
+        block_mask=seen.blocks,
+        scale=scaling,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+    )
+    if seen.num_own == 0 and sinks_H is None:
+        return attended.transpose(1, 2).contiguous()
+    own_keys, own_values = (
+        [rows[:, :, None].float() for rows in one.split(num_rows, dim=2)[-1 : -1 - seen.num_own : -1]]
+        for one in (key, value)
+    )
+    query_BJGTW = query.unflatten(1, (num_groups, -1)).float()
+    lse_BJGT = aux.lse.unflatten(1, (num_groups, -1))
+    scores = [lse_BJGT, *(bounded((query_BJGTW * own_BJ1TW).sum(-1) * scaling) for own_BJ1TW in own_keys)]
+    if sinks_H is not None:
+        scores.append(sinks_H.float().unflatten(0, (num_groups, -1))[None, :, :, None].expand_as(lse_BJGT))
+    weights = torch.stack(scores).softmax(0).unsqueeze(-1)
+    parts = [attended.unflatten(1, (num_groups, -1)).float(), *own_values]
+    # A sink has a weight and nothing to say.
+    joined_BJGTW = sum(weight * part for weight, part in zip(weights, parts, strict=False))
+    return joined_BJGTW.flatten(1, 2).transpose(1, 2).to(query.dtype).contiguous()
