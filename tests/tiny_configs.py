@@ -94,6 +94,35 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_EXPERTS, "first_k_dense_replace": 1},
     "glm4_moe_lite": {**_EXPERTS, **_LATENT, "rope_parameters": _ROPE},
     "glm_moe_dsa": {**_EXPERTS, **_LATENT, **_INDEXER, "rope_parameters": _ROPE},
+    # Kimi Delta Attention, then latent attention to the best 2 pools of 2 keys, chosen for two layers at once.
+    "glm5_next": {
+        "text_config": {
+            **_SIZES,
+            **_EXPERTS,
+            **_LATENT,
+            "head_dim": 0,
+            "qk_rope_head_dim": 0,
+            "index_topk": 4,
+            "index_kpool": 2,
+            "index_head_dim": 16,
+            "index_n_heads": 16,
+            "hc_mult": 2,
+            "linear_head_dim": 8,
+            "linear_num_heads": 2,
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "indexer_types": ["full", "full", "shared"],
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 1,
+            "intermediate_size": 16,
+            "out_hidden_size": 32,
+            "projection_intermediate_size": 16,
+            "image_size": 28,
+        },
+    },
     # A stand-in: transformers has no class of that name.
     "mimo": {"model_type": "qwen2", "num_nextn_predict_layers": 1},
     # Full attention, then sliding windows with sinks, keys wider than values.

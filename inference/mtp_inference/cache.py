@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 )
 
 from mtp_inference.convolved import ConvolutionInputs
+from mtp_inference.pooled import KeyPools
 from mtp_inference.recurrent_cache import RecurrentLayers, RecurrentStore, States
 from mtp_inference.window import Window, announced
 from mtp_train.errors import UnsupportedModelError
@@ -99,8 +100,8 @@ class AttentionStore(CacheLayerMixin):
         return self.size
 
 
-class IndexedStore(AttentionStore):
-    """An attention layer whose indexer chooses the keys to see (sparse attention); it has keys of its own.
+class IndexedStore(AttentionStore, KeyPools):
+    """An attention layer whose indexer chooses the keys to see (sparse attention); it has keys of its own, or pools.
 
     Args:
         num_rows: B.

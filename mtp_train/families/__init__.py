@@ -11,7 +11,7 @@ from mtp_train.families.deepseek_v4 import DEEPSEEK_V4
 from mtp_train.families.drafts import draft_kind as draft_kind
 from mtp_train.families.drafts import draft_title as draft_title
 from mtp_train.families.drafts import of_kind as of_kind
-from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
+from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM5_NEXT, GLM_MOE_DSA
 from mtp_train.families.headless import HEADLESS, NOT_ATTACHED
 from mtp_train.families.headless import refuse_unserved_heads as refuse_unserved_heads
 from mtp_train.families.hunyuan import HY_V3, HY_V4
@@ -44,6 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE,
     GLM4_MOE_LITE,
     GLM_MOE_DSA,
+    GLM5_NEXT,
     MIMO,
     MIMO_V2,
     NEMOTRON_H,

@@ -52,6 +52,7 @@ class ByHand:
     eps: str = "rms_norm_eps"
     rotary_type: str | None = None
     window: int | None = None
+    rotates: bool = True
 
 
 class InTurn(nn.ModuleList):
@@ -72,6 +73,13 @@ class AttentionThenMlp(nn.Module):
     def forward(self, state: Tensor, **rest: Any) -> Tensor:
         state = state + self.self_attn(self.input_layernorm(state), **rest)[0]
         return state + self.mlp(self.post_attention_layernorm(state))
+
+
+class OfAllKeys(AttentionThenMlp):
+    """With an attention that builds its mask itself, from one for padding."""
+
+    def forward(self, state: Tensor, **_unused: Any) -> Tensor:
+        return super().forward(state, attention_mask=torch.ones(state.shape[:2], dtype=torch.bool))
 
 
 SLIDING = ["sliding_attention"] * 3
@@ -123,6 +131,7 @@ HANDS = {
         layer_prefix="mtp.layers.",
         config={"layers_block_type": ["full_attention", "moe"]},
         eps="layer_norm_epsilon",
+        rotates=False,
     ),
     "step3p7": ByHand(
         classes="step3p7",
@@ -214,6 +223,17 @@ HANDS = {
         proj="eh_proj",
         layer_prefix="model.layers.3.",
         config={"mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
+    ),
+    "glm5_next": ByHand(
+        classes="glm5_next",
+        layer=lambda classes, config: OfAllKeys(
+            classes.Glm5NextTextAttention, classes.Glm5NextTextMoE, classes.Glm5NextTextRMSNorm, config
+        ),
+        norms=("enorm", "hnorm", "shared_head.norm"),
+        proj="eh_proj",
+        layer_prefix="model.language_model.layers.3.",
+        config={"indexer_types": ["full"]},
+        rotates=False,
     ),
     "cohere": ByHand(
         classes="cohere",
@@ -308,7 +328,7 @@ def forward_by_hand(
         seen = seen.triu(1 - hand.window)
     mask = torch.zeros(1, 1, num_rows, num_rows).masked_fill(~seen, torch.finfo(torch.float32).min)
     rest: dict[str, Any] = {"attention_mask": mask, "position_ids": torch.arange(num_rows)[None]}
-    if hand.classes != "nemotron_h":
+    if hand.rotates:
         kind = () if hand.rotary_type is None else (hand.rotary_type,)
         rotated = trunk.decoder.rotary_emb(state, rest["position_ids"], *kind)
         rest["position_embeddings"] = {hand.rotary_type: rotated} if has_streams else rotated
