@@ -44,6 +44,7 @@ CACHE_KINDS = {
     "compressed": "deepseek_v4",
     "convolved": "inkling",
     "pools": "glm5_next",
+    "ngrams": "qwen4_exp",
 }
 CACHE_KINDS = {kind: name for kind, name in CACHE_KINDS.items() if name in ALL_FAMILIES}
 """What a trunk keeps, and the name of a tiny trunk that keeps it."""

@@ -23,6 +23,18 @@ class KeyPools:
     window: Window | None
     inputs_BSX: Tensor | None = None
     pools: Pools | None = None
+    keys_of: Window | None = None
+    """The window whose keys are written: an indexer may choose before they are, or after."""
+    pools_of: Window | None = None
+
+    @property
+    def indexer_position_ids(self) -> None:
+        """Where a model keeps all positions for its indexers: ours keep what they need of them."""
+        return None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        """Keep nothing."""
 
     def ending_with(self, inputs_BTX: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """See :class:`~mtp_train.families.key_pools.PoolStore`."""
@@ -47,7 +59,8 @@ class KeyPools:
         places_BT = torch.where(number_BT < 0, num_pools, number_BT)
         for buffer, made in zip(self.pools, new, strict=True):
             buffer[window.row_index_B1, places_BT] = made
-        if window.keys_only:
+        self.pools_of = window
+        if window.keys_only and self.keys_of is window:
             raise KeysWritten
         used = min(window.used // num_keys, num_pools)
         return Pools(*(buffer[window.rows, :used] for buffer in self.pools))

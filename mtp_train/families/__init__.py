@@ -22,6 +22,7 @@ from mtp_train.families.minimax import MINIMAX_M3
 from mtp_train.families.nemotron import NEMOTRON_H
 from mtp_train.families.others import BAILING_HYBRID, ERNIE4_5_MOE, EXAONE_MOE
 from mtp_train.families.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from mtp_train.families.qwen4 import QWEN4_EXP
 from mtp_train.families.spec import Convention as Convention
 from mtp_train.families.spec import Family as Family
 from mtp_train.families.spec import HeadKind as HeadKind
@@ -38,6 +39,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_5,
     QWEN3_5_MOE,
     QWEN3_NEXT,
+    QWEN4_EXP,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
     DEEPSEEK_V4,

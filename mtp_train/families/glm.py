@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from mtp_train.families.blocks import AttentionThenMlp
 from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table, no
-from mtp_train.families.key_pools import PoolIndexer, choosing_in_windows
+from mtp_train.families.key_pools import GatedPools, choose_pools
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
     INDEXER,
@@ -115,9 +115,17 @@ GLM_MOE_DSA = Family(
 def _without_streams(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
     """Build what engines do: the trunk's attention and mixture, with plain residuals around them."""
     attention: Any = borrowed.cls("Glm5NextTextAttention")(config, layer_idx)
-    attention.indexer = PoolIndexer(attention.indexer)
+    choose_pools(attention.indexer, GatedPools)
     norms = (borrowed.make_norm(config), borrowed.make_norm(config))
     return AttentionThenMlp(attention, borrowed.cls("Glm5NextTextMoE")(config), norms)
+
+
+def _choose_pools(decoder: Any) -> None:
+    for layer in decoder.layers:
+        # Some layers take what the one before has chosen.
+        indexer = layer.self_attn.indexer if layer.block_type == "indexed_attention" else None
+        if indexer is not None:
+            choose_pools(indexer, GatedPools)
 
 
 _KIMI_DELTA = "{trunk}layers.{layer}.self_attn."
@@ -148,7 +156,7 @@ GLM5_NEXT = Family(
     ),
     masks_by_layer_type=True,
     only_with_vision=True,
-    running_windows=choosing_in_windows,
+    prepare_trunk=_choose_pools,
     recurrent=RecurrentKernels(
         chunked="chunk_kimi_delta_attention",
         single="recurrent_kimi_delta_attention",

@@ -27,9 +27,11 @@ class HeadModule(Block):
 
     def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
         super().__init__()
-        hidden_size = layer_config.hidden_size
+        hidden_size, streams = layer_config.hidden_size, family.streams
+        self.joined = streams is not None and streams.joined
         self.embed_norm = family.classes.make_norm(layer_config)
-        self.hidden_norm = family.classes.make_norm(layer_config)
+        width = family.state_width(layer_config) if self.joined else hidden_size
+        self.hidden_norm = family.classes.make_norm(layer_config, width)
         self.sums = family.concat == "sum"
         if self.sums:
             self.token_proj = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -38,8 +40,8 @@ class HeadModule(Block):
             self.proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.layer = family.classes.make_layer(layer_config, module_idx)
         self.mixer: nn.Module | None = None
-        if family.streams is not None:
-            self.mixer = family.classes.cls(family.streams.mixer)(layer_config)
+        if streams is not None:
+            self.mixer = family.classes.cls(streams.mixer)(layer_config, **streams.mixer_options)
         has_norm = family.final_norm or (module_idx == 0 and family.has_chain_norm(layer_config))
         self.final_norm = family.classes.make_norm(layer_config) if has_norm else nn.Identity()
         if family.own_lm_head:
@@ -47,7 +49,11 @@ class HeadModule(Block):
         self.embed_first = family.concat == "embed_first"
 
     def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
-        """Return ``u``, the input of the decoder layer: (B, T, D), or (B, T, streams, D)."""
+        """Return ``u``, the input of the decoder layer: (B, T, D), or (B, T, streams, D), or these joined."""
+        if self.joined:
+            token_BTD = self.token_proj(self.embed_norm(embed_BTD))
+            hidden_BTSD = self.hidden_norm(hidden_BTD).unflatten(-1, (-1, token_BTD.shape[-1]))
+            return (token_BTD.unsqueeze(-2) + self.hidden_proj(hidden_BTSD)).flatten(-2)
         if self.mixer is not None:
             hidden_BTD = hidden_BTD.unflatten(-1, (-1, embed_BTD.shape[-1]))
             embed_BTD = embed_BTD.unsqueeze(-2)
@@ -60,7 +66,7 @@ class HeadModule(Block):
         """Return ``o`` and ``z`` of the layer's output, (B, T, width): streams are mixed in ``o``, joined in ``z``."""
         if self.mixer is None:
             return norm(block), block
-        return norm(self.mixer(block)), block.flatten(-2)
+        return norm(self.mixer(block)), block if self.joined else block.flatten(-2)
 
 
 def _centred(state_BTD: Tensor) -> Tensor:

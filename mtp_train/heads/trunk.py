@@ -79,8 +79,8 @@ class Trunk(nn.Module):
 
     @property
     def _final_norm(self) -> nn.Module:
-        norm: nn.Module = self.decoder.get_submodule(self.family.trunk_final_norm)
-        return norm
+        name = self.family.trunk_final_norm
+        return nn.Identity() if name is None else self.decoder.get_submodule(name)
 
     @property
     def _mixer(self) -> nn.Module | None:
@@ -89,7 +89,7 @@ class Trunk(nn.Module):
 
     def _keep_norm_input(self, _norm: nn.Module, inputs: tuple[Tensor]) -> None:
         (state,) = inputs
-        # Streams are joined: (B, T, streams, D) becomes (B, T, width).
+        # Streams are joined, where they are not yet: (B, T, streams, D) becomes (B, T, width).
         self._before_norm = state if self._mixer is None else state.flatten(2)
 
     def show_layers(self, layers: tuple[int, ...]) -> None:
@@ -195,7 +195,9 @@ class Trunk(nn.Module):
 
     def _after_norm(self, hidden: Tensor) -> Tensor:
         hidden, _ = self._split(hidden)
-        if self._mixer is not None:
+        if self._mixer is not None and self.family.streams is not None and self.family.streams.joined:
+            hidden = self._mixer(hidden)
+        elif self._mixer is not None:
             streams_1NSD = hidden.reshape(1, -1, hidden.shape[-1] // self.config.hidden_size, self.config.hidden_size)
             hidden = self._mixer(streams_1NSD).reshape(*hidden.shape[:-1], -1)
         return self._final_norm(hidden) if self.family.reads_before_norm else hidden

@@ -53,6 +53,7 @@ class ByHand:
     rotary_type: str | None = None
     window: int | None = None
     rotates: bool = True
+    joined: bool = False
 
 
 class InTurn(nn.ModuleList):
@@ -224,6 +225,16 @@ HANDS = {
         layer_prefix="model.layers.3.",
         config={"mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
     ),
+    "qwen4_exp": ByHand(
+        classes="qwen4_exp",
+        layer=lambda classes, config: classes.Qwen4ExpTextDecoderLayer(config, 0),
+        norms=("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", None),
+        proj=("mtp.fc_embedding", "mtp.fc_hidden"),
+        layer_prefix="mtp.layers.0.",
+        config={"layer_types": ["indexed_attention"], "ple_layer_ids": []},
+        plus_one=True,
+        joined=True,
+    ),
     "glm5_next": ByHand(
         classes="glm5_next",
         layer=lambda classes, config: OfAllKeys(
@@ -308,7 +319,7 @@ def forward_by_hand(
         return tensors[key] if key in tensors else tensors[hand.layer_prefix + key]
 
     has_streams = isinstance(hand.proj, tuple)
-    if has_streams:
+    if has_streams and not hand.joined:
         hidden, embeds = hidden.unflatten(-1, (-1, embeds.shape[-1])), embeds[:, :, None]
     eps = config.to_dict()[hand.eps]
 
@@ -318,10 +329,14 @@ def forward_by_hand(
 
     embed_norm, hidden_norm, last_norm = hand.norms
     halves = [norm(embeds, embed_norm), norm(hidden, hidden_norm)]
+    if hand.joined:
+        halves = [halves[0][:, :, None], halves[1].unflatten(-1, (-1, embeds.shape[-1]))]
     if isinstance(hand.proj, tuple):
         state = sum(half @ part(name).T for half, name in zip(halves, hand.proj, strict=True))
     else:
         state = torch.cat(halves[::-1] if hand.hidden_first else halves, dim=-1) @ part(hand.proj).T
+    if hand.joined:
+        state = state.flatten(2)
     num_rows = state.shape[1]
     seen = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
     if hand.window is not None:
@@ -331,10 +346,13 @@ def forward_by_hand(
     if hand.rotates:
         kind = () if hand.rotary_type is None else (hand.rotary_type,)
         rotated = trunk.decoder.rotary_emb(state, rest["position_ids"], *kind)
-        rest["position_embeddings"] = {hand.rotary_type: rotated} if has_streams else rotated
+        rest["position_embeddings"] = {hand.rotary_type: rotated} if has_streams and not hand.joined else rotated
     output = layer.eval()(state, **rest)
     output = output[0] if isinstance(output, tuple) else output
-    if has_streams:
+    if hand.joined:
+        mixer = {name: tensors[f"mtp.hyper_connection_mixer.{name}.weight"] for name in MIXER}
+        output = mix_joined(output, *mixer.values(), config)
+    elif has_streams:
         output = mix_streams(output, *(tensors[f"mtp.0.hc_head_{one}"] for one in ("fn", "scale", "base")), config)
     return output if last_norm is None else norm(output, last_norm)
 
@@ -343,6 +361,16 @@ def mix_streams(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config
     joined = streams.flatten(2)
     weights = torch.sigmoid(rms_norm(joined, torch.ones(()), config.rms_norm_eps, False) @ fn.T * scale + base)
     return ((weights + config.hc_eps)[..., None] * streams).sum(2)
+
+
+MIXER = ("hc_norm", "input_mix_weight_down", "input_mix_weight_up")
+
+
+def mix_joined(joined: Tensor, norm: Tensor, down: Tensor, up: Tensor, config: Any) -> Tensor:
+    shape = (config.hc_count, config.hidden_size)
+    streams = rms_norm(joined.unflatten(-1, shape), norm.view(shape), config.rms_norm_eps, True)
+    low = torch.nn.functional.silu(streams.flatten(2) @ down.T / config.hc_count)
+    return (torch.sigmoid(low @ up.T).unflatten(-1, shape) * streams).mean(2)
 
 
 def swap_halves(head: MtpHead) -> None:

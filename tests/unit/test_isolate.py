@@ -11,7 +11,11 @@ from tiny import ALL_FAMILIES, FAMILY_NAMES, VOCAB_SIZE, tiny_trunk
 
 # The third compresses keys in groups, of which none may be of two documents, and so does the last to choose among
 # them; the one between has short convolutions.
-ISOLATED = (*FAMILY_NAMES, "deepseek_v4", *(name for name in ("inkling", "glm5_next") if name in ALL_FAMILIES))
+ISOLATED = (
+    *FAMILY_NAMES,
+    "deepseek_v4",
+    *(name for name in ("inkling", "glm5_next", "qwen4_exp") if name in ALL_FAMILIES),
+)
 P = PADDING_DOCUMENT
 # Two rows: three documents and padding; a document as long as the row.
 DOCUMENT = [[0] * 5 + [1] * 3 + [2] * 2 + [P] * 2, [0] * 12]

@@ -28,7 +28,7 @@ BLOCKS = [name for name in ("minimax_m3",) if name in ALL_FAMILIES]
 """Heads that see chosen blocks of keys only."""
 RELATIVE = [name for name in ("inkling",) if name in ALL_FAMILIES]
 """Heads that see how far away keys are, with convolutions."""
-POOLS = [name for name in ("glm5_next",) if name in ALL_FAMILIES]
+POOLS = [name for name in ("glm5_next", "qwen4_exp") if name in ALL_FAMILIES]
 """Heads that see chosen pools of keys only."""
 PLACED = [*BLOCKS, *RELATIVE, *POOLS]
 STREAMS = "deepseek_v4"
