@@ -8,6 +8,7 @@ from mtp_train.families.assistants import assistant_for as assistant_for
 from mtp_train.families.attached import ATTACHED
 from mtp_train.families.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
 from mtp_train.families.deepseek_v4 import DEEPSEEK_V4
+from mtp_train.families.dots import DOTS3_NOTE
 from mtp_train.families.drafts import draft_kind as draft_kind
 from mtp_train.families.drafts import draft_title as draft_title
 from mtp_train.families.drafts import of_kind as of_kind
@@ -59,6 +60,7 @@ FAMILIES: tuple[Family, ...] = (
     LONGCAT_FLASH,
     MINIMAX_M3,
     INKLING,
+    DOTS3_NOTE,
     *ATTACHED,
 )
 """In the order in which tables show them."""

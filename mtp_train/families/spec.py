@@ -247,6 +247,8 @@ class Family:
     """Field of the text config that says whether one norm, which the first module has here, follows every module."""
     own_lm_head: bool = False
     """Whether each head module has an lm_head of its own, frozen here like the trunk's."""
+    own_embedding: bool = False
+    """Whether the head's modules read an embedding of their own, which the first one has here, frozen."""
     default: Convention
     conventions: Mapping[Engine, Convention]
     head_layer_config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config

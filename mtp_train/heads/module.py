@@ -21,7 +21,7 @@ class HeadModule(Block):
 
     ``u = proj([embed_norm(e), hidden_norm(h)])`` (or the other order), ``z = layer(u)``, ``o = final_norm(z)`` (``z``
     where the family has no such norm; where one serves the whole chain, the first module holds it). The embedding is
-    the trunk's and is not held here, nor is the lm_head but where the family gives each module its own. Where the trunk
+    the trunk's and is not held here, nor is the lm_head, but where the family gives the head its own. Where the trunk
     has streams, each of them is such an ``h``, the layer hands on as many, and ``o`` is of what a mixer makes of them.
     """
 
@@ -46,6 +46,8 @@ class HeadModule(Block):
         self.final_norm = family.classes.make_norm(layer_config) if has_norm else nn.Identity()
         if family.own_lm_head:
             self.lm_head = nn.Linear(hidden_size, layer_config.vocab_size, bias=False).requires_grad_(False)
+        if family.own_embedding and module_idx == 0:
+            self.embedding = nn.Embedding(layer_config.vocab_size, hidden_size).requires_grad_(False)
         self.embed_first = family.concat == "embed_first"
 
     def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
@@ -154,6 +156,17 @@ class MtpHead(nn.Module):
         if not self.family.own_lm_head:
             return None
         return [cast(nn.Linear, self.module_for(depth).lm_head).weight for depth in range(1, num_depths + 1)]
+
+    def embedding(self, shared: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return what embeds the tokens that it reads: its own, or else ``shared``, the trunk's."""
+        own = cast(Block, self.blocks[0]).embedding
+        return shared if own is None else own
+
+    @property
+    def own_embedding_VD(self) -> Tensor | None:
+        """The matrix of its own embedding; None where it reads the trunk's."""
+        own = cast(Block, self.blocks[0]).embedding
+        return None if own is None else cast(nn.Embedding, own).weight
 
     def give_output(self, output: OutputRows) -> None:
         """Have all depths read an output matrix of the head's own."""

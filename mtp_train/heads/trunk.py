@@ -195,11 +195,11 @@ class Trunk(nn.Module):
 
     def _after_norm(self, hidden: Tensor) -> Tensor:
         hidden, _ = self._split(hidden)
-        if self._mixer is not None and self.family.streams is not None and self.family.streams.joined:
-            hidden = self._mixer(hidden)
-        elif self._mixer is not None:
-            streams_1NSD = hidden.reshape(1, -1, hidden.shape[-1] // self.config.hidden_size, self.config.hidden_size)
-            hidden = self._mixer(streams_1NSD).reshape(*hidden.shape[:-1], -1)
+        streams = self.family.streams
+        if self._mixer is not None and streams is not None:
+            rows_1NW = hidden.reshape(1, -1, hidden.shape[-1])
+            mixed = self._mixer(rows_1NW if streams.joined else rows_1NW.unflatten(-1, (-1, self.config.hidden_size)))
+            hidden = mixed.reshape(*hidden.shape[:-1], -1)
         return self._final_norm(hidden) if self.family.reads_before_norm else hidden
 
     def head_input(self, hidden: Tensor, convention: Convention) -> Tensor:

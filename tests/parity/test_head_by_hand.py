@@ -26,6 +26,7 @@ from mtp_train.heads.step import unroll
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.weights.files import open_checkpoint
 from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
+from written_out import MIXER, AttentionThenMlp, InTurn, OfAllKeys, mix_joined, mix_streams, rms_norm, stack_experts
 
 NUM_TOKENS, ATOL = 11, 1e-5
 
@@ -54,33 +55,7 @@ class ByHand:
     window: int | None = None
     rotates: bool = True
     joined: bool = False
-
-
-class InTurn(nn.ModuleList):
-    def forward(self, state: Tensor, attention_mask: Tensor, **_unused: object) -> Tensor:
-        for block in self:
-            state = block(state, attention_mask=attention_mask)
-        return state
-
-
-class AttentionThenMlp(nn.Module):
-    def __init__(self, attention: Any, mlp: Any, norm: Any, config: Any) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = attention(config, 0), mlp(config)
-        self.input_layernorm, self.post_attention_layernorm = (
-            norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
-        )
-
-    def forward(self, state: Tensor, **rest: Any) -> Tensor:
-        state = state + self.self_attn(self.input_layernorm(state), **rest)[0]
-        return state + self.mlp(self.post_attention_layernorm(state))
-
-
-class OfAllKeys(AttentionThenMlp):
-    """With an attention that builds its mask itself, from one for padding."""
-
-    def forward(self, state: Tensor, **_unused: Any) -> Tensor:
-        return super().forward(state, attention_mask=torch.ones(state.shape[:2], dtype=torch.bool))
+    embedding: str | None = None
 
 
 SLIDING = ["sliding_attention"] * 3
@@ -246,6 +221,17 @@ HANDS = {
         config={"indexer_types": ["full"]},
         rotates=False,
     ),
+    "dots3_note": ByHand(
+        classes="dots3_note",
+        layer=lambda classes, config: classes.Dots3NoteTextDecoderLayer(config, 0),
+        norms=("enorm", "hnorm", "shared_head.norm"),
+        proj="eh_proj",
+        layer_prefix="model.layers.3.",
+        config={"mlp_layer_types": ["dense"]},
+        rotary_type="sliding_attention",
+        window=8,
+        embedding="model.mtp.embed_tokens.weight",
+    ),
     "cohere": ByHand(
         classes="cohere",
         layer=lambda classes, config: classes.CohereDecoderLayer(config, 0),
@@ -270,27 +256,6 @@ HANDS = {
 
 def test_every_family_has_an_independent_forward() -> None:
     assert {*HANDS, *MTP_MODEL_FAMILIES, *CHAINED_FAMILIES} == set(ALL_FAMILIES)
-
-
-def rms_norm(state: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
-    scaled = state * torch.rsqrt(state.square().mean(-1, keepdim=True) + eps)
-    return scaled * (weight + 1 if plus_one else weight)
-
-
-def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Replace experts that are stored one by one by what transformers' layers hold."""
-    single = {key: value for key, value in tensors.items() if ".experts." in key and key.endswith(".weight")}
-    found = {key: value for key, value in tensors.items() if key not in single}
-    for place in {key.split(".experts.")[0] for key in single}:
-        count = len({key.split(".experts.")[1].split(".")[0] for key in single})
-        parts = {
-            name: torch.stack([single[f"{place}.experts.{number}.{name}.weight"] for number in range(count)])
-            for name in {key.rsplit(".", 2)[1] for key in single}
-        }
-        if "gate_proj" in parts:
-            found[f"{place}.experts.gate_up_proj"] = torch.cat([parts.pop("gate_proj"), parts.pop("up_proj")], dim=1)
-        found |= {f"{place}.experts.{name}": value for name, value in parts.items()}
-    return found
 
 
 def forward_by_hand(
@@ -357,22 +322,6 @@ def forward_by_hand(
     return output if last_norm is None else norm(output, last_norm)
 
 
-def mix_streams(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: Any) -> Tensor:
-    joined = streams.flatten(2)
-    weights = torch.sigmoid(rms_norm(joined, torch.ones(()), config.rms_norm_eps, False) @ fn.T * scale + base)
-    return ((weights + config.hc_eps)[..., None] * streams).sum(2)
-
-
-MIXER = ("hc_norm", "input_mix_weight_down", "input_mix_weight_up")
-
-
-def mix_joined(joined: Tensor, norm: Tensor, down: Tensor, up: Tensor, config: Any) -> Tensor:
-    shape = (config.hc_count, config.hidden_size)
-    streams = rms_norm(joined.unflatten(-1, shape), norm.view(shape), config.rms_norm_eps, True)
-    low = torch.nn.functional.silu(streams.flatten(2) @ down.T / config.hc_count)
-    return (torch.sigmoid(low @ up.T).unflatten(-1, shape) * streams).mean(2)
-
-
 def swap_halves(head: MtpHead) -> None:
     module: Any = head.blocks[0]
     if module.sums:
@@ -402,12 +351,15 @@ def test_depth_1_is_the_forward_written_out(family_name: str, spoilt: bool, tmp_
         head,
         hidden_1TD,
         tokens_1T,
-        trunk.embed,
+        head.embedding(trunk.embed),
         num_depths=1,
         positions_BT=torch.arange(NUM_TOKENS)[None],
         document_BT=torch.zeros_like(tokens_1T),
     )
     tensors = all_tensors(tmp_path / "checkpoint")
-    theirs_1SD = forward_by_hand(HANDS[family_name], trunk, tensors, hidden_1TD[:, :-1], trunk.embed(tokens_1T[:, 1:]))
+    hand = HANDS[family_name]
+    read_1S = tokens_1T[:, 1:]
+    embeds_1SD = trunk.embed(read_1S) if hand.embedding is None else tensors[hand.embedding][read_1S]
+    theirs_1SD = forward_by_hand(hand, trunk, tensors, hidden_1TD[:, :-1], embeds_1SD)
     difference = (ours_1TD[:, :-1] * (head.logit_divisor or 1.0) - theirs_1SD).abs().max()
     assert difference > 1e-2 if spoilt else difference < ATOL
