@@ -57,7 +57,7 @@ def one_document(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, num_depths: int
         head,
         trunk.head_input(trunk.hidden(tokens_1T), head.convention),
         tokens_1T,
-        trunk.embed,
+        head.embedding(trunk.embed),
         num_depths=num_depths,
         positions_BT=torch.arange(tokens_1T.shape[1])[None],
         document_BT=torch.zeros_like(tokens_1T),
