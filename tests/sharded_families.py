@@ -38,7 +38,15 @@ SEQ_LEN, NUM_DEPTHS, SEQUENCES, STEPS = 24, 2, 4, 2
 LENGTHS = (24, 24, 3, 5, 7, 9, 23)
 TIED, HALF, RECOMPUTED = "qwen3_5, tied", "qwen3_5, bfloat16", "qwen3_5, recomputed"
 CASES = (*ALL_FAMILIES, TIED, HALF, RECOMPUTED)
-KEPT_CASES = ("qwen3_5", "deepseek_v4", "mimo", "mixtral", TIED, HALF)
+KEPT_CASES = (
+    "qwen3_5",
+    "deepseek_v4",
+    *(name for name in ("qwen4_exp",) if name in ALL_FAMILIES),
+    "mimo",
+    "mixtral",
+    TIED,
+    HALF,
+)
 """Trunks that differ in what hidden states pass outside of the layers, or in what the layers hold."""
 
 

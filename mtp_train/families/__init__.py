@@ -90,11 +90,11 @@ def family_for(config: RawConfig, *, where: str) -> Family:
             f"beside its trunk: 'mtp-train evaluate TRUNK --head {where}'."
         )
     # Some wrappers leave it to themselves to say what is in them.
-    wrapper = str(config.get("model_type"))
-    model_type = str(raw_text_config(config).get("model_type") or wrapper)
-    if wrapper in HEADLESS and wrapper not in WRAPPERS:
-        # Whatever it says of the text model in it.
-        model_type = wrapper
+    whole = str(config.get("model_type"))
+    model_type = str(raw_text_config(config).get("model_type") or whole)
+    if whole in HEADLESS and whole not in WRAPPERS:
+        # Whatever the text in it is.
+        model_type = whole
     for family in FAMILIES:
         if model_type in family.model_types:
             return in_wrapper(family, config, where=where)

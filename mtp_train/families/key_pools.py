@@ -56,11 +56,13 @@ class UnrolledPools(UnrolledRows, DynamicIndexedLayer):
     def __init__(self, place_BT: Tensor) -> None:
         super().__init__(place_BT)
         self._pools: Pools | None = None
+        self._num_slots = 0
 
     def ending_with(self, inputs_BTX: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """See :class:`PoolStore`."""
-        num_before = 0 if self._pools is None else self._pools.keys_BPX.shape[1]
-        slots_T = torch.arange(inputs_BTX.shape[1], device=inputs_BTX.device) + num_before
+        num_tokens = inputs_BTX.shape[1]
+        slots_T = torch.arange(num_tokens, device=inputs_BTX.device) + self._num_slots
+        self._num_slots += num_tokens
         slots_BT1 = slots_T[:, None].expand(len(inputs_BTX), -1, -1)
         latest_first = (self.taps(inputs_BTX, _INPUTS, size), self.taps(slots_BT1, _SLOTS, size))
         inputs_BTNX, slots_BTN1 = (torch.stack(taps[::-1], dim=2) for taps in latest_first)
@@ -68,7 +70,11 @@ class UnrolledPools(UnrolledRows, DynamicIndexedLayer):
 
     def write_pools(self, new: Pools, number_BT: Tensor) -> Pools:
         """See :class:`PoolStore`."""
-        new = new._replace(slots_BPN=new.slots_BPN.masked_fill((number_BT < 0)[..., None], -1))
+        is_pool_BT = number_BT >= 0
+        new = new._replace(slots_BPN=new.slots_BPN.masked_fill(~is_pool_BT[..., None], -1))
+        # Few tokens end a pool: scores of all of them would be most of what there is.
+        in_any_T = is_pool_BT.any(0)
+        new = Pools(*(part[:, in_any_T] for part in new))
         if self._pools is not None:
             new = Pools(*(torch.cat([earlier, more], dim=1) for earlier, more in zip(self._pools, new, strict=True)))
         self._pools = new
