@@ -144,6 +144,8 @@ GLM5_NEXT = Family(
         for part in ("f_a_proj", "f_b_proj")
     ),
     default=Convention(),
+    # Where the config says index_share_for_mtp_iteration, engines choose keys at depth 1 for all: a matter of texts
+    # longer than index_topk.
     conventions={"vllm": Convention(zero_first_embedding=True), "sglang": Convention()},
     head_layer_config=sparse_indexed,
     borrowed=Borrowed(

@@ -12,7 +12,7 @@ Shapes: B rows, T queries, S keys, N keys of a pool, P pools, X width of a pool'
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Pools(NamedTuple):
     """Where the keys of each lie, oldest first; -1 where there is no pool."""
 
 
+@runtime_checkable
 class PoolStore(Protocol):
     """What a layer's cache keeps for its indexer beside its keys."""
 
@@ -218,7 +219,7 @@ class AveragedPools(PoolIndexer):
             attention_mask: (B, 1, T, S), True (or 0) where a query may see a key.
             past_key_values: See :meth:`PoolIndexer.chosen`; transformers' own, where transformers runs it.
         """
-        if past_key_values is not None and not hasattr(past_key_values.layers[self.layer_idx], "write_pools"):
+        if past_key_values is not None and not isinstance(past_key_values.layers[self.layer_idx], PoolStore):
             stock: Tensor = super().forward(  # type: ignore[misc]
                 hidden_states, position_embeddings, attention_mask, past_key_values
             )

@@ -14,7 +14,8 @@ from mtp_train.families.spec import Borrowed, Convention, CountField, Family, Ke
 from mtp_train.families.streams import Streams
 
 _LAYER = "mtp.layers.{module}."
-# Engines agree: the head reads the streams before they are mixed, and hands on its layer's.
+# Engines agree: the head reads the streams before they are mixed, and hands on its layer's. Where the config says
+# index_share_for_mtp_iteration, they choose keys at depth 1 for all: a matter of texts longer than indexer_budget.
 _STREAMS = Convention(hidden="before_final_norm", recycle="before_final_norm")
 
 

@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from checkpoints import all_tensors, base_and_finetune, save_with_head, wrap_as_vision_language
+from checkpoints import (
+    WRAPPER_CONFIG,
+    WRAPPER_CONFIG_4,
+    all_tensors,
+    base_and_finetune,
+    save_with_head,
+    wrap_as_vision_language,
+)
 from mtp_inference import SpeculativeDecoder, plain_greedy
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Convention
@@ -29,10 +37,16 @@ def load(path: Path, adapter: Path | None = None) -> Trunk:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_vision_language_wrapper_gives_its_text_model(tied: bool, tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5", tied=tied)
+@pytest.mark.parametrize(
+    ("family_name", "wrapper"),
+    [("qwen3_5", WRAPPER_CONFIG), *([("qwen4_exp", WRAPPER_CONFIG_4)] if "qwen4_exp" in ALL_FAMILIES else [])],
+)
+def test_a_vision_language_wrapper_gives_its_text_model(
+    family_name: str, wrapper: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    base, _ = base_and_finetune(tmp_path, family_name, tied=tied)
     shutil.copytree(base, tmp_path / "wrapped")
-    plain, wrapped = load(base), load(wrap_as_vision_language(tmp_path / "wrapped"))
+    plain, wrapped = load(base), load(wrap_as_vision_language(tmp_path / "wrapped", wrapper))
     expected = plain.logits(plain.hidden(TOKENS_1T))
     assert torch.equal(wrapped.logits(wrapped.hidden(TOKENS_1T)), expected)
 
