@@ -36,8 +36,9 @@ class ByHand:
     """Where one family's release keeps the first module, and what its layer is called in transformers.
 
     ``norms`` are the embedding's, the hidden state's and the last one (None: there is none); two ``proj`` are one for
-    the embedding and one for every stream of the hidden state; ``renamed`` are parts of the layer's keys that the
-    release calls otherwise.
+    the embedding and one for every stream of the hidden state, which the layer takes side by side where they are
+    ``joined``; ``renamed`` are parts of the layer's keys that the release calls otherwise; ``embedding`` is the head's
+    own.
     """
 
     classes: str
@@ -314,12 +315,15 @@ def forward_by_hand(
         rest["position_embeddings"] = {hand.rotary_type: rotated} if has_streams and not hand.joined else rotated
     output = layer.eval()(state, **rest)
     output = output[0] if isinstance(output, tuple) else output
-    if hand.joined:
-        mixer = {name: tensors[f"mtp.hyper_connection_mixer.{name}.weight"] for name in MIXER}
-        output = mix_joined(output, *mixer.values(), config)
-    elif has_streams:
-        output = mix_streams(output, *(tensors[f"mtp.0.hc_head_{one}"] for one in ("fn", "scale", "base")), config)
+    if has_streams:
+        output = mixed(hand, output, tensors, config)
     return output if last_norm is None else norm(output, last_norm)
+
+
+def mixed(hand: ByHand, streams: Tensor, tensors: Mapping[str, Tensor], config: Any) -> Tensor:
+    if hand.joined:
+        return mix_joined(streams, *(tensors[f"mtp.hyper_connection_mixer.{name}.weight"] for name in MIXER), config)
+    return mix_streams(streams, *(tensors[f"mtp.0.hc_head_{one}"] for one in ("fn", "scale", "base")), config)
 
 
 def swap_halves(head: MtpHead) -> None:
