@@ -32,6 +32,13 @@ WRAPPER_CONFIG: dict[str, Any] = {
 }
 
 
+WRAPPER_CONFIG_4: dict[str, Any] = {
+    "architectures": ["Qwen4ExpForConditionalGeneration"],
+    "model_type": "qwen4_exp",
+    "vision_config": {**WRAPPER_CONFIG["vision_config"], "model_type": "qwen4_exp_vision"},
+}
+
+
 def save_stripped(trunk: Trunk, path: Path) -> Path:
     """Save a trunk as users do: ``save_pretrained``, the config still declaring one head module."""
     trunk.causal_lm.save_pretrained(path)
@@ -123,11 +130,11 @@ def shard(path: Path, num_shards: int = 3) -> Path:
     return path
 
 
-def wrap_as_vision_language(path: Path) -> Path:
-    """Turn a text-only Qwen3.5 checkpoint into the layout of a vision-language release."""
+def wrap_as_vision_language(path: Path, wrapper: Mapping[str, Any] = WRAPPER_CONFIG) -> Path:
+    """Turn a text-only Qwen3.5 or Qwen4-Exp checkpoint into the layout of a vision-language release."""
     text_config = json.loads((path / "config.json").read_text())
     text_config.pop("architectures")
-    config = {**WRAPPER_CONFIG, "text_config": text_config, "tie_word_embeddings": text_config["tie_word_embeddings"]}
+    config = {**wrapper, "text_config": text_config, "tie_word_embeddings": text_config["tie_word_embeddings"]}
     tensors = {_wrapped_key(key): value for key, value in load_file(path / SINGLE_FILE).items()}
     tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(2, 2)
     save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})

@@ -28,7 +28,7 @@ def states_from_scratch(
     hidden_BTD = trunk.head_input(trunk.hidden(torch.tensor([text])), head.convention)[:, :-1]
     for depth_now in range(1, depth + 1):
         first = depth_now if chained else 1
-        embed_BTD = trunk.embed(torch.tensor([text[first:]]))
+        embed_BTD = head.embedding(trunk.embed)(torch.tensor([text[first:]]))
         num_rows = embed_BTD.shape[1]
         mask_BTS = torch.ones(1, num_rows, num_rows, dtype=torch.bool).tril()
         window = head.sliding_window(depth_now)
@@ -67,7 +67,7 @@ def states_of_training(
         head,
         trunk.head_input(trunk.hidden(tokens_BT), head.convention),
         tokens_BT,
-        trunk.embed,
+        head.embedding(trunk.embed),
         num_depths=len(drafts),
         positions_BT=torch.arange(tokens_BT.shape[1])[None],
         document_BT=torch.zeros_like(tokens_BT),

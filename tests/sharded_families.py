@@ -40,7 +40,15 @@ TIED, HALF, RECOMPUTED = "qwen3_5, tied", "qwen3_5, bfloat16", "qwen3_5, recompu
 KEYS_ONLY = "qwen3_5, two modules that read the text alike"
 """Forwards of the head that end at keys and values."""
 CASES = (*ALL_FAMILIES, TIED, HALF, RECOMPUTED, KEYS_ONLY)
-KEPT_CASES = ("qwen3_5", "deepseek_v4", "mimo", "mixtral", TIED, HALF)
+KEPT_CASES = (
+    "qwen3_5",
+    "deepseek_v4",
+    *(name for name in ("qwen4_exp",) if name in ALL_FAMILIES),
+    "mimo",
+    "mixtral",
+    TIED,
+    HALF,
+)
 """Trunks that differ in what hidden states pass outside of the layers, or in what the layers hold."""
 
 

@@ -45,6 +45,8 @@ CACHE_KINDS = {
     "blocks": "minimax_m3",
     "compressed": "deepseek_v4",
     "convolved": "inkling",
+    "pools": "glm5_next",
+    "ngrams": "qwen4_exp",
 }
 CACHE_KINDS = {kind: name for kind, name in CACHE_KINDS.items() if name in ALL_FAMILIES}
 """What a trunk keeps, and the name of a tiny trunk that keeps it."""
@@ -74,6 +76,8 @@ def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int | None = None) -> Mt
     for weight_VD in head.own_lm_heads(num_modules) or []:
         # As releases have it: close to the trunk's.
         weight_VD.data.mul_(0.1).add_(trunk.lm_head_VD)
+    if head.own_embedding_VD is not None:
+        head.own_embedding_VD.data.mul_(0.1).add_(trunk.causal_lm.get_input_embeddings().weight)
     return head.eval()
 
 

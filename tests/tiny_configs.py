@@ -7,62 +7,22 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-VOCAB_SIZE = 67
-SLIDING_WINDOW = 8
-
-_ROPE = {"rope_type": "default", "rope_theta": 1e4}
-_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "num_hidden_layers": 3,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-# Three Gated DeltaNet layers with grouped heads, then full attention.
-_GATED_DELTA = {
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
-    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
-}
-_QWEN_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
-# One dense layer, then mixtures of four experts.
-_EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "num_nextn_predict_layers": 1,
-}
-_LATENT = {
-    "head_dim": 8,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 14,
-    "num_key_value_heads": 2,
-}
-# Fewer keys than the texts of the tests are long. With few heads many scores are 0, and ties are anybody's choice.
-_INDEXER = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16}
+from tiny_indexed import INDEXED
+from tiny_parts import EXPERTS as _EXPERTS
+from tiny_parts import GATED_DELTA as _GATED_DELTA
+from tiny_parts import INDEXER as _INDEXER
+from tiny_parts import LATENT as _LATENT
+from tiny_parts import QWEN_EXPERTS as _QWEN_EXPERTS
+from tiny_parts import ROPE as _ROPE
+from tiny_parts import SIZES as _SIZES
+from tiny_parts import SLIDING_WINDOW as SLIDING_WINDOW
+from tiny_parts import VOCAB_SIZE as VOCAB_SIZE
 
 _FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_5": {"model_type": "qwen3_5_text", **_GATED_DELTA},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **_GATED_DELTA, **_QWEN_EXPERTS},
     "qwen3_next": {"model_type": "qwen3_next", **_GATED_DELTA, **_QWEN_EXPERTS},
+    **INDEXED,
     "deepseek_v3": {**_EXPERTS, **_LATENT, "first_k_dense_replace": 1, "rope_parameters": _ROPE},
     "deepseek_v32": {**_EXPERTS, **_LATENT, **_INDEXER, "rope_parameters": _ROPE},
     # A sliding window with experts by token, then groups of 2 keys of which 3 are chosen, groups of 4, groups of 2.
@@ -193,36 +153,6 @@ _FIELDS: dict[str, dict[str, Any]] = {
             "rope_theta": 1e4,
         },
         "vision_config": {"width": 16, "layers": 1, "heads": 1, "image_size": 28, "patch_size": 14},
-    },
-    # Full attention, then twice the best 2 blocks of 2 keys, chosen for each of two groups of heads.
-    "minimax_m3": {
-        "model_type": "minimax_m3_vl",
-        "text_config": {
-            **_SIZES,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 16,
-            "dense_intermediate_size": 48,
-            "shared_intermediate_size": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "index_n_heads": 2,
-            "index_head_dim": 16,
-            "index_block_size": 2,
-            "index_topk_blocks": 2,
-            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
-            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
-            "num_mtp_modules": 1,
-        },
-        "vision_config": {
-            "hidden_size": 24,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-            "image_size": 28,
-            "patch_size": 14,
-        },
     },
     # Relative distances and convolutions: a sliding window, all keys (the scores scaled from position 6), a window. The
     # head has modules of both kinds.

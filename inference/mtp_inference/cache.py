@@ -24,6 +24,8 @@ from transformers.cache_utils import (
 )
 
 from mtp_inference.convolved import ConvolutionInputs
+from mtp_inference.ngrams import NGRAM_STATES, NgramStore
+from mtp_inference.pooled import KeyPools
 from mtp_inference.recurrent_cache import RecurrentLayers, RecurrentStore, States
 from mtp_inference.window import Window, announced
 from mtp_train.errors import UnsupportedModelError
@@ -99,8 +101,8 @@ class AttentionStore(CacheLayerMixin):
         return self.size
 
 
-class IndexedStore(AttentionStore):
-    """An attention layer whose indexer chooses the keys to see (sparse attention); it has keys of its own.
+class IndexedStore(AttentionStore, KeyPools):
+    """An attention layer whose indexer chooses the keys to see (sparse attention); it has keys of its own, or pools.
 
     Args:
         num_rows: B.
@@ -114,6 +116,16 @@ class IndexedStore(AttentionStore):
         super().__init__(num_rows, size, None)
         self.kind = "indexed_attention"
         self.indexer_keys_BSX: Tensor | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`AttentionStore`."""
+        found = super().update(key_states, value_states)
+        self.keys_of = announced(self.window)
+        if self.keys_of.keys_only and self.pools_of is self.keys_of:
+            raise KeysWritten
+        return found
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write the window's indexer keys (B, T, width); return those in use, (B, used, width)."""
@@ -342,6 +354,8 @@ def _store(layer: Any, index: int, room: _Room) -> Any:
         return AttentionStore(num_rows, min(capacity, layer.sliding_window + max_window), layer.sliding_window)
     if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
         return RecurrentStore()
+    if type(layer) is LinearAttentionLayer and layer.number_of_states == NGRAM_STATES:
+        return NgramStore(num_rows, max_undecided)
     raise UnsupportedModelError(
         f"trunk layer {index}: keeps its state in a {type(layer).__name__}, which cannot undo a rejected draft; "
         "expected full or sliding attention, or a recurrent layer with one state. Decode this model elsewhere."

@@ -86,7 +86,7 @@ class _HeadDrafter:
             return mtp_step(
                 self.head,
                 hidden_BTD,
-                self.trunk.embed(tokens_BT).to(self.dtype),
+                self.head.embedding(self.trunk.embed)(tokens_BT).to(self.dtype),
                 depth=depth,
                 positions_BT=self._positions(window, depth),
                 mask_BTS=None if mask_B1TS is None else mask_B1TS[:, 0],
@@ -107,7 +107,7 @@ class _HeadDrafter:
             mtp_keys(
                 self.head,
                 hidden_RTD[:, part].to(self.dtype),
-                self.trunk.embed(tokens_RT[:, part]).to(self.dtype),
+                self.head.embedding(self.trunk.embed)(tokens_RT[:, part]).to(self.dtype),
                 depth=depth,
                 positions_BT=self._positions(chunk, depth),
                 mask_BTS=None if mask_B1TS is None else mask_B1TS[:, 0],

@@ -9,10 +9,11 @@ from mtp_train.families.attached import ATTACHED
 from mtp_train.families.convention import Convention as Convention
 from mtp_train.families.deepseek import DEEPSEEK_V3, DEEPSEEK_V32
 from mtp_train.families.deepseek_v4 import DEEPSEEK_V4
+from mtp_train.families.dots import DOTS3_NOTE
 from mtp_train.families.drafts import draft_kind as draft_kind
 from mtp_train.families.drafts import draft_title as draft_title
 from mtp_train.families.drafts import of_kind as of_kind
-from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
+from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM5_NEXT, GLM_MOE_DSA
 from mtp_train.families.headless import HEADLESS, NOT_ATTACHED
 from mtp_train.families.headless import refuse_unserved_heads as refuse_unserved_heads
 from mtp_train.families.hunyuan import HY_V3, HY_V4
@@ -23,6 +24,7 @@ from mtp_train.families.minimax import MINIMAX_M3
 from mtp_train.families.nemotron import NEMOTRON_H
 from mtp_train.families.others import BAILING_HYBRID, ERNIE4_5_MOE, EXAONE_MOE
 from mtp_train.families.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from mtp_train.families.qwen4 import QWEN4_EXP
 from mtp_train.families.spec import Family as Family
 from mtp_train.families.spec import HeadKind as HeadKind
 from mtp_train.families.spec import KeyRule as KeyRule
@@ -38,12 +40,14 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_5,
     QWEN3_5_MOE,
     QWEN3_NEXT,
+    QWEN4_EXP,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
     DEEPSEEK_V4,
     GLM4_MOE,
     GLM4_MOE_LITE,
     GLM_MOE_DSA,
+    GLM5_NEXT,
     MIMO,
     MIMO_V2,
     NEMOTRON_H,
@@ -56,6 +60,7 @@ FAMILIES: tuple[Family, ...] = (
     LONGCAT_FLASH,
     MINIMAX_M3,
     INKLING,
+    DOTS3_NOTE,
     *ATTACHED,
 )
 """In the order in which tables show them."""
@@ -85,7 +90,11 @@ def family_for(config: RawConfig, *, where: str) -> Family:
             f"beside its trunk: 'mtp-train evaluate TRUNK --head {where}'."
         )
     # Some wrappers leave it to themselves to say what is in them.
-    model_type = str(raw_text_config(config).get("model_type") or config.get("model_type"))
+    whole = str(config.get("model_type"))
+    model_type = str(raw_text_config(config).get("model_type") or whole)
+    if whole in HEADLESS and whole not in WRAPPERS:
+        # Whatever the text in it is.
+        model_type = whole
     for family in FAMILIES:
         if model_type in family.model_types:
             return in_wrapper(family, config, where=where)

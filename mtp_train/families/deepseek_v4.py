@@ -13,7 +13,8 @@ from mtp_train.families.compressed_keys import compressing_in_windows
 from mtp_train.families.convention import Convention
 from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP, EngineSupport, engine_table, no
 from mtp_train.families.layouts import with_layers
-from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule, SharedKey, Streams
+from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule, SharedKey
+from mtp_train.families.streams import Streams
 
 _MODULE, _TRUNK_LAYER = "mtp.{module}.", "{trunk}layers.{layer}."
 _EXPERTS, _GATE_UP = f"{_MODULE}ffn.experts.", "layer.mlp.experts.gate_up_proj"

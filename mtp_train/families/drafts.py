@@ -191,6 +191,7 @@ def of_kind(family: Family, kind: HeadKind) -> Family:
         final_norm=parts.final_norm,
         chain_norm=None,
         own_lm_head=False,
+        own_embedding=False,
         default=parts.convention,
         conventions={"vllm": parts.convention, "sglang": parts.convention, "llama.cpp": parts.convention},
         head_layer_config=_llama_config,

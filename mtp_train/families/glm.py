@@ -1,9 +1,16 @@
-"""GLM-4.5 to GLM-5: mixture-of-experts trunks, the head kept as one more layer after the trunk's."""
+"""GLM-4.5 to GLM-5.3: mixture-of-experts trunks, the head kept as one more layer after the trunk's."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from mtp_train.families.blocks import AttentionThenMlp
 from mtp_train.families.convention import LLAMA_CPP_POSITIONS, Convention
-from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table
+from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table, no
+from mtp_train.families.key_pools import GatedPools, choose_pools
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
     INDEXER,
@@ -14,7 +21,7 @@ from mtp_train.families.layouts import (
     sparse_from_the_first,
     sparse_indexed,
 )
-from mtp_train.families.spec import Borrowed, CountField, Family
+from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule, RecurrentKernels
 
 _KEY_RULES = after_the_trunk(*expert_rules(AFTER_THE_TRUNK))
 # vLLM recycles the state before shared_head.norm, SGLang and llama.cpp the one after it.
@@ -95,4 +102,62 @@ GLM_MOE_DSA = Family(
     masks_by_layer_type=True,
     needs_transformers="5.23",
     engines=engine_table(transformers=HEAD_IGNORED),
+)
+
+
+def _without_streams(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    """Build what engines do: the trunk's attention and mixture, with plain residuals around them."""
+    attention: Any = borrowed.cls("Glm5NextTextAttention")(config, layer_idx)
+    choose_pools(attention.indexer, GatedPools)
+    norms = (borrowed.make_norm(config), borrowed.make_norm(config))
+    return AttentionThenMlp(attention, borrowed.cls("Glm5NextTextMoE")(config), norms)
+
+
+def _choose_pools(decoder: Any) -> None:
+    for layer in decoder.layers:
+        # Some layers take what the one before has chosen.
+        indexer = layer.self_attn.indexer if layer.block_type == "indexed_attention" else None
+        if indexer is not None:
+            choose_pools(indexer, GatedPools)
+
+
+_KIMI_DELTA = "{trunk}layers.{layer}.self_attn."
+GLM5_NEXT = Family(
+    name="glm5_next",
+    title="GLM-5.3-Flash (GLM-5-Next)",
+    model_types=("glm5_next_text",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers",),
+    trunk_prefixes=("model.language_model.", "model."),
+    head_prefixes=(AFTER_THE_TRUNK,),
+    key_rules=_KEY_RULES,
+    shared_keys=REPEATED_AFTER_THE_TRUNK,
+    trunk_rules=tuple(
+        KeyRule(native=f"{_KIMI_DELTA}{part}.{{rest}}", ours=f"layer.self_attn.forget_gate.{part}.{{rest}}")
+        for part in ("f_a_proj", "f_b_proj")
+    ),
+    default=Convention(),
+    # Where the config says index_share_for_mtp_iteration, engines choose keys at depth 1 for all: a matter of texts
+    # longer than index_topk.
+    conventions={"vllm": Convention(zero_first_embedding=True), "sglang": Convention()},
+    head_layer_config=sparse_indexed,
+    borrowed=Borrowed(
+        python_module="transformers.models.glm5_next.modeling_glm5_next",
+        layer="Glm5NextTextDecoderLayer",
+        norm="Glm5NextTextRMSNorm",
+        rotary=None,
+        build_layer=_without_streams,
+        frozen=INDEXER,
+    ),
+    masks_by_layer_type=True,
+    only_with_vision=True,
+    prepare_trunk=_choose_pools,
+    recurrent=RecurrentKernels(
+        chunked="chunk_kimi_delta_attention",
+        single="recurrent_kimi_delta_attention",
+        conv="causal_conv1d_fn",
+        rule="kimi_delta",
+    ),
+    needs_transformers="5.23",
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("keeps the head's tensors and has no graph for them")),
 )

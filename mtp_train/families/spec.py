@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Pretrained
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.convention import Convention
 from mtp_train.families.engines import EngineSupport
+from mtp_train.families.streams import Streams
 
 Engine = Literal["vllm", "sglang", "llama.cpp"]
 HeadKind = Literal["mtp", "eagle", "eagle3", "medusa"]
@@ -95,30 +96,15 @@ class Borrowed:
             layer.get_submodule(self.frozen).requires_grad_(False)
         return layer
 
-    def make_norm(self, config: PretrainedConfig) -> nn.Module:
-        """Build a norm over the hidden size, at its identity."""
+    def make_norm(self, config: PretrainedConfig, width: int | None = None) -> nn.Module:
+        """Build a norm over the hidden size, or another width, at its identity."""
         eps = config.to_dict()[self.norm_eps]
-        norm: nn.Module = self.cls(self.norm)(config.hidden_size, eps=eps)
+        norm: nn.Module = self.cls(self.norm)(width or config.hidden_size, eps=eps)
         return norm
 
     def make_rotary(self, config: PretrainedConfig) -> nn.Module | None:
         """Build the rotary embedding, if there is one."""
         return None if self.rotary is None else self.cls(self.rotary)(config=config)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Streams:
-    """Residual streams that a trunk keeps side by side (hyper-connections, arXiv:2512.24880), its head reads unmixed.
-
-    States that the head reads and recycles are then as wide as all of them together.
-    """
-
-    count: str
-    """Field of the text config with their number."""
-    mixer: str
-    """Class of the borrowed module that makes one state of them, before the final norm."""
-    trunk_mixer: str
-    """The trunk's own, by attribute of the decoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +226,8 @@ class Family:
     """Field of the text config that says whether one norm, which the first module has here, follows every module."""
     own_lm_head: bool = False
     """Whether each head module has an lm_head of its own, frozen here like the trunk's."""
+    own_embedding: bool = False
+    """Whether the head's modules read an embedding of their own, which the first one has here, frozen."""
     default: Convention
     conventions: Mapping[Engine, Convention]
     head_layer_config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
@@ -267,8 +255,8 @@ class Family:
     """The classes that load the trunk, where transformers does not know the model type or would load more."""
     only_with_vision: bool = False
     """Whether transformers has the trunk only inside of its vision-language model, which is then loaded whole."""
-    trunk_final_norm: str = "norm"
-    """The decoder's final norm, by attribute."""
+    trunk_final_norm: str | None = "norm"
+    """The decoder's final norm, by attribute; None where a mixer of streams ends it."""
     streams: Streams | None = None
     """None where the trunk has one residual stream, or the head reads them mixed."""
     running_windows: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -21,6 +21,7 @@ class Block(nn.Module):
         super().__init__()
         self.final_norm: nn.Module = nn.Identity()
         self.lm_head: nn.Module | None = None
+        self.embedding: nn.Module | None = None
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
         """Return what depth 1 takes of the trunk's states as they come."""

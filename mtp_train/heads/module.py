@@ -21,15 +21,17 @@ class HeadModule(Block):
 
     ``u = proj([embed_norm(e), hidden_norm(h)])`` (or the other order), ``z = layer(u)``, ``o = final_norm(z)`` (``z``
     where the family has no such norm; where one serves the whole chain, the first module holds it). The embedding is
-    the trunk's and is not held here, nor is the lm_head but where the family gives each module its own. Where the trunk
+    the trunk's and is not held here, nor is the lm_head, but where the family gives the head its own. Where the trunk
     has streams, each of them is such an ``h``, the layer hands on as many, and ``o`` is of what a mixer makes of them.
     """
 
     def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
         super().__init__()
-        hidden_size = layer_config.hidden_size
+        hidden_size, streams = layer_config.hidden_size, family.streams
+        self.joined = streams is not None and streams.joined
         self.embed_norm = family.classes.make_norm(layer_config)
-        self.hidden_norm = family.classes.make_norm(layer_config)
+        width = family.state_width(layer_config) if self.joined else hidden_size
+        self.hidden_norm = family.classes.make_norm(layer_config, width)
         self.sums = family.concat == "sum"
         if self.sums:
             self.token_proj = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -38,16 +40,22 @@ class HeadModule(Block):
             self.proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.layer = family.classes.make_layer(layer_config, module_idx)
         self.mixer: nn.Module | None = None
-        if family.streams is not None:
-            self.mixer = family.classes.cls(family.streams.mixer)(layer_config)
+        if streams is not None:
+            self.mixer = family.classes.cls(streams.mixer)(layer_config, **streams.mixer_options)
         has_norm = family.final_norm or (module_idx == 0 and family.has_chain_norm(layer_config))
         self.final_norm = family.classes.make_norm(layer_config) if has_norm else nn.Identity()
         if family.own_lm_head:
             self.lm_head = nn.Linear(hidden_size, layer_config.vocab_size, bias=False).requires_grad_(False)
+        if family.own_embedding and module_idx == 0:
+            self.embedding = nn.Embedding(layer_config.vocab_size, hidden_size).requires_grad_(False)
         self.embed_first = family.concat == "embed_first"
 
     def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
-        """Return ``u``, the input of the decoder layer: (B, T, D), or (B, T, streams, D)."""
+        """Return ``u``, the input of the decoder layer: (B, T, D), or (B, T, streams, D), or these joined."""
+        if self.joined:
+            token_BTD = self.token_proj(self.embed_norm(embed_BTD))
+            hidden_BTSD = self.hidden_norm(hidden_BTD).unflatten(-1, (-1, token_BTD.shape[-1]))
+            return (token_BTD.unsqueeze(-2) + self.hidden_proj(hidden_BTSD)).flatten(-2)
         if self.mixer is not None:
             hidden_BTD = hidden_BTD.unflatten(-1, (-1, embed_BTD.shape[-1]))
             embed_BTD = embed_BTD.unsqueeze(-2)
@@ -60,7 +68,7 @@ class HeadModule(Block):
         """Return ``o`` and ``z`` of the layer's output, (B, T, width): streams are mixed in ``o``, joined in ``z``."""
         if self.mixer is None:
             return norm(block), block
-        return norm(self.mixer(block)), block.flatten(-2)
+        return norm(self.mixer(block)), block if self.joined else block.flatten(-2)
 
 
 def _centred(state_BTD: Tensor) -> Tensor:
@@ -151,6 +159,17 @@ class MtpHead(nn.Module):
         if not self.family.own_lm_head:
             return None
         return [cast(nn.Linear, self.module_for(depth).lm_head).weight for depth in range(1, num_depths + 1)]
+
+    def embedding(self, shared: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return what embeds the tokens that it reads: its own, or else ``shared``, the trunk's."""
+        own = cast(Block, self.blocks[0]).embedding
+        return shared if own is None else own
+
+    @property
+    def own_embedding_VD(self) -> Tensor | None:
+        """The matrix of its own embedding; None where it reads the trunk's."""
+        own = cast(Block, self.blocks[0]).embedding
+        return None if own is None else cast(nn.Embedding, own).weight
 
     def give_output(self, output: OutputRows) -> None:
         """Have all depths read an output matrix of the head's own."""

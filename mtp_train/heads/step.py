@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from mtp_train.families.key_blocks import BLOCK_CACHE_LAYER, UnrolledBlocks
+from mtp_train.families.key_pools import UnrolledPools
 from mtp_train.families.relative import CONVOLVED_CACHE_LAYERS, UnrolledRows
 from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_distances, unroll_mask
 from mtp_train.heads.flex import Attention, SeenRows, flex_masks
@@ -254,6 +255,8 @@ def _unrolled(layer: Any, positions_BT: Tensor) -> Any:
         return UnrolledBlocks()
     if type(layer).__name__ in CONVOLVED_CACHE_LAYERS:
         return UnrolledRows(positions_BT)
+    if type(layer) is DynamicIndexedLayer:
+        return UnrolledPools(positions_BT)
     return _UnrolledKeys() if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) else layer
 
 

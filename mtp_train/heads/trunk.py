@@ -79,8 +79,8 @@ class Trunk(nn.Module):
 
     @property
     def _final_norm(self) -> nn.Module:
-        norm: nn.Module = self.decoder.get_submodule(self.family.trunk_final_norm)
-        return norm
+        name = self.family.trunk_final_norm
+        return nn.Identity() if name is None else self.decoder.get_submodule(name)
 
     @property
     def _mixer(self) -> nn.Module | None:
@@ -89,7 +89,7 @@ class Trunk(nn.Module):
 
     def _keep_norm_input(self, _norm: nn.Module, inputs: tuple[Tensor]) -> None:
         (state,) = inputs
-        # Streams are joined: (B, T, streams, D) becomes (B, T, width).
+        # Streams are joined, where they are not yet: (B, T, streams, D) becomes (B, T, width).
         self._before_norm = state if self._mixer is None else state.flatten(2)
 
     def show_layers(self, layers: tuple[int, ...]) -> None:
@@ -192,9 +192,11 @@ class Trunk(nn.Module):
 
     def _after_norm(self, hidden: Tensor) -> Tensor:
         hidden, _ = self._split(hidden)
-        if self._mixer is not None:
-            streams_1NSD = hidden.reshape(1, -1, hidden.shape[-1] // self.config.hidden_size, self.config.hidden_size)
-            hidden = self._mixer(streams_1NSD).reshape(*hidden.shape[:-1], -1)
+        streams = self.family.streams
+        if self._mixer is not None and streams is not None:
+            rows_1NW = hidden.reshape(1, -1, hidden.shape[-1])
+            mixed = self._mixer(rows_1NW if streams.joined else rows_1NW.unflatten(-1, (-1, self.config.hidden_size)))
+            hidden = mixed.reshape(*hidden.shape[:-1], -1)
         return self._final_norm(hidden) if self.family.reads_before_norm else hidden
 
     def head_input(self, hidden: Tensor, convention: Convention) -> Tensor:

@@ -68,7 +68,7 @@ def aligned_rows(
         head,
         trunk.head_input(hidden_BTD, head.convention),
         batch.tokens_BT,
-        trunk.embed,
+        head.embedding(trunk.embed),
         num_depths=num_depths,
         positions_BT=batch.positions_BT,
         document_BT=batch.document_BT,

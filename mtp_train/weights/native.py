@@ -186,9 +186,9 @@ def require_same_trunk_shape(
             continue
         both = mine is not None and other is not None and mine[1:] == other[1:]
         resized = both and ours[name] == finetune_layout.embed_key
-        if resized and not finetune.family.own_lm_head:
+        if resized and not (finetune.family.own_lm_head or finetune.family.own_embedding):
             continue
-        because = f": each module of a {finetune.family.title} head has an output matrix of its own" if resized else ""
+        because = f": a {finetune.family.title} head has a matrix of its own over the vocabulary" if resized else ""
         raise CheckpointError(
             f"{base.path}: trunk tensor {name} is {_shape_text(other)}, in {finetune.path} it is {_shape_text(mine)}; "
             f"expected the same trunk shape{because}. Point at the base that the fine-tune came from."

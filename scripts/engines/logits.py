@@ -35,7 +35,7 @@ def own_row_logits(subject: Subject, text: Sequence[int], depth: int) -> list[Te
         step = mtp_step(
             subject.head,
             hidden_1TD,
-            subject.trunk.embed(input_tokens(tokens_1T, number)),
+            subject.head.embedding(subject.trunk.embed)(input_tokens(tokens_1T, number)),
             depth=number,
             positions_BT=torch.arange(len(text))[None],
             mask_BTS=None,
@@ -55,7 +55,7 @@ def draft_row_logits(subject: Subject, text: Sequence[int], depth: int) -> list[
         subject.head,
         subject.trunk.head_input(subject.trunk.hidden(tokens_1T), subject.head.convention),
         tokens_1T,
-        subject.trunk.embed,
+        subject.head.embedding(subject.trunk.embed),
         num_depths=depth,
         positions_BT=torch.arange(len(text))[None],
         document_BT=torch.zeros_like(tokens_1T),

@@ -100,7 +100,7 @@ def draft_states(
         head,
         padded_TD[None],
         tokens_1T,
-        trunk.embed,
+        head.embedding(trunk.embed),
         num_depths=num_drafts,
         positions_BT=torch.arange(len(ids))[None],
         document_BT=torch.zeros_like(tokens_1T),

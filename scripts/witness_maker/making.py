@@ -154,7 +154,7 @@ def share_right(trunk: Trunk, head: MtpHead, chain: Chain, tokens_BT: Tensor) ->
         head,
         hidden_BTD,
         tokens_BT,
-        trunk.embed,
+        head.embedding(trunk.embed),
         num_depths=1,
         positions_BT=torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT),
         document_BT=torch.zeros_like(tokens_BT),

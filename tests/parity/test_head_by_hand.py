@@ -26,6 +26,7 @@ from mtp_train.heads.step import unroll
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.weights.files import open_checkpoint
 from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
+from written_out import MIXER, AttentionThenMlp, InTurn, OfAllKeys, mix_joined, mix_streams, rms_norm, stack_experts
 
 NUM_TOKENS, ATOL = 11, 1e-5
 
@@ -35,8 +36,9 @@ class ByHand:
     """Where one family's release keeps the first module, and what its layer is called in transformers.
 
     ``norms`` are the embedding's, the hidden state's and the last one (None: there is none); two ``proj`` are one for
-    the embedding and one for every stream of the hidden state; ``renamed`` are parts of the layer's keys that the
-    release calls otherwise.
+    the embedding and one for every stream of the hidden state, which the layer takes side by side where they are
+    ``joined``; ``renamed`` are parts of the layer's keys that the release calls otherwise; ``embedding`` is the head's
+    own.
     """
 
     classes: str
@@ -52,26 +54,9 @@ class ByHand:
     eps: str = "rms_norm_eps"
     rotary_type: str | None = None
     window: int | None = None
-
-
-class InTurn(nn.ModuleList):
-    def forward(self, state: Tensor, attention_mask: Tensor, **_unused: object) -> Tensor:
-        for block in self:
-            state = block(state, attention_mask=attention_mask)
-        return state
-
-
-class AttentionThenMlp(nn.Module):
-    def __init__(self, attention: Any, mlp: Any, norm: Any, config: Any) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = attention(config, 0), mlp(config)
-        self.input_layernorm, self.post_attention_layernorm = (
-            norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
-        )
-
-    def forward(self, state: Tensor, **rest: Any) -> Tensor:
-        state = state + self.self_attn(self.input_layernorm(state), **rest)[0]
-        return state + self.mlp(self.post_attention_layernorm(state))
+    rotates: bool = True
+    joined: bool = False
+    embedding: str | None = None
 
 
 SLIDING = ["sliding_attention"] * 3
@@ -123,6 +108,7 @@ HANDS = {
         layer_prefix="mtp.layers.",
         config={"layers_block_type": ["full_attention", "moe"]},
         eps="layer_norm_epsilon",
+        rotates=False,
     ),
     "step3p7": ByHand(
         classes="step3p7",
@@ -215,6 +201,38 @@ HANDS = {
         layer_prefix="model.layers.3.",
         config={"mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
     ),
+    "qwen4_exp": ByHand(
+        classes="qwen4_exp",
+        layer=lambda classes, config: classes.Qwen4ExpTextDecoderLayer(config, 0),
+        norms=("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", None),
+        proj=("mtp.fc_embedding", "mtp.fc_hidden"),
+        layer_prefix="mtp.layers.0.",
+        config={"layer_types": ["indexed_attention"], "ple_layer_ids": []},
+        plus_one=True,
+        joined=True,
+    ),
+    "glm5_next": ByHand(
+        classes="glm5_next",
+        layer=lambda classes, config: OfAllKeys(
+            classes.Glm5NextTextAttention, classes.Glm5NextTextMoE, classes.Glm5NextTextRMSNorm, config
+        ),
+        norms=("enorm", "hnorm", "shared_head.norm"),
+        proj="eh_proj",
+        layer_prefix="model.language_model.layers.3.",
+        config={"indexer_types": ["full"]},
+        rotates=False,
+    ),
+    "dots3_note": ByHand(
+        classes="dots3_note",
+        layer=lambda classes, config: classes.Dots3NoteTextDecoderLayer(config, 0),
+        norms=("enorm", "hnorm", "shared_head.norm"),
+        proj="eh_proj",
+        layer_prefix="model.layers.3.",
+        config={"mlp_layer_types": ["dense"]},
+        rotary_type="sliding_attention",
+        window=8,
+        embedding="model.mtp.embed_tokens.weight",
+    ),
     "cohere": ByHand(
         classes="cohere",
         layer=lambda classes, config: classes.CohereDecoderLayer(config, 0),
@@ -239,27 +257,6 @@ HANDS = {
 
 def test_every_family_has_an_independent_forward() -> None:
     assert {*HANDS, *MTP_MODEL_FAMILIES, *CHAINED_FAMILIES} == set(ALL_FAMILIES)
-
-
-def rms_norm(state: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
-    scaled = state * torch.rsqrt(state.square().mean(-1, keepdim=True) + eps)
-    return scaled * (weight + 1 if plus_one else weight)
-
-
-def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Replace experts that are stored one by one by what transformers' layers hold."""
-    single = {key: value for key, value in tensors.items() if ".experts." in key and key.endswith(".weight")}
-    found = {key: value for key, value in tensors.items() if key not in single}
-    for place in {key.split(".experts.")[0] for key in single}:
-        count = len({key.split(".experts.")[1].split(".")[0] for key in single})
-        parts = {
-            name: torch.stack([single[f"{place}.experts.{number}.{name}.weight"] for number in range(count)])
-            for name in {key.rsplit(".", 2)[1] for key in single}
-        }
-        if "gate_proj" in parts:
-            found[f"{place}.experts.gate_up_proj"] = torch.cat([parts.pop("gate_proj"), parts.pop("up_proj")], dim=1)
-        found |= {f"{place}.experts.{name}": value for name, value in parts.items()}
-    return found
 
 
 def forward_by_hand(
@@ -288,7 +285,7 @@ def forward_by_hand(
         return tensors[key] if key in tensors else tensors[hand.layer_prefix + key]
 
     has_streams = isinstance(hand.proj, tuple)
-    if has_streams:
+    if has_streams and not hand.joined:
         hidden, embeds = hidden.unflatten(-1, (-1, embeds.shape[-1])), embeds[:, :, None]
     eps = config.to_dict()[hand.eps]
 
@@ -298,31 +295,35 @@ def forward_by_hand(
 
     embed_norm, hidden_norm, last_norm = hand.norms
     halves = [norm(embeds, embed_norm), norm(hidden, hidden_norm)]
+    if hand.joined:
+        halves = [halves[0][:, :, None], halves[1].unflatten(-1, (-1, embeds.shape[-1]))]
     if isinstance(hand.proj, tuple):
         state = sum(half @ part(name).T for half, name in zip(halves, hand.proj, strict=True))
     else:
         state = torch.cat(halves[::-1] if hand.hidden_first else halves, dim=-1) @ part(hand.proj).T
+    if hand.joined:
+        state = state.flatten(2)
     num_rows = state.shape[1]
     seen = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
     if hand.window is not None:
         seen = seen.triu(1 - hand.window)
     mask = torch.zeros(1, 1, num_rows, num_rows).masked_fill(~seen, torch.finfo(torch.float32).min)
     rest: dict[str, Any] = {"attention_mask": mask, "position_ids": torch.arange(num_rows)[None]}
-    if hand.classes != "nemotron_h":
+    if hand.rotates:
         kind = () if hand.rotary_type is None else (hand.rotary_type,)
         rotated = trunk.decoder.rotary_emb(state, rest["position_ids"], *kind)
-        rest["position_embeddings"] = {hand.rotary_type: rotated} if has_streams else rotated
+        rest["position_embeddings"] = {hand.rotary_type: rotated} if has_streams and not hand.joined else rotated
     output = layer.eval()(state, **rest)
     output = output[0] if isinstance(output, tuple) else output
     if has_streams:
-        output = mix_streams(output, *(tensors[f"mtp.0.hc_head_{one}"] for one in ("fn", "scale", "base")), config)
+        output = mixed(hand, output, tensors, config)
     return output if last_norm is None else norm(output, last_norm)
 
 
-def mix_streams(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: Any) -> Tensor:
-    joined = streams.flatten(2)
-    weights = torch.sigmoid(rms_norm(joined, torch.ones(()), config.rms_norm_eps, False) @ fn.T * scale + base)
-    return ((weights + config.hc_eps)[..., None] * streams).sum(2)
+def mixed(hand: ByHand, streams: Tensor, tensors: Mapping[str, Tensor], config: Any) -> Tensor:
+    if hand.joined:
+        return mix_joined(streams, *(tensors[f"mtp.hyper_connection_mixer.{name}.weight"] for name in MIXER), config)
+    return mix_streams(streams, *(tensors[f"mtp.0.hc_head_{one}"] for one in ("fn", "scale", "base")), config)
 
 
 def swap_halves(head: MtpHead) -> None:
@@ -354,12 +355,15 @@ def test_depth_1_is_the_forward_written_out(family_name: str, spoilt: bool, tmp_
         head,
         hidden_1TD,
         tokens_1T,
-        trunk.embed,
+        head.embedding(trunk.embed),
         num_depths=1,
         positions_BT=torch.arange(NUM_TOKENS)[None],
         document_BT=torch.zeros_like(tokens_1T),
     )
     tensors = all_tensors(tmp_path / "checkpoint")
-    theirs_1SD = forward_by_hand(HANDS[family_name], trunk, tensors, hidden_1TD[:, :-1], trunk.embed(tokens_1T[:, 1:]))
+    hand = HANDS[family_name]
+    read_1S = tokens_1T[:, 1:]
+    embeds_1SD = trunk.embed(read_1S) if hand.embedding is None else tensors[hand.embedding][read_1S]
+    theirs_1SD = forward_by_hand(hand, trunk, tensors, hidden_1TD[:, :-1], embeds_1SD)
     difference = (ours_1TD[:, :-1] * (head.logit_divisor or 1.0) - theirs_1SD).abs().max()
     assert difference > 1e-2 if spoilt else difference < ATOL

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mtp_train.families import FAMILIES
+from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 from tiny_configs import SLIDING_WINDOW, tiny_config
 
 FAMILY = {family.name: family for family in FAMILIES}
@@ -29,3 +31,17 @@ def test_a_k_exaone_head_slides_as_its_config_or_the_first_layer_of_the_trunk_do
         setattr(config, name, value)
     head = FAMILY["exaone_moe"].head_layer_config(config, 1)
     assert (head.layer_types, head.sliding_window) == (["sliding_attention"], window)
+
+
+@pytest.mark.skipif("dots3_note" not in ALL_FAMILIES, reason="this transformers has no dots3-note")
+def test_a_head_with_an_embedding_of_its_own_reads_that_one_and_never_trains_it() -> None:
+    trunk = tiny_trunk("dots3_note")
+    tokens_T = torch.arange(9)
+    own_VD = tiny_head(trunk).own_embedding_VD
+    assert own_VD is not None
+    assert not own_VD.requires_grad
+    read_TD = tiny_head(trunk).embedding(trunk.embed)(tokens_T)
+    assert torch.equal(read_TD, own_VD[tokens_T])
+    assert (read_TD - trunk.embed(tokens_T)).abs().max() > 1e-2
+    other = tiny_trunk("glm4_moe")
+    assert torch.equal(tiny_head(other).embedding(other.embed)(tokens_T), other.embed(tokens_T))

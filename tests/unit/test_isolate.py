@@ -9,8 +9,13 @@ from mtp_train.heads.alignment import PADDING_DOCUMENT, prefix_mask
 from mtp_train.heads.isolate import Segment, group_by_length, isolated_hidden, segments
 from tiny import ALL_FAMILIES, FAMILY_NAMES, VOCAB_SIZE, tiny_trunk
 
-# The third compresses keys in groups, of which none may be of two documents; the last has short convolutions.
-ISOLATED = (*FAMILY_NAMES, "deepseek_v4", *(name for name in ("inkling",) if name in ALL_FAMILIES))
+# The third compresses keys in groups, of which none may be of two documents, and so does the last to choose among
+# them; the one between has short convolutions.
+ISOLATED = (
+    *FAMILY_NAMES,
+    "deepseek_v4",
+    *(name for name in ("inkling", "glm5_next", "qwen4_exp") if name in ALL_FAMILIES),
+)
 P = PADDING_DOCUMENT
 # Two rows: three documents and padding; a document as long as the row.
 DOCUMENT = [[0] * 5 + [1] * 3 + [2] * 2 + [P] * 2, [0] * 12]

@@ -28,7 +28,9 @@ BLOCKS = [name for name in ("minimax_m3",) if name in ALL_FAMILIES]
 """Heads that see chosen blocks of keys only."""
 RELATIVE = [name for name in ("inkling",) if name in ALL_FAMILIES]
 """Heads that see how far away keys are, with convolutions."""
-PLACED = [*BLOCKS, *RELATIVE]
+POOLS = [name for name in ("glm5_next", "qwen4_exp") if name in ALL_FAMILIES]
+"""Heads that see chosen pools of keys only."""
+PLACED = [*BLOCKS, *RELATIVE, *POOLS]
 STREAMS = "deepseek_v4"
 """A head that reads several states of the trunk side by side, and hands on as many."""
 CHAINS = ["chained", *(f"chained_{name}" for name in PLACED)]
@@ -59,7 +61,7 @@ def one_document(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, num_depths: int
         head,
         trunk.head_input(trunk.hidden(tokens_1T), head.convention),
         tokens_1T,
-        trunk.embed,
+        head.embedding(trunk.embed),
         num_depths=num_depths,
         positions_BT=torch.arange(tokens_1T.shape[1])[None],
         document_BT=torch.zeros_like(tokens_1T),
@@ -181,13 +183,16 @@ def distances_by_place(mask_BTS: Tensor, depth: int) -> Tensor:
     return torch.where(mask_BTS, (rows_T[:, None] + keys_S[-1] - keys_S).clamp(min=0), -1)
 
 
-@pytest.mark.parametrize("family_name", RELATIVE)
-@pytest.mark.parametrize("spoilt", ["distances", "convolutions"])
+@pytest.mark.parametrize(
+    ("family_name", "spoilt"),
+    [(name, spoilt) for name in RELATIVE for spoilt in ("distances", "convolutions")]
+    + [(name, "pools") for name in POOLS],
+)
 @torch.inference_mode()
-def test_distances_and_convolutions_go_by_position(
+def test_distances_convolutions_and_pools_go_by_position(
     family_name: str, spoilt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both by place in the unroll must be wrong, or the test above proves nothing of them."""
+    """All by place in the unroll must be wrong, or the test above proves nothing of them."""
     if spoilt == "distances":
         monkeypatch.setattr(step_module, "unroll_distances", distances_by_place)
     else:

@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,18 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from checkpoints import all_tensors, base_and_finetune, save_with_head, wrap_as_vision_language
+from checkpoints import (
+    WRAPPER_CONFIG,
+    WRAPPER_CONFIG_4,
+    all_tensors,
+    base_and_finetune,
+    save_with_head,
+    wrap_as_vision_language,
+)
 from mtp_inference import SpeculativeDecoder, plain_greedy
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Convention
+from mtp_train.heads.attach import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.weights.files import open_checkpoint
@@ -28,10 +37,16 @@ def load(path: Path, adapter: Path | None = None) -> Trunk:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_vision_language_wrapper_gives_its_text_model(tied: bool, tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5", tied=tied)
+@pytest.mark.parametrize(
+    ("family_name", "wrapper"),
+    [("qwen3_5", WRAPPER_CONFIG), *([("qwen4_exp", WRAPPER_CONFIG_4)] if "qwen4_exp" in ALL_FAMILIES else [])],
+)
+def test_a_vision_language_wrapper_gives_its_text_model(
+    family_name: str, wrapper: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    base, _ = base_and_finetune(tmp_path, family_name, tied=tied)
     shutil.copytree(base, tmp_path / "wrapped")
-    plain, wrapped = load(base), load(wrap_as_vision_language(tmp_path / "wrapped"))
+    plain, wrapped = load(base), load(wrap_as_vision_language(tmp_path / "wrapped", wrapper))
     expected = plain.logits(plain.hidden(TOKENS_1T))
     assert torch.equal(wrapped.logits(wrapped.hidden(TOKENS_1T)), expected)
 
@@ -128,6 +143,41 @@ def test_states_are_scaled_for_the_lm_head_alone_and_rows_that_pad_it_are_left_o
     assert torch.equal(trunk.head_input(hidden, Convention()), trunk.decoder(TOKENS_1T).last_hidden_state)
     (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 3, ()).generate([[1, 2, 3]], 12)
     assert list(result.token_ids) == plain_greedy(trunk, [1, 2, 3], 12, ())
+
+
+@pytest.mark.skipif("qwen4_exp" not in ALL_FAMILIES, reason="this transformers has no Qwen4-Exp")
+@torch.inference_mode()
+def test_a_whole_text_chooses_the_pools_of_keys_that_transformers_chooses() -> None:
+    trunk = tiny_trunk("qwen4_exp")
+    stock = AutoModelForCausalLM.from_config(trunk.config).eval()
+    stock.load_state_dict(trunk.causal_lm.state_dict())
+    mask_BT = torch.ones(2, 9, dtype=torch.int64)
+    mask_BT[1, 6:] = 0
+    tokens_BT, kept_BT = TOKENS_1T.expand(2, -1), mask_BT.bool()
+    expected = stock(tokens_BT, attention_mask=mask_BT).logits[kept_BT]
+    found = trunk.logits(trunk.hidden(tokens_BT, mask_BT=mask_BT))[kept_BT]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    for layer in trunk.decoder.layers:
+        if layer.layer_type == "indexed_attention":
+            layer.self_attn.indexer.token_budget = 99
+    assert (trunk.logits(trunk.hidden(tokens_BT, mask_BT=mask_BT))[kept_BT] - expected).abs().max() > 1e-3
+
+
+@pytest.mark.skipif("dots3_note" not in ALL_FAMILIES, reason="this transformers has no dots3-note")
+@torch.inference_mode()
+def test_a_release_may_keep_the_text_model_s_fields_beside_those_of_its_other_parts(tmp_path: Path) -> None:
+    trunk = tiny_trunk("dots3_note")
+    save_with_head(trunk, tiny_head(trunk), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for part in ("vision", "audio"):
+        config[f"{part}_config"] = {"model_type": f"dots3_note_{part}_encoder", "adapter_out_dim": 32}
+    sliding = {f"swa_{name}": value for name, value in config.pop("per_layer_config")["0"].items()}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sliding, "model_type": "dots3_note"}))
+    checkpoint = open_checkpoint(tmp_path)
+    loaded = load(tmp_path)
+    assert torch.equal(loaded.logits(loaded.hidden(TOKENS_1T)), trunk.logits(trunk.hidden(TOKENS_1T)))
+    head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
+    assert all(torch.equal(head.state_dict()[name], value) for name, value in tiny_head(trunk).state_dict().items())
 
 
 def test_a_config_that_transformers_refuses_is_named(tmp_path: Path) -> None:

@@ -123,9 +123,16 @@ def test_training_is_refused_with_the_reason(name: str, tmp_path: Path, capfd: p
 
 @pytest.mark.parametrize("model_type", HEADLESS)
 def test_a_model_without_heads_is_recognised(model_type: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"no MTP head|external drafter"):
+    with pytest.raises(UnsupportedModelError, match=r"no MTP head|external drafter|has an MTP head for it"):
         family_for({"model_type": model_type}, where="here")
     assert model_type not in {one for family in FAMILIES for one in family.model_types}
+
+
+def test_a_wrapper_without_heads_is_recognised_by_its_own_name() -> None:
+    config = {"model_type": "kimi_k25", "text_config": {"model_type": "deepseek_v3"}}
+    with pytest.raises(UnsupportedModelError, match="model_type 'kimi_k25': no engine has an MTP head for it"):
+        family_for(config, where="here")
+    assert family_for({**config, "model_type": "another"}, where="here").name == "deepseek_v3"
 
 
 @pytest.mark.parametrize("says", ["text_config", "wrapper", "both"])

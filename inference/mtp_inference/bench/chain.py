@@ -102,7 +102,7 @@ def _loss(trunk: Trunk, head: MtpHead, tokens_BT: Tensor) -> Tensor:
         head,
         trunk.head_input(hidden_BTD.detach(), head.convention),
         tokens_BT,
-        trunk.embed,
+        head.embedding(trunk.embed),
         num_depths=TRAINED_DEPTHS,
         positions_BT=torch.arange(num_tokens, device=tokens_BT.device).expand_as(tokens_BT),
         document_BT=torch.zeros_like(tokens_BT),

@@ -1,0 +1,77 @@
+"""Recurrent layers that embed the last tokens beside (Qwen4-Exp): what that needs is kept by position, as keys are.
+
+Shapes: B rows, T tokens of the window, C channels, W kernel width, M tokens before a window, Z places of a ring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtp_inference.convolved import ConvolutionInputs
+from mtp_inference.recurrent_cache import RecurrentStore
+from mtp_inference.window import Window, announced
+
+_CONVOLUTION, _TOKENS = 1, 2
+NGRAM_STATES = 3
+"""The recurrent layer's own convolution, another one, and tokens."""
+
+
+class NgramStore(RecurrentStore):
+    """A recurrent layer with a second convolution and with the tokens before a window.
+
+    A rejected draft leaves what it wrote at positions that the next window writes over before anything reads them.
+
+    Args:
+        num_rows: B.
+        max_undecided: Longest window of which less than all may be kept.
+    """
+
+    def __init__(self, num_rows: int, max_undecided: int) -> None:
+        super().__init__()
+        self.num_rows, self.max_undecided = num_rows, max_undecided
+        self.number_of_states = NGRAM_STATES
+        self._inputs = ConvolutionInputs(num_rows, max_undecided, NGRAM_STATES)
+        self._tokens_BZ: Tensor | None = None
+        self._num_before = 0
+        for state in (_CONVOLUTION, _TOKENS):
+            self.conv_states[state] = None
+            self.is_conv_states_initialized[state] = self.has_previous_state[state] = False
+
+    def begin(self, window: Window) -> None:
+        """Show the model the states of the window's rows, and the tokens before it."""
+        super().begin(window)
+        self._inputs.window = window
+        earlier = not window.is_fresh and self._tokens_BZ is not None
+        self.is_conv_states_initialized[_TOKENS] = self.has_previous_state[_TOKENS] = earlier
+        self.conv_states[_TOKENS] = self._before(window) if earlier else None
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **unused: object
+    ) -> Tensor:
+        """Keep the window's inputs; return them after those before: (B, C, W + T), tokens as they come."""
+        if state_idx == _TOKENS and conv_kernel_size is not None:
+            self._write(conv_states, conv_kernel_size)
+            return conv_states
+        if state_idx == _CONVOLUTION and conv_kernel_size is not None:
+            # As many before as the size says, and not one less.
+            return self._inputs.update_conv_state(conv_states, state_idx, conv_kernel_size + 1)
+        return super().update_conv_state(conv_states, state_idx, conv_kernel_size, **unused)
+
+    def _before(self, window: Window) -> Tensor | None:
+        if self._tokens_BZ is None:
+            return None
+        before_M = torch.arange(-self._num_before, 0, device=self._tokens_BZ.device)
+        places_BM = (window.positions_BT[:, :1] + before_M) % self._tokens_BZ.shape[1]
+        return self._tokens_BZ[window.row_index_B1, places_BM]
+
+    def _write(self, tokens_BT: Tensor, num_before: int) -> None:
+        """Keep the last tokens of a window, and what stands for them before a text that is shorter."""
+        window = announced(self._inputs.window)
+        if self._tokens_BZ is None:
+            self._num_before = num_before
+            self._tokens_BZ = tokens_BT.new_zeros(self.num_rows, num_before + self.max_undecided)
+        num_places = self._tokens_BZ.shape[1]
+        kept_BT = tokens_BT[:, -num_places:]
+        back_T = torch.arange(1 - kept_BT.shape[1], 1, device=tokens_BT.device)
+        self._tokens_BZ[window.row_index_B1, (window.positions_BT[:, -1:] + back_T) % num_places] = kept_BT

@@ -1,0 +1,51 @@
+"""dots3-note: latent attention, sliding or to chosen keys; its head slides, and has an embedding of its own."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from mtp_train.families.convention import Convention
+from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
+from mtp_train.families.layouts import AFTER_THE_TRUNK, after_the_trunk, with_layers
+from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule, SharedKey
+
+
+def _dense_sliding(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(
+        text_config.per_layer_config["sliding_attention"],
+        num_modules,
+        layer_types=["sliding_attention"] * num_modules,
+        mlp_layer_types=["dense"] * num_modules,
+    )
+
+
+DOTS3_NOTE = Family(
+    name="dots3_note",
+    title="dots3-note",
+    # Releases keep the text model's fields beside those of the other parts.
+    model_types=("dots3_note_text", "dots3_note"),
+    # Engines take 1 where the config does not say.
+    count=CountField(name="num_nextn_predict_layers", implied=1),
+    head_config_fields=("num_nextn_predict_layers", "mtp_layer_types"),
+    trunk_prefixes=("model.language_model.", "model."),
+    head_prefixes=(AFTER_THE_TRUNK, "{trunk}mtp."),
+    key_rules=(
+        KeyRule(native="{trunk}mtp.embed_tokens.weight", ours="embedding.weight"),
+        *after_the_trunk(),
+    ),
+    shared_keys=(SharedKey(native=f"{AFTER_THE_TRUNK}shared_head.head.weight", trunk="lm_head.weight"),),
+    own_embedding=True,
+    default=Convention(),
+    conventions={"vllm": Convention(zero_first_embedding=True), "sglang": Convention()},
+    head_layer_config=_dense_sliding,
+    borrowed=Borrowed(
+        python_module="transformers.models.dots3_note.modeling_dots3_note",
+        layer="Dots3NoteTextDecoderLayer",
+        norm="Dots3NoteRMSNorm",
+        rotary="Dots3NoteTextRotaryEmbedding",
+    ),
+    rotary_by_layer_type=True,
+    masks_by_layer_type=True,
+    needs_transformers="5.23",
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("keeps the head's tensors and has no graph for them")),
+)
