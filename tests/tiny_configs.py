@@ -247,6 +247,54 @@ _FIELDS: dict[str, dict[str, Any]] = {
         },
         "mtp_config": {"num_nextn_predict_layers": 3, "chain_hidden_post_norm": False, "local_layer_ids": [0, 2]},
     },
+    # Sliding windows, then full attention without positions; a layer's norms stand behind its parts.
+    "exaone4_5": {
+        "text_config": {
+            **_SIZES,
+            "model_type": "exaone4",
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "num_nextn_predict_layers": 1,
+            "rope_parameters": _ROPE,
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 24,
+            "intermediate_size": 16,
+            "num_heads": 1,
+            "num_key_value_heads": 1,
+            "out_hidden_size": 32,
+        },
+    },
+    # Half of a head's width rotates, by time, height and width.
+    "glm_ocr": {
+        "text_config": {
+            **_SIZES,
+            "num_nextn_predict_layers": 1,
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 24,
+            "intermediate_size": 16,
+            "num_heads": 1,
+            "out_hidden_size": 32,
+        },
+    },
+    # Two sliding windows, then full attention, each with rotary frequencies of its own.
+    "mellum": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_nextn_predict_layers": 1,
+        "rope_parameters": {
+            "sliding_attention": _ROPE,
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    },
     # Whose releases have no head.
     "llama": {"rope_parameters": _ROPE},
     "mistral": {"sliding_window": SLIDING_WINDOW},
@@ -363,6 +411,20 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "logit_scale": 0.3,
         "rope_parameters": _ROPE,
+    },
+    # A dense layer that knows positions, a sliding window with a mixture, full attention with one and without positions.
+    "cohere2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 16,
+        "prefix_dense_intermediate_size": 48,
+        "num_shared_experts": 1,
+        "expert_selection_fn": "sigmoid",
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "logit_scale": 0.3,
+        "rope_theta": 1e4,
     },
 }
 

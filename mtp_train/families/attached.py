@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
+from mtp_train.families.cohere import COHERE2_MOE
 from mtp_train.families.engines import EngineSupport, engine_table, no
 from mtp_train.families.layouts import AFTER_THE_TRUNK, beside_the_trunk, expert_rules, with_layers
 from mtp_train.families.longrope import keep_short_factors, short_factors
@@ -328,6 +329,6 @@ COHERE2 = replace(
 ATTACHED: tuple[Family, ...] = (
     *(LLAMA, MISTRAL, MINISTRAL3, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
     *(GEMMA2, GEMMA3, PHI3, GPT_OSS, OLMO2, OLMO3, GRANITE, SMOLLM3, GLM4, SEED_OSS, EXAONE4, HUNYUAN_DENSE),
-    *(COHERE, COHERE2),
+    *(COHERE, COHERE2, COHERE2_MOE),
 )
 """In the order in which tables show them."""

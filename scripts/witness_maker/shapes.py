@@ -134,6 +134,22 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
             | {name: value for name, value in _ALL_OF_FOUR.items() if name != "shared_expert_intermediate_size"}
             | {"rope_parameters": _ROPE}
         ),
+        "cohere2_moe": WitnessShape(
+            fields=_SIZES
+            | {
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "intermediate_size": 128,
+                "num_shared_experts": 1,
+                "prefix_dense_intermediate_size": 256,
+                "expert_selection_fn": "sigmoid",
+                "sliding_window": 64,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+                "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+                "logit_scale": 0.25,
+                "rope_theta": 10_000.0,
+            }
+        ),
         "mimo_v2_flash": WitnessShape(
             fields=_SIZES
             | _ROUTED
@@ -176,6 +192,19 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
                 "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
                 "num_nextn_predict_layers": 1,
                 "rope_parameters": _ROPE,
+            }
+        ),
+        "mellum": WitnessShape(
+            fields=_SIZES
+            | _EIGHT_EXPERTS
+            | {
+                "sliding_window": 64,
+                "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+                "num_nextn_predict_layers": 1,
+                "rope_parameters": {
+                    "sliding_attention": _ROPE,
+                    "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+                },
             }
         ),
         "ernie4_5_moe": WitnessShape(
