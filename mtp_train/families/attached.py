@@ -2,7 +2,8 @@
 
 A head is DeepSeek-V3's block (arXiv:2412.19437, equations 21 to 23) around one decoder layer of the trunk's own class,
 with full attention. It is kept as transformers' ``MtpModel`` reads it (``mtp.*``, ``num_mtp_layers``), which for
-Qwen3-MoE is what SGLang reads; for Qwen2 as MiMo-7B has it, whose trunk that is.
+Qwen3-MoE is what SGLang reads; for Qwen2 as MiMo-7B has it, whose trunk that is; for Command A+ as llama.cpp reads it
+(``cohere.py``).
 """
 
 from __future__ import annotations
