@@ -7,24 +7,24 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from tiny_attached_configs import ATTACHED_FIELDS
 from tiny_indexed import INDEXED
 from tiny_parts import EXPERTS as _EXPERTS
 from tiny_parts import GATED_DELTA as _GATED_DELTA
 from tiny_parts import INDEXER as _INDEXER
 from tiny_parts import LATENT as _LATENT
-from tiny_parts import QWEN_EXPERTS as _QWEN_EXPERTS
-from tiny_parts import ROPE as _ROPE
+from tiny_parts import QWEN_EXPERTS, ROPE
 from tiny_parts import SIZES as _SIZES
 from tiny_parts import SLIDING_WINDOW as SLIDING_WINDOW
 from tiny_parts import VOCAB_SIZE as VOCAB_SIZE
 
 _FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_5": {"model_type": "qwen3_5_text", **_GATED_DELTA},
-    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **_GATED_DELTA, **_QWEN_EXPERTS},
-    "qwen3_next": {"model_type": "qwen3_next", **_GATED_DELTA, **_QWEN_EXPERTS},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **_GATED_DELTA, **QWEN_EXPERTS},
+    "qwen3_next": {"model_type": "qwen3_next", **_GATED_DELTA, **QWEN_EXPERTS},
     **INDEXED,
-    "deepseek_v3": {**_EXPERTS, **_LATENT, "first_k_dense_replace": 1, "rope_parameters": _ROPE},
-    "deepseek_v32": {**_EXPERTS, **_LATENT, **_INDEXER, "rope_parameters": _ROPE},
+    "deepseek_v3": {**_EXPERTS, **_LATENT, "first_k_dense_replace": 1, "rope_parameters": ROPE},
+    "deepseek_v32": {**_EXPERTS, **_LATENT, **_INDEXER, "rope_parameters": ROPE},
     # A sliding window with experts by token, then groups of 2 keys of which 3 are chosen, groups of 4, groups of 2.
     "deepseek_v4": {
         "num_hidden_layers": 4,
@@ -52,8 +52,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
     },
     "glm4_moe": {**_EXPERTS, "first_k_dense_replace": 1},
-    "glm4_moe_lite": {**_EXPERTS, **_LATENT, "rope_parameters": _ROPE},
-    "glm_moe_dsa": {**_EXPERTS, **_LATENT, **_INDEXER, "rope_parameters": _ROPE},
+    "glm4_moe_lite": {**_EXPERTS, **_LATENT, "rope_parameters": ROPE},
+    "glm_moe_dsa": {**_EXPERTS, **_LATENT, **_INDEXER, "rope_parameters": ROPE},
     # A stand-in: transformers has no class of that name.
     "mimo": {"model_type": "qwen2", "num_nextn_predict_layers": 1},
     # Full attention, then sliding windows with sinks, keys wider than values.
@@ -64,7 +64,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "sliding_window": SLIDING_WINDOW,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         "rope_parameters": {
-            kind: {**_ROPE, "partial_rotary_factor": 0.5} for kind in ("full_attention", "sliding_attention")
+            kind: {**ROPE, "partial_rotary_factor": 0.5} for kind in ("full_attention", "sliding_attention")
         },
     },
     "hy_v3": {
@@ -72,9 +72,9 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
         "num_nextn_predict_layers": 1,
-        "rope_parameters": _ROPE,
+        "rope_parameters": ROPE,
     },
-    "hy_v4": {**_EXPERTS, **_LATENT, **_INDEXER, "hc_mult": 2, "rope_parameters": _ROPE},
+    "hy_v4": {**_EXPERTS, **_LATENT, **_INDEXER, "hc_mult": 2, "rope_parameters": ROPE},
     # Kimi Delta Attention twice, then latent attention.
     "bailing_hybrid": {
         **{name: value for name, value in _EXPERTS.items() if name != "n_routed_experts"},
@@ -84,7 +84,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "layer_group_size": 3,
         "n_group": 2,
         "topk_group": 1,
-        "rope_parameters": _ROPE,
+        "rope_parameters": ROPE,
     },
     "exaone_moe": {
         "num_experts": 4,
@@ -93,7 +93,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "sliding_window": SLIDING_WINDOW,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "num_nextn_predict_layers": 1,
-        "rope_parameters": _ROPE,
+        "rope_parameters": ROPE,
     },
     "ernie4_5_moe": {
         "moe_num_experts": 4,
@@ -101,7 +101,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "moe_num_shared_experts": 1,
         "num_nextn_predict_layers": 1,
-        "rope_parameters": _ROPE,
+        "rope_parameters": ROPE,
     },
     # Mamba-2, attention, a mixture, Mamba-2, an MLP.
     "nemotron_h": {
@@ -132,7 +132,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4,
         "zero_expert_num": 2,
         "expert_ffn_hidden_size": 16,
-        "rope_parameters": _ROPE,
+        "rope_parameters": ROPE,
     },
     # Full attention, then a sliding window; heads in number by the kind of layer.
     "step3p7": {
@@ -177,122 +177,53 @@ _FIELDS: dict[str, dict[str, Any]] = {
         },
         "mtp_config": {"num_nextn_predict_layers": 3, "chain_hidden_post_norm": False, "local_layer_ids": [0, 2]},
     },
-    # Whose releases have no head.
-    "llama": {"rope_parameters": _ROPE},
-    "mistral": {"sliding_window": SLIDING_WINDOW},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": SLIDING_WINDOW},
-    "qwen3": {"rope_parameters": _ROPE},
-    "qwen3_moe": {
+    # Sliding windows, then full attention without positions; a layer's norms stand behind its parts.
+    "exaone4_5": {
+        "text_config": {
+            **_SIZES,
+            "model_type": "exaone4",
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "num_nextn_predict_layers": 1,
+            "rope_parameters": ROPE,
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 24,
+            "intermediate_size": 16,
+            "num_heads": 1,
+            "num_key_value_heads": 1,
+            "out_hidden_size": 32,
+        },
+    },
+    # Half of a head's width rotates, by time, height and width.
+    "glm_ocr": {
+        "text_config": {
+            **_SIZES,
+            "num_nextn_predict_layers": 1,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 24,
+            "intermediate_size": 16,
+            "num_heads": 1,
+            "out_hidden_size": 32,
+        },
+    },
+    # Two sliding windows, then full attention, each with rotary frequencies of its own.
+    "mellum": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
-        "mlp_only_layers": [1],
-        "rope_parameters": _ROPE,
-    },
-    "olmo2": {"rope_parameters": _ROPE},
-    # Two sliding windows, then full attention, each with rotary frequencies of its own.
-    "gemma3_text": {
         "sliding_window": SLIDING_WINDOW,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 16,
-        "final_logit_softcapping": 5.0,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_nextn_predict_layers": 1,
         "rope_parameters": {
-            "sliding_attention": _ROPE,
+            "sliding_attention": ROPE,
             "full_attention": {"rope_type": "default", "rope_theta": 1e6},
         },
-    },
-    "gemma2": {
-        "sliding_window": SLIDING_WINDOW,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "query_pre_attn_scalar": 16,
-        # Low enough to bound what tiny models say.
-        "attn_logit_softcapping": 1.5,
-        "final_logit_softcapping": 5.0,
-        "rope_parameters": _ROPE,
-    },
-    # Half of a head's width rotates, by frequencies of which there are two sets.
-    "phi3": {
-        "rope_parameters": {
-            **_ROPE,
-            "rope_type": "longrope",
-            "partial_rotary_factor": 0.5,
-            "short_factor": [1.0, 1.1, 1.2, 1.3],
-            "long_factor": [4.0, 5.0, 6.0, 7.0],
-            "original_max_position_embeddings": 1024,
-        },
-        "original_max_position_embeddings": 1024,
-        "max_position_embeddings": 8192,
-    },
-    "gpt_oss": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 16,
-        "sliding_window": SLIDING_WINDOW,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "rope_parameters": _ROPE,
-    },
-    "olmo3": {
-        "sliding_window": SLIDING_WINDOW,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "rope_parameters": {
-            "sliding_attention": _ROPE,
-            "full_attention": {
-                **_ROPE,
-                "rope_type": "yarn",
-                "factor": 8.0,
-                "attention_factor": 1.2,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "original_max_position_embeddings": 256,
-            },
-        },
-    },
-    "granite": {
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.0625,
-        "logits_scaling": 3.0,
-        "rope_parameters": _ROPE,
-    },
-    # The last layer knows no positions.
-    "smollm3": {"no_rope_layers": [1, 1, 0], "rope_parameters": _ROPE},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16, "rope_parameters": _ROPE},
-    "qwen2_moe": {
-        **_QWEN_EXPERTS,
-        "mlp_only_layers": [1],
-        "use_sliding_window": True,
-        "max_window_layers": 1,
-        "sliding_window": SLIDING_WINDOW,
-        "rope_parameters": _ROPE,
-    },
-    "ministral3": {
-        "rope_parameters": {
-            **_ROPE,
-            "rope_type": "yarn",
-            "factor": 16.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 14,
-            "llama_4_scaling_beta": 0.1,
-        },
-    },
-    "glm4": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
-    "seed_oss": {"rope_parameters": _ROPE},
-    # Full attention without positions, sliding windows with them.
-    "exaone4": {
-        "sliding_window": SLIDING_WINDOW,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "rope_parameters": _ROPE,
-    },
-    "hunyuan_v1_dense": {"rope_parameters": {**_ROPE, "rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
-    "cohere": {"use_qk_norm": True, "logit_scale": 0.3, "rope_parameters": _ROPE},
-    "cohere2": {
-        "sliding_window": SLIDING_WINDOW,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "logit_scale": 0.3,
-        "rope_parameters": _ROPE,
     },
 }
 
@@ -301,7 +232,7 @@ def tiny_config(
     name: str, tied: bool = False, vocab_size: int = VOCAB_SIZE, num_layers: int | None = None
 ) -> PretrainedConfig:
     """Return the config of a tiny trunk, of as few layers as show all of its kinds or of another number."""
-    fields = copy.deepcopy(_FIELDS[name])
+    fields = copy.deepcopy({**_FIELDS, **ATTACHED_FIELDS}[name])
     common: dict[str, Any] = {"tie_word_embeddings": tied, "vocab_size": vocab_size}
     if num_layers is not None:
         common["num_hidden_layers"] = num_layers

@@ -13,7 +13,7 @@ from mtp_train.families.dots import DOTS3_NOTE
 from mtp_train.families.drafts import draft_kind as draft_kind
 from mtp_train.families.drafts import draft_title as draft_title
 from mtp_train.families.drafts import of_kind as of_kind
-from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM5_NEXT, GLM_MOE_DSA
+from mtp_train.families.glm import GLM4_MOE, GLM4_MOE_LITE, GLM5_NEXT, GLM_MOE_DSA, GLM_OCR
 from mtp_train.families.headless import HEADLESS, NOT_ATTACHED
 from mtp_train.families.headless import refuse_unserved_heads as refuse_unserved_heads
 from mtp_train.families.hunyuan import HY_V3, HY_V4
@@ -22,7 +22,7 @@ from mtp_train.families.longcat import LONGCAT_FLASH
 from mtp_train.families.mimo import MIMO, MIMO_V2
 from mtp_train.families.minimax import MINIMAX_M3
 from mtp_train.families.nemotron import NEMOTRON_H
-from mtp_train.families.others import BAILING_HYBRID, ERNIE4_5_MOE, EXAONE_MOE
+from mtp_train.families.others import BAILING_HYBRID, ERNIE4_5_MOE, EXAONE4_5, EXAONE_MOE, MELLUM
 from mtp_train.families.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mtp_train.families.qwen4 import QWEN4_EXP
 from mtp_train.families.spec import Family as Family
@@ -48,6 +48,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE_LITE,
     GLM_MOE_DSA,
     GLM5_NEXT,
+    GLM_OCR,
     MIMO,
     MIMO_V2,
     NEMOTRON_H,
@@ -55,12 +56,14 @@ FAMILIES: tuple[Family, ...] = (
     HY_V4,
     BAILING_HYBRID,
     EXAONE_MOE,
+    EXAONE4_5,
     ERNIE4_5_MOE,
     STEP3P7,
     LONGCAT_FLASH,
     MINIMAX_M3,
     INKLING,
     DOTS3_NOTE,
+    MELLUM,
     *ATTACHED,
 )
 """In the order in which tables show them."""
@@ -89,14 +92,14 @@ def family_for(config: RawConfig, *, where: str) -> Family:
             f"{where}: {draft_title(kind)} draft model without a trunk; expected a checkpoint with one. Name it "
             f"beside its trunk: 'mtp-train evaluate TRUNK --head {where}'."
         )
-    # Some wrappers leave it to themselves to say what is in them.
+    # Some wrappers leave it to themselves to say what is in them, some have another family's text in them.
     whole = str(config.get("model_type"))
     model_type = str(raw_text_config(config).get("model_type") or whole)
     if whole in HEADLESS and whole not in WRAPPERS:
         # Whatever the text in it is.
         model_type = whole
     for family in FAMILIES:
-        if model_type in family.model_types:
+        if {whole, model_type} & set(family.model_types):
             return in_wrapper(family, config, where=where)
     if model_type in HEADLESS:
         raise UnsupportedModelError(

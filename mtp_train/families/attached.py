@@ -2,7 +2,8 @@
 
 A head is DeepSeek-V3's block (arXiv:2412.19437, equations 21 to 23) around one decoder layer of the trunk's own class,
 with full attention. It is kept as transformers' ``MtpModel`` reads it (``mtp.*``, ``num_mtp_layers``), which for
-Qwen3-MoE is what SGLang reads; for Qwen2 as MiMo-7B has it, whose trunk that is.
+Qwen3-MoE is what SGLang reads; for Qwen2 as MiMo-7B has it, whose trunk that is; for Command A+ as llama.cpp reads it
+(``cohere.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
+from mtp_train.families.cohere import COHERE2_MOE
 from mtp_train.families.convention import Convention
 from mtp_train.families.engines import EngineSupport, engine_table, no
 from mtp_train.families.layouts import AFTER_THE_TRUNK, beside_the_trunk, expert_rules, with_layers
@@ -329,6 +331,6 @@ COHERE2 = replace(
 ATTACHED: tuple[Family, ...] = (
     *(LLAMA, MISTRAL, MINISTRAL3, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
     *(GEMMA2, GEMMA3, PHI3, GPT_OSS, OLMO2, OLMO3, GRANITE, SMOLLM3, GLM4, SEED_OSS, EXAONE4, HUNYUAN_DENSE),
-    *(COHERE, COHERE2),
+    *(COHERE, COHERE2, COHERE2_MOE),
 )
 """In the order in which tables show them."""

@@ -18,7 +18,7 @@ NUM_MODULES = "num_head_modules"
 """Where the writer puts the number of head modules into the config that fields read."""
 DEFAULT_SECTIONS = [11, 11, 10, 0]
 _ROUTERS = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}
-_ROUTER_FIELDS = ("score_function", "scoring_func", "score_func", "moe_router_activation")
+_ROUTER_FIELDS = ("score_function", "scoring_func", "score_func", "moe_router_activation", "expert_selection_fn")
 
 
 def whole(*names: str, default: int | None = None) -> Field:

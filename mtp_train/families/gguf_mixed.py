@@ -1,4 +1,4 @@
-"""GGUF records of trunks with layers of several kinds: MiMo-V2, Step, Nemotron 3 and Ling 3.
+"""GGUF records of trunks with layers of several kinds: MiMo-V2, Step, Nemotron 3, Ling 3 and Command A+.
 
 Much of what these configs say once, GGUF says for every block, the head's modules included.
 """
@@ -312,10 +312,51 @@ _LING = GgufHead(
     },
 )
 
+# Command A+
+
+
+def _command_windows(config: RawConfig) -> Value:
+    # Of the trunk's layers alone, as the converter says it: a module sees everything.
+    return [kind == _SLIDING for kind in config["layer_types"]]
+
+
+def _command_first_sparse(config: RawConfig) -> Value:
+    kinds = config["mlp_layer_types"]
+    return next((index for index, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+
+
+def _if_shared(field: Field) -> Field:
+    return lambda config: field(config) if config["num_shared_experts"] else None
+
+
+_COMMAND = GgufHead(
+    arch="cohere2moe",
+    pre_tokenizer="cohere2moe",
+    names={**NEXTN, **ATTENTION, **ROUTER},
+    fields={
+        **DECODER,
+        **EXPERTS,
+        "vocab_size": whole("vocab_size"),
+        "logit_scale": real("logit_scale"),
+        "feed_forward_length": either(whole("prefix_dense_intermediate_size"), whole("intermediate_size")),
+        "attention.layer_norm_epsilon": real("layer_norm_eps"),
+        "attention.sliding_window": whole("sliding_window"),
+        "attention.sliding_window_pattern": _command_windows,
+        "rope.dimension_count": whole("head_dim"),
+        "rope.scaling.type": always("none"),
+        "leading_dense_block_count": _command_first_sparse,
+        "expert_feed_forward_length": whole("intermediate_size"),
+        "expert_shared_count": _if_shared(whole("num_shared_experts")),
+        "expert_shared_feed_forward_length": _if_shared(product("intermediate_size", "num_shared_experts")),
+        "expert_weights_norm": flag("norm_topk_prob"),
+    },
+)
+
 MIXED: Mapping[str, GgufHead] = {
     "mimo_v2_flash": _MIMO_V2,
     "step3p5": _STEP,
     "nemotron_h": _NEMOTRON,
     "bailing_hybrid": _LING,
+    "cohere2_moe": _COMMAND,
 }
 """Text-config model type to its record."""

@@ -1,4 +1,4 @@
-"""GLM-4.5 to GLM-5.3: mixture-of-experts trunks, the head kept as one more layer after the trunk's."""
+"""GLM-4.5 to GLM-5.3: mixtures of experts, and GLM-OCR, dense: the head kept as one more layer after the trunk's."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from mtp_train.families.layouts import (
     sparse,
     sparse_from_the_first,
     sparse_indexed,
+    with_layers,
 )
 from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule, RecurrentKernels
 
@@ -159,5 +160,29 @@ GLM5_NEXT = Family(
         rule="kimi_delta",
     ),
     needs_transformers="5.23",
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("keeps the head's tensors and has no graph for them")),
+)
+
+GLM_OCR = Family(
+    name="glm_ocr",
+    title="GLM-OCR",
+    model_types=("glm_ocr_text",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers",),
+    trunk_prefixes=("model.language_model.",),
+    head_prefixes=(AFTER_THE_TRUNK,),
+    key_rules=after_the_trunk(),
+    shared_keys=REPEATED_AFTER_THE_TRUNK,
+    default=Convention(),
+    conventions={"vllm": _VLLM_BEFORE_NORM, "sglang": Convention()},
+    head_layer_config=with_layers,
+    borrowed=Borrowed(
+        python_module="transformers.models.glm_ocr.modeling_glm_ocr",
+        layer="GlmOcrTextDecoderLayer",
+        norm="GlmOcrRMSNorm",
+        rotary="GlmOcrTextRotaryEmbedding",
+    ),
+    rotary_axes=3,
+    only_with_vision=True,
     engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("keeps the head's tensors and has no graph for them")),
 )

@@ -1,4 +1,4 @@
-"""Families of one model line each: ERNIE-4.5, K-EXAONE and Ling 3."""
+"""Families of one model line each: ERNIE-4.5, K-EXAONE, EXAONE 4.5, Ling 3 and Mellum 2."""
 
 from __future__ import annotations
 
@@ -40,6 +40,22 @@ def _dense_with_rotary(text_config: PretrainedConfig, num_modules: int) -> Pretr
         layer_types=["sliding_attention"] * num_modules,
         mlp_layer_types=["dense"] * num_modules,
         sliding_window=window,
+    )
+
+
+def _as_the_first(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    # What vLLM does: the kinds of the trunk's first layers, in releases sliding ones, the only ones to know positions.
+    return with_layers(text_config, num_modules, layer_types=text_config.layer_types[:num_modules])
+
+
+def _as_declared(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    # What transformers takes where the config does not say.
+    fields = text_config.to_dict()
+    return with_layers(
+        text_config,
+        num_modules,
+        layer_types=list(fields.get("mtp_layer_types") or ["sliding_attention"] * num_modules),
+        mlp_layer_types=list(fields.get("mtp_mlp_layer_types") or ["sparse"] * num_modules),
     )
 
 
@@ -94,6 +110,34 @@ EXAONE_MOE = Family(
     engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("keeps the head's tensors and has no graph for them")),
 )
 
+EXAONE4_5 = Family(
+    name="exaone4_5",
+    title="EXAONE 4.5",
+    model_types=("exaone4_5",),
+    # Releases say it of the text; vLLM reads the whole config's, which they lack, and takes 1.
+    count=CountField(name="num_nextn_predict_layers", implied=1),
+    head_config_fields=("num_nextn_predict_layers", "mtp_share_layers"),
+    trunk_prefixes=("model.language_model.",),
+    head_prefixes=("mtp.",),
+    key_rules=beside_the_trunk(),
+    default=Convention(),
+    conventions={"vllm": Convention()},
+    head_layer_config=_as_the_first,
+    borrowed=Borrowed(
+        python_module="transformers.models.exaone4.modeling_exaone4",
+        layer="Exaone4DecoderLayer",
+        norm="Exaone4RMSNorm",
+        rotary="Exaone4RotaryEmbedding",
+    ),
+    only_with_vision=True,
+    masks_by_layer_type=True,
+    engines=engine_table(
+        transformers=HEAD_IGNORED,
+        sglang=no("has no class for this model"),
+        llama_cpp=no("keeps the head's tensors and has no graph for them"),
+    ),
+)
+
 _ATTENTION = f"{AFTER_THE_TRUNK}attention."
 BAILING_HYBRID = Family(
     name="bailing_hybrid",
@@ -130,4 +174,32 @@ BAILING_HYBRID = Family(
     ),
     needs_transformers="5.23",
     engines=engine_table(transformers=USE_MTP),
+)
+
+MELLUM = Family(
+    name="mellum",
+    title="Mellum 2",
+    model_types=("mellum",),
+    count=CountField(name="num_nextn_predict_layers"),
+    head_config_fields=("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
+    trunk_prefixes=("model.",),
+    head_prefixes=("mtp.",),
+    key_rules=beside_the_trunk(*expert_rules("mtp.layers.{module}.")),
+    default=Convention(),
+    # vLLM runs transformers' own head.
+    conventions={"vllm": Convention()},
+    head_layer_config=_as_declared,
+    borrowed=Borrowed(
+        python_module="transformers.models.mellum.modeling_mellum",
+        layer="MellumDecoderLayer",
+        norm="MellumRMSNorm",
+        rotary="MellumRotaryEmbedding",
+    ),
+    rotary_by_layer_type=True,
+    masks_by_layer_type=True,
+    engines=engine_table(
+        transformers=USE_MTP,
+        sglang=no("loads the trunk and has no MTP for this model"),
+        llama_cpp=no("has no graph for this head, and its converter refuses the head's keys"),
+    ),
 )

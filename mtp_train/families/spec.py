@@ -184,7 +184,7 @@ class Family:
     kind: HeadKind = "mtp"
     """The head's architecture; records of other kinds are derived from a trunk's own, see ``drafts.py``."""
     model_types: tuple[str, ...]
-    """Values of ``model_type`` in the text config."""
+    """Values of ``model_type`` in the text config, or a wrapper's whose text config could be another family's."""
     count: CountField
     head_config_fields: tuple[str, ...]
     """Every field of the text config that describes the head, the count included; a graft brings them along."""

@@ -85,6 +85,7 @@ _LATENT = {
 }
 # As many rows as the releases choose: more than these texts have.
 _INDEXED = {"index_n_heads": 4, "index_head_dim": 128, "index_topk": 2048}
+_VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
 # The released names of what transformers does always.
 _ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
@@ -134,6 +135,22 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
             | {name: value for name, value in _ALL_OF_FOUR.items() if name != "shared_expert_intermediate_size"}
             | {"rope_parameters": _ROPE}
         ),
+        "cohere2_moe": WitnessShape(
+            fields=_SIZES
+            | {
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "intermediate_size": 128,
+                "num_shared_experts": 1,
+                "prefix_dense_intermediate_size": 256,
+                "expert_selection_fn": "sigmoid",
+                "sliding_window": 64,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+                "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+                "logit_scale": 0.25,
+                "rope_theta": 10_000.0,
+            }
+        ),
         "mimo_v2_flash": WitnessShape(
             fields=_SIZES
             | _ROUTED
@@ -177,6 +194,40 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
                 "num_nextn_predict_layers": 1,
                 "rope_parameters": _ROPE,
             }
+        ),
+        "mellum": WitnessShape(
+            fields=_SIZES
+            | _EIGHT_EXPERTS
+            | {
+                "sliding_window": 64,
+                "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+                "num_nextn_predict_layers": 1,
+                "rope_parameters": {
+                    "sliding_attention": _ROPE,
+                    "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+                },
+            }
+        ),
+        "exaone4_5": WitnessShape(
+            fields=_SIZES
+            | {
+                "model_type": "exaone4",
+                "sliding_window": 64,
+                "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+                "num_nextn_predict_layers": 1,
+                "rope_parameters": _ROPE,
+            },
+            # vLLM's head reads the vocabulary's size there, where releases have it too.
+            wrapper={"vision_config": _VISION | {"num_key_value_heads": 1}, "vocab_size": VOCAB_SIZE},
+        ),
+        "glm_ocr": WitnessShape(
+            fields=_SIZES
+            | {
+                "num_nextn_predict_layers": 1,
+                "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
+            },
+            config_type="glm_ocr",
+            wrapper={"vision_config": _VISION},
         ),
         "ernie4_5_moe": WitnessShape(
             fields=_SIZES

@@ -92,6 +92,22 @@ HANDS = {
         config={"layer_types": SLIDING, "mlp_layer_types": ["dense"]},
         window=8,
     ),
+    "exaone4_5": ByHand(
+        classes="exaone4",
+        layer=lambda classes, config: classes.Exaone4DecoderLayer(config, 0),
+        norms=("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+        proj="mtp.fc",
+        layer_prefix="mtp.layers.0.",
+        config={"layer_types": SLIDING},
+        window=8,
+    ),
+    "glm_ocr": ByHand(
+        classes="glm_ocr",
+        layer=lambda classes, config: classes.GlmOcrTextDecoderLayer(config, 0),
+        norms=("enorm", "hnorm", "shared_head.norm"),
+        proj="eh_proj",
+        layer_prefix="model.language_model.layers.3.",
+    ),
     "ernie4_5_moe": ByHand(
         classes="ernie4_5_moe",
         layer=lambda classes, config: classes.Ernie4_5_MoeDecoderLayer(config, 0),
@@ -252,6 +268,17 @@ HANDS = {
         centred=True,
         eps="layer_norm_eps",
     ),
+    "cohere2_moe": ByHand(
+        classes="cohere2_moe",
+        # Wide enough for every position: the layer then rotates, as llama.cpp's graph does.
+        layer=lambda classes, config: classes.Cohere2MoeDecoderLayer(config, 0),
+        norms=("enorm", "hnorm", "shared_head.norm"),
+        proj="eh_proj",
+        layer_prefix="model.layers.3.",
+        config={"layer_types": SLIDING, "mlp_layer_types": ["sparse"]},
+        centred=True,
+        eps="layer_norm_eps",
+    ),
 }
 
 
@@ -275,7 +302,7 @@ def forward_by_hand(
     }
     for released, ours in hand.renamed.items():
         own = {key.replace(released, ours): value for key, value in own.items()}
-    for joined in {name for name in layer.state_dict() if name.endswith("gate_up_proj.weight")}:
+    for joined in {name for name in layer.state_dict() if name.endswith("gate_up_proj.weight")} - own.keys():
         own[joined] = torch.cat([own[joined.replace("gate_up", part)] for part in ("gate", "up")])
     missing = layer.load_state_dict(stack_experts(own), strict=False).missing_keys
     assert not missing, "every weight of the layer comes from the checkpoint"

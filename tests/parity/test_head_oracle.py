@@ -40,7 +40,7 @@ INDEXED = "indexed_attention"
 RENAMED = {"final_layernorm.": "shared_head.norm."}
 MTP_MODEL_FAMILIES = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"),
-    *("hy_v3", "bailing_hybrid"),
+    *("hy_v3", "bailing_hybrid", "mellum"),
     *("llama", "mistral", "ministral3", "mixtral", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "gemma3_text"),
     *("phi3", "gpt_oss", "olmo2", "olmo3", "granite", "smollm3", "glm4", "seed_oss", "exaone4", "hunyuan_v1_dense"),
 )
@@ -63,9 +63,9 @@ def load_oracle(path: Path, trunk: Trunk) -> Any:
     prefix = rf"model\.layers\.{layout.num_hidden_layers}\." if layout.family.follows_the_trunk else r"^mtp\."
     model._keys_to_ignore_on_load_unexpected = [prefix]
     model.config.num_mtp_layers = 1
-    model.config.mtp_layer_types = [
-        INDEXED if INDEXED in (model.config.to_dict().get("layer_types") or ()) else "full_attention"
-    ]
+    fields = model.config.to_dict()
+    kind = INDEXED if INDEXED in (fields.get("layer_types") or ()) else "full_attention"
+    model.config.mtp_layer_types = fields.get("mtp_layer_types") or [kind]
     model.config.mtp_mlp_layer_types = ["sparse"]
     model.config.dtype = torch.float32
     return mtp_module.MtpModel.from_pretrained(model).eval()
@@ -79,8 +79,11 @@ def oracle_depths(oracle: Any, trunk: Trunk, hidden_TD: Tensor, tokens_T: Tensor
         num_rows = hidden_1SD.shape[1]
         embeds_1SD = trunk.embed(tokens_T[None, 1 : num_rows + 1])
         positions_1S = torch.arange(1, num_rows + 1)[None]
-        by_kind = {"layer_type": "full_attention"} if oracle.has_per_layer_rope else {}
+        (kind,) = oracle.config.layer_types if oracle.has_per_layer_rope else ("full_attention",)
+        by_kind = {"layer_type": kind} if oracle.has_per_layer_rope else {}
         causal = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()[None, None]
+        if kind == "sliding_attention":
+            causal = causal.triu(1 - oracle.config.sliding_window)
         if oracle.config._attn_implementation == "eager":
             causal = torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(torch.float32).min)
         output_1SD = oracle.layers[0](

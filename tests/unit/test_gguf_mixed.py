@@ -80,6 +80,7 @@ RELEASED: dict[str, tuple[list[str], dict[str, Any]]] = {
             "expert_swiglu_limit_list": [None, 7.0],
         },
     ),
+    "cohere2_moe": (["mlp_layer_types"], {"first_k_dense_replace": 1}),
 }
 EXPECTED: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {
@@ -147,6 +148,23 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "expert_weights_norm": False,
         "expert_gating_func": 2,
         "swiglu_clamp_exp": [0, 7, 0, 0],
+    },
+    "cohere2_moe": {
+        "block_count": 4,
+        "nextn_predict_layers": 1,
+        "feed_forward_length": 48,
+        "logit_scale": pytest.approx(0.3),
+        "attention.layer_norm_epsilon": pytest.approx(1e-5),
+        "attention.layer_norm_rms_epsilon": None,
+        "attention.sliding_window_pattern": [False, True, False],
+        "rope.dimension_count": 16,
+        "rope.scaling.type": "none",
+        "leading_dense_block_count": 1,
+        "expert_feed_forward_length": 16,
+        "expert_shared_count": 1,
+        "expert_shared_feed_forward_length": 16,
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
     },
 }
 NAMES = [name for name in RELEASED if name in ALL_FAMILIES]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtp_train.families import FAMILIES
+from mtp_train.families import FAMILIES, family_for
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 from tiny_configs import SLIDING_WINDOW, tiny_config
 
@@ -45,3 +45,37 @@ def test_a_head_with_an_embedding_of_its_own_reads_that_one_and_never_trains_it(
     assert (read_TD - trunk.embed(tokens_T)).abs().max() > 1e-2
     other = tiny_trunk("glm4_moe")
     assert torch.equal(tiny_head(other).embedding(other.embed)(tokens_T), other.embed(tokens_T))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kinds"),
+    [
+        ({}, ("sliding_attention", "sparse")),
+        ({"mtp_layer_types": ["full_attention"]}, ("full_attention", "sparse")),
+        ({"mtp_mlp_layer_types": ["dense"]}, ("sliding_attention", "dense")),
+    ],
+)
+def test_a_mellum_head_is_of_the_kinds_that_its_config_or_transformers_says(
+    fields: dict[str, list[str]], kinds: tuple[str, str]
+) -> None:
+    config = tiny_config("mellum")
+    for name in ("mtp_layer_types", "mtp_mlp_layer_types"):
+        setattr(config, name, fields.get(name))
+    head = FAMILY["mellum"].head_layer_config(config, 1)
+    assert (head.layer_types, head.mlp_layer_types) == tuple([kind] for kind in kinds)
+
+
+@pytest.mark.parametrize("kind", ["exaone4", "exaone4_5_text"])
+def test_exaone_4_5_is_told_by_its_wrapper_whatever_its_text_is_called(kind: str) -> None:
+    text = {"model_type": kind, "num_nextn_predict_layers": 1}
+    assert family_for({"model_type": "exaone4_5", "text_config": text}, where="here") is FAMILY["exaone4_5"]
+    assert family_for({"model_type": "exaone4"}, where="here") is FAMILY["exaone4"]
+
+
+@pytest.mark.parametrize(("eps", "norm"), [(None, "Cohere2MoeLayerNorm"), (1e-4, "Cohere2MoeRMSNorm")])
+def test_a_head_for_command_a_plus_has_the_norms_that_the_trunk_has(eps: float | None, norm: str) -> None:
+    config = tiny_config("cohere2_moe")
+    config.rms_norm_eps = eps
+    built = FAMILY["cohere2_moe"].classes.make_norm(config)
+    assert (type(built).__name__, built.variance_epsilon) == (norm, eps or config.layer_norm_eps)
+    assert type(FAMILY["cohere2_moe"].classes.make_layer(config, 0).input_layernorm) is type(built)

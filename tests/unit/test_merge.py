@@ -133,18 +133,18 @@ def test_adapters_of_fused_experts_reach_each_expert_s_own_tensor(targets: list[
     assert_only_trunk_moved(tmp_path / "out", base, rf"layers\.[012]\..*({names})")
 
 
-# Those whose trunk transformers loads and saves under the names of the releases; of hy_v4 transformers' own
+# Those whose trunk an AutoModel loads and saves under the names of the releases; of hy_v4 transformers' own
 # save_pretrained gets some names wrong (every gate_proj becomes a linear_gate).
 # peft refuses to adapt a part of Mamba layers.
 TARGETS: dict[str, Any] = {"nemotron_h": ["q_proj", "in_proj", "up_proj"]}
-AUTO = {"glm5_next": AutoModelForImageTextToText}
 COMPARED = [name for name in ALL_FAMILIES if name not in ("mimo", "step3p7", "hy_v4", "minimax_m3", "inkling")]
 
 
 @pytest.mark.parametrize("family_name", COMPARED)
 def test_what_peft_adapts_by_all_linear_has_a_home(family_name: str, tmp_path: Path) -> None:
     base = with_head(tmp_path, family_name)
-    auto = AUTO.get(family_name, AutoModelForCausalLM)
+    wrapped = open_checkpoint(base).family.only_with_vision
+    auto = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
     model = write_adapter(base, tmp_path / "lora", auto, target_modules=TARGETS.get(family_name, "all-linear"))
     merge(base, tmp_path / "lora", tmp_path / "out")
     assert_like_peft(tmp_path / "out", model)

@@ -49,6 +49,8 @@ def load(job):
         async_scheduling=False,
         disable_log_stats=False,
         skip_tokenizer_init=True,
+        # Texts alone: a wrapper is then loaded without the processor of its images.
+        limit_mm_per_prompt={"image": 0, "video": 0},
         **attention,
         speculative_config={**speculation_of(job), "num_speculative_tokens": job["depth"], **attention},
     )
