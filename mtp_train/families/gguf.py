@@ -44,6 +44,7 @@ from mtp_train.families.gguf_head import (
     weights,
 )
 from mtp_train.families.gguf_mixed import MIXED
+from mtp_train.families.gguf_streams import STREAMS
 from mtp_train.families.spec import Family
 
 
@@ -227,5 +228,6 @@ GGUF_HEADS: Mapping[str, GgufHead] = {
     "deepseek_v32": _DEEPSEEK_V32,
     "hy_v3": _HY_V3,
     **MIXED,
+    **STREAMS,
 }
 """Text-config model type to its record."""
