@@ -21,6 +21,7 @@ from engines.replay import misses
 from engines.traces import Text, after_first_round, count, cut, read_texts
 from engines.verdict import Miss, judge, worst
 from mtp_train import __version__
+from mtp_train.families.spec import Streams
 from mtp_train.weights.files import Checkpoint
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -89,8 +90,9 @@ class Task:
             subject = replace(subject, draft_vocab_R=subject.draft_vocab_R + 1)
         if self.control == OTHER_ORDER:
             subject.head.blocks = torch.nn.ModuleList(reversed(list(subject.head.blocks)))
-        if self.control in (OTHER_STREAMS, TRUNK_MIXER):
-            _confuse_streams(subject, self.control)
+        streams = subject.head.family.streams
+        if streams is not None and self.control in (OTHER_STREAMS, TRUNK_MIXER):
+            _confuse_streams(subject, streams, self.control)
         convention = subject.head.convention
         if self.control == OTHER_STATE:
             reads_normed = convention.hidden == "after_final_norm"
@@ -150,9 +152,8 @@ def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, A
     return found
 
 
-def _confuse_streams(subject: Subject, control: str) -> None:
-    streams = subject.head.family.streams
-    for block in subject.head.blocks if streams is not None else ():
+def _confuse_streams(subject: Subject, streams: Streams, control: str) -> None:
+    for block in subject.head.blocks:
         if control == TRUNK_MIXER:
             block.mixer = subject.trunk.decoder.get_submodule(streams.trunk_mixer)
         else:
