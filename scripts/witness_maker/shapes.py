@@ -117,7 +117,7 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
                 "q_lora_rank": 64,
                 "o_groups": 2,
                 "o_lora_rank": 64,
-                "sliding_window": 64,
+                "sliding_window": 16,
                 "index_n_heads": 4,
                 "index_head_dim": 128,
                 "index_topk": 8,
