@@ -12,6 +12,7 @@ from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.inputs import load_tokenizer
 from mtp_train.weights.gguf_file import GgufKind, write_gguf
 from mtp_train.weights.gguf_tensors import gguf_tensors
+from mtp_train.weights.native import native_head_of
 from mtp_train.weights.writing import new_directory, refuse_existing
 
 
@@ -37,12 +38,14 @@ def export_gguf(source: Path, out: Path, *, kind: GgufKind, progress: Progress) 
     found = head_to_export(source)
     refuse_draft_model(found)
     refuse_with_adapter(source, found)
-    trunk, head = found.trunk, found.head
+    trunk, layout = found.trunk, layout_of(found.trunk)
+    # A checkpoint's own head may be stored in FP8; here it is wanted in plain floats.
+    head = native_head_of(trunk, layout, layout) if found.artifact is None else found.head
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
     text_config = text_config_of(trunk)
     # With what transformers leaves aside; a config that names its layers one by one does not count them.
     config = {**trunk.text_config, **text_config.to_dict(), "num_hidden_layers": text_config.num_hidden_layers}
-    tensors = gguf_tensors(trunk, layout_of(trunk), head, record, config)
+    tensors = gguf_tensors(trunk, layout, head, record, config)
     tokenizer = load_tokenizer(trunk, trust_remote_code=False)
     name = f"mtp-{checkpoint_name(trunk.path)}.gguf"
     with new_directory(out, what="the GGUF file") as directory:

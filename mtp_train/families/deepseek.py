@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtp_train.families.convention import LLAMA_CPP_POSITIONS, Convention
-from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table, no
+from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP_BESIDE, USE_MTP, engine_table
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
     INDEXER,
@@ -30,7 +30,7 @@ DEEPSEEK_V3 = Family(
     key_rules=_KEY_RULES,
     shared_keys=REPEATED_AFTER_THE_TRUNK,
     default=Convention(),
-    conventions={"vllm": _VLLM, "sglang": Convention()},
+    conventions={"vllm": _VLLM, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
     head_layer_config=sparse_from_the_first,
     borrowed=Borrowed(
         python_module="transformers.models.deepseek_v3.modeling_deepseek_v3",
@@ -38,7 +38,8 @@ DEEPSEEK_V3 = Family(
         norm="DeepseekV3RMSNorm",
         rotary="DeepseekV3RotaryEmbedding",
     ),
-    engines=engine_table(transformers=USE_MTP, llama_cpp=no("its converter drops the head of DeepSeek V3")),
+    # llama.cpp's converter drops the head, but its graph, that of GLM-4.7-Flash too, takes it.
+    engines=engine_table(transformers=USE_MTP, llama_cpp=LLAMA_CPP_BESIDE),
 )
 
 DEEPSEEK_V32 = Family(

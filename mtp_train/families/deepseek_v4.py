@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from mtp_train.families.compressed_keys import compressing_in_windows
 from mtp_train.families.convention import Convention
-from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP, EngineSupport, engine_table, no
+from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP, LLAMA_CPP_BESIDE, EngineSupport, engine_table, no
 from mtp_train.families.layouts import with_layers
 from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule, SharedKey
 from mtp_train.families.streams import Streams
@@ -75,8 +75,9 @@ _ENGINES = engine_table(
     transformers=HEAD_IGNORED,
     llama_cpp=EngineSupport(
         True,
-        "python convert_hf_to_gguf.py {path} --mtp --outfile mtp.gguf && llama-server -m model.gguf -md mtp.gguf "
-        "--spec-type draft-mtp --spec-draft-n-max {depth}",
+        "python convert_hf_to_gguf.py {path} --outfile model.gguf && "
+        "python convert_hf_to_gguf.py {path} --mtp --outfile mtp.gguf && "
+        "llama-server -m model.gguf -md mtp.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
         plain=LLAMA_CPP.plain,
     ),
 )
@@ -90,18 +91,24 @@ _SAVED_BY_TRANSFORMERS = engine_table(
     sglang=no(f"{_OTHER_NAMES}; its loader warns and leaves these weights as they began. {_TO_RELEASE}"),
     llama_cpp=no(f"{_OTHER_NAMES}; its converter stops. {_TO_RELEASE}"),
 )
-_NOT_IN_FP4 = engine_table(
+_TRUNK_NOT_IN_FP4 = engine_table(
     transformers=HEAD_IGNORED,
-    llama_cpp=no("its converter takes routed experts in FP4 alone, as releases have them; these are not"),
+    llama_cpp=no(
+        "its converter takes routed experts in FP4 alone, as releases have them; these are not. Beside a GGUF of this "
+        "trunk from elsewhere it drafts with what mtp-train export --gguf writes"
+    ),
 )
+_HEAD_NOT_IN_FP4 = engine_table(transformers=HEAD_IGNORED, llama_cpp=LLAMA_CPP_BESIDE)
 
 
 def _engines_of(dtypes: Mapping[str, str]) -> Mapping[str, EngineSupport]:
     """Return the table for the names and safetensors dtypes of a checkpoint: which of them loaders look for."""
     if any(name in key for key in dtypes for name in _SAVED_NAMES):
         return _SAVED_BY_TRANSFORMERS
-    experts = [dtype for key, dtype in dtypes.items() if ".experts." in key and key.endswith(".weight")]
-    return _ENGINES if set(experts) == {"I8"} else _NOT_IN_FP4
+    experts = {key: dtype for key, dtype in dtypes.items() if ".experts." in key and key.endswith(".weight")}
+    if {dtype for key, dtype in experts.items() if not key.startswith("mtp.")} != {"I8"}:
+        return _TRUNK_NOT_IN_FP4
+    return _ENGINES if set(experts.values()) == {"I8"} else _HEAD_NOT_IN_FP4
 
 
 DEEPSEEK_V4 = Family(

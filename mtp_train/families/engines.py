@@ -39,14 +39,22 @@ LLAMA_CPP = EngineSupport(
     f"{_LLAMA_CPP_PLAIN} --spec-type draft-mtp --spec-draft-n-max {{depth}}",
     plain=_LLAMA_CPP_PLAIN,
 )
-LLAMA_CPP_SIDECAR = EngineSupport(
-    True,
-    "python convert_hf_to_gguf.py {path} --no-mtp --outfile model.gguf && "
-    "mtp-train export {path} --out model-head --gguf f16 && "
-    "llama-server -m model.gguf -md model-head/mtp-*.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
-    plain=_LLAMA_CPP_PLAIN,
-)
+
+
+def _sidecar(options: str) -> EngineSupport:
+    return EngineSupport(
+        True,
+        f"python convert_hf_to_gguf.py {{path}} {options}--outfile model.gguf && "
+        "mtp-train export {path} --out model-head --gguf f16 && "
+        "llama-server -m model.gguf -md model-head/mtp-*.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
+        plain=_LLAMA_CPP_PLAIN,
+    )
+
+
+LLAMA_CPP_SIDECAR = _sidecar("--no-mtp ")
 """Where its converter writes a head that its graph does not take."""
+LLAMA_CPP_BESIDE = _sidecar("")
+"""Where its converter leaves out a head that its graph takes."""
 USE_MTP = EngineSupport(
     True, "model.generate(..., use_mtp=True): batch 1, one draft a round for each module", plain="model.generate(...)"
 )

@@ -44,6 +44,7 @@ from mtp_train.families.gguf_head import (
     weights,
 )
 from mtp_train.families.gguf_mixed import MIXED
+from mtp_train.families.gguf_streams import STREAMS
 from mtp_train.families.spec import Family
 
 
@@ -53,19 +54,13 @@ def gguf_head_for(family: Family, model_type: str, *, where: str) -> GgufHead:
     Raises:
         UnsupportedModelError: There is none.
     """
-    if model_type in GGUF_HEADS:
-        return GGUF_HEADS[model_type]
-    llama_cpp = family.engines["llama.cpp"]
-    if not llama_cpp.supported:
+    if model_type not in GGUF_HEADS:
+        reason = family.engines["llama.cpp"].text
         raise UnsupportedModelError(
-            f"{where}: llama.cpp does not draft with a head of {family.title}: {llama_cpp.text}; expected a model with "
-            "a yes under 'GGUF sidecar' in the README. Export without --gguf, for another engine."
+            f"{where}: llama.cpp does not draft with a head of {family.title}: {reason}; expected a model with a yes "
+            "under 'GGUF sidecar' in the README. Export without --gguf, for another engine."
         )
-    raise UnsupportedModelError(
-        f"{where}: no GGUF layout is known here for the head of model_type '{model_type}'; expected one of "
-        f"{', '.join(sorted(GGUF_HEADS))}. Export without --gguf; `mtp-train inspect` then says whether "
-        "llama.cpp's own converter takes it."
-    )
+    return GGUF_HEADS[model_type]
 
 
 _QWEN = GgufHead(
@@ -168,6 +163,13 @@ _LATENT = GgufHead(
         "expert_weights_norm": only_if_true("norm_topk_prob"),
     },
 )
+_DEEPSEEK_V3 = dataclasses.replace(
+    _LATENT,
+    pre_tokenizer="deepseek-v3",
+    special_tokens={},
+    # Where nothing is said, its loader thinks of DeepSeek V2.
+    fields={**_LATENT.fields, "expert_gating_func": router(default="sigmoid")},
+)
 _SPARSE_FIELDS: Mapping[str, Field] = {
     **_LATENT.fields,
     "attention.indexer.head_count": whole("index_n_heads"),
@@ -224,8 +226,10 @@ GGUF_HEADS: Mapping[str, GgufHead] = {
     "glm4_moe": _GLM4_MOE,
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _GLM_DSA,
+    "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": _DEEPSEEK_V32,
     "hy_v3": _HY_V3,
     **MIXED,
+    **STREAMS,
 }
 """Text-config model type to its record."""

@@ -17,6 +17,7 @@ Field = Callable[[RawConfig], Value | None]
 NUM_MODULES = "num_head_modules"
 """Where the writer puts the number of head modules into the config that fields read."""
 DEFAULT_SECTIONS = [11, 11, 10, 0]
+_FULL = "full_attention"
 _ROUTERS = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}
 _ROUTER_FIELDS = ("score_function", "scoring_func", "score_func", "moe_router_activation", "expert_selection_fn")
 
@@ -152,18 +153,18 @@ def always(value: Value) -> Field:
     return lambda config: value
 
 
-def rope_of(config: RawConfig, kind: str = "full_attention") -> RawConfig:
+def rope_of(config: RawConfig, kind: str = _FULL) -> RawConfig:
     """Return the rotary embedding's parameters: those of one kind of layer, where kinds have their own."""
     parameters: RawConfig = config.get("rope_parameters") or {}
     nested: RawConfig = parameters.get(kind, parameters)
     return nested
 
 
-def _rope_real(*names: str, kinds: tuple[str, ...] = ()) -> Field:
+def _rope_real(*names: str, kinds: tuple[str, ...] = (), of: str = _FULL) -> Field:
     """Read a float of the rotary embedding; where ``kinds`` are named, only under such a scaling."""
 
     def read(config: RawConfig) -> Value | None:
-        rope = rope_of(config)
+        rope = rope_of(config, of)
         value = next((rope[name] for name in names if name in rope), None)
         wanted = not kinds or rope.get("rope_type") in kinds
         return float(value) if wanted and value is not None else None
@@ -177,19 +178,38 @@ def window_theta(config: RawConfig) -> Value | None:
     return None if theta is None else float(theta)
 
 
-def _rope_type(config: RawConfig) -> Value | None:
-    kind = rope_of(config).get("rope_type", "default")
-    if kind not in ("default", "linear", "yarn"):
-        raise UnsupportedModelError(
-            f"config.json: rope_type '{kind}' cannot be written to GGUF here; expected default, linear or yarn. Export "
-            "without --gguf and use llama.cpp's own converter."
-        )
-    return None if kind == "default" else str(kind)
+def _rope_type(of: str) -> Field:
+    def read(config: RawConfig) -> Value | None:
+        kind = rope_of(config, of).get("rope_type", "default")
+        if kind not in ("default", "linear", "yarn"):
+            raise UnsupportedModelError(
+                f"config.json: rope_type '{kind}' cannot be written to GGUF here; expected default, linear or yarn. "
+                "Export without --gguf and use llama.cpp's own converter."
+            )
+        return None if kind == "default" else str(kind)
+
+    return read
 
 
-def _original_context(config: RawConfig) -> Value | None:
-    rope = rope_of(config)
-    return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "yarn" else None
+def _original_context(of: str) -> Field:
+    def read(config: RawConfig) -> Value | None:
+        rope = rope_of(config, of)
+        return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "yarn" else None
+
+    return read
+
+
+def rope_scaling(of: str) -> Mapping[str, Field]:
+    """Return what describes how the rotary embedding is stretched in one kind of layer."""
+    return {
+        "rope.scaling.type": _rope_type(of),
+        "rope.scaling.factor": _rope_real("factor", kinds=("linear", "yarn"), of=of),
+        "rope.scaling.original_context_length": _original_context(of),
+        "rope.scaling.yarn_ext_factor": _rope_real("extrapolation_factor", kinds=("yarn",), of=of),
+        "rope.scaling.yarn_attn_factor": _rope_real("attention_factor", "attn_factor", kinds=("yarn",), of=of),
+        "rope.scaling.yarn_beta_fast": _rope_real("beta_fast", kinds=("yarn",), of=of),
+        "rope.scaling.yarn_beta_slow": _rope_real("beta_slow", kinds=("yarn",), of=of),
+    }
 
 
 DECODER: Mapping[str, Field] = {
@@ -203,13 +223,7 @@ DECODER: Mapping[str, Field] = {
     "attention.layer_norm_rms_epsilon": real("rms_norm_eps"),
     "rope.freq_base": _rope_real("rope_theta"),
     "rope.dimension_sections": sections,
-    "rope.scaling.type": _rope_type,
-    "rope.scaling.factor": _rope_real("factor", kinds=("linear", "yarn")),
-    "rope.scaling.original_context_length": _original_context,
-    "rope.scaling.yarn_ext_factor": _rope_real("extrapolation_factor", kinds=("yarn",)),
-    "rope.scaling.yarn_attn_factor": _rope_real("attention_factor", "attn_factor", kinds=("yarn",)),
-    "rope.scaling.yarn_beta_fast": _rope_real("beta_fast", kinds=("yarn",)),
-    "rope.scaling.yarn_beta_slow": _rope_real("beta_slow", kinds=("yarn",)),
+    **rope_scaling(_FULL),
 }
 SIGMOID_ROUTER = always(_ROUTERS["sigmoid"])
 EXPERTS: Mapping[str, Field] = {

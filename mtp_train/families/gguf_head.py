@@ -24,6 +24,15 @@ class Cut:
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Join:
+    """Native matrices that GGUF keeps as one."""
+
+    axis: Literal[0, 1]
+    """0: one below the other. 1: each row made of theirs, one after the other."""
+    parts: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class GgufHead:
     """How the heads of some model types are named and described in GGUF."""
@@ -37,8 +46,10 @@ class GgufHead:
     """Native head key without its root, to the name within its block. ``{expert}``: one each, stacked."""
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     """The same for native tensors that become two or change their order."""
-    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name within the block to the native tensors that it is made of, rows one below the other."""
+    joined: Mapping[str, Join] = field(default_factory=dict)
+    """Name within the block to the native tensors that it is made of."""
+    outside: Mapping[str, str] = field(default_factory=dict)
+    """Native head key without its root, to a name that belongs to no block: of what the trunk has as well."""
     generated: Mapping[str, Callable[[RawConfig], list[float] | None]] = field(default_factory=dict)
     """Name to what is made of the text config, defaults filled in; None makes nothing."""
     fields: Mapping[str, Field]

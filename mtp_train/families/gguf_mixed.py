@@ -37,6 +37,7 @@ from mtp_train.families.gguf_head import (
     ROUTER,
     Cut,
     GgufHead,
+    Join,
     weights,
 )
 from mtp_train.families.spec import RawConfig
@@ -83,7 +84,7 @@ _MIMO_V2 = GgufHead(
         **DENSE,
     },
     # llama.cpp's graph aborts where they lie apart, as its converter leaves those of a checkpoint that has them so.
-    joined={"attn_qkv.weight": _QKV},
+    joined={"attn_qkv.weight": Join(0, _QKV)},
     fields={
         **DECODER,
         **EXPERTS,

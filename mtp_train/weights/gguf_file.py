@@ -32,8 +32,11 @@ _FILE_TYPES = {
 _CONTAINERS = {Stored.F32: "float32", Stored.F16: "float16", Stored.Q8_0: "uint8"}
 _Q8_BLOCK = 32
 _MAX_ELEMENTS = 1 << 24
-# Routers and the indexer's weights are always read in fp32, as are norms and vectors.
-_FULL_PRECISION = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "indexer.proj.weight")
+# Routers, the indexer's weights and what mixes streams are always read in fp32, as are norms and vectors.
+_FULL_PRECISION = (
+    *("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "indexer.proj.weight"),
+    *("hc_attn_fn.weight", "hc_ffn_fn.weight", "output_hc_fn.weight"),
+)
 
 
 def write_gguf(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,8 @@ from mtp_train.families.gguf_head import Cut, GgufHead
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead
+from mtp_train.weights.quantised import plain_shape, read_plain_in_blocks
+from mtp_train.weights.writing import PendingTensor
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
@@ -70,7 +72,7 @@ def trunk_names(layout: HeadLayout) -> Mapping[str, str]:
 def _of_trunk(trunk: Checkpoint, layout: HeadLayout) -> Iterator[GgufTensor]:
     for key, name in trunk_names(layout).items():
         if key in trunk.tensors:
-            yield GgufTensor(name, trunk.tensors[key].shape, _stored_blocks(trunk, key))
+            yield GgufTensor(name, plain_shape(key, trunk.tensors), _stored_blocks(trunk, key))
 
 
 def _generated(record: GgufHead, config: Mapping[str, Any]) -> list[GgufTensor]:
@@ -83,7 +85,7 @@ def _generated(record: GgufHead, config: Mapping[str, Any]) -> list[GgufTensor]:
 
 
 def _stored_blocks(trunk: Checkpoint, key: str) -> Callable[[], Iterator[Tensor]]:
-    return lambda: trunk.read_in_blocks(key)
+    return lambda: read_plain_in_blocks(trunk, key)
 
 
 def _of_head(
@@ -92,9 +94,15 @@ def _of_head(
     """Yield the head's tensors; experts that are stored apart are stacked, in the order of their numbers."""
     stacks: dict[str, dict[int, _Piece]] = {}
     parts: dict[str, dict[str, _Piece]] = {}
-    part_of = {tail: name for name, tails in record.joined.items() for tail in tails}
+    part_of = {tail: name for name, join in record.joined.items() for tail in join.parts}
+    num_layers = int(config["num_hidden_layers"])
     for key, source in _native_pieces(trunk, layout, head):
-        block, tail = _place(key, layout, record, int(config["num_hidden_layers"]))
+        block, tail = _place(key, layout, record, num_layers)
+        if tail in record.outside:
+            if block != num_layers:
+                raise _second_of_one(key, record)
+            yield GgufTensor(record.outside[tail], source.shape, source.blocks)
+            continue
         if tail in part_of:
             parts.setdefault(f"blk.{block}.{part_of[tail]}", {})[tail] = source
             continue
@@ -107,20 +115,20 @@ def _of_head(
     for name, experts in stacks.items():
         pieces = [experts[number] for number in sorted(experts)]
         yield GgufTensor(name, (len(pieces), *pieces[0].shape), _stacked(pieces))
-    for name, tails in parts.items():
-        pieces = [tails[tail] for tail in record.joined[name.split(".", 2)[2]]]
-        rows = sum(piece.shape[0] for piece in pieces)
-        yield GgufTensor(name, (rows, *pieces[0].shape[1:]), _one_below_the_other(pieces))
+    for name, found in parts.items():
+        join = record.joined[name.split(".", 2)[2]]
+        yield _joined(name, [found[tail] for tail in join.parts], join.axis)
 
 
 def _native_pieces(trunk: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[tuple[str, _Piece]]:
     for pending in head.tensors:
-        yield pending.key, _Piece(pending.shape, _one_block(pending.load))
+        # A weight in FP8 comes in fp32 that way, as the converter reads it; whole it would be rounded to bf16.
+        yield pending.key, _Piece(pending.shape, _one_block(partial(_whole, pending)))
     for key in head.shared_keys:
         shared = layout.shared_key(key)
         if shared is not None:
             stored = layout.trunk_key(shared, trunk.tensors)
-            yield key, _Piece(trunk.tensors[stored].shape, _stored_blocks(trunk, stored))
+            yield key, _Piece(plain_shape(stored, trunk.tensors), _stored_blocks(trunk, stored))
 
 
 def _one_block(load: Callable[[], Tensor]) -> Callable[[], Iterator[Tensor]]:
@@ -131,8 +139,19 @@ def _stacked(pieces: Iterable[_Piece]) -> Callable[[], Iterator[Tensor]]:
     return lambda: (block[None] for piece in pieces for block in piece.blocks())
 
 
-def _one_below_the_other(pieces: Iterable[_Piece]) -> Callable[[], Iterator[Tensor]]:
-    return lambda: (block for piece in pieces for block in piece.blocks())
+def _joined(name: str, pieces: Sequence[_Piece], axis: int) -> GgufTensor:
+    shape = list(pieces[0].shape)
+    shape[axis] = sum(piece.shape[axis] for piece in pieces)
+
+    def blocks() -> Iterator[Tensor]:
+        parts = (torch.cat(list(piece.blocks())) for piece in pieces)
+        return parts if axis == 0 else iter((torch.cat(list(parts), dim=axis),))
+
+    return GgufTensor(name, tuple(shape), blocks)
+
+
+def _whole(pending: PendingTensor) -> Tensor:
+    return torch.cat(list(pending.parts()))
 
 
 def _place(key: str, layout: HeadLayout, record: GgufHead, num_layers: int) -> tuple[int, str]:
@@ -164,6 +183,13 @@ def _named(
 def _no_name(key: str, record: GgufHead) -> CheckpointError:
     return CheckpointError(
         f"{key}: llama.cpp's {record.arch} has no tensor for it; expected the head's keys alone. Export without --gguf."
+    )
+
+
+def _second_of_one(key: str, record: GgufHead) -> CheckpointError:
+    return CheckpointError(
+        f"{key}: llama.cpp's {record.arch} has one tensor for all modules; expected a head of one module. Export "
+        "without --gguf."
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from engines.launch import OUT_FILE, EngineUnderTest, Kind, run_program
 from engines.logits import draft_row_logits, judge_logits, own_row_logits, read_logits
@@ -20,6 +21,7 @@ from engines.replay import misses
 from engines.traces import Text, after_first_round, count, cut, read_texts
 from engines.verdict import Miss, judge, worst
 from mtp_train import __version__
+from mtp_train.families.streams import Streams
 from mtp_train.weights.files import Checkpoint
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -27,11 +29,14 @@ MOST_STEPS = {"bfloat16": 4.0, "float32": 256.0}
 """Widest near tie, in steps of the dtype at the size of the best logit."""
 
 
-CONTROLS = ("recycle", "zero_first_embedding", "leading_row")
+CONTROLS = ("zero_first_embedding", "leading_row")
 """Parts of the wiring that a control turns round."""
-OTHER_STATE, LATER_LAYERS = "other_state", "later_layers"
-"""Controls of what is read of the trunk: the last state before its norm for the one after it, and the other way round;
-of heads that read layers, each the next one."""
+RECYCLE, OTHER_STATE, LATER_LAYERS = "recycle", "other_state", "later_layers"
+"""Controls of what is read of the head and of the trunk: the last state before the norm for the one after it, and the
+other way round; of heads that read layers, each the next one."""
+OTHER_STREAMS, TRUNK_MIXER = "other_streams", "trunk_mixer"
+"""Controls of heads that read residual streams, which stand before any norm: each the next one, and those of the head
+mixed as the trunk mixes its own."""
 OTHER_TOKENS, OTHER_ORDER, OTHER_PREFIX = "other_tokens", "other_order", "other_prefix"
 """Controls of heads with tokens of their own, each the next one; with several modules, the last one first, and the
 other of two things that they may read of the text."""
@@ -86,11 +91,14 @@ class Task:
             subject = replace(subject, draft_vocab_R=subject.draft_vocab_R + 1)
         if self.control == OTHER_ORDER:
             subject.head.blocks = torch.nn.ModuleList(reversed(list(subject.head.blocks)))
+        streams = subject.head.family.streams
+        if streams is not None and self.control in (OTHER_STREAMS, TRUNK_MIXER):
+            _confuse_streams(subject, streams, self.control)
         convention = subject.head.convention
         if self.control == OTHER_STATE:
             reads_normed = convention.hidden == "after_final_norm"
             convention = replace(convention, hidden="before_final_norm" if reads_normed else "after_final_norm")
-        elif self.control == "recycle":
+        elif self.control == RECYCLE:
             recycles_normed = convention.recycle == "after_final_norm"
             convention = replace(convention, recycle="before_final_norm" if recycles_normed else "after_final_norm")
         elif self.control == "zero_first_embedding":
@@ -131,9 +139,13 @@ def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, A
     """Compare again, with one part of our wiring wrong at a time: what the engine's texts can tell apart."""
     found = {}
     head, draft_vocab_R = task.fp32.head, task.fp32.draft_vocab_R
+    has_streams = head.family.streams is not None
     more = {
-        OTHER_STATE: not head.trunk_layers,
+        RECYCLE: not has_streams,
+        OTHER_STATE: not has_streams and not head.trunk_layers,
         LATER_LAYERS: bool(head.trunk_layers),
+        OTHER_STREAMS: has_streams,
+        TRUNK_MIXER: has_streams,
         OTHER_TOKENS: draft_vocab_R is not None,
         OTHER_ORDER: len(head.blocks) > 1,
         OTHER_PREFIX: head.unroll in ("chained", "chained_drafts"),
@@ -142,6 +154,18 @@ def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, A
         entry = compare_decoding(replace(task, control=control), depth, document)
         found[control] = {name: entry[name] for name in ("verdict", "texts_equal")}
     return found
+
+
+def _confuse_streams(subject: Subject, streams: Streams, control: str) -> None:
+    for block in subject.head.blocks:
+        if control == TRUNK_MIXER:
+            block.mixer = subject.trunk.decoder.get_submodule(streams.trunk_mixer)
+        else:
+            block.fuse = _reading_the_next_stream(block.fuse)
+
+
+def _reading_the_next_stream(fuse: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda hidden_BTD, embed_BTD: fuse(hidden_BTD.roll(embed_BTD.shape[-1], -1), embed_BTD)
 
 
 def job_of(task: Task, depth: int) -> dict[str, Any]:

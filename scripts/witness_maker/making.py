@@ -26,6 +26,7 @@ from mtp_train.heads.trunk import Trunk
 from mtp_train.weights.artifact import Artifact, save_artifact
 from mtp_train.weights.draft_checkpoint import write_draft_checkpoint
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
+from mtp_train.weights.native import trunk_tensors
 from mtp_train.weights.writing import write_json
 from witness_maker.shapes import SHAPES, WitnessShape, beside_a_trunk
 from witness_maker.words import WORDS, word_tokenizer
@@ -39,7 +40,7 @@ MOST_RIGHT = 0.7
 SPOILING_STEP = 0.25
 MOST_STEPS_OF_SPOILING = 40
 SMALL, LARGE = 0.1, 0.3
-ROUTING = ("correction_bias", "expert_bias", "sinks")
+ROUTING = ("correction_bias", "expert_bias", "sinks", "hc.base", "hc_base", "position_bias")
 """Ends of names of tensors that begin at zero, or anywhere, and that training hardly moves."""
 
 
@@ -116,8 +117,13 @@ def _stir(module: nn.Module, generator: torch.Generator) -> None:
     """Move what would else be the identity or zero, so that it shows where an engine leaves it out."""
     with torch.no_grad():
         for part in module.modules():
-            if type(part).__name__.endswith("Norm"):
+            kind = type(part).__name__
+            if kind.endswith("Norm") and not kind.endswith("UnweightedRMSNorm"):
                 part.weight.add_(LARGE * torch.randn(part.weight.shape, generator=generator))
+            if kind.endswith("HashRouter"):
+                # A table that sends every token to experts of its own.
+                chances_VE = torch.rand(len(part.tid2eid), part.num_experts, generator=generator)
+                part.tid2eid.copy_(chances_VE.topk(part.top_k).indices)
         for name, value in [*module.named_parameters(), *module.named_buffers()]:
             if name.endswith(ROUTING):
                 value.copy_(SMALL * torch.randn(value.shape, generator=generator))
@@ -168,6 +174,8 @@ def save(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path) -> N
     trunk.causal_lm.to(torch.bfloat16).save_pretrained(directory)
     family = trunk.family
     _set_fields(directory, family.count_as_field(shape.num_modules), shape.released)
+    if family.saved_names:
+        _rename_as_released(directory)
     tensors = load_file(directory / SINGLE_FILE)
     layout = layout_of(open_checkpoint(directory))
     for name, value in head.state_dict().items():
@@ -182,6 +190,14 @@ def save(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path) -> N
     save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
     for name, text in shape.code.items():
         (directory / name).write_text(text, encoding="utf-8")
+
+
+def _rename_as_released(directory: Path) -> None:
+    """Give a trunk's tensors the names of its release, which has no prefix, instead of transformers' own."""
+    checkpoint, tensors = open_checkpoint(directory), load_file(directory / SINGLE_FILE)
+    layout = layout_of(checkpoint)
+    names = {**trunk_tensors(checkpoint, layout), layout.lm_head_key: layout.lm_head_key}
+    save_file({name: tensors[key] for name, key in names.items()}, directory / SINGLE_FILE, metadata={"format": "pt"})
 
 
 def save_beside(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path, vocab_R: Tensor | None) -> None:

@@ -83,6 +83,7 @@ _LATENT = {
     "num_key_value_heads": 4,
     "rope_parameters": _ROPE,
 }
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32, "beta_slow": 1}
 # As many rows as the releases choose: more than these texts have.
 _INDEXED = {"index_n_heads": 4, "index_head_dim": 128, "index_topk": 2048}
 _VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
@@ -108,6 +109,37 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
         "deepseek_v32": WitnessShape(
             fields=_SIZES | _ROUTED | _LATENT | _INDEXED | {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
             released=_ROUTER,
+        ),
+        "deepseek_v4": WitnessShape(
+            fields={name: value for name, value in _SIZES.items() if name != "intermediate_size"}
+            | {
+                "num_key_value_heads": 1,
+                "head_dim": 64,
+                "q_lora_rank": 64,
+                "o_groups": 2,
+                "o_lora_rank": 64,
+                "sliding_window": 16,
+                "index_n_heads": 4,
+                "index_head_dim": 128,
+                "index_topk": 8,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 128,
+                "rope_parameters": {"rope_type": "yarn", **_YARN},
+                "compress_ratios": [0, 4, 128, 4],
+                "num_hash_layers": 1,
+                "qk_rope_head_dim": 32,
+            },
+            # The released names; transformers has its own. The head's one layer is counted among the ratios.
+            released={
+                "compress_ratios": [0, 4, 128, 4, 0],
+                "num_hash_layers": 1,
+                "qk_rope_head_dim": 32,
+                "rope_scaling": {"type": "yarn", **_YARN},
+                **dict.fromkeys(
+                    ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor")
+                ),
+            },
         ),
         "mimo": WitnessShape(
             fields={name: value for name, value in _SIZES.items() if name != "head_dim"}

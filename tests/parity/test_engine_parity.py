@@ -320,6 +320,17 @@ def our_document(task: Any) -> dict[str, Any]:
     return {"engine": "ours", "texts": rounds, "eos_ids": [], "counters": {}}
 
 
+def test_streams_read_in_another_order_or_mixed_as_the_trunk_does_are_seen(tmp_path: Path) -> None:
+    from engines.witness import controls
+
+    save_with_head(tiny_trunk("deepseek_v4"), tiny_head(tiny_trunk("deepseek_v4")), tmp_path / "checkpoint")
+    task = task_for("vllm", str(tmp_path / "checkpoint"), tmp_path / "work")
+    task = replace(task, prompts=PROMPTS[:1], max_new_tokens=12, dtype="float32")
+    found = {name: entry["verdict"] for name, entry in controls(task, 2, our_document(task)).items()}
+    assert found.keys() == {"zero_first_embedding", "leading_row", "other_streams", "trunk_mixer"}
+    assert found["other_streams"] == found["trunk_mixer"] == "different"
+
+
 def test_the_job_names_the_draft_model_and_its_kind(beside: tuple[Any, dict[str, Any]]) -> None:
     from engines.launch import ENGINES
     from engines.witness import job_of

@@ -55,6 +55,17 @@ def to_fp4(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return packed.to(torch.uint8).view(torch.int8), scales.to(torch.float8_e8m0fnu), plain
 
 
+def packed(path: Path) -> dict[str, Tensor]:
+    """Store experts in FP4 and other matrices in FP8, as releases have them; return what they stand for."""
+    tensors, plain = all_tensors(as_released(path)), {}
+    for key in [key for key in tensors if re.search(r"(_proj|\.w\w+)\.weight$", key)]:
+        pack = to_fp4 if ".experts." in key else to_fp8
+        tensors[key], tensors[key.removesuffix("weight") + "scale"], plain[key] = pack(tensors[key])
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    configure(path, FP8)
+    return plain
+
+
 def loaded(path: Path) -> tuple[Trunk, MtpHead]:
     checkpoint = open_checkpoint(path)
     trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
@@ -106,15 +117,11 @@ def test_a_release_decodes_and_says_what_transformers_save_says(tmp_path: Path) 
 
 def test_a_release_s_experts_in_fp4_and_its_other_matrices_in_fp8_are_read(tmp_path: Path, capfd: Capture) -> None:
     base, finetune = base_and_finetune(tmp_path, NAME)
-    tensors, plain = all_tensors(as_released(base)), {}
-    for key in [key for key in tensors if re.search(r"(_proj|\.w\w+)\.weight$", key)]:
-        pack = to_fp4 if ".experts." in key else to_fp8
-        tensors[key], tensors[key.removesuffix("weight") + "scale"], plain[key] = pack(tensors[key])
-    save_file(tensors, base / SINGLE_FILE, metadata={"format": "pt"})
-    configure(base, FP8)
+    plain = packed(base)
     released = document(["inspect", base], capfd)
     assert released["status"] == "healthy"
     assert "convert_hf_to_gguf.py" in released["serves"]["llama.cpp"]
+    assert "--mtp" in released["serves"]["llama.cpp"]
     document(["graft", finetune, "--from", base, "--out", tmp_path / "out"], capfd)
     written = all_tensors(tmp_path / "out")
     head = {key: value for key, value in plain.items() if key.startswith("mtp.")}
@@ -122,6 +129,18 @@ def test_a_release_s_experts_in_fp4_and_its_other_matrices_in_fp8_are_read(tmp_p
     assert all(torch.equal(written[key], value.bfloat16()) for key, value in head.items())
     assert not any(key.endswith(".scale") for key in written)
     assert document(["inspect", tmp_path / "out"], capfd)["status"] == "healthy"
+
+
+def test_a_retrained_head_on_a_release_s_trunk_is_served_from_our_file(tmp_path: Path, capfd: Capture) -> None:
+    base, _ = base_and_finetune(tmp_path, NAME)
+    plain = packed(base)
+    tensors = {key: value for key, value in all_tensors(base).items() if not re.match(r"mtp\..*\.scale", key)}
+    tensors |= {key: value for key, value in plain.items() if key.startswith("mtp.")}
+    save_file(tensors, base / SINGLE_FILE, metadata={"format": "pt"})
+    command = document(["inspect", base], capfd)["serves"]["llama.cpp"]
+    assert f"mtp-train export {base} --out model-head --gguf f16" in command
+    assert "-md model-head/mtp-*.gguf" in command
+    assert "--mtp " not in command
 
 
 def test_an_adapter_of_the_lm_head_and_of_an_indexer_is_merged(tmp_path: Path) -> None:

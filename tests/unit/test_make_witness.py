@@ -60,6 +60,18 @@ def test_a_released_config_says_what_the_release_says(tmp_path: Path) -> None:
     assert (tmp_path / "configuration_mimo.py").is_file()
 
 
+def test_a_witness_of_streams_has_a_release_s_names_and_sends_tokens_to_experts_of_their_own(tmp_path: Path) -> None:
+    checkpoint = make("deepseek_v4", tmp_path)
+    assert {"embed.weight", "hc_head_fn", "layers.1.attn.compressor.ape", "head.weight"} <= checkpoint.tensors.keys()
+    assert diagnose_head(checkpoint).complete
+    experts_VK = checkpoint.read("layers.0.ffn.gate.tid2eid")
+    assert set(experts_VK.flatten().tolist()) == set(range(8))
+    assert bool((experts_VK[:, 0] != experts_VK[:, 1]).all())
+    trunk = load_trunk(tmp_path, checkpoint.family, dtype=torch.float32)
+    assert trunk.config.layer_types[1] == "compressed_sparse_attention"
+    assert all(checkpoint.read(key).isfinite().all() for key in checkpoint.tensors)
+
+
 @pytest.mark.skipif("step3p7" not in ALL_FAMILIES, reason="this transformers does not run Step-3.7")
 def test_a_wrapper_says_it_of_its_text_model_and_loads_so(tmp_path: Path) -> None:
     from witness_maker.shapes import SHAPES

@@ -215,13 +215,20 @@ def _random_trunk(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tru
 
 
 def random_head(trunk: Trunk, num_modules: int = 1, kind: HeadKind = "mtp") -> MtpHead:
-    """Return a head, its matrices drawn as transformers draws the trunk's, its norms the identity."""
+    """Return a head, its matrices drawn as transformers draws the trunk's, its norms the identity.
+
+    Sinks and what mixes streams begin as transformers begins them, too: nothing in their layers does.
+    """
     weight, family = trunk.lm_head_VD, of_kind(trunk.family, kind)
     with torch.device(weight.device):
         head = MtpHead(family, trunk.config, num_modules=num_modules, convention=family.default)
-    for parameter in head.parameters():
+    for name, parameter in head.named_parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=trunk.config.initializer_range)
+        elif name.endswith(("sinks", "base")):
+            torch.nn.init.zeros_(parameter)
+        elif name.endswith("scale"):
+            torch.nn.init.ones_(parameter)
         # Parameters alone: buffers (a router's correction bias) stay in fp32.
         parameter.data = parameter.data.to(weight.dtype)
     return head.eval()
