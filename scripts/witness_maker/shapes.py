@@ -356,4 +356,6 @@ def for_sglang(shape: WitnessShape) -> WitnessShape:
     )
     if "kv_lora_rank" in fields:
         fields["rope_parameters"] = _YARN
+        # Releases say so, transformers does not.
+        released["moe_layer_freq"] = 1
     return replace(shape, fields=fields, released=released, always_chosen=8)
