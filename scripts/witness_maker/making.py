@@ -134,11 +134,12 @@ def _stir(module: nn.Module, generator: torch.Generator) -> None:
 
 def _choose_always(module: nn.Module, number: int, generator: torch.Generator) -> None:
     """Let the correction biases choose some experts of every mixture, all in one half: routers may choose by groups."""
-    for name, bias_E in [*module.named_parameters(), *module.named_buffers()]:
+    for name, bias in [*module.named_parameters(), *module.named_buffers()]:
         if name.endswith(CORRECTIONS):
+            bias_E = bias.data.view(-1)
             half = len(bias_E) // 2
             start = half * int(torch.randint(2, (), generator=generator))
-            bias_E.data[start + torch.randperm(half, generator=generator)[:number]] += MORE_THAN_SCORES
+            bias_E[start + torch.randperm(half, generator=generator)[:number]] += MORE_THAN_SCORES
 
 
 def spoil(trunk: Trunk, head: MtpHead, chain: Chain, generator: torch.Generator) -> tuple[float, float]:

@@ -348,8 +348,10 @@ def for_sglang(shape: WitnessShape) -> WitnessShape:
     """Return a shape that SGLang's CPU kernels take: of 128 experts every token gets the same 8, latents are scaled.
 
     Its router takes no fewer where scores have a correction bias. It computes in bf16; with the choice left to the
-    scores, rounding would send tokens to other experts.
+    scores, rounding would send tokens to other experts. A mixture that chooses every expert stays as it is.
     """
+    if shape.fields.get("num_experts", 0) == shape.fields.get("num_experts_per_tok"):
+        return shape
     fields, released = (
         {name: value if value is None else _MANY_EXPERTS.get(name, value) for name, value in said.items()}
         for said in (shape.fields, shape.released)

@@ -117,6 +117,7 @@ def test_for_sglang_latents_are_scaled_and_a_released_config_says_what_the_model
     assert (shape.fields["n_routed_experts"], shape.fields["num_experts_per_tok"]) == (128, 8)
     assert (shape.released["moe_num_experts"], shape.released["moe_top_k"]) == (128, 8)
     assert shape.released["n_routed_experts"] is None
+    assert for_sglang(SHAPES["qwen3_next"]) == SHAPES["qwen3_next"]
 
 
 def test_every_shape_is_one_of_a_family_that_runs() -> None:
