@@ -248,15 +248,11 @@ def test_a_control_reads_the_trunk_on_the_other_side_of_its_norm(
 
 def test_a_control_reads_the_other_side_also_where_no_head_of_the_family_does(tmp_path: Path) -> None:
     trunk = tiny_trunk("qwen3_5")
-    with torch.no_grad():
-        trunk.decoder.norm.weight.add_(torch.linspace(0, 1, trunk.state_width))
+    torch.nn.init.uniform_(trunk.decoder.norm.weight)
     save_with_head(trunk, tiny_head(trunk), tmp_path / "checkpoint")
     task = task_for("sglang", str(tmp_path / "checkpoint"), tmp_path / "work")
-    tokens_BT = torch.arange(8)[None]
-    read, other = (
-        one.fp32.trunk.head_input(one.fp32.trunk.hidden(tokens_BT), one.fp32.head.convention)
-        for one in (task, replace(task, control="other_state"))
-    )
+    wired = [one.fp32 for one in (task, replace(task, control="other_state"))]
+    read, other = (one.trunk.head_input(one.trunk.hidden(torch.arange(8)[None]), one.head.convention) for one in wired)
     torch.testing.assert_close(trunk.decoder.norm(other), read)
     assert not torch.allclose(other, read)
 
