@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", choices=get_args(HeadKind), default="mtp", help="of the head")
     parser.add_argument("--draft-vocab", type=int, help="tokens that a head of another kind than mtp may draft")
+    parser.add_argument("--sglang", action="store_true", help="of sizes that SGLang's CPU kernels take")
     arguments = parser.parse_args()
     figures = make_witness(
         arguments.family,
@@ -37,6 +38,7 @@ def main() -> None:
         seed=arguments.seed,
         kind=arguments.kind,
         num_drafted=arguments.draft_vocab,
+        sglang=arguments.sglang,
     )
     print(json.dumps(figures))
 

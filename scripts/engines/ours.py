@@ -54,6 +54,14 @@ def load_subject(checkpoint: Checkpoint, convention: str, dtype: torch.dtype, he
     return Subject(trunk, built, None if plan.draft_vocab is None else plan.draft_vocab.long())
 
 
+def with_state_before_norm(trunk: Trunk) -> Trunk:
+    """Return a trunk that keeps its state before its final norm too, also of a family of whose heads none reads it."""
+    family = trunk.family
+    if family.reads_before_norm:
+        return trunk
+    return Trunk(trunk.model, replace(family, default=replace(family.default, hidden="before_final_norm"))).eval()
+
+
 class _Recorder:
     """A drafter that keeps what another one drafts.
 

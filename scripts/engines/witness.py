@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engines.launch import OUT_FILE, EngineUnderTest, Kind, run_program
 from engines.logits import draft_row_logits, judge_logits, own_row_logits, read_logits
-from engines.ours import Subject, decode, load_subject
+from engines.ours import Subject, decode, load_subject, with_state_before_norm
 from engines.replay import misses
 from engines.traces import Text, after_first_round, count, cut, read_texts
 from engines.verdict import Miss, judge, worst
@@ -98,6 +98,7 @@ class Task:
         if self.control == OTHER_STATE:
             reads_normed = convention.hidden == "after_final_norm"
             convention = replace(convention, hidden="before_final_norm" if reads_normed else "after_final_norm")
+            subject = replace(subject, trunk=with_state_before_norm(subject.trunk))
         elif self.control == RECYCLE:
             recycles_normed = convention.recycle == "after_final_norm"
             convention = replace(convention, recycle="before_final_norm" if recycles_normed else "after_final_norm")

@@ -28,7 +28,7 @@ from mtp_train.weights.draft_checkpoint import write_draft_checkpoint
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from mtp_train.weights.native import trunk_tensors
 from mtp_train.weights.writing import write_json
-from witness_maker.shapes import SHAPES, WitnessShape, beside_a_trunk
+from witness_maker.shapes import SHAPES, WitnessShape, beside_a_trunk, for_sglang
 from witness_maker.words import WORDS, word_tokenizer
 
 PROMPTS_FILE = "prompts.json"
@@ -40,7 +40,10 @@ MOST_RIGHT = 0.7
 SPOILING_STEP = 0.25
 MOST_STEPS_OF_SPOILING = 40
 SMALL, LARGE = 0.1, 0.3
-ROUTING = ("correction_bias", "expert_bias", "sinks", "hc.base", "hc_base", "position_bias")
+MORE_THAN_SCORES = 2.0
+"""Scores of experts are shares or probabilities."""
+CORRECTIONS = ("correction_bias", "expert_bias")
+ROUTING = (*CORRECTIONS, "sinks", "hc.base", "hc_base", "position_bias")
 """Ends of names of tensors that begin at zero, or anywhere, and that training hardly moves."""
 
 
@@ -52,6 +55,7 @@ def make_witness(
     seed: int,
     kind: HeadKind = "mtp",
     num_drafted: int | None = None,
+    sglang: bool = False,
 ) -> dict[str, float]:
     """Write a checkpoint of a family, with its head, a tokenizer and prompts that suit it.
 
@@ -65,11 +69,14 @@ def make_witness(
         seed: Of weights and texts.
         kind: Of the head.
         num_drafted: How many tokens a head of another kind may draft; None for all.
+        sglang: Whether it must suit SGLang's CPU kernels.
 
     Returns:
         The last loss, the spoiling applied, and how many of the head's first drafts are right after it.
     """
     shape = SHAPES[name] if kind == "mtp" else beside_a_trunk(SHAPES[name], kind)
+    if sglang:
+        shape = for_sglang(shape)
     family = next(family for family in FAMILIES if family.name == name)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -78,6 +85,8 @@ def make_witness(
     trunk.show_layers(head.trunk_layers)
     for module in (trunk, head):
         _stir(module, generator)
+        if shape.always_chosen:
+            _choose_always(module, shape.always_chosen, generator)
     chain = Chain.one_cycle(len(WORDS), NOISE, generator)
     loss = train(trunk, head, chain, num_steps, generator, lambda: None)
     for weight_VD in head.own_lm_heads(shape.num_modules) or []:
@@ -127,6 +136,16 @@ def _stir(module: nn.Module, generator: torch.Generator) -> None:
         for name, value in [*module.named_parameters(), *module.named_buffers()]:
             if name.endswith(ROUTING):
                 value.copy_(SMALL * torch.randn(value.shape, generator=generator))
+
+
+def _choose_always(module: nn.Module, number: int, generator: torch.Generator) -> None:
+    """Let the correction biases choose some experts of every mixture, all in one half: routers may choose by groups."""
+    for name, bias in [*module.named_parameters(), *module.named_buffers()]:
+        if name.endswith(CORRECTIONS):
+            bias_E = bias.data.view(-1)
+            half = len(bias_E) // 2
+            start = half * int(torch.randint(2, (), generator=generator))
+            bias_E[start + torch.randperm(half, generator=generator)[:number]] += MORE_THAN_SCORES
 
 
 def spoil(trunk: Trunk, head: MtpHead, chain: Chain, generator: torch.Generator) -> tuple[float, float]:

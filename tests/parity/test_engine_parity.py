@@ -246,6 +246,17 @@ def test_a_control_reads_the_trunk_on_the_other_side_of_its_norm(
     assert replace(task, control="other_state").fp32.head.convention.hidden == other
 
 
+def test_a_control_reads_the_other_side_also_where_no_head_of_the_family_does(tmp_path: Path) -> None:
+    trunk = tiny_trunk("qwen3_5")
+    torch.nn.init.uniform_(trunk.decoder.norm.weight)
+    save_with_head(trunk, tiny_head(trunk), tmp_path / "checkpoint")
+    task = task_for("sglang", str(tmp_path / "checkpoint"), tmp_path / "work")
+    wired = [one.fp32 for one in (task, replace(task, control="other_state"))]
+    read, other = (one.trunk.head_input(one.trunk.hidden(torch.arange(8)[None]), one.head.convention) for one in wired)
+    torch.testing.assert_close(trunk.decoder.norm(other), read)
+    assert not torch.allclose(other, read)
+
+
 def test_without_prompts_the_demos_held_out_ones_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import engine_parity
 

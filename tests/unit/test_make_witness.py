@@ -101,6 +101,37 @@ def test_a_head_of_another_kind_stands_beside_its_trunk(kind: str, tmp_path: Pat
     assert (tmp_path / "speculators").is_dir() == (kind == "eagle3")
 
 
+def test_for_sglang_every_token_gets_the_same_experts_of_128_whatever_its_scores(tmp_path: Path) -> None:
+    from witness_maker.making import make_witness
+
+    make_witness("glm4_moe", tmp_path, num_steps=1, seed=0, sglang=True)
+    checkpoint = open_checkpoint(tmp_path)
+    trunk = load_trunk(tmp_path, checkpoint.family, dtype=torch.float32)
+    routers = [part for part in trunk.causal_lm.modules() if type(part).__name__ == "Glm4MoeTopkRouter"]
+    chosen: list[torch.Tensor] = []
+    for router in routers:
+        router.register_forward_hook(lambda _, __, output: chosen.append(output[-1].sort(dim=-1).values))
+    trunk.hidden(torch.arange(64)[None])
+    assert len(chosen) == len(routers) == 3
+    for experts_TE, router in zip(chosen, routers, strict=True):
+        assert experts_TE.shape == (64, 8)
+        assert torch.equal(experts_TE, experts_TE[:1].expand_as(experts_TE))
+        assert len(router.e_score_correction_bias) == 128
+    assert not torch.equal(chosen[0], chosen[1])
+
+
+def test_for_sglang_latents_are_scaled_and_a_released_config_says_what_the_model_has() -> None:
+    from witness_maker.shapes import SHAPES, for_sglang
+
+    assert for_sglang(SHAPES["deepseek_v3"]).fields["rope_parameters"]["rope_type"] == "yarn"
+    assert for_sglang(SHAPES["glm4_moe"]).fields.get("rope_parameters") is None
+    shape = for_sglang(SHAPES["step3p7"])
+    assert (shape.fields["n_routed_experts"], shape.fields["num_experts_per_tok"]) == (128, 8)
+    assert (shape.released["moe_num_experts"], shape.released["moe_top_k"]) == (128, 8)
+    assert shape.released["n_routed_experts"] is None
+    assert for_sglang(SHAPES["qwen3_next"]) == SHAPES["qwen3_next"]
+
+
 def test_every_shape_is_one_of_a_family_that_runs() -> None:
     from witness_maker.shapes import SHAPES
 

@@ -103,13 +103,26 @@ LINEAR, FULL = "linear_attention", "full_attention"
     ("config", "overrides"),
     [
         ({}, {}),
-        ({"layer_types": [FULL, FULL]}, {}),
+        ({"layer_types": [FULL, FULL], "rope_parameters": {"partial_rotary_factor": 0.5}}, {}),
         ({"layer_types": [LINEAR, LINEAR, FULL, LINEAR, LINEAR, FULL]}, {"full_attention_interval": 3}),
-        ({"layer_types": [LINEAR, FULL], "full_attention_interval": 2}, {}),
+        ({"layer_types": [LINEAR, FULL], "full_attention_interval": 2, "rope_parameters": {"rope_theta": 1e4}}, {}),
+        (
+            {"layer_types": [LINEAR, FULL], "rope_parameters": {"partial_rotary_factor": 0.5}},
+            {"full_attention_interval": 2, "partial_rotary_factor": 0.5},
+        ),
+        (
+            {
+                "layer_types": [LINEAR, FULL],
+                "full_attention_interval": 2,
+                "partial_rotary_factor": 0.5,
+                "rope_parameters": {"partial_rotary_factor": 0.5},
+            },
+            {},
+        ),
     ],
 )
-def test_a_hybrid_trunk_is_told_its_interval_where_its_config_is_not(
-    config: dict[str, Any], overrides: dict[str, int], program: Any, tmp_path: Path
+def test_a_hybrid_trunk_is_told_what_its_config_says_elsewhere(
+    config: dict[str, Any], overrides: dict[str, float], program: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert program.overrides_of(tmp_path) == overrides

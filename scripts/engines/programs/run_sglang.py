@@ -85,12 +85,20 @@ def load(job):
 
 
 def overrides_of(checkpoint):
-    """Return what SGLang reads of a hybrid trunk's config and releases say, where transformers writes a list."""
+    """Return what SGLang reads of a hybrid trunk's config under other names than transformers writes it.
+
+    Its config of these trunks counts layers between two of full attention, where transformers lists all, and rotates a
+    quarter of each head, as releases do, whatever ``rope_parameters`` say.
+    """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     kinds = config.get("layer_types") or []
-    if "linear_attention" not in kinds or "full_attention_interval" in config:
+    if "linear_attention" not in kinds:
         return {}
-    return {"full_attention_interval": kinds.index("full_attention") + 1}
+    told = {"full_attention_interval": kinds.index("full_attention") + 1}
+    rotated = (config.get("rope_parameters") or {}).get("partial_rotary_factor")
+    if rotated is not None:
+        told["partial_rotary_factor"] = rotated
+    return {name: value for name, value in told.items() if name not in config}
 
 
 def speculation_of(job):
