@@ -22,6 +22,7 @@ from mtp_train.recipe_io import dump_recipe
 from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
 from mtp_train.weights.writing import write_json, write_text
 
+FIRST_STAGE = "check"
 OUTCOME_FILE, RECIPE_FILE, PROVENANCE_FILE = "outcome.json", "recipe.yaml", "provenance.json"
 _PACKAGES = ("mtp-train", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
 
@@ -64,7 +65,7 @@ def record_failure(run_dir: Path, outcome: Outcome) -> Outcome | None:
 
     Its first process has the say, unless it only fails because another one did, or is told to stop for that: then the
     words of the one that failed first stay. The launcher's ranks count: processes that do not know one another all take
-    themselves for the main one.
+    themselves for the main one. What is wrong before there is data is wrong for all of them, and named for none.
 
     Returns:
         What stays instead; None where this outcome was recorded.
@@ -75,7 +76,8 @@ def record_failure(run_dir: Path, outcome: Outcome) -> Outcome | None:
     with contextlib.suppress(OSError):
         if (rank or follows) and (said := read_outcome(run_dir)) is not None:
             return said
-        named = outcome if not rank or follows else replace(outcome, message=f"process {rank}: {outcome.message}")
+        alone = rank > 0 and not follows and outcome.stage != FIRST_STAGE
+        named = replace(outcome, message=f"process {rank}: {outcome.message}") if alone else outcome
         write_outcome(run_dir, named)
     return None
 

@@ -18,13 +18,13 @@ from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.inputs import Inputs, evaluation_dtype
 from mtp_train.recipe import Recipe
 from mtp_train.regeneration import regenerate_stage
-from mtp_train.run_dir import checkpoint_identity, environment_facts
+from mtp_train.run_dir import FIRST_STAGE, checkpoint_identity, environment_facts
 
 
 class Stage:
     """Where the run is, for the outcome of a failure."""
 
-    name = "check"
+    name = FIRST_STAGE
 
 
 def load_run_trunk(

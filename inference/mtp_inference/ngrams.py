@@ -5,6 +5,8 @@ Shapes: B rows, T tokens of the window, C channels, W kernel width, M tokens bef
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -57,6 +59,10 @@ class NgramStore(RecurrentStore):
             # As many before as the size says, and not one less.
             return self._inputs.update_conv_state(conv_states, state_idx, conv_kernel_size + 1)
         return super().update_conv_state(conv_states, state_idx, conv_kernel_size, **unused)
+
+    def placed(self) -> Iterable[Tensor]:
+        """Return what is kept by place: inputs of the second convolution, and tokens. Each (B, Z, ...)."""
+        return [*self._inputs.rings.values(), *([] if self._tokens_BZ is None else [self._tokens_BZ])]
 
     def _before(self, window: Window) -> Tensor | None:
         if self._tokens_BZ is None:

@@ -40,7 +40,7 @@ Plain = dict[str, Any]
 _DEMO: Plain = {
     "data": {
         "sources": [{"path": "demo:prompts"}],
-        "regenerate": {"max_prompts": 600, "max_new_tokens": 128, "batch_size": 32},
+        "regenerate": {"max_prompts": 560, "max_new_tokens": 128, "batch_size": 32},
         "seq_len_tokens": 512,
         "holdout": 0.1,
         "group_field": "group",

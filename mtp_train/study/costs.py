@@ -19,7 +19,9 @@ from mtp_inference.cache import AttentionStore, CompressedStore, ConvolvedStore,
 from mtp_inference.decoder import Needs, make_batch
 from mtp_inference.draft import Drafter, DrafterMaker
 from mtp_inference.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
+from mtp_inference.ngrams import NgramStore
 from mtp_inference.other_drafters import ModelDrafter, ModelDrafting
+from mtp_inference.pooled import KeyPools
 from mtp_inference.recurrent_cache import RecurrentStore
 from mtp_inference.requests import MAX_DEPTH
 from mtp_train.heads.module import MtpHead
@@ -142,7 +144,9 @@ def kept_of(cache: WindowCache) -> Kept:
 def _layer_bytes(layer: Any) -> tuple[float, float]:
     """Return bytes per token and bytes per text of one layer of one row."""
     if isinstance(layer, RecurrentStore):
-        return 0.0, sum(_size(part) for part in (layer.conv_BCW, layer.state_BHKV) if part is not None)
+        state = sum(_size(part) for part in (layer.conv_BCW, layer.state_BHKV) if part is not None)
+        beside = _placed_bytes(layer.placed(), layer.max_undecided) if isinstance(layer, NgramStore) else 0.0
+        return 0.0, state + beside
     if not isinstance(layer, AttentionStore) or not layer.is_initialized:
         return 0.0, 0.0
     # Of compressed layers the keys are the values too.
@@ -156,10 +160,16 @@ def _layer_bytes(layer: Any) -> tuple[float, float]:
         # The group that fills, and the one before, which is read too.
         fixed += sum(2 * layer.group_size * _size(one) / one.shape[1] for one in layer.inputs_BSX.values())
     if isinstance(layer, ConvolvedStore):
-        # Without the places for drafts that may be rejected.
-        rings = layer.rings.values()
-        fixed += sum(_size(ring) * (1 - layer.max_undecided / ring.shape[1]) for ring in rings)
+        fixed += _placed_bytes(layer.rings.values(), layer.max_undecided)
+    if isinstance(layer, KeyPools) and layer.inputs_BSX is not None and layer.pools is not None:
+        of_a_pool = sum(_size(one) / one.shape[1] for one in layer.pools)
+        grows += _size(layer.inputs_BSX) / layer.size + of_a_pool / layer.pools.slots_BPN.shape[-1]
     return grows, fixed
+
+
+def _placed_bytes(rings: Iterable[Tensor], max_undecided: int) -> float:
+    """Return the bytes of what is kept by place, without the places for drafts that may be rejected."""
+    return sum(_size(ring) * (1 - max_undecided / ring.shape[1]) for ring in rings)
 
 
 def _prefill_rates(

@@ -28,7 +28,8 @@ from mtp_train.weights.draft_checkpoint import write_draft_checkpoint
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from mtp_train.weights.native import trunk_tensors
 from mtp_train.weights.writing import write_json
-from witness_maker.shapes import SHAPES, WitnessShape, beside_a_trunk, for_sglang
+from witness_maker.shapes import SHAPES, WitnessShape
+from witness_maker.variants import beside_a_trunk, for_sglang
 from witness_maker.words import WORDS, word_tokenizer
 
 PROMPTS_FILE = "prompts.json"

@@ -200,7 +200,7 @@ def check(case: Case) -> None:
 ALWAYS_THE_SAME = settings(derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@settings(ALWAYS_THE_SAME, max_examples=200)
+@settings(ALWAYS_THE_SAME, max_examples=400)
 @given(case=cases())
 def test_every_text_is_plain_decodings(case: Case) -> None:
     check(case)
@@ -239,7 +239,7 @@ def test_a_round_that_keeps_too_much_is_found_out(name: str, monkeypatch: pytest
 def test_a_case_of_every_kind_is_drawn() -> None:
     drawn: list[Case] = []
 
-    @settings(ALWAYS_THE_SAME, max_examples=200)
+    @settings(ALWAYS_THE_SAME, max_examples=400)
     @given(case=cases())
     def take(case: Case) -> None:
         drawn.append(case)

@@ -34,7 +34,7 @@ from runs import run_quietly, tiny_recipe, write_inputs
 from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 P = PADDING_DOCUMENT
-NEED_MASKS = {"deepseek_v32", "glm_moe_dsa", "hy_v4", "minimax_m3", "inkling"}
+NEED_MASKS = {"deepseek_v32", "glm_moe_dsa", "glm5_next", "hy_v4", "minimax_m3", "qwen4_exp", "inkling"}
 """Heads with an indexer, and one that sees distances."""
 NUM_DEPTHS, SEQ_LEN = 3, 16
 

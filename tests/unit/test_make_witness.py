@@ -121,7 +121,8 @@ def test_for_sglang_every_token_gets_the_same_experts_of_128_whatever_its_scores
 
 
 def test_for_sglang_latents_are_scaled_and_a_released_config_says_what_the_model_has() -> None:
-    from witness_maker.shapes import SHAPES, for_sglang
+    from witness_maker.shapes import SHAPES
+    from witness_maker.variants import for_sglang
 
     assert for_sglang(SHAPES["deepseek_v3"]).fields["rope_parameters"]["rope_type"] == "yarn"
     assert for_sglang(SHAPES["glm4_moe"]).fields.get("rope_parameters") is None

@@ -24,6 +24,7 @@ from tiny import ALL_FAMILIES, CACHE_KINDS, SLIDING_WINDOW, VOCAB_SIZE, chained_
 FP32 = 4
 # Values per token and per text of the trunk, and per token of the head, from the sizes of the tiny configs.
 CONVOLUTION = 4 * (16 + 16 + 16) + 2 * 16 * 8
+CHANNELS = 4 * 48 + 2 * 8 * 8
 BY_HAND: dict[str, tuple[int, int, int]] = {
     # Three layers of a key and a value of 16.
     "full": (3 * 32, 0, 32),
@@ -36,7 +37,7 @@ BY_HAND: dict[str, tuple[int, int, int]] = {
     "latent": (3 * 24, 0, 24),
     # Keys of the indexer beside.
     "indexed": (3 * (24 + 16), 0, 24 + 16),
-    "channels": (24, 2 * (4 * 48 + 2 * 8 * 8), 24),
+    "channels": (24, 2 * CHANNELS, 24),
     # Keys of 16 and values of 10; the windows have two key heads, and the head sees a window in each of its modules.
     "sinks": (26, 2 * 2 * 26 * SLIDING_WINDOW, 0),
     "mamba": (32, 2 * (4 * 64 + 4 * 8 * 8), 32),
@@ -49,6 +50,10 @@ BY_HAND: dict[str, tuple[int, int, int]] = {
         0,
     ),
     # A full layer between two windows of two key heads of 8; four convolutions see 3 inputs before theirs.
+    # Latents of two layers. Of the one that chooses: keys and gates, and for 2 tokens a key and two places in int64.
+    "pools": (2 * 16 + 32 + (16 + 2 * 2) // 2, CHANNELS, 16 + 32 + (16 + 2 * 2) // 2),
+    # Keys with their cosines and sines here. Nine inputs of two streams before a convolution, two tokens in int64.
+    "ngrams": (32 + 32 + (16 + 2 * 2) // 2, 2 * CONVOLUTION + 9 * 2 * 32 + 2 * 2, 32 + 32 + (16 + 2 * 2) // 2),
     "convolved": (32, 2 * 32 * SLIDING_WINDOW + 3 * 3 * (16 + 16 + 32 + 32), 32),
 }
 

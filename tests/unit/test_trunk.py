@@ -155,12 +155,12 @@ def test_a_whole_text_chooses_the_pools_of_keys_that_transformers_chooses() -> N
     mask_BT[1, 6:] = 0
     tokens_BT, kept_BT = TOKENS_1T.expand(2, -1), mask_BT.bool()
     expected = stock(tokens_BT, attention_mask=mask_BT).logits[kept_BT]
-    found = trunk.logits(trunk.hidden(tokens_BT, mask_BT=mask_BT))[kept_BT]
+    found = trunk.logits(trunk.hidden(tokens_BT))[kept_BT]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     for layer in trunk.decoder.layers:
         if layer.layer_type == "indexed_attention":
             layer.self_attn.indexer.token_budget = 99
-    assert (trunk.logits(trunk.hidden(tokens_BT, mask_BT=mask_BT))[kept_BT] - expected).abs().max() > 1e-3
+    assert (trunk.logits(trunk.hidden(tokens_BT))[kept_BT] - expected).abs().max() > 1e-3
 
 
 @pytest.mark.skipif("dots3_note" not in ALL_FAMILIES, reason="this transformers has no dots3-note")
