@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from mtp_train.families.convention import Convention
-from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
+from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP_KEEPS, engine_table
 from mtp_train.families.layouts import AFTER_THE_TRUNK, after_the_trunk, with_layers
 from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule, SharedKey
 
@@ -47,5 +47,5 @@ DOTS3_NOTE = Family(
     rotary_by_layer_type=True,
     masks_by_layer_type=True,
     needs_transformers="5.23",
-    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("keeps the head's tensors and has no graph for them")),
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=LLAMA_CPP_KEEPS),
 )

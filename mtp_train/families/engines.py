@@ -73,6 +73,9 @@ def no(reason: str) -> EngineSupport:
     return EngineSupport(False, reason)
 
 
+LLAMA_CPP_KEEPS = no("keeps the head's tensors and has no graph for them")
+
+
 def engine_table(
     *,
     transformers: EngineSupport,

@@ -9,11 +9,12 @@ from transformers import PretrainedConfig
 
 from mtp_train.families.blocks import AttentionThenMlp
 from mtp_train.families.convention import LLAMA_CPP_POSITIONS, Convention
-from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table, no
+from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP_KEEPS, USE_MTP, engine_table
 from mtp_train.families.key_pools import GatedPools, choose_pools
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
     INDEXER,
+    KIMI_DELTA,
     REPEATED_AFTER_THE_TRUNK,
     after_the_trunk,
     expert_rules,
@@ -22,7 +23,7 @@ from mtp_train.families.layouts import (
     sparse_indexed,
     with_layers,
 )
-from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule, RecurrentKernels
+from mtp_train.families.spec import Borrowed, CountField, Family, KeyRule
 
 _KEY_RULES = after_the_trunk(*expert_rules(AFTER_THE_TRUNK))
 # vLLM recycles the state before shared_head.norm, SGLang and llama.cpp the one after it.
@@ -153,14 +154,9 @@ GLM5_NEXT = Family(
     masks_by_layer_type=True,
     only_with_vision=True,
     prepare_trunk=_choose_pools,
-    recurrent=RecurrentKernels(
-        chunked="chunk_kimi_delta_attention",
-        single="recurrent_kimi_delta_attention",
-        conv="causal_conv1d_fn",
-        rule="kimi_delta",
-    ),
+    recurrent=KIMI_DELTA,
     needs_transformers="5.23",
-    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("keeps the head's tensors and has no graph for them")),
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=LLAMA_CPP_KEEPS),
 )
 
 GLM_OCR = Family(
@@ -184,5 +180,5 @@ GLM_OCR = Family(
     ),
     rotary_axes=3,
     only_with_vision=True,
-    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("keeps the head's tensors and has no graph for them")),
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=LLAMA_CPP_KEEPS),
 )

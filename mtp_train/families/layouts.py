@@ -10,7 +10,7 @@ import copy
 
 from transformers import PretrainedConfig
 
-from mtp_train.families.spec import KeyRule, SharedKey
+from mtp_train.families.spec import KeyRule, RecurrentKernels, SharedKey
 
 AFTER_THE_TRUNK = "{trunk}layers.{layer}."
 INDEXER = "self_attn.indexer"
@@ -105,3 +105,12 @@ def sparse_full(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
         mlp_layer_types=["sparse"] * num_layers,
         layer_types=["full_attention"] * num_layers,
     )
+
+
+KIMI_DELTA = RecurrentKernels(
+    chunked="chunk_kimi_delta_attention",
+    single="recurrent_kimi_delta_attention",
+    conv="causal_conv1d_fn",
+    rule="kimi_delta",
+)
+"""What transformers calls in layers of Kimi Delta Attention, whatever the family."""

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from transformers import PretrainedConfig
 
 from mtp_train.families.convention import LLAMA_CPP_POSITIONS, Convention
-from mtp_train.families.engines import HEAD_IGNORED, USE_MTP, engine_table, no
+from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP_KEEPS, USE_MTP, engine_table, no
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
+    KIMI_DELTA,
     after_the_trunk,
     beside_the_trunk,
     expert_rules,
     sparse_full,
     with_layers,
 )
-from mtp_train.families.spec import Borrowed, CountField, Engine, Family, KeyRule, RecurrentKernels
+from mtp_train.families.spec import Borrowed, CountField, Engine, Family, KeyRule
 
 _POST_NORM: Mapping[Engine, Convention] = {"vllm": Convention(), "sglang": Convention()}
 
@@ -107,7 +108,7 @@ EXAONE_MOE = Family(
         rotary="ExaoneMoeRotaryEmbedding",
     ),
     masks_by_layer_type=True,
-    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("keeps the head's tensors and has no graph for them")),
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=LLAMA_CPP_KEEPS),
 )
 
 EXAONE4_5 = Family(
@@ -134,7 +135,7 @@ EXAONE4_5 = Family(
     engines=engine_table(
         transformers=HEAD_IGNORED,
         sglang=no("has no class for this model"),
-        llama_cpp=no("keeps the head's tensors and has no graph for them"),
+        llama_cpp=LLAMA_CPP_KEEPS,
     ),
 )
 
@@ -166,12 +167,7 @@ BAILING_HYBRID = Family(
         rotary="BailingHybridRotaryEmbedding",
     ),
     masks_by_layer_type=True,
-    recurrent=RecurrentKernels(
-        chunked="chunk_kimi_delta_attention",
-        single="recurrent_kimi_delta_attention",
-        conv="causal_conv1d_fn",
-        rule="kimi_delta",
-    ),
+    recurrent=KIMI_DELTA,
     needs_transformers="5.23",
     engines=engine_table(transformers=USE_MTP),
 )
