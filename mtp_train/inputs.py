@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +26,12 @@ from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.exporting import require_exportable
 from mtp_train.families import Convention, Family
 from mtp_train.heads.attach import HeadPlan, graft_plan
-from mtp_train.heads.diagnose import diagnose_head, text_config_of
+from mtp_train.heads.diagnose import diagnose_head, stored_dtype, text_config_of
 from mtp_train.heads.flex import why_dense
 from mtp_train.heads.fresh import fresh_plan
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.offload import require_offload
+from mtp_train.heads.precision import held_dtype
 from mtp_train.heads.quantization import require_bitsandbytes, require_quantizable
 from mtp_train.recipe import Recipe
 from mtp_train.train.plan import Plan, make_plan
@@ -344,8 +346,14 @@ def prompts_of(records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
     return build_prompts(others, tokenizer) + continuation_prompts(texts, tokenizer)
 
 
-def evaluation_dtype(recipe: Recipe, device: torch.device, stored: str) -> torch.dtype:
-    """Return the trunk's dtype: what the recipe says; on ``auto`` fp32 on a CPU and the stored one elsewhere."""
+def trunk_dtype(recipe: Recipe, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
+    """Return the dtype that a trunk is held in: the recipe's; on ``auto`` that of :func:`automatic_dtype`."""
     if recipe.model.dtype != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
-    return torch.float32 if device.type == "cpu" else TORCH_DTYPES[stored]
+    return automatic_dtype(checkpoint, checkpoint.family, device)
+
+
+def automatic_dtype(checkpoint: Checkpoint, family: Family, device: torch.device) -> torch.dtype:
+    """Return the dtype that a trunk is held in where nobody names one; see ``heads.precision.held_dtype``."""
+    num_weights = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+    return held_dtype(TORCH_DTYPES[stored_dtype(checkpoint, family)], num_weights, device)

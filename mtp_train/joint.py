@@ -168,6 +168,7 @@ class HeadBeside(TrainerCallback):
             rows.valid_KN.float() * scale_K[:, None],
             kind="kl",
             own_heads=self.head.own_lm_heads(len(self.weight_K)),
+            compute_dtype=torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else None,
         )
         # Of the head alone: the embedding and the norm that it reads are the model's.
         gradients = torch.autograd.grad(terms.total, list(self.named.values()), materialize_grads=True)

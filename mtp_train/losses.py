@@ -147,23 +147,28 @@ class _FrozenHeadLoss(torch.autograd.Function):
         temperature: float,
         on_policy: bool,
         rows_in: RowsIn,
+        compute_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
+        # Once for all chunks. The matrix may be held in fp32 for a step in bf16, or in bf16 on a CPU that lacks it.
+        compute_dtype = compute_dtype or lm_head_VD.dtype
+        lm_head_VD = lm_head_VD.to(compute_dtype)
+        own_heads = None if own_heads is None else [own_VD.to(compute_dtype) for own_VD in own_heads]
         gradient_KND = torch.zeros_like(student_KND)
         loss_KN = torch.zeros_like(row_weight_KN)
         hit_KN = torch.zeros_like(row_weight_KN, dtype=torch.bool)
         used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1)
         with torch.autocast(student_KND.device.type, enabled=False):
             for rows_C in used_N.split(CHUNK_ROWS):
-                teacher_CV = teacher_ND[rows_C].to(lm_head_VD.dtype) @ lm_head_VD.T if kind != "ce" else None
+                teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if kind != "ce" else None
                 work = row_work(rows_in, kind, teacher_CV, temperature)
                 for depth in range(len(student_KND)):
                     output_VD = lm_head_VD if own_heads is None else own_heads[depth]
-                    logits_CV = student_KND[depth, rows_C].to(output_VD.dtype) @ output_VD.T
+                    logits_CV = student_KND[depth, rows_C].to(compute_dtype) @ output_VD.T
                     if on_policy:
                         hit_KN[depth, rows_C] = logits_CV.argmax(dim=-1) == targets_N[rows_C]
                     row = work(logits_CV, targets_N[rows_C])
                     loss_KN[depth, rows_C] = row.loss_C
-                    step_CD = row.gradient_CV.to(output_VD.dtype) @ output_VD
+                    step_CD = row.gradient_CV.to(compute_dtype) @ output_VD
                     gradient_KND[depth, rows_C] = step_CD.to(student_KND.dtype)
                     del logits_CV, row
         if on_policy:
@@ -180,7 +185,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, _grad_sum_K: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_KND,) = ctx.saved_tensors
-        return gradient_KND * grad_total, None, None, None, None, None, None, None, None, None
+        return gradient_KND * grad_total, *[None] * 10
 
 
 def frozen_head_loss(
@@ -195,6 +200,7 @@ def frozen_head_loss(
     own_heads: Sequence[Tensor] | None = None,
     on_policy: bool = False,
     rows_in: RowsIn = "torch",
+    compute_dtype: torch.dtype | None = None,
 ) -> LossTerms:
     """Return the weighted loss of all depths, rows chunked by target position.
 
@@ -209,6 +215,8 @@ def frozen_head_loss(
         own_heads: Each depth's own output matrix, frozen, where the head does not share the trunk's.
         on_policy: Rows past a wrong draft of their start lose nothing, see :func:`survivors`.
         rows_in: See :func:`row_work`.
+        compute_dtype: What logits and their gradients are multiplied in; softmax and losses are in fp32. An output
+            matrix held in another dtype is converted once for all rows. None for the matrix's own dtype.
     """
     total, sum_K = _FrozenHeadLoss.apply(
         student_KND,
@@ -221,5 +229,6 @@ def frozen_head_loss(
         temperature,
         on_policy,
         rows_in,
+        compute_dtype,
     )
     return LossTerms(total, sum_K)

@@ -12,14 +12,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import Progress
 
+from mtp_train.demo import resolve
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError
 from mtp_train.evaluation import evaluate_run
 from mtp_train.exporting import write_export
+from mtp_train.families import raw_text_config
 from mtp_train.heads.flex import require_flex_device
 from mtp_train.inputs import gather_inputs
+from mtp_train.machine import use_threads, with_recorded_precision, with_resolved_precision
 from mtp_train.memory import memory_is_named
 from mtp_train.model_card import write_card
 from mtp_train.recipe import Recipe
@@ -42,7 +46,7 @@ from mtp_train.train.launch import lost_process_is_named, make_accelerator
 from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.training import HEAD, train_stage
 from mtp_train.weights.artifact import load_artifact
-from mtp_train.weights.files import read_json
+from mtp_train.weights.files import CONFIG_FILE, locate_checkpoint, read_json
 from mtp_train.weights.writing import full_disk_is_named
 
 EXPORT = "export"
@@ -59,6 +63,7 @@ def run(recipe: Recipe, console: Console) -> Outcome:
             where the run directory is ours to write to.
     """
     run_dir = Path(recipe.run_dir)
+    recipe = with_recorded_precision(recipe, run_dir)
     require_ours(run_dir, recipe)
     earlier = read_outcome(run_dir)
     if earlier is not None and earlier.finished:
@@ -69,6 +74,7 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     try:
         accelerator = make_accelerator()
         require_flex_device(recipe.train.attention, accelerator.device)
+        recipe = settle(recipe, accelerator, console)
         quiet = not console.is_terminal or not accelerator.is_main_process
         progress_bars = Progress(console=console, disable=quiet, transient=True)
         named = memory_is_named(recipe, lambda: stage.name)
@@ -88,6 +94,23 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     if accelerator.is_main_process:
         write_outcome(run_dir, outcome)
     return outcome
+
+
+def settle(recipe: Recipe, accelerator: Accelerator, console: Console) -> Recipe:
+    """Settle what the recipe leaves to the machine, and say it; return the recipe with all of it resolved.
+
+    Raises:
+        CheckpointError: The trunk has no config that can be read.
+    """
+    recipe, resolved = with_resolved_precision(recipe, accelerator.device)
+    # One machine's choice for all: processes on others may have other features.
+    recipe = broadcast_object_list([recipe])[0]
+    said = f"training in {recipe.train.precision} ({resolved.reason})"
+    if accelerator.device.type == "cpu":
+        config = read_json(locate_checkpoint(resolve(recipe.model.trunk)) / CONFIG_FILE)
+        said += f"; {use_threads(raw_text_config(config))}"
+    console.print(said, highlight=False)
+    return recipe
 
 
 def stages_of(recipe: Recipe) -> Callable[[Recipe, Path, Accelerator, Console, Progress, Stage], Outcome]:
@@ -165,16 +188,19 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
     Raises:
         RecipeError: The recipe does not regenerate.
     """
-    if recipe.data.regenerate is None or not recipe.data.regenerate.enabled:
+    settings = recipe.data.regenerate
+    if settings is None or not settings.enabled:
         raise RecipeError(["data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true."])
     run_dir = Path(recipe.run_dir)
+    recipe = with_recorded_precision(recipe, run_dir)
     require_ours(run_dir, recipe)
     accelerator = make_accelerator()
+    recipe = settle(recipe, accelerator, progress.console)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     trunk = load_run_trunk(recipe, inputs, accelerator)
     if accelerator.is_main_process:
         claim(run_dir, recipe, provenance(recipe, inputs))
     accelerator.wait_for_everyone()
     offload_run_trunk(recipe, run_dir, trunk, accelerator)
-    _, counts = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
+    _, counts = regenerate_stage(recipe, settings, run_dir, inputs, trunk, accelerator, progress)
     return asdict(counts)

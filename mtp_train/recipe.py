@@ -257,8 +257,9 @@ class TrainSection:
     """AdamW's two decay rates."""
     max_grad_norm: Positive = 1.0
     """Longer gradients are scaled down to this norm."""
-    precision: Literal["fp32", "bf16"] = "bf16"
-    """Precision of the forward pass; the head's own weights stay in fp32."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of the matrix products; the head's own weights stay in fp32. `auto`: bf16 where the device multiplies
+    it natively, else fp32. The resolved value is written to the run directory, where a resumed run keeps it."""
     save_steps: Count = 100
     """Steps between resume states; the last step always leaves one."""
     log_steps: Count = 10

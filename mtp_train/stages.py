@@ -12,13 +12,13 @@ from rich.progress import Progress
 
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
-from mtp_train.heads.diagnose import stored_dtype
 from mtp_train.heads.offload import offload_layers
 from mtp_train.heads.trunk import Trunk, load_trunk
-from mtp_train.inputs import Inputs, evaluation_dtype
+from mtp_train.inputs import Inputs, trunk_dtype
 from mtp_train.recipe import Recipe
 from mtp_train.regeneration import regenerate_stage
 from mtp_train.run_dir import FIRST_STAGE, checkpoint_identity, environment_facts
+from mtp_train.train.shard import shards_trunk
 
 
 class Stage:
@@ -43,10 +43,14 @@ def load_run_trunk(
                 "recipes/accelerate/single.yaml, or write model.offload: null."
             )
         device = "cpu"
+    dtype = trunk_dtype(recipe, accelerator.device, inputs.finetune)
+    if shards_trunk(accelerator) and recipe.train.precision == "fp32":
+        # Shards are gathered in the dtype that they are held in, which no hook can widen.
+        dtype = torch.float32
     return load_trunk(
         inputs.finetune.path,
         inputs.finetune.family,
-        dtype=evaluation_dtype(recipe, accelerator.device, stored_dtype(inputs.finetune)),
+        dtype=dtype,
         device=accelerator.device if device is None else device,
         adapter=inputs.adapter,
         quantization=recipe.model.quantization,

@@ -20,6 +20,7 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.isolate import isolated_hidden
 from mtp_train.heads.lora import merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
+from mtp_train.heads.precision import COMPUTE_DTYPES
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs
 from mtp_train.losses import LossKind
@@ -114,7 +115,7 @@ def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torc
         attention=recipe.train.attention,
         draft_vocab=draft_vocab if recipe.objective.vocab == "draft" else None,
         rows_in=recipe.objective.rows,
-        compute_dtype=torch.bfloat16 if recipe.train.precision == "bf16" else None,
+        compute_dtype=COMPUTE_DTYPES[recipe.train.precision],
     )
 
 
@@ -140,7 +141,7 @@ def hidden_cache(
         hidden_fn = HiddenInShards(trunk, accelerator)
     else:
         hidden_fn = partial(isolated_hidden, trunk.to(device))
-    with module.autocast():
+    with module.computing():
         layout = layout_for(hidden_fn, documents, spec.dtype, device)
         precision, quantization = recipe.train.precision, recipe.model.quantization
         identity = cache_identity(inputs.finetune, inputs.adapter, documents, layout, precision, quantization)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import PartialState
 from torch import Size
 
 from mtp_train.demo import resolve
@@ -19,6 +22,7 @@ from mtp_train.heads.offload import require_offload
 from mtp_train.heads.quantization import require_quantizable
 from mtp_train.heads.trunk import Trunk, empty_trunk, trunk_config
 from mtp_train.inputs import require_attention, require_draft_vocab, require_rows, require_unroll
+from mtp_train.machine import with_recorded_precision, with_resolved_precision
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe
 from mtp_train.sft.cost import tuning_cost, tuning_footprint
@@ -39,6 +43,8 @@ class CheckResult:
     """A recipe that passed both gates."""
 
     recipe: Recipe
+    precision_reason: str
+    """Why ``train.precision`` is what it is in the recipe, which has it resolved for this machine."""
     family: str
     plan: Plan
     memory: Footprint
@@ -54,6 +60,7 @@ class CheckResult:
         cost = {**asdict(self.cost), "total_flops": self.cost.total_flops}
         return {
             "recipe": asdict(self.recipe),
+            "precision_reason": self.precision_reason,
             "family": self.family,
             "plan": plan,
             "memory": self.memory.to_json(),
@@ -68,6 +75,7 @@ class CheckResult:
         shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
         return (
             f"{dump_recipe(self.recipe)}\n"
+            f"# train.precision: {self.recipe.train.precision}, {self.precision_reason}\n"
             f"# {self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
             f"{memory.head_parameters / 1e6:.2f} M ({memory.trained_parameters / 1e6:.2f} M trained)\n"
             f"# {plan.max_steps} steps of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
@@ -110,6 +118,9 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     Raises:
         MtpError: The step does not divide, or the model is unknown, not to be had or not to be run.
     """
+    recipe = with_recorded_precision(recipe, Path(recipe.run_dir))
+    device = PartialState().device
+    recipe, resolved = with_resolved_precision(recipe, device)
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_json(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
@@ -139,7 +150,7 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     trained = None
     if recipe.head.lora is not None:
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
-    memory = whole_footprint(recipe, trunk, head, plan, trained)
+    memory = whole_footprint(recipe, trunk, head, plan, device, trained)
     experts = int(text_config.num_experts_per_tok) if any(".experts." in name for name in head) else 1
     module = {name: shape for name, shape in head.items() if name.startswith("blocks.0.")}
     drafts_chain = unroll_of(head_family, convention, num_modules) == "chained_drafts"
@@ -157,15 +168,20 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     shards = None if packed or recipe.sft is not None else in_shards(memory, trunk, plan)
     cost = whole_cost(recipe, plan, sizes, memory)
     serves = engine_commands(head_family.engines, f"{recipe.run_dir}/export", recipe.head.num_depths)
-    return CheckResult(recipe, head_family.title, plan, memory, shards, cost, serves)
+    return CheckResult(recipe, resolved.reason, head_family.title, plan, memory, shards, cost, serves)
 
 
 def whole_footprint(
-    recipe: Recipe, trunk: Trunk, head: Mapping[str, Size], plan: Plan, lora_parameters: int | None
+    recipe: Recipe,
+    trunk: Trunk,
+    head: Mapping[str, Size],
+    plan: Plan,
+    device: torch.device,
+    lora_parameters: int | None,
 ) -> Footprint:
     """Estimate the memory of training, of whatever the recipe trains."""
     if recipe.sft is None:
-        return estimate_footprint(recipe, trunk, head, plan, lora_parameters)
+        return estimate_footprint(recipe, trunk, head, plan, device, lora_parameters)
     return tuning_footprint(recipe, recipe.sft, trunk, head, plan)
 
 

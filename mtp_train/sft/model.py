@@ -11,9 +11,8 @@ from torch import nn
 
 from mtp_train.errors import CheckpointError, RecipeError, UnsupportedModelError
 from mtp_train.families import Family, RawConfig
-from mtp_train.heads.diagnose import stored_dtype
 from mtp_train.heads.trunk import Trunk, empty_trunk, load_trunk, trunk_config
-from mtp_train.inputs import Inputs, evaluation_dtype
+from mtp_train.inputs import Inputs, trunk_dtype
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_sft import SftSection, TrunkLoraSpec
 from mtp_train.weights.files import Checkpoint
@@ -63,7 +62,7 @@ def load_model(recipe: Recipe, sft: SftSection, inputs: Inputs, saved: Path | No
     trunk = load_trunk(
         source.path if saved is None or sft.lora is not None else saved,
         source.family,
-        dtype=learning_dtype(recipe, sft, device, stored_dtype(source)),
+        dtype=learning_dtype(recipe, sft, device, source),
         device=device,
         trust_remote_code=recipe.model.trust_remote_code,
     )
@@ -79,11 +78,11 @@ def load_model(recipe: Recipe, sft: SftSection, inputs: Inputs, saved: Path | No
     return trunk.causal_lm
 
 
-def learning_dtype(recipe: Recipe, sft: SftSection, device: torch.device, stored: str) -> torch.dtype:
+def learning_dtype(recipe: Recipe, sft: SftSection, device: torch.device, source: Checkpoint) -> torch.dtype:
     """Return the dtype of the trunk's weights: on ``auto`` fp32 where they learn, which small steps need."""
     if recipe.model.dtype == "auto" and sft.lora is None:
         return torch.float32
-    return evaluation_dtype(recipe, device, stored)
+    return trunk_dtype(recipe, device, source)
 
 
 def put_on_lora(trunk: Trunk, spec: TrunkLoraSpec, *, seed: int) -> Any:

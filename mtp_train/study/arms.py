@@ -21,16 +21,17 @@ from mtp_train.external import ExternalDrafter, external_drafter
 from mtp_train.families import Family
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
-from mtp_train.heads.diagnose import stored_dtype, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.quantization import Quantization, pack_head, require_bitsandbytes, require_quantizable
 from mtp_train.heads.trunk import Trunk, load_trunk
-from mtp_train.inputs import is_head_directory, open_location
+from mtp_train.inputs import automatic_dtype, is_head_directory, open_location
+from mtp_train.machine import use_threads
 from mtp_train.recipe_io import load_recipe
 from mtp_train.run_dir import RECIPE_FILE
 from mtp_train.weights.adapter import locate_adapter
-from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
+from mtp_train.weights.files import Checkpoint
 
 OWN, NGRAM, MODEL = "own", "ngram", "model:"
 _NAME = re.compile(r"[\w.-]+")
@@ -271,12 +272,13 @@ def local_device() -> torch.device:
 
 
 def load_arm_trunk(arm: OpenArm, device: torch.device) -> Trunk:
-    """Load the trunk: fp32 on a CPU, the stored precision elsewhere."""
-    stored = TORCH_DTYPES[stored_dtype(arm.checkpoint, arm.family)]
+    """Load the trunk in the dtype, and compute with the threads, that suit the device."""
+    if device.type == "cpu":
+        use_threads(arm.checkpoint.text_config)
     return load_trunk(
         arm.checkpoint.path,
         arm.family,
-        dtype=torch.float32 if device.type == "cpu" else stored,
+        dtype=automatic_dtype(arm.checkpoint, arm.family, device),
         device=device,
         adapter=arm.adapter,
         quantization=arm.spec.quantization,

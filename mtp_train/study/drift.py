@@ -21,10 +21,10 @@ from mtp_train.acceptance import tau, tau_interval
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation import dense_batches, draft_depth
 from mtp_train.heads.attach import build_head, graft_plan, native_plan
-from mtp_train.heads.diagnose import layout_of, stored_dtype, text_config_of
+from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk, load_trunk
-from mtp_train.inputs import Inputs, evaluation_dtype
+from mtp_train.inputs import Inputs, trunk_dtype
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_study import FineTuneSpec
 from mtp_train.report.cells import DriftPoint
@@ -73,7 +73,7 @@ def drift_along_checkpoints(
             trunk = load_trunk(
                 checkpoint.path,
                 checkpoint.family,
-                dtype=evaluation_dtype(recipe, device, stored_dtype(checkpoint)),
+                dtype=trunk_dtype(recipe, device, checkpoint),
                 device=device,
                 quantization=recipe.model.quantization,
                 trust_remote_code=recipe.model.trust_remote_code,

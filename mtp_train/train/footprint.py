@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Size
 
+from mtp_train.heads.precision import COMPUTE_DTYPES, held_dtype
 from mtp_train.heads.quantization import trunk_bytes
 from mtp_train.heads.trunk import Trunk
 from mtp_train.losses import CHUNK_ROWS
@@ -28,13 +30,17 @@ class Footprint:
     head_and_optimizer_bytes: int
     loss_bytes: int
     activation_bytes: int
+    converted_bytes: int = 0
+    """Of weights in the dtype that they are multiplied in, beside those held in another: the output matrix, and for
+    products in fp32 one layer."""
     offloaded_bytes: int = 0
     """Of the trunk, in main memory or on disk."""
 
     @property
     def total_bytes(self) -> int:
         """Everything together, on the device."""
-        return self.trunk_bytes + self.head_and_optimizer_bytes + self.loss_bytes + self.activation_bytes
+        weights = self.trunk_bytes + self.converted_bytes + self.head_and_optimizer_bytes
+        return weights + self.loss_bytes + self.activation_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -43,6 +49,7 @@ class Footprint:
     def to_text(self) -> str:
         """Return total and parts for a reader."""
         elsewhere = f" ({self.offloaded_bytes / GIB:.2f} offloaded)" if self.offloaded_bytes else ""
+        elsewhere += f", converted weights {self.converted_bytes / GIB:.2f}" if self.converted_bytes else ""
         return (
             f"about {self.total_bytes / GIB:.2f} GiB: trunk {self.trunk_bytes / GIB:.2f}{elsewhere}, head with "
             f"optimiser {self.head_and_optimizer_bytes / GIB:.2f}, loss {self.loss_bytes / GIB:.2f}, activations "
@@ -51,13 +58,18 @@ class Footprint:
 
 
 def estimate_footprint(
-    recipe: Recipe, trunk: Trunk, head: Mapping[str, Size], plan: Plan, lora_parameters: int | None = None
+    recipe: Recipe,
+    trunk: Trunk,
+    head: Mapping[str, Size],
+    plan: Plan,
+    device: torch.device,
+    lora_parameters: int | None = None,
 ) -> Footprint:
     """Estimate the memory of training from shapes alone; without LoRA all of the head is trained."""
     trunk_parameters = sum(parameter.numel() for parameter in trunk.parameters())
     head_parameters = sum(shape.numel() for shape in head.values())
     trained = head_parameters if lora_parameters is None else lora_parameters
-    trunk_itemsize = 4 if recipe.model.dtype == "float32" else 2
+    trunk_itemsize = _held_itemsize(recipe, trunk_parameters, device)
     rows = plan.micro_batch_sequences * plan.seq_len_tokens
     depths, hidden, vocab = recipe.head.num_depths, trunk.family.state_width(trunk.config), trunk.config.vocab_size
     if recipe.objective.vocab == "draft":
@@ -81,8 +93,25 @@ def estimate_footprint(
         # Teacher, student, gradient and one temporary of a chunk, in fp32.
         loss_bytes=CHUNK_ROWS * vocab * 4 * 4,
         activation_bytes=rows * hidden * 4 * states + masks,
+        converted_bytes=_converted_bytes(recipe, trunk, trunk_itemsize, vocab),
         offloaded_bytes=offloaded,
     )
+
+
+def _held_itemsize(recipe: Recipe, trunk_parameters: int, device: torch.device) -> int:
+    if recipe.model.dtype != "auto":
+        return 4 if recipe.model.dtype == "float32" else 2
+    # Nearly all releases are in bf16; the config says so too late for a model that is not downloaded yet.
+    return held_dtype(torch.bfloat16, trunk_parameters, device).itemsize
+
+
+def _converted_bytes(recipe: Recipe, trunk: Trunk, held: int, vocab: int) -> int:
+    computed = COMPUTE_DTYPES[recipe.train.precision].itemsize
+    if held == computed:
+        return 0
+    matrix = vocab * int(trunk.config.hidden_size)
+    layer = max(_layer_bytes(trunk, 1), default=0) if computed > held else 0
+    return (matrix + layer) * computed
 
 
 def _layer_bytes(trunk: Trunk, itemsize: int) -> list[int]:

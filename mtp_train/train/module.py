@@ -5,6 +5,8 @@ Shapes: B packed rows, T tokens, K depths, N = B * T target rows, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 import torch
@@ -16,6 +18,7 @@ from mtp_train.heads.isolate import isolated_hidden
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.heads.trunk import Trunk
+from mtp_train.heads.widen import widened
 from mtp_train.losses import LossKind, LossTerms, RowsIn, align_to_targets, frozen_head_loss
 from mtp_train.train.dense_sums import DenseSums, dense_sums
 
@@ -101,7 +104,8 @@ class HeadTraining(nn.Module):
         draft_vocab: int, shape (R,), ascending: p and q are distributions over these tokens alone, and no other token
             may be a target. None for all.
         rows_in: What makes losses and gradients of logits (``losses.row_work``).
-        compute_dtype: What matrices are multiplied in, wherever weights are held in more; None for the weights' own.
+        compute_dtype: What all matrices are multiplied in, the trunk's too, whatever dtype their weights are held in:
+            bfloat16 (by autocast) or float32. Packed weights multiply in their own way.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class HeadTraining(nn.Module):
         attention: Attention = "dense",
         draft_vocab: Tensor | None = None,
         rows_in: RowsIn = "torch",
-        compute_dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.trunk = trunk.requires_grad_(False).eval()
@@ -139,13 +143,18 @@ class HeadTraining(nn.Module):
         self.compute_dtype = compute_dtype
         self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
 
-    def autocast(self) -> torch.autocast:
-        """Return the precision that trunk and head run in.
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Run trunk and head in ``compute_dtype`` meanwhile.
 
         Here and not by accelerate: FSDP2's and DeepSpeed's own mixed precision round the loss's inputs and weights.
         """
-        device = self.trunk.lm_head_VD.device.type
-        return torch.autocast(device, self.compute_dtype, enabled=self.compute_dtype is not None)
+        if self.compute_dtype is torch.float32:
+            with widened(self.trunk):
+                yield
+            return
+        with torch.autocast(self.trunk.lm_head_VD.device.type, self.compute_dtype):
+            yield
 
     def train(self, mode: bool = True) -> HeadTraining:
         """Put the head, and only the head, in training mode."""
@@ -177,7 +186,7 @@ class HeadTraining(nn.Module):
             measures: Return what acceptance is made of instead. Here, because sharded weights are whole only within.
         """
         batch = Batch(tokens_BT, positions_BT, document_BT, loss_mask_BT)
-        with self.autocast():
+        with self.computing():
             rows = aligned_rows(
                 self.trunk,
                 self.head,
@@ -208,4 +217,5 @@ class HeadTraining(nn.Module):
             own_heads=own_heads,
             on_policy=self.on_policy,
             rows_in=self.rows_in,
+            compute_dtype=self.compute_dtype,
         )

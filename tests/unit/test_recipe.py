@@ -49,7 +49,7 @@ def test_smallest_recipe_takes_every_default() -> None:
     assert (recipe.data.seq_len_tokens, recipe.data.pack, recipe.data.holdout) == (512, True, 0.05)
     assert recipe.data.regenerate is None
     assert (recipe.objective.loss, recipe.objective.temperature, recipe.objective.depth_decay) == ("auto", 1.0, 0.6)
-    assert (recipe.train.betas, recipe.train.precision, recipe.train.schedule) == ((0.9, 0.95), "bf16", "cosine")
+    assert (recipe.train.betas, recipe.train.precision, recipe.train.schedule) == ((0.9, 0.95), "auto", "cosine")
     assert (recipe.evaluate.temperature, recipe.evaluate.depth) == (0.0, None)
     assert (recipe.gate.baseline, recipe.gate.confidence) == ("auto", 0.95)
     assert (recipe.export.enabled, recipe.export.link) == (True, "hard")

@@ -1,0 +1,126 @@
+"""Run a model held in bf16 or fp16 in fp32: the weights of one layer at a time are converted while it runs.
+
+The weights stay as they are held; beside them, one layer's worth of fp32 memory is in use. For CPUs without native
+bf16, where products in bf16 take several times as long, and for training in fp32 on a trunk held in fewer bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtp_train.heads.precision import HALF_DTYPES
+from mtp_train.heads.trunk import Trunk
+
+_ALIGNED = 16
+"""Numbers, 64 bytes: kernels sum in another order where a matrix begins elsewhere."""
+
+
+class Scratch:
+    """One fp32 buffer that units share, as one unit runs at a time: fresh memory costs more than the conversion."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def views(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensors in fp32, in the buffer."""
+        sizes = [-(-tensor.numel() // _ALIGNED) * _ALIGNED for tensor in tensors]
+        total = sum(sizes)
+        if self._buffer.numel() < total or self._buffer.device != tensors[0].device:
+            self._buffer = torch.empty(total, device=tensors[0].device)
+        parts = zip(self._buffer[:total].split(sizes), tensors, strict=True)
+        return [part[: tensor.numel()].view(tensor.shape).copy_(tensor) for part, tensor in parts]
+
+
+@contextmanager
+def widened(trunk: Trunk, scratch: Scratch | None = None) -> Iterator[None]:
+    """Have a trunk multiply and return fp32 meanwhile, whatever it is held in.
+
+    The results equal those of the same trunk loaded in fp32. Weights in fp32 already, and packed ones, are left alone.
+    Weights read outside of their module's forward (``trunk.lm_head_VD``) keep their dtype.
+
+    Args:
+        trunk: The trunk.
+        scratch: A buffer to use again; it belongs to callers that are always, or never, in inference mode.
+    """
+    units = list(_units(trunk.causal_lm, set(trunk.layers)))
+    scratch = scratch or Scratch()
+    with ExitStack() as stack:
+        for unit in units:
+            wide: _Wide | _Embedded = _Embedded() if type(unit) is nn.Embedding else _Wide(unit, scratch)
+            for handle in (
+                unit.register_forward_pre_hook(wide.before, with_kwargs=True),
+                # Also where the forward raises: a cache that wants keys only stops it by an exception.
+                unit.register_forward_hook(wide.after, always_call=True),
+            ):
+                stack.callback(handle.remove)
+            # Hooks do not see an interrupt.
+            stack.callback(wide.restore)
+        yield
+
+
+def _units(module: nn.Module, wholes: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Return the modules to convert as a whole: layers, and whatever else holds weights in half precision.
+
+    A layer is one unit, since some layers read the weights of their parts without calling these.
+    """
+    if module in wholes or not any(child in wholes for child in module.modules()):
+        if any(tensor.dtype in HALF_DTYPES for tensor in (*module.parameters(), *module.buffers())):
+            yield module
+        return
+    for child in module.children():
+        yield from _units(child, wholes)
+
+
+class _Wide:
+    """Convert a unit's weights before its forward, and put them back afterwards."""
+
+    def __init__(self, unit: nn.Module, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._places = [
+            (tensors, name, tensor)
+            for module in unit.modules()
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None and tensor.dtype in HALF_DTYPES
+        ]
+
+    @torch.no_grad()
+    def before(self, _unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Swap the weights in, and widen the inputs."""
+        wide = self._scratch.views([tensor for _, _, tensor in self._places])
+        for (tensors, name, _), one in zip(self._places, wide, strict=True):
+            tensors[name] = one  # type: ignore[assignment]
+        return tuple(_wide(one) for one in args), {name: _wide(one) for name, one in kwargs.items()}
+
+    def after(self, _unit: nn.Module, _args: Any, _output: Any) -> None:
+        """Put the weights back."""
+        self.restore()
+
+    def restore(self) -> None:
+        """Put the weights back."""
+        for tensors, name, held in self._places:
+            tensors[name] = held  # type: ignore[assignment]
+
+
+class _Embedded:
+    """Widen what an embedding looks up; its matrix is large, and nothing is multiplied."""
+
+    def before(self, _unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Leave the tokens as they are."""
+        return args, kwargs
+
+    def after(self, _unit: nn.Module, _args: Any, output: Any) -> Any:
+        """Return the embedding in fp32."""
+        return _wide(output)
+
+    def restore(self) -> None:
+        """Leave the matrix, which was not changed."""
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value

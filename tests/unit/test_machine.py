@@ -1,0 +1,138 @@
+"""What a job takes from its machine follows from features and sizes, is recorded, and is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import Progress
+
+from mtp_train import machine, pipeline
+from mtp_train.errors import OutputExistsError
+from mtp_train.machine import threads_are_set, threads_for, use_threads
+from mtp_train.recipe import Recipe
+from mtp_train.recipe_io import load_recipe
+from mtp_train.run_dir import RECIPE_FILE, Outcome, claim
+from runs import tiny_recipe, write_inputs
+
+ACCELERATE = ["python", "/bin/accelerate", "launch"]
+MODULE = ["python", "-m", "accelerate.commands.launch"]
+ONE = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "command", "launched_from", "expected"),
+    [
+        ({}, [], {}, False),
+        (ONE, ["bash"], {}, True),
+        ({"MKL_NUM_THREADS": "2"}, ["bash"], {}, True),
+        (ONE, [], {}, True),
+        # accelerate's own default, which nobody asked for.
+        (ONE, [*ACCELERATE, "-m", "mtp_train"], {}, False),
+        (ONE, [*MODULE, "-m", "mtp_train"], {"PATH": "/bin"}, False),
+        (ONE, [*ACCELERATE, "--num_cpu_threads_per_process", "1", "-m", "mtp_train"], {}, True),
+        (ONE, [*ACCELERATE, "--num_cpu_threads_per_process=1", "-m", "mtp_train"], {}, True),
+        (ONE, [*ACCELERATE, "-m", "mtp_train"], {"OMP_NUM_THREADS": "1"}, True),
+    ],
+)
+def test_a_launcher_s_default_number_of_threads_is_nobody_s_wish(
+    environment: dict[str, str], command: list[str], launched_from: dict[str, str], expected: bool
+) -> None:
+    assert threads_are_set(environment, command, launched_from) is expected
+
+
+@pytest.mark.parametrize("named", ["--config_file={}", "--config_file {}"])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("num_cpu_threads_per_process: 3", True), ("use_cpu: true", False), ("[", False)]
+)
+def test_a_launcher_s_config_may_name_threads(named: str, text: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "machine.yaml").write_text(text)
+    command = [*ACCELERATE, *named.format(tmp_path / "machine.yaml").split(), "-m", "mtp_train"]
+    assert threads_are_set(ONE, command, {}) is expected
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "cores", "expected"),
+    [(128, 8, 1), (511, 8, 1), (512, 8, 8), (4096, 64, 16), (4096, 1, 1), (4096, 0, 1)],
+)
+def test_wide_models_use_the_cores(hidden_size: int, cores: int, expected: int) -> None:
+    assert threads_for(hidden_size, cores) == expected
+
+
+def test_threads_are_set_once_nobody_has_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
+    monkeypatch.setattr(machine, "_launcher", lambda: (ACCELERATE, {}))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert use_threads({"hidden_size": 4096}) == "2 thread(s) of 2 core(s)"
+    assert torch.get_num_threads() == 2
+    assert use_threads({"hidden_size": 128}) == "1 thread(s) of 2 core(s)"
+    # A config that is wrong is for whoever opens the trunk to refuse.
+    assert use_threads({"hidden_size": "wide"}) == "1 thread(s) of 2 core(s)"
+    monkeypatch.setattr(machine, "_launcher", lambda: (["bash"], {}))
+    assert use_threads({"hidden_size": 4096}) == "1 thread(s), as set"
+    assert torch.get_num_threads() == 1
+
+
+def resolve_as(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    support = (native, "this CPU is a stand-in")
+    monkeypatch.setattr("mtp_train.heads.precision.bf16_support", lambda _device: support)
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
+    """Stand in for a run's stages: claim the directory, then stop as a kill would."""
+    seen: list[Recipe] = []
+
+    def stand_in(recipe: Recipe, run_dir: Path, _accelerator: Accelerator, *_rest: Any) -> Outcome:
+        seen.append(recipe)
+        claim(run_dir, recipe, {})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "stages_of", lambda _recipe: stand_in)
+    return seen
+
+
+def run_once(recipe: Recipe) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.run(recipe, Console(quiet=True))
+
+
+def test_the_resolved_precision_is_recorded_and_kept_on_another_machine(
+    stages: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_recipe(write_inputs(tmp_path / "in"), tmp_path / "run", train__precision="auto")
+    for native in (False, True):
+        resolve_as(monkeypatch, native)
+        run_once(recipe)
+        assert stages[-1].train.precision == "fp32"
+        assert load_recipe(tmp_path / "run" / RECIPE_FILE).train.precision == "fp32"
+    # The control: a directory of its own is begun in what this machine has.
+    run_once(tiny_recipe(tmp_path / "in", tmp_path / "other", train__precision="auto"))
+    assert stages[-1].train.precision == "bf16"
+    # What is named is another recipe.
+    with pytest.raises(OutputExistsError):
+        pipeline.run(tiny_recipe(tmp_path / "in", tmp_path / "run", train__precision="bf16"), Console(quiet=True))
+
+
+def test_a_slow_precision_is_obeyed_with_one_warning(
+    stages: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolve_as(monkeypatch, False)
+    recipe = tiny_recipe(write_inputs(tmp_path / "in"), tmp_path / "run", train__precision="bf16")
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.run(recipe, Console(width=200))
+    assert stages[-1].train.precision == "bf16"
+    assert capsys.readouterr().out.count("expect steps to take about 5 times as long") == 1
+
+
+def test_regeneration_alone_records_what_a_later_run_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    regenerate = {"enabled": True, "max_new_tokens": 4}
+    inputs = write_inputs(tmp_path / "in")
+    recipe = tiny_recipe(inputs, tmp_path / "run", train__precision="auto", data__regenerate=regenerate)
+    resolve_as(monkeypatch, False)
+    pipeline.regenerate_only(recipe, Progress(disable=True))
+    assert load_recipe(tmp_path / "run" / RECIPE_FILE).train.precision == "fp32"
