@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +24,33 @@ from mtp_inference.draft import Drafter, Place
 from mtp_inference.forward import prefill_chunks, window_states
 from mtp_inference.sampling import Sampling
 from mtp_inference.window import Window
+from mtp_train.heads.precision import slow_halves
 from mtp_train.heads.trunk import Trunk
+from mtp_train.heads.widen import Scratch, widened
 
 NO_TOKEN = -1
+
+
+class Widening(NamedTuple):
+    """Which stages of a batch multiply in fp32, the weights converted layer by layer, and not in the dtype held."""
+
+    prefill: bool
+    rounds: bool
+
+
+HELD = Widening(False, False)
+WIDE_ROWS = 4
+"""From so many batch rows on, converting weights in every round costs less than multiplying them in a slow dtype: with
+three drafts a row about half as much, without drafts about as much again (a CPU with AVX2 alone)."""
+
+
+def choose_widening(trunk: Trunk, num_rows: int) -> Widening:
+    """Return which stages are faster in fp32: all rounds of a batch alike, plain ones and those with drafts, since a
+    near tie may fall otherwise in another precision."""
+    weight = trunk.lm_head_VD
+    if not slow_halves(weight.dtype, weight.device):
+        return HELD
+    return Widening(True, num_rows >= WIDE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -53,6 +79,7 @@ class Batch:
         cache: The trunk's, with room for the longest window.
         prefill_chunk: Prompt tokens of one forward.
         num_stops: N.
+        widening: Which stages run in fp32 on a trunk held in fewer bits.
     """
 
     def __init__(
@@ -63,8 +90,11 @@ class Batch:
         cache: WindowCache,
         prefill_chunk: int,
         num_stops: int,
+        widening: Widening = HELD,
     ) -> None:
         self.trunk = trunk
+        self.widening = widening
+        self._scratch = Scratch()
         self.drafter = drafter
         self.chooser = chooser
         self.cache = cache
@@ -92,11 +122,19 @@ class Batch:
     @torch.inference_mode()
     def prefill(self, rows: slice, prompt_RT: Tensor, room_R: Tensor, stop_RN: Tensor) -> Tensor:
         """Run prompts of one length and commit their first tokens, (R,)."""
-        num_tokens = prompt_RT.shape[1]
         # Without a drafter the last chunk is all that is read.
         hidden = deque[Tensor](maxlen=1 if self.drafter is None else None)
-        hidden.extend(prefill_chunks(self.trunk, self.cache, rows, prompt_RT, self.prefill_chunk))
+        with self._widened(self.widening.prefill):
+            hidden.extend(prefill_chunks(self.trunk, self.cache, rows, prompt_RT, self.prefill_chunk))
         hidden_RTD = torch.cat(list(hidden), dim=1)
+        if self.widening.prefill and not self.widening.rounds:
+            # The first token, and the drafter, are in the precision of the rounds.
+            hidden_RTD = hidden_RTD.to(self.trunk.lm_head_VD.dtype)
+        with self._widened(self.widening.rounds):
+            return self._begin(rows, prompt_RT, room_R, stop_RN, hidden_RTD)
+
+    def _begin(self, rows: slice, prompt_RT: Tensor, room_R: Tensor, stop_RN: Tensor, hidden_RTD: Tensor) -> Tensor:
+        num_tokens = prompt_RT.shape[1]
         self.chooser.read_prompts(rows, prompt_RT)
         first_R = self.chooser.first(rows, self.trunk.logits(hidden_RTD[:, -1:]), num_tokens)
         if self.drafter is not None:
@@ -117,6 +155,10 @@ class Batch:
             int64 (B, K1 + 3): the committed tokens, then how many of them count (0 for a row that is not in use), how
             many drafts were accepted, and how many were drafted.
         """
+        with self._widened(self.widening.rounds):
+            return self._round(plan)
+
+    def _round(self, plan: RoundPlan) -> Tensor:
         drafts = self._draft(plan)
         window_BT = torch.cat([self.last_B[:, None], drafts.tokens_BK], dim=1)
         hidden_BTD, logits_BTV = self.run_window(plan, window_BT)
@@ -154,6 +196,9 @@ class Batch:
         """Take a row out of use."""
         self.active_B[row] = False
         self.length_B[row] = 0
+
+    def _widened(self, applies: bool) -> AbstractContextManager[None]:
+        return widened(self.trunk, self._scratch) if applies else nullcontext()
 
     def _draft(self, plan: RoundPlan) -> Drafts:
         if plan.depth == 0 or self.drafter is None:

@@ -34,6 +34,8 @@ from mtp_train.families.key_blocks import BLOCK_CACHE_LAYER
 from mtp_train.families.relative import CONVOLVED_CACHE_LAYERS
 from mtp_train.heads.step import KeysWritten
 
+_STATELESS = "DummyLayer"
+"""By name: transformers before 5.18 has no such class."""
 BEFORE_ANY_TEXT = -(1 << 40)
 """A position before all others."""
 
@@ -45,6 +47,7 @@ class AttentionStore(CacheLayerMixin):
         num_rows: B.
         size: S.
         sliding_window: How many positions a token sees; None for all.
+        dtype: Of the buffers; None for that of the first keys. Others are converted, both ways.
     """
 
     last_to_write = True
@@ -54,19 +57,21 @@ class AttentionStore(CacheLayerMixin):
     keys_suffice = True
     """Whether later tokens need nothing of a token but its keys and values (of an indexer too)."""
 
-    def __init__(self, num_rows: int, size: int, sliding_window: int | None) -> None:
+    def __init__(self, num_rows: int, size: int, sliding_window: int | None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.num_rows = num_rows
         self.size = size
         self.sliding_window = sliding_window
+        self.buffer_dtype = dtype
         self.kind = "full_attention" if sliding_window is None else "sliding_attention"
         self.window: Window | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers."""
         heads = (self.num_rows, key_states.shape[1], self.size)
-        self.keys = key_states.new_zeros(*heads, key_states.shape[-1])
-        self.values = value_states.new_zeros(*heads, value_states.shape[-1])
+        dtype = self.buffer_dtype or key_states.dtype
+        self.keys = key_states.new_zeros(*heads, key_states.shape[-1], dtype=dtype)
+        self.values = value_states.new_zeros(*heads, value_states.shape[-1], dtype=dtype)
         self.is_initialized = True
 
     def update(
@@ -78,11 +83,12 @@ class AttentionStore(CacheLayerMixin):
         window = announced(self.window)
         slots_BT = window.slots_BT(self.size)
         for buffer, new in ((self.keys, key_states), (self.values, value_states)):
-            buffer[window.row_index_B1, :, slots_BT] = new.transpose(1, 2)
+            buffer[window.row_index_B1, :, slots_BT] = new.transpose(1, 2).to(buffer.dtype)
         if window.keys_only and self.last_to_write:
             raise KeysWritten
         used = min(window.used, self.size)
-        return self.keys[window.rows, :, :used], self.values[window.rows, :, :used]
+        keys, values = self.keys[window.rows, :, :used], self.values[window.rows, :, :used]
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
 
     def mask(self, window: Window, always: bool) -> Tensor | None:
         """Return what the layer is told of who sees whom; ``always``, or None where plain causal attention says it."""
@@ -264,6 +270,8 @@ class WindowCache(Cache):
         capacity: Positions that a row may reach.
         max_window: Longest window that will run; buffers of sliding layers need the room.
         max_undecided: Longest window of which less than all may be kept; None for ``max_window``.
+        dtype: Of keys, values and convolution inputs, where windows come in another one (:attr:`converts`); None for
+            that of the first window.
 
     Raises:
         UnsupportedModelError: A layer keeps state of a kind that cannot be rolled back here.
@@ -277,9 +285,10 @@ class WindowCache(Cache):
         capacity: int,
         max_window: int,
         max_undecided: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         stock = DynamicCache(config=config).layers
-        room = _Room(num_rows, capacity, max_window, max_undecided or max_window)
+        room = _Room(num_rows, capacity, max_window, max_undecided or max_window, dtype)
         super().__init__(layers=[_store(layer, i, room) for i, layer in enumerate(stock)])
         self.num_rows = num_rows
         self.capacity = capacity
@@ -287,7 +296,11 @@ class WindowCache(Cache):
         # Layers of one kind share a mask.
         attention = [one for one in self.layers if isinstance(one, AttentionStore)]
         self._kinds_with_mask = {one.kind for one in attention if one.needs_mask}
-        self._recurrent = RecurrentLayers([one for one in self.layers if isinstance(one, RecurrentStore)], num_rows)
+        recurrent = [one for one in self.layers if isinstance(one, RecurrentStore)]
+        self._recurrent = RecurrentLayers(recurrent, num_rows, dtype)
+        stateless = [one for one in self.layers if type(one).__name__ == _STATELESS]
+        self.converts = all(type(one) in (AttentionStore, RecurrentStore) or one in stateless for one in self.layers)
+        """Whether windows may come in another dtype than the one that is kept."""
 
     def begin(self, window: Window) -> dict[str, Tensor | None]:
         """Announce the next window; return its masks by layer type (None where plain causal attention says the same).
@@ -330,28 +343,29 @@ class _Room(NamedTuple):
     capacity: int
     max_window: int
     max_undecided: int
+    dtype: torch.dtype | None
 
 
 def _store(layer: Any, index: int, room: _Room) -> Any:
-    num_rows, capacity, max_window, max_undecided = room
+    num_rows, capacity, max_window, max_undecided, dtype = room
     if type(layer).__name__ in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         size = capacity if window is None else min(capacity, window + max_window)
         return ConvolvedStore(num_rows, size, window, max_undecided, layer.number_of_states)
     if type(layer) is DynamicLayer:
-        return AttentionStore(num_rows, capacity, None)
+        return AttentionStore(num_rows, capacity, None, dtype)
     if type(layer) is DynamicIndexedLayer:
         return IndexedStore(num_rows, capacity)
     if type(layer).__name__ == BLOCK_CACHE_LAYER:
         return BlockStore(num_rows, capacity)
     if type(layer).__name__ in COMPRESSED_CACHE_LAYERS:
         return CompressedStore(num_rows, capacity, max_window, layer.sliding_window, layer.compress_rate)
-    if type(layer).__name__ == "DummyLayer":
-        # By name: transformers before 5.18 has no such class.
+    if type(layer).__name__ == _STATELESS:
         return layer
     if type(layer) is DynamicSlidingWindowLayer:
         # One window more than is seen: writing it must not take away what its first token still sees.
-        return AttentionStore(num_rows, min(capacity, layer.sliding_window + max_window), layer.sliding_window)
+        size = min(capacity, layer.sliding_window + max_window)
+        return AttentionStore(num_rows, size, layer.sliding_window, dtype)
     if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
         return RecurrentStore()
     if type(layer) is LinearAttentionLayer and layer.number_of_states == NGRAM_STATES:

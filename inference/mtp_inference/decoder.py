@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from mtp_inference.batch import Batch
+from mtp_inference.batch import Batch, choose_widening
 from mtp_inference.cache import WindowCache
 from mtp_inference.capture import Rounds
 from mtp_inference.chooser import Chooser, DraftSampling
@@ -56,6 +56,7 @@ def make_batch(
 ) -> Batch:
     """Make a batch and its buffers; nothing drafts at depth 0."""
     weight = trunk.lm_head_VD
+    widening = choose_widening(trunk, needs.num_rows)
     chooser = Chooser(
         [Sampling()] * needs.num_rows,
         draft_sampling,
@@ -69,12 +70,15 @@ def make_batch(
         capacity=needs.capacity,
         max_window=needs.max_window,
         max_undecided=needs.depth + 1,
+        dtype=None if not widening.prefill or widening.rounds else weight.dtype,
     )
+    if not cache.converts:
+        widening = widening._replace(prefill=widening.rounds)
     drafter = None
     if drafting is not None and needs.depth:
         size = Size(needs.num_rows, needs.capacity, PENDING_PLACES + needs.depth + 1)
         drafter = drafting.make(trunk, size, needs.depth)
-    return Batch(trunk, drafter, chooser, cache, prefill_chunk, needs.num_stops)
+    return Batch(trunk, drafter, chooser, cache, prefill_chunk, needs.num_stops, widening)
 
 
 class SpeculativeDecoder:

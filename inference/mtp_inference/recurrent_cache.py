@@ -98,11 +98,13 @@ class RecurrentLayers:
     Args:
         stores: The layers; all of one shape.
         num_rows: B.
+        conv_dtype: Of the convolutions' inputs as they are kept; None for that of the first window.
     """
 
-    def __init__(self, stores: Sequence[RecurrentStore], num_rows: int) -> None:
+    def __init__(self, stores: Sequence[RecurrentStore], num_rows: int, conv_dtype: torch.dtype | None = None) -> None:
         self.stores = list(stores)
         self.num_rows = num_rows
+        self.conv_dtype = conv_dtype
         self._window: Window | None = None
         self._states: States | None = None
 
@@ -171,6 +173,7 @@ class RecurrentLayers:
         def zeros(like: Tensor, shape: torch.Size) -> Tensor:
             return like.new_zeros(len(self.stores), self.num_rows, *shape)
 
+        conv_LBCW = conv_LBCW.to(self.conv_dtype or conv_LBCW.dtype)
         self._states = States(zeros(conv_LBCW, conv_LBCW.shape[2:]), zeros(state_BHKV, state_BHKV.shape[1:]))
         for store, conv_BCW, state_BHKV in zip(self.stores, *self._states, strict=True):
             store.conv_BCW, store.state_BHKV = conv_BCW, state_BHKV

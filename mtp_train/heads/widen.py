@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mtp_train.heads.precision import HALF_DTYPES
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.precision import HALF_DTYPES, slow_halves
 from mtp_train.heads.trunk import Trunk
 
 _ALIGNED = 16
@@ -61,6 +63,20 @@ def widened(trunk: Trunk, scratch: Scratch | None = None) -> Iterator[None]:
             # Hooks do not see an interrupt.
             stack.callback(wide.restore)
         yield
+
+
+@contextmanager
+def many_rows(trunk: Trunk, head: MtpHead) -> Iterator[MtpHead]:
+    """Have a trunk run many rows in the precision that is fast, and yield the head to run beside it.
+
+    Where the device is slow in the dtype that they are held in, the trunk is widened and the head a copy in fp32.
+    """
+    weight = trunk.lm_head_VD
+    if not slow_halves(weight.dtype, weight.device):
+        yield head
+        return
+    with widened(trunk):
+        yield deepcopy(head).float()
 
 
 def _units(module: nn.Module, wholes: Collection[nn.Module]) -> Iterator[nn.Module]:

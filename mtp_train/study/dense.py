@@ -26,6 +26,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
+from mtp_train.heads.widen import many_rows
 from mtp_train.study.records import Decoded, TaskPrompt
 from mtp_train.train.dense_sums import target_figures
 from mtp_train.train.module import Batch, aligned_rows
@@ -113,7 +114,8 @@ def dense_rows(
     texts = own_text(decoded, [outputs[prompt.id].token_ids for prompt in decoded], seq_len_tokens)
     if not texts:
         raise ValueError(f"{len(prompts)} prompts, {len(plain)} outputs, none of the same prompt; expected a pair.")
-    parts = [_text_rows(trunk, head, text, num_depths, temperature or 1.0, draft_vocab_R) for text in texts]
+    with many_rows(trunk, head) as run:
+        parts = [_text_rows(trunk, run, text, num_depths, temperature or 1.0, draft_vocab_R) for text in texts]
     return DenseRows(
         prompt_ids=np.array([prompt.id for prompt in decoded], dtype=np.str_),
         tasks=np.array([prompt.task for prompt in decoded], dtype=np.str_),

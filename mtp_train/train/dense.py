@@ -17,6 +17,7 @@ from torch import Tensor
 from mtp_train.heads.flex import Attention
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
+from mtp_train.heads.widen import many_rows
 from mtp_train.train.dense_sums import DenseSums, dense_sums
 from mtp_train.train.module import Batch, aligned_rows
 
@@ -57,9 +58,10 @@ def dense_metrics(
 ) -> DenseMetrics:
     """Measure a head on packed text, unrolled with that attention (``heads.step.unroll``)."""
     total: DenseSums | None = None
-    for batch in batches:
-        found = dense_sums(aligned_rows(trunk, head, batch, num_depths, attention=attention), trunk, head)
-        total = found if total is None else total.plus(found)
+    with many_rows(trunk, head) as run:
+        for batch in batches:
+            found = dense_sums(aligned_rows(trunk, run, batch, num_depths, attention=attention), trunk, run)
+            total = found if total is None else total.plus(found)
     if total is None:
         return DenseMetrics([], [], None, [])
     return DenseMetrics.of(total)

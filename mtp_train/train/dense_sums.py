@@ -72,7 +72,8 @@ def target_figures(
         p_CV = _softmax(trunk.project(rows.teacher_ND[chunk]), temperature)
         entropy_N[chunk] = entropy(p_CV)
         for depth in range(len(valid_KN)):
-            state_CD = rows.student_KND[depth, chunk].to(trunk.lm_head_VD.dtype)
+            # Whatever dtype p's states are in, an output matrix multiplies it.
+            state_CD = rows.student_KND[depth, chunk].to(rows.teacher_ND.dtype)
             logits_CV = head.module_for(depth + 1).project(state_CD, trunk.project)
             if vocab_R is not None:
                 kept_CV = torch.full_like(logits_CV, -torch.inf)

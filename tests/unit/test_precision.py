@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_train.heads.precision import bf16_support, held_dtype, resolve_precision, slow_halves
 from mtp_train.heads.trunk import Trunk
 from mtp_train.heads.widen import widened
 from mtp_train.train.module import HeadTraining
+from products import Products
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
 
 CPU = torch.device("cpu")
@@ -129,19 +129,6 @@ def test_weights_are_put_back_where_a_layer_raises(error: type[BaseException]) -
     with pytest.raises(error), widened(half):
         half.hidden(TOKENS_BT)
     assert {value.dtype for value in half.parameters()} == {torch.bfloat16}
-
-
-class Products(TorchDispatchMode):
-    """Notes the dtypes that linear layers, and the losses' own products, multiply."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.dtypes |= {one.dtype for one in args if isinstance(one, Tensor)}
-        return func(*args, **(kwargs or {}))
 
 
 def one_step(name: str, held: torch.dtype, computed: torch.dtype) -> tuple[set[torch.dtype], Tensor, Tensor]:

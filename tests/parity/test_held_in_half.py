@@ -1,0 +1,94 @@
+"""A trunk held in bf16 on a CPU without native bf16: prompts run in fp32, all rounds of a decoder in one precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtp_inference import SpeculativeDecoder, batch
+from mtp_inference.batch import WIDE_ROWS, Batch
+from mtp_train.arms import compare_greedy
+from mtp_train.heads.trunk import Trunk
+from mtp_train.train.dense import dense_metrics
+from mtp_train.train.module import Batch as Rows
+from products import Products
+from tiny import CACHE_KINDS, tiny_head, tiny_trunk
+
+PROMPT = [5, 9, 2, 11, 3, 7, 1, 8, 4]
+NEW_TOKENS = 24
+CONVERTING = ("full", "recurrent", "sliding", "mixed", "mamba")
+"""Caches whose buffers may be kept in another dtype than the prompt's."""
+
+
+@pytest.fixture(params=[False, True], ids=["slow", "native"])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr("mtp_train.heads.precision.bf16_support", lambda _device: (request.param, "a stand-in"))
+    return bool(request.param)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtp_train.heads.precision.bf16_support", lambda _device: (False, "a stand-in"))
+
+
+def half_and_full(kind: str) -> tuple[Trunk, Trunk]:
+    name = CACHE_KINDS[kind]
+    return tiny_trunk(name).to(torch.bfloat16), tiny_trunk(name).to(torch.bfloat16).float()
+
+
+def decode(trunk: Trunk, rows: int, depth: int = 0) -> list[tuple[int, ...]]:
+    head = tiny_head(trunk).to(trunk.lm_head_VD.dtype) if depth else None
+    decoder = SpeculativeDecoder(trunk, head, depth, eos_ids=())
+    prompts = [[*PROMPT, row] for row in range(rows)]
+    return [tuple(one.token_ids) for one in decoder.generate(prompts, NEW_TOKENS)]
+
+
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+@pytest.mark.usefixtures("slow")
+def test_a_wide_batch_decodes_as_in_fp32(kind: str) -> None:
+    half, full = half_and_full(kind)
+    expected = decode(full, WIDE_ROWS)
+    assert decode(half, WIDE_ROWS) == expected
+    assert decode(half, WIDE_ROWS, depth=2) == expected
+    assert {weight.dtype for weight in half.parameters() if weight.is_floating_point()} != {torch.float32}
+
+
+@pytest.mark.parametrize("kind", CONVERTING)
+def test_prompts_run_in_fp32_and_few_rows_in_bf16_where_bf16_is_slow(
+    kind: str, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, _ = half_and_full(kind)
+    prompts, rounds = Products(), Products()
+    run_prompts, run_round = batch.prefill_chunks, Batch._round
+
+    def noted_prompts(*args: Any) -> list[Tensor]:
+        with prompts:
+            return list(run_prompts(*args))
+
+    def noted_round(self: Batch, plan: batch.RoundPlan) -> Tensor:
+        with rounds:
+            return run_round(self, plan)
+
+    monkeypatch.setattr(batch, "prefill_chunks", noted_prompts)
+    monkeypatch.setattr(Batch, "_round", noted_round)
+    (plain,), (drafted,) = decode(half, 1), decode(half, 1, depth=2)
+    # Routers multiply in fp32 in any case.
+    assert (torch.bfloat16 in prompts.dtypes) is native
+    assert torch.bfloat16 in rounds.dtypes
+    assert compare_greedy(drafted, plain, half, [*PROMPT, 0]).verdict in ("identical", "near_tie")
+
+
+@pytest.mark.usefixtures("slow")
+def test_teacher_forced_figures_are_those_of_fp32() -> None:
+    half, full = half_and_full("recurrent")
+    tokens_BT = torch.tensor([PROMPT])
+    zeros_BT = torch.zeros_like(tokens_BT)
+    rows = Rows(tokens_BT, torch.arange(len(PROMPT))[None], zeros_BT, zeros_BT == 0)
+    head = tiny_head(half).to(torch.bfloat16)
+    found = dense_metrics(half, head, [rows], 2)
+    expected = dense_metrics(full, tiny_head(full).to(torch.bfloat16).float(), [rows], 2)
+    assert found == expected
+    assert next(head.parameters()).dtype is torch.bfloat16

@@ -1,0 +1,26 @@
+"""Which dtypes matrix products are computed in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Inference mode shows linear layers whole.
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default)
+
+
+class Products(TorchDispatchMode):
+    """Notes the dtypes that linear layers, and the losses' own products, multiply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note an operation and run it."""
+        if func in _PRODUCTS:
+            self.dtypes |= {one.dtype for one in args if isinstance(one, Tensor)}
+        return func(*args, **(kwargs or {}))
