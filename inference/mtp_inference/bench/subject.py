@@ -67,6 +67,24 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             },
             is_tiny=False,
         ),
+        "64m": Shape(
+            "qwen3_5",
+            {
+                "vocab_size": 32_768,
+                "hidden_size": 512,
+                "intermediate_size": 1536,
+                "num_hidden_layers": 8,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+                "linear_num_key_heads": 4,
+                "linear_num_value_heads": 8,
+                "linear_key_head_dim": 64,
+                "linear_value_head_dim": 64,
+                "tie_word_embeddings": False,
+            },
+            is_tiny=False,
+        ),
         "tiny-qwen": Shape(
             "qwen3_5",
             _TINY
