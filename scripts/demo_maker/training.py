@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from mtp_train.heads.alignment import target_tokens, valid_targets
 from mtp_train.heads.module import MtpHead
+from mtp_train.heads.precision import resolve_precision
 from mtp_train.heads.step import unroll
 
 IGNORED = -100
@@ -57,6 +58,7 @@ def train(
     vectors = [parameter for parameter in modules.parameters() if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas)
+    in_bf16 = resolve_precision("auto", device).precision == "bf16"
     log: list[dict[str, float]] = []
     window: list[dict[str, float]] = []
     started = time.perf_counter()
@@ -64,7 +66,7 @@ def train(
     for step, batch in zip(range(num_steps), batches, strict=False):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(settings, step, num_steps)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=in_bf16):
             losses = loss_of(batch)
         sum(losses.values(), start=torch.zeros((), device=device)).backward()
         nn.utils.clip_grad_norm_(modules.parameters(), settings.max_grad_norm)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from mtp_train.commands.check import check
 from mtp_train.heads.precision import bf16_support, held_dtype, resolve_precision, slow_halves
-from mtp_train.heads.trunk import Trunk
+from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.heads.widen import widened
 from mtp_train.train.module import HeadTraining
+from mtp_train.weights.files import open_checkpoint
 from products import Products
+from runs import tiny_recipe, write_inputs
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
 
 CPU = torch.device("cpu")
@@ -192,3 +197,34 @@ def test_the_head_s_weights_move_where_an_output_matrix_is_converted() -> None:
 def test_the_reason_names_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     x86(monkeypatch, "AVX2", mkldnn=False)
     assert bf16_support(CPU) == (False, "this CPU (AVX2) has no native bf16")
+
+
+@pytest.mark.parametrize(
+    ("held", "computed", "expected"),
+    [
+        ("float32", "fp32", lambda matrix, layer: 0),
+        ("float32", "bf16", lambda matrix, layer: 2 * matrix),
+        ("bfloat16", "fp32", lambda matrix, layer: 4 * (matrix + layer)),
+        ("bfloat16", "bf16", lambda matrix, layer: 0),
+    ],
+)
+def test_the_plan_counts_weights_that_are_converted(
+    held: str, computed: str, expected: Callable[[int, int], int], tmp_path: Path
+) -> None:
+    inputs = write_inputs(tmp_path / "in")
+    recipe = tiny_recipe(inputs, tmp_path / "run", model__dtype=held, train__precision=computed)
+    memory = check(recipe, 1).memory
+    trunk = load_trunk(inputs / "finetune", open_checkpoint(inputs / "finetune").family, dtype=torch.float32)
+    layer = max(sum(weight.numel() for weight in one.parameters()) for one in trunk.layers)
+    assert memory.converted_bytes == expected(trunk.lm_head_VD.numel(), layer)
+    assert memory.total_bytes > memory.trunk_bytes + memory.converted_bytes
+
+
+def test_a_trunk_that_does_not_fit_is_planned_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = write_inputs(tmp_path / "in")
+    recipe = tiny_recipe(inputs, tmp_path / "run", train__precision="fp32")
+    roomy = check(recipe, 1).memory
+    monkeypatch.setattr("mtp_train.heads.precision.main_memory_bytes", lambda: 1000)
+    tight = check(recipe, 1).memory
+    assert (roomy.trunk_bytes, roomy.converted_bytes) == (2 * tight.trunk_bytes, 0)
+    assert tight.converted_bytes > 0
