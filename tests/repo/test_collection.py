@@ -10,6 +10,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+import torch
+
+import conftest
+
 TESTS = Path(__file__).parents[1]
 REPOSITORY = TESTS.parent
 
@@ -84,3 +89,17 @@ def test_no_test_replaces_another_of_its_name() -> None:
         if count > 1
     ]
     assert twice == []
+
+
+def test_only_what_is_marked_gpu_is_skipped_below_a_directory_of_that_name(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of the directories above a test are keywords of it, as its marks are."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    item = request.node
+    item.keywords["gpu"] = True
+    conftest.pytest_collection_modifyitems([item])
+    assert item.get_closest_marker("skip") is None
+    item.add_marker(pytest.mark.gpu)
+    conftest.pytest_collection_modifyitems([item])
+    assert item.get_closest_marker("skip") is not None
