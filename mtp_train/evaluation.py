@@ -103,7 +103,8 @@ def measure_arms(
         arm: arm_result(run, recipe.model.trunk, names[arm], dense[arm], runs[PLAIN]) for arm, run in runs.items()
     }
     drafted = {arm: run for arm, run in runs.items() if arm != PLAIN}
-    settings = evaluation_settings(recipe, inputs, trunk)
+    captured = sum(run.captured_rounds for run in runs.values())
+    settings = evaluation_settings(recipe, inputs, trunk) | {"captured_rounds": captured}
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
         dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         trunk.drop_layers()

@@ -88,7 +88,7 @@ def benchmark(options: argparse.Namespace, plan: Plan, progress: Progress) -> di
             prefill.append(measure_prefill(subject, plan, prompts, batch, length, on_run))
     return {
         "benchmark": "decoding",
-        "settings": report.settings(subject, device, _asked(options, plan), bandwidth),
+        "settings": report.settings(subject, device, _asked(options, plan), bandwidth, decoding),
         "decoding": decoding,
         "rounds": rounds,
         "prefill": prefill,
