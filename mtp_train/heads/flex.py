@@ -7,7 +7,7 @@ start's own rows are worked out elementwise and joined to it, as parts of an onl
 Nothing here is of the size of rows x keys.
 
 torch compiles it into a kernel for GPUs: one for all depths of a shape (B, T), another for forwards without gradients.
-More than ``torch._dynamo.config.recompile_limit`` of them (8) are an error, so that whoever unrolls keeps to few shapes:
+More than ``torch._dynamo.config.recompile_limit`` of them (8) are an error, so that callers keep to few shapes:
 a run measures in the shape that it trains in. No GPU has run it yet: what is tested, on a CPU, is what the compiler
 traces, forward and backward, against dense masks. Speed and memory on a GPU are not measured.
 
