@@ -42,8 +42,8 @@ class Rounds:
     Args:
         batch: The batch.
         captures: Whether to capture; only CUDA devices can.
-        why_not: Asked once, before the first capture of rounds that sample and of those that don't, whether they
-            sample: returns why these cannot be captured, None where nothing is known against it.
+        why_not: Asked before each capture, given whether the round samples: returns why such rounds cannot be
+            captured, None where nothing is known against it.
     """
 
     def __init__(self, batch: Batch, captures: bool, why_not: Callable[[bool], str | None] | None = None) -> None:

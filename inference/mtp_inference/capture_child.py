@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +30,7 @@ KINDS = {
 
 def main() -> None:
     """Answer the parent."""
-    subject: ProbeSubject = pickle.load(sys.stdin.buffer)
+    subject = ProbeSubject.from_bytes(sys.stdin.buffer.read())
     refused = refused_rounds(subject, lambda kind: print(json.dumps({"capturing": kind}), flush=True))
     print(json.dumps({"refused": refused}), flush=True)
     # What a failed capture left behind may not survive an orderly end.

@@ -18,13 +18,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -53,6 +54,33 @@ class ProbeSubject(NamedTuple):
     device: torch.device
     num_rows: int
 
+    def to_bytes(self) -> bytes:
+        """Return everything as a line of JSON, and the buffers behind it as safetensors."""
+        kind = type(self.config)
+        told = {
+            "class": [kind.__module__, kind.__qualname__],
+            "config": self.config.to_dict(),
+            "family": self.family,
+            "weights": {name: [shape, str(dtype)] for name, (shape, dtype) in self.weights.items()},
+            "device": str(self.device),
+            "num_rows": self.num_rows,
+        }
+        # Tied buffers are one memory under several names.
+        return json.dumps(told).encode() + b"\n" + save({name: value.clone() for name, value in self.buffers.items()})
+
+    @classmethod
+    def from_bytes(cls, sent: bytes) -> ProbeSubject:
+        """Read what :meth:`to_bytes` returned."""
+        line, _, buffers = sent.partition(b"\n")
+        told = json.loads(line)
+        module, name = told["class"]
+        weights = {
+            weight: (tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
+            for weight, (shape, dtype) in told["weights"].items()
+        }
+        config = getattr(import_module(module), name).from_dict(told["config"])
+        return cls(config, told["family"], weights, load(buffers), torch.device(told["device"]), told["num_rows"])
+
 
 def why_not_captured(trunk: Trunk, num_rows: int, samples: bool) -> str | None:
     """Return why rounds of a trunk cannot be captured; None where they can, or where no child could tell.
@@ -62,12 +90,12 @@ def why_not_captured(trunk: Trunk, num_rows: int, samples: bool) -> str | None:
         num_rows: Rows of the batch.
         samples: Whether rounds sample.
     """
-    subject = probe_subject(trunk, num_rows)
-    if subject.family not in {family.name for family in FAMILIES} or subject.device.type != "cuda":
+    device = trunk.lm_head_VD.device
+    if trunk.family.name not in {family.name for family in FAMILIES} or device.type != "cuda":
         return None
-    key = f"{subject.config.to_json_string()} {sorted(subject.weights.items())} {subject.device}"
+    key = f"{trunk.causal_lm.config.to_json_string()} {sorted(described(trunk).items())} {device}"
     if key not in _refusals:
-        _refusals[key] = ask_child(subject)
+        _refusals[key] = ask_child(probe_subject(trunk, num_rows))
     refused = _refusals[key]
     return refused.get(GREEDY) or (refused.get(SAMPLED) if samples else None)
 
@@ -75,7 +103,7 @@ def why_not_captured(trunk: Trunk, num_rows: int, samples: bool) -> str | None:
 def probe_subject(trunk: Trunk, num_rows: int) -> ProbeSubject:
     """Describe a trunk."""
     model = trunk.causal_lm
-    buffers = {name: value.cpu() for name, value in model.named_buffers(remove_duplicate=False)}
+    buffers = {name: value.cpu().contiguous() for name, value in model.named_buffers(remove_duplicate=False)}
     device = trunk.lm_head_VD.device
     return ProbeSubject(model.config, trunk.family.name, described(trunk), buffers, device, num_rows)
 
@@ -93,13 +121,13 @@ def ask_child(subject: ProbeSubject) -> dict[str, str]:
     try:
         done = subprocess.run(
             [sys.executable, "-c", CHILD],
-            input=pickle.dumps(subject),
+            input=subject.to_bytes(),
             env=env,
             capture_output=True,
             timeout=SECONDS,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired, pickle.PicklingError, AttributeError, TypeError) as error:
+    except (OSError, subprocess.TimeoutExpired, TypeError, ValueError) as error:
         logger.info("capture probe: no answer (%s); rounds are captured without one.", error)
         return {}
     return verdict(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
@@ -113,8 +141,8 @@ def verdict(code: int, output: str, errors: str) -> dict[str, str]:
         output: Lines of JSON: what it was about to capture, and in the end what cannot be.
         errors: What it said besides.
     """
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    last = lines[-1] if lines else {}
+    lines = [line for line in output.splitlines() if line.startswith(('{"capturing"', '{"refused"'))]
+    last = json.loads(lines[-1]) if lines else {}
     if "refused" in last:
         refused: dict[str, str] = last["refused"]
         return refused

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from mtp_inference.batch import Batch
 from mtp_inference.capture_child import rebuilt_trunk, refused_rounds
 from mtp_inference.capture_probe import ProbeSubject, ask_child, described, probe_subject, verdict, why_not_captured
 from mtp_inference.chooser import Chooser
+from mtp_train.heads.trunk import Trunk
 from recorded_graph import RecordedGraph, stand_in
 from tiny import CACHE_KINDS, tiny_trunk
 
@@ -32,8 +33,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
 
 def sent(name: str) -> ProbeSubject:
     """Return what a child receives of a tiny trunk."""
-    subject: ProbeSubject = pickle.loads(pickle.dumps(probe_subject(tiny_trunk(name), NUM_ROWS)))
-    return subject
+    return ProbeSubject.from_bytes(probe_subject(tiny_trunk(name), NUM_ROWS).to_bytes())
 
 
 @pytest.mark.parametrize("kind", CACHE_KINDS)
@@ -110,7 +110,6 @@ def test_an_answer_is_what_the_child_found_or_died_of(code: int, output: str, re
 
 def test_a_child_is_asked_once_for_each_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[ProbeSubject] = []
-    stock = capture_probe.probe_subject
 
     def ask(subject: ProbeSubject) -> dict[str, str]:
         asked.append(subject)
@@ -122,8 +121,7 @@ def test_a_child_is_asked_once_for_each_trunk(monkeypatch: pytest.MonkeyPatch) -
     # Nothing is captured on other devices.
     assert why_not_captured(first, NUM_ROWS, True) is None
     assert asked == []
-    there = torch.device("cuda", 0)
-    monkeypatch.setattr(capture_probe, "probe_subject", lambda *given: stock(*given)._replace(device=there))
+    monkeypatch.setattr(Trunk, "lm_head_VD", SimpleNamespace(device=torch.device("cuda", 0)))
     assert why_not_captured(first, NUM_ROWS, False) is None
     assert why_not_captured(first, NUM_ROWS, True) == "it waits"
     assert why_not_captured(tiny_trunk("glm4_moe", seed=1), NUM_ROWS, True) == "it waits"
