@@ -37,6 +37,8 @@ class ArmRun:
     near_ties: int = 0
     divergences: list[str] = field(default_factory=list)
     """Prompts whose output differs from plain decoding at no near tie: each is a bug."""
+    captured_rounds: int = 0
+    """See :attr:`SpeculativeDecoder.captured_rounds`."""
 
     @property
     def new_tokens(self) -> int:
@@ -90,6 +92,8 @@ def run_arms(
             if arm != PLAIN:
                 _check(run, prompt, runs[PLAIN].outputs[-1], trunk)
         on_prompt()
+    for arm, decoder in decoders.items():
+        runs[arm].captured_rounds = decoder.captured_rounds
     return runs
 
 

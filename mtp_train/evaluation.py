@@ -26,13 +26,14 @@ from mtp_train.acceptance import (
 )
 from mtp_train.arms import PLAIN, ArmRun, own_text, run_arms
 from mtp_train.cures import graft_command
-from mtp_train.data.pack import collate, pack_documents
+from mtp_train.data.pack import collate, full_batches, pack_documents
 from mtp_train.demo import recorded_arms
 from mtp_train.heads.attach import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.offload import offload_layers
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.inputs import Inputs
+from mtp_train.measuring import measured_together
 from mtp_train.recipe import Recipe
 from mtp_train.report.schema import ArmResult, Lossless, RunReport
 from mtp_train.train.dense import DenseMetrics, dense_metrics
@@ -103,7 +104,8 @@ def measure_arms(
         arm: arm_result(run, recipe.model.trunk, names[arm], dense[arm], runs[PLAIN]) for arm, run in runs.items()
     }
     drafted = {arm: run for arm, run in runs.items() if arm != PLAIN}
-    settings = evaluation_settings(recipe, inputs, trunk)
+    captured = sum(run.captured_rounds for run in runs.values())
+    settings = evaluation_settings(recipe, inputs, trunk) | {"captured_rounds": captured}
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
         dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         trunk.drop_layers()
@@ -161,20 +163,15 @@ def draft_depth(recipe: Recipe) -> int:
 
 
 def dense_batches(recipe: Recipe, inputs: Inputs, outputs: Sequence[tuple[int, ...]], trunk: Trunk) -> list[Batch]:
-    """Pack the trunk's own outputs, up to the recipe's budget of tokens, one sequence a batch."""
+    """Pack the trunk's own outputs, up to the recipe's budget of tokens, in batches of :func:`measured_together`."""
     device = trunk.lm_head_VD.device
     seq_len = recipe.data.seq_len_tokens
     documents = own_text(inputs.held_out, outputs, seq_len)
     packed = pack_documents(documents, seq_len, pack=True, seed=recipe.seed, epoch=0)
     kept = packed[: max(1, recipe.evaluate.dense_tokens // seq_len)]
     return [
-        Batch(
-            *(
-                collate([sequence])[name].to(device)
-                for name in ("input_ids_BT", "positions_BT", "document_BT", "loss_mask_BT")
-            )
-        )
-        for sequence in kept
+        Batch(*(column.to(device) for column in collate(together).values()))
+        for together in full_batches(kept, measured_together(recipe))
     ]
 
 

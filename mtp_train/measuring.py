@@ -82,7 +82,15 @@ def make_selection(
     decode: Callable[[MtpHead], dict[str, float]] | None = None
     if number:
         decode = partial(_decode, trunk, inputs, recipe, [_prompt(document) for document in text[:number]])
-    return Selection(spec, kept, cache, state_dir, decode)
+    return Selection(spec, kept, measured_together(recipe), cache, state_dir, decode)
+
+
+def measured_together(recipe: Recipe) -> int:
+    """Return how many sequences are measured in one call: with flex_attention as many as are trained on in one.
+
+    It is compiled for each shape, which takes a minute, and torch gives up after a few shapes.
+    """
+    return recipe.train.micro_batch_sequences if recipe.train.attention == "flex" else 1
 
 
 def _prompts_to_decode(spec: SelectSpec, accelerator: Accelerator, cache: HiddenCache | None) -> int:

@@ -22,7 +22,7 @@ from mtp_train.heads import flex
 def flex_on_cpu() -> Iterator[CompileCounterWithBackend]:
     """Let heads be unrolled by flex_attention here; yields what counts how often it was compiled."""
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(torch_flex.flex_attention, backend=counter, fullgraph=True)
+    compiled = torch.compile(torch_flex.flex_attention, backend=counter, fullgraph=True, dynamic=False)
     torch.compiler.reset()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # The compiler looks at what it is warned of, and hides the warnings from itself in a way of its own.

@@ -1,7 +1,8 @@
 """CUDA graphs without a GPU: record every operation of a round, then run the operations again instead of Python.
 
 As with a real graph, what was recorded keeps its addresses, and Python is not run again. What would wait for the device
-is refused while recording, as CUDA refuses it.
+is refused while recording, as CUDA refuses it. A recording that fails leaves what torch 2.11 leaves of a capture: its
+stream as the current one, and an allocator that cannot give memory back, for which each new capture asks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import mtp_inference.capture
 
 WAITS = {
     "item",
@@ -136,15 +139,59 @@ class RecordedGraph:
             self.recorder.replay()
 
 
-@contextmanager
-def recording(graph: RecordedGraph, pool: str | None, stream: object) -> Iterator[None]:
-    """In place of ``torch.cuda.graph``."""
-    assert pool == (None if len(graph.made) == 1 else "pool")
-    with pytest.MonkeyPatch.context() as patch, graph.recorder:
-        # Reads the memory without an operation.
-        patch.setattr(Tensor, "tolist", refuse_tolist)
-        yield
-    graph.recorder.undo()
+DEFAULT_STREAM = "default stream"
+
+
+class RecordedDevice:
+    """In place of the parts of ``torch.cuda`` that know of streams and memory."""
+
+    def __init__(self) -> None:
+        self.stream: object = DEFAULT_STREAM
+        self.is_broken = False
+
+    def empty_cache(self) -> None:
+        if self.is_broken:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def set_stream(self, stream: object) -> None:
+        self.stream = stream
+
+    @contextmanager
+    def recording(self, graph: RecordedGraph, pool: str | None, stream: object) -> Iterator[None]:
+        """In place of ``torch.cuda.graph``."""
+        self.empty_cache()
+        assert pool == (None if len(graph.made) == 1 else "pool")
+        before, self.stream = self.stream, stream
+        try:
+            with pytest.MonkeyPatch.context() as patch, graph.recorder:
+                # Reads the memory without an operation.
+                patch.setattr(Tensor, "tolist", refuse_tolist)
+                yield
+        except RuntimeError:
+            self.is_broken = True
+            # Ending the capture fails, before the stream is put back.
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+        finally:
+            graph.recorder.undo()
+        self.stream = before
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> RecordedDevice:
+    """Put everything here in the place of torch's own; return the device."""
+    device = RecordedDevice()
+    RecordedGraph.made = []
+    for name, ours in {
+        "CUDAGraph": RecordedGraph,
+        "graph": device.recording,
+        "Stream": object,
+        "current_stream": lambda: device.stream,
+        "set_stream": device.set_stream,
+        "empty_cache": device.empty_cache,
+    }.items():
+        patch.setattr(torch.cuda, name, ours)
+    # Whether a capture has failed is known for the life of a process.
+    patch.setattr(mtp_inference.capture, "_failure", None)
+    return device
 
 
 def refuse_tolist(tensor: Tensor) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from mtp_inference.batch import Batch, choose_widening
 from mtp_inference.cache import WindowCache
 from mtp_inference.capture import Rounds
+from mtp_inference.capture_probe import why_not_captured
 from mtp_inference.chooser import Chooser, DraftSampling
 from mtp_inference.depth import Acceptance, DepthController, RoundCosts
 from mtp_inference.draft import DrafterMaker, Size
@@ -130,6 +132,7 @@ class SpeculativeDecoder:
         self.acceptance = Acceptance()
         self._rounds: Rounds | None = None
         self._needs_met: Needs | None = None
+        self._captured_before = 0
         if self.drafting is not None:
             self.drafting.check(trunk, self.depth)
 
@@ -165,14 +168,21 @@ class SpeculativeDecoder:
         lanes = [self._lane(index, request) for index, request in enumerate(requests)]
         return self._session(lanes).run() if lanes else iter(())
 
+    @property
+    def captured_rounds(self) -> int:
+        """Graphs of rounds that were captured so far; 0 says that every round ran one operation at a time."""
+        return self._captured_before + (self._rounds.num_captured if self._rounds is not None else 0)
+
     def _session(self, lanes: list[Lane]) -> Session:
         # Prompts of one length are prefilled together, and long texts should not begin last.
         lanes = sorted(lanes, key=lambda lane: -len(lane.request.prompt_ids))
         needs = self._needs(lanes)
         if self._rounds is None or self._needs_met != needs:
+            self._captured_before = self.captured_rounds
             self._rounds = None  # Its buffers go before new ones come.
             batch = make_batch(self.trunk, self.drafting, needs, self.draft_sampling, self.prefill_chunk)
-            self._rounds = Rounds(batch, captures=self._on_gpu and self.captures)
+            why_not = partial(why_not_captured, self.trunk, needs.num_rows)
+            self._rounds = Rounds(batch, captures=self._on_gpu and self.captures, why_not=why_not)
             self._needs_met = needs
         self._rounds.batch.reset()
         return Session(self._rounds, lanes, self.costs, needs.depth, max_in_flight=1 if self._on_gpu else 0)

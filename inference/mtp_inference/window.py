@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.masking_utils import sdpa_mask
 
 from mtp_train.heads.attention import masked_attention
+from mtp_train.heads.sdpa import without_cudnn_attention
 
 WINDOW_ATTENTION = "mtp_window"
 MAX_PACKED_QUERIES = 64
@@ -168,7 +169,8 @@ def attending_in_windows(*configs: PretrainedConfig) -> Iterator[None]:
         if config._experts_implementation == "eager":
             config._experts_implementation = "grouped_mm"
     try:
-        yield
+        with without_cudnn_attention():
+            yield
     finally:
         for config, (attention, experts) in zip(configs, stock, strict=True):
             config._attn_implementation = attention

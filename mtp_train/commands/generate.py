@@ -94,6 +94,7 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
         "external_drafter": None if arm.external is None else arm.external.title,
         "dtype": str(trunk.lm_head_VD.dtype).removeprefix("torch."),
         "device": str(device),
+        "captured_rounds": decoder.captured_rounds,
     }
     return {"requests": [_document(result) for result in results], "settings": settings}
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -95,6 +95,15 @@ def global_batches(
         return [_sequence(documents, group, seq_len_tokens) for group in groups]
 
     return batch
+
+
+def full_batches(sequences: Sequence[PackedSequence], size: int) -> list[list[PackedSequence]]:
+    """Cut sequences into batches of ``size``; the last one is filled up with copies that have no targets."""
+    batches = [list(sequences[first : first + size]) for first in range(0, len(sequences), size)]
+    for batch in batches[-1:]:
+        spare = replace(batch[-1], loss_mask_T=np.zeros_like(batch[-1].loss_mask_T))
+        batch += [spare] * (size - len(batch))
+    return batches
 
 
 def collate(sequences: Sequence[PackedSequence]) -> dict[str, Tensor]:

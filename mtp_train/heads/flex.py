@@ -6,8 +6,10 @@ depth 1, with a mask by blocks, the same at every depth, and tells the log-sum-e
 start's own rows are worked out elementwise and joined to it, as parts of an online softmax are (arXiv:1805.02867).
 Nothing here is of the size of rows x keys.
 
-torch compiles it into a kernel for GPUs, once for all depths. No GPU has run it yet: what is tested, on a CPU, is what
-the compiler traces, forward and backward, against dense masks. Speed and memory on a GPU are not measured.
+torch compiles it into a kernel for GPUs: one for all depths of a shape (B, T), another for forwards without gradients.
+More than ``torch._dynamo.config.recompile_limit`` of them (8) are an error, so that callers keep to few shapes:
+a run measures in the shape that it trains in. No GPU has run it yet: what is tested, on a CPU, is what the compiler
+traces, forward and backward, against dense masks. Speed and memory on a GPU are not measured.
 
 Shapes: B rows, T tokens, N blocks of queries, M blocks of keys, R rows of a block, H heads, J key heads, G heads that
 share one, W width.
@@ -144,7 +146,8 @@ def _listed(chosen_BNM: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _compiled() -> Callable[..., Any]:
     # A graph in one piece or an error: what torch gives up compiling it computes with all scores at once.
-    return torch.compile(flex_attention, fullgraph=True)
+    # Fixed shapes: a kernel for all of them is slower, and each shape is used for long.
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

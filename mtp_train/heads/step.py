@@ -22,6 +22,7 @@ from mtp_train.families.relative import CONVOLVED_CACHE_LAYERS, UnrolledRows
 from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_distances, unroll_mask
 from mtp_train.heads.flex import Attention, SeenRows, flex_masks
 from mtp_train.heads.module import MtpHead
+from mtp_train.heads.sdpa import without_cudnn_attention
 
 Mask = Tensor | SeenRows
 _Masks = Callable[[int, int | None], Mask]
@@ -41,6 +42,7 @@ class KeysWritten(Exception):
     """Raised by a cache that was asked for keys and values only, once it has them."""
 
 
+@without_cudnn_attention()
 def mtp_step(
     head: MtpHead,
     hidden_BTD: Tensor,

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, Family
 from mtp_train.heads.quantization import Quantization, packing
+from mtp_train.heads.sdpa import without_cudnn_attention
 from mtp_train.weights.files import open_checkpoint
 
 
@@ -147,6 +148,7 @@ class Trunk(nn.Module):
         embedded: Tensor = self.causal_lm.get_input_embeddings()(tokens_BT)
         return embedded
 
+    @without_cudnn_attention()
     def hidden(self, tokens_BT: Tensor, *, cache: Cache | None = None) -> Tensor:
         """Return the last hidden state, which :meth:`logits` and :meth:`head_input` read. Shape (B, T, D).
 
@@ -159,6 +161,7 @@ class Trunk(nn.Module):
         output = self.decoder(input_ids=tokens_BT, past_key_values=cache, use_cache=cache is not None)
         return self.last_state(output)
 
+    @without_cudnn_attention()
     def window_hidden(
         self, tokens_BT: Tensor, *, positions_BT: Tensor, masks: Mapping[str, Tensor | None], cache: Cache
     ) -> Tensor:

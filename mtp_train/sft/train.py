@@ -16,6 +16,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from mtp_train.data.pack import global_batches
 from mtp_train.data.rows import StepRows, pad_rows
 from mtp_train.errors import StoppedError, TrainingError
+from mtp_train.heads.sdpa import without_cudnn_attention
 from mtp_train.inputs import Inputs
 from mtp_train.joint import shards_model, train_head_beside
 from mtp_train.preserve import keep_head
@@ -71,7 +72,7 @@ def fine_tune_stage(
     if accelerator.is_main_process:
         clear_torn(state_dir)
     accelerator.wait_for_everyone()
-    with noted_sigterm() as sigterm:
+    with noted_sigterm() as sigterm, without_cudnn_attention():
         trainer = make_trainer(recipe, sft, run_dir, inputs, saved, accelerator, progress, sigterm)
         trainer.train(resume_from_checkpoint=None if saved is None else str(saved))
     if trainer.state.global_step < recipe.train.max_steps:

@@ -16,6 +16,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from mtp_train.data.rows import document_row, pad_rows
 from mtp_train.data.tokenize import Document
+from mtp_train.heads.sdpa import without_cudnn_attention
 from mtp_train.heads.trunk import Trunk
 from mtp_train.recipe_study import FineTuneSpec
 
@@ -55,7 +56,7 @@ def fine_tune(
     model = trunk.causal_lm
     trunk.requires_grad_(True)
     on_point(0, 0)
-    with alone(), tempfile.TemporaryDirectory() as unused:
+    with alone(), without_cudnn_attention(), tempfile.TemporaryDirectory() as unused:
         trainer = Trainer(
             model=model,
             args=_arguments(spec, unused, on_cpu=trunk.lm_head_VD.device.type == "cpu", precision=precision, seed=seed),

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mtp_train.data.pack import PackedSequence, collate
+from mtp_train.data.pack import PackedSequence, collate, full_batches
 from mtp_train.errors import TrainingError
 from mtp_train.heads.module import MtpHead
 from mtp_train.recipe import SelectSpec
@@ -32,6 +32,7 @@ class Selection:
     Args:
         spec: The recipe's.
         sequences: Packed text to measure on, the same on every process.
+        sequences_per_call: How many of them a process measures in one call.
         cache: The trunk's states of its documents, None to compute them.
         directory: Where resume states live.
         decode: Decodes with the head as it is and returns figures to log; None where no process holds a whole trunk.
@@ -41,12 +42,14 @@ class Selection:
         self,
         spec: SelectSpec,
         sequences: Sequence[PackedSequence],
+        sequences_per_call: int,
         cache: HiddenCache | None,
         directory: Path,
         decode: Callable[[MtpHead], dict[str, float]] | None,
     ) -> None:
         self.spec = spec
         self.sequences = sequences
+        self.sequences_per_call = sequences_per_call
         self.cache = cache
         self.directory = directory
         self.decode = decode
@@ -91,13 +94,10 @@ class Selection:
         zeros_K = torch.zeros(num_depths, device=device)
         total = DenseSums(zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, torch.zeros((), device=device))
         # As many calls for every process: where the trunk is in shards, they run it together.
-        for first in range(0, len(self.sequences), world):
-            index = first + rank
-            sequence = self.sequences[min(index, len(self.sequences) - 1)]
-            batch = {name: value.to(device) for name, value in collate([sequence]).items()}
-            if index >= len(self.sequences):
-                batch["loss_mask_BT"] = torch.zeros_like(batch["loss_mask_BT"])
-            hidden_BTD = None if self.cache is None else self.cache.rows([sequence]).to(device)
+        for together in full_batches(self.sequences, world * self.sequences_per_call):
+            own = together[rank * self.sequences_per_call :][: self.sequences_per_call]
+            batch = {name: value.to(device) for name, value in collate(own).items()}
+            hidden_BTD = None if self.cache is None else self.cache.rows(own).to(device)
             found = wrapped(
                 batch["input_ids_BT"],
                 batch["positions_BT"],

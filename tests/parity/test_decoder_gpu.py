@@ -6,21 +6,28 @@ import pytest
 import torch
 
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, compare, plain_greedy
+from mtp_inference.capture_probe import ask_child, probe_subject
 from mtp_inference.chooser import DraftSampling
 from mtp_inference.reference import NEAR_TIE_GAP
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
-from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import CACHE_KINDS, VOCAB_SIZE, tiny_head, tiny_trunk
 
 pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+BF16_GAP = 0.25
 LENGTHS = (1, 2, 9, 9, 40)
 NEW_TOKENS = 40
 
 
 def models(dtype: torch.dtype = torch.float32) -> tuple[Trunk, MtpHead]:
-    trunk = tiny_trunk("qwen3_5", seed=1)
+    return models_of("qwen3_5", dtype)
+
+
+def models_of(name: str, dtype: torch.dtype) -> tuple[Trunk, MtpHead]:
+    trunk = tiny_trunk(name, seed=1)
     head = tiny_head(trunk, seed=1)
-    return trunk.to("cuda", dtype), head.to("cuda", dtype)
+    return trunk.to(DEVICE, dtype), head.to(DEVICE, dtype)
 
 
 def prompts() -> list[list[int]]:
@@ -63,4 +70,37 @@ def test_captured_bf16_decoding_diverges_at_near_ties_only() -> None:
     decoder = SpeculativeDecoder(trunk, head, 3, (), max_batch=3)
     for prompt, result in zip(prompts(), decoder.generate(prompts(), NEW_TOKENS), strict=True):
         plain = plain_greedy(trunk, prompt, NEW_TOKENS, ())
-        assert compare(result.token_ids, plain, trunk, prompt, 0.25).verdict != "divergence"
+        assert compare(result.token_ids, plain, trunk, prompt, BF16_GAP).verdict != "divergence"
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return fp32, or bf16 for experts: torch's grouped product captures in no other."""
+    experts = any(".experts." in parameter for parameter, _ in tiny_trunk(name).named_parameters())
+    return torch.bfloat16 if experts else torch.float32
+
+
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+def test_every_kind_of_cache_is_captured_and_says_what_it_says_uncaptured(kind: str) -> None:
+    """A round that cannot be captured is warned of, and so fails here by its reason."""
+    dtype = dtype_of(CACHE_KINDS[kind])
+    trunk, head = models_of(CACHE_KINDS[kind], dtype)
+    gap = NEAR_TIE_GAP if dtype is torch.float32 else BF16_GAP
+    captured, uncaptured = (
+        SpeculativeDecoder(trunk, HeadDrafting(head), 3, (), max_batch=3, captures=captures)
+        for captures in (True, False)
+    )
+    for _ in range(2):
+        found, expected = (decoder.generate(prompts(), NEW_TOKENS) for decoder in (captured, uncaptured))
+        for prompt, result, other in zip(prompts(), found, expected, strict=True):
+            assert compare(result.token_ids, other.token_ids, trunk, prompt, gap).verdict != "divergence"
+    assert captured.captured_rounds > 0
+    assert uncaptured.captured_rounds == 0
+
+
+@pytest.mark.parametrize("kind", ["full", "recurrent"])
+def test_a_child_finds_that_rounds_can_be_captured(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    trunk, _ = models_of(CACHE_KINDS[kind], dtype_of(CACHE_KINDS[kind]))
+    with caplog.at_level("INFO", logger="mtp_inference.capture_probe"):
+        assert ask_child(probe_subject(trunk, 2)) == {}
+    # Not that it gave no answer.
+    assert caplog.records == []

@@ -10,6 +10,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+import torch
+
+import conftest
+
 TESTS = Path(__file__).parents[1]
 REPOSITORY = TESTS.parent
 
@@ -84,3 +89,45 @@ def test_no_test_replaces_another_of_its_name() -> None:
         if count > 1
     ]
     assert twice == []
+
+
+def test_only_what_is_marked_gpu_is_skipped_below_a_directory_of_that_name(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of the directories above a test are keywords of it, as its marks are."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    item = request.node
+    item.keywords["gpu"] = True
+    conftest.pytest_collection_modifyitems([item])
+    assert item.get_closest_marker("skip") is None
+    item.add_marker(pytest.mark.gpu)
+    conftest.pytest_collection_modifyitems([item])
+    assert item.get_closest_marker("skip") is not None
+
+
+ABSENT = ("datasets", "wandb", "deepspeed", "gguf")
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+class Others(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *place):
+        return None if name.partition(".")[0] in {absent} else super().find_spec(name, *place)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Others
+import pytest
+sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu", *{files}]))
+"""
+
+
+@pytest.mark.slow
+def test_the_gpu_tests_are_collected_without_what_a_measuring_machine_lacks() -> None:
+    """And skipped by name without an accelerator."""
+    paths = [path for path in TESTS.rglob("test_*.py") if "pytest.mark.gpu" in path.read_text(encoding="utf-8")]
+    files = [str(path) for path in paths if path != Path(__file__)]
+    assert len(files) >= 3
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", WITHOUT.format(absent=ABSENT, files=files)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d+ skipped, \d+ deselected", done.stdout, re.MULTILINE), done.stdout
+    assert "gpu: torch sees no accelerator here" in done.stdout

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtp_train.data import pack as pack_module
-from mtp_train.data.pack import PackedSequence, collate, count_targets, global_batches, pack_documents
+from mtp_train.data.pack import PackedSequence, collate, count_targets, full_batches, global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError
 
@@ -169,3 +169,15 @@ def test_a_batch_holds_tensors_of_rows_by_tokens() -> None:
     }
     assert batch["input_ids_BT"].tolist() == contents(sequences)
     assert batch["loss_mask_BT"].tolist() == [sequence.loss_mask_T.tolist() for sequence in sequences]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_the_last_of_full_batches_is_filled_up_with_what_counts_nowhere(size: int) -> None:
+    sequences = pack_documents(of_lengths(2, 3, 1, 4, 2), 4, pack=False, seed=0, epoch=0)
+    batches = full_batches(sequences, size)
+    assert [len(batch) for batch in batches] == [size] * -(-5 // size)
+    rows = [sequence for batch in batches for sequence in batch]
+    assert contents(rows[:5]) == contents(sequences)
+    assert [count_targets(one, 2) for one in rows[:5]] == [count_targets(one, 2) for one in sequences]
+    assert [count_targets(one, 2) for one in rows[5:]] == [(0, 0)] * (len(rows) - 5)
+    assert full_batches([], size) == []

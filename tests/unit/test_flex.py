@@ -272,20 +272,33 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_without_masks_learns_and_measures_as_one_with_them(inputs: Path, tmp_path: Path) -> None:
+    """Held-out text is measured in the training's shape: every other one would be compiled."""
     select = {"every_steps": 2, "share": 0.2, "prompts": 0}
+    settings = {"train__select": select, "train__micro_batch_sequences": 2}
     lines, arms = [], []
-    with flex_on_cpu() as counter:
+    with flex_on_cpu() as counter, pytest.MonkeyPatch.context() as patch:
+        shapes, compiled = set(), flex._compiled()
+
+        def spy(query: Tensor, *rest: Any, **options: Any) -> Any:
+            shapes.add((query.shape[0], query.shape[2]))
+            return compiled(query, *rest, **options)
+
+        patch.setattr(flex, "_compiled", lambda: spy)
         for attention in ("dense", "flex"):
             run_dir = tmp_path / attention
+            recipe = tiny_recipe(inputs, run_dir, train__attention=attention, **settings)
             with contextlib.suppress(GateRefusedError):
-                run_quietly(tiny_recipe(inputs, run_dir, train__attention=attention, train__select=select))
+                run_quietly(recipe)
             lines.append([(line["step"], line["loss"]) for line in read_metrics(run_dir) if "loss" in line])
-            arms.append(json.loads((run_dir / "report.json").read_text())["arms"]["retrained"])
-        assert counter.frame_count > 0
+            held_out = [line["held_out_overlap_depth_1"] for line in read_metrics(run_dir) if "held_out_tau" in line]
+            arms.append(json.loads((run_dir / "report.json").read_text())["arms"]["retrained"] | {"held_out": held_out})
+    assert shapes == {(2, recipe.data.seq_len_tokens)}
+    # With gradients, without, and in inference mode.
+    assert 0 < counter.frame_count <= 3
     (dense, found), (expected_arm, arm) = lines, arms
     assert [step for step, _ in found] == [1, 2, 3, 4]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in dense], abs=1e-5)
-    for figure in ("dense", "overlap"):
+    for figure in ("dense", "overlap", "held_out"):
         assert arm[figure] == pytest.approx(expected_arm[figure], abs=1e-4)
 
 

@@ -23,6 +23,7 @@ from mtp_inference.bench.prompts import Prompts, read_prompts
 from mtp_inference.bench.subject import SHAPES, Subject, checkpoint_subject, shape_subject, trained_subject
 from mtp_inference.requests import require_depth
 from mtp_train.errors import MtpError, OutputExistsError
+from mtp_train.heads.sdpa import without_cudnn_attention
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+# transformers' arms too: cuDNN's plan of every new shape would count as their time.
+@without_cudnn_attention()
 def benchmark(options: argparse.Namespace, plan: Plan, progress: Progress) -> dict[str, Any]:
     """Measure what the command line asks for.
 
@@ -85,7 +88,7 @@ def benchmark(options: argparse.Namespace, plan: Plan, progress: Progress) -> di
             prefill.append(measure_prefill(subject, plan, prompts, batch, length, on_run))
     return {
         "benchmark": "decoding",
-        "settings": report.settings(subject, device, _asked(options, plan), bandwidth),
+        "settings": report.settings(subject, device, _asked(options, plan), bandwidth, decoding),
         "decoding": decoding,
         "rounds": rounds,
         "prefill": prefill,

@@ -85,6 +85,11 @@ class OurArm:
         self.decoder = decoder
         self.depth: int | None = decoder.depth
 
+    @property
+    def captured_rounds(self) -> int:
+        """Graphs of rounds captured so far."""
+        return self.decoder.captured_rounds
+
     def run(self, group: Group, new_tokens: int) -> Run:
         """See :class:`Arm`."""
         device = self.decoder.trunk.lm_head_VD.device

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import torch
-
 from mtp_inference.bench.acceptance import SetAcceptance
 from mtp_inference.bench.arms import Arm, OurArm, Run, Texts, TransformersArm, identical
 from mtp_inference.bench.costs import Costs, measure_costs
 from mtp_inference.bench.prompts import Group, Prompts
 from mtp_inference.bench.subject import Subject
+from mtp_inference.capture import release_memory
 from mtp_inference.decoder import SpeculativeDecoder
 from mtp_inference.draft import DrafterMaker
 from mtp_train.acceptance import tau
@@ -146,7 +145,7 @@ def _in_turn(count: int, repeat: int) -> Iterable[int]:
 def _free(subject: Subject) -> None:
     gc.collect()
     if subject.trunk.lm_head_VD.device.type == "cuda":
-        torch.cuda.empty_cache()
+        release_memory()
 
 
 def _texts(runs: Sequence[Run]) -> Texts:
@@ -169,6 +168,7 @@ def _row(arm: Arm, repeats: Sequence[Sequence[Run]]) -> Row:
         "prefill_ms": median(1000 * sum(run.seconds_prefill for run in runs) / len(runs) for runs in repeats),
         "tau": tau(counts) if counts else None,
         "round_ms": median(1000 * one / rounds for one in decode_seconds) if rounds else None,
+        "captured_rounds": arm.captured_rounds if isinstance(arm, OurArm) else None,
     }
 
 

@@ -66,7 +66,9 @@ PREFILL: Columns = {
 }
 
 
-def settings(subject: Subject, device: torch.device, asked: Mapping[str, Any], bandwidth: float) -> dict[str, Any]:
+def settings(
+    subject: Subject, device: torch.device, asked: Mapping[str, Any], bandwidth: float, decoding: Sequence[Row]
+) -> dict[str, Any]:
     """Say what was measured where; figures of other settings do not compare.
 
     Args:
@@ -74,6 +76,7 @@ def settings(subject: Subject, device: torch.device, asked: Mapping[str, Any], b
         device: Where.
         asked: What the command line said.
         bandwidth: Measured bytes per second of a copy.
+        decoding: What decoding measured: it says how many rounds were captured.
     """
     weight_VD = subject.trunk.lm_head_VD
     on_gpu = device.type == "cuda"
@@ -93,7 +96,7 @@ def settings(subject: Subject, device: torch.device, asked: Mapping[str, Any], b
         "head_parameters": sum(one.numel() for one in subject.head.parameters()) if subject.head else 0,
         "dtype": str(weight_VD.dtype).removeprefix("torch."),
         "device": str(device),
-        "captured_rounds": on_gpu,
+        "captured_rounds": sum(row["captured_rounds"] or 0 for row in decoding),
         "decoding": "greedy, no token ends a text",
         "round_pieces": "each timed alone, on rows out of use",
         **asked,

@@ -1,0 +1,147 @@
+"""What a GPU is asked to do in a process of its own: ``python gpu_jobs.py steps FAMILY | failed-capture``.
+
+Prints what came of it as JSON on the last line. Nothing here needs a package that only whole runs import (datasets,
+wandb, deepspeed).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.tensor import DTensor
+
+from mtp_inference import SpeculativeDecoder
+from mtp_inference.capture import release_memory
+from mtp_inference.chooser import Chooser, Drafts
+from mtp_inference.draft import Drafter, Place, Size
+from mtp_inference.other_drafters import NgramDrafter, NgramDrafting
+from mtp_train.data.pack import PackedSequence, pack_documents
+from mtp_train.data.tokenize import Document
+from mtp_train.heads.trunk import Trunk
+from mtp_train.recipe_io import recipe_from_mapping
+from mtp_train.train.launch import make_accelerator, prepare, run_facts
+from mtp_train.train.loop import make_optimizer, optimise
+from mtp_train.train.module import HeadTraining
+from mtp_train.train.plan import make_plan
+from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+
+SEQ_LEN, NUM_DEPTHS, STEPS = 24, 2, 2
+LENGTHS = (24, 24, 3, 5, 7, 9, 23)
+MAX_GRAD_NORM = 1.0
+
+
+def sequences(step: int) -> list[PackedSequence]:
+    """Return the packed documents of a step."""
+    generator = torch.Generator().manual_seed(step)
+    documents = [
+        Document(tuple(torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()), (True,) * length, "d", "g")
+        for length in LENGTHS
+    ]
+    return pack_documents(documents, SEQ_LEN, pack=True, seed=0, epoch=0)
+
+
+def two_steps(accelerator: Accelerator, family: str, *, bf16: bool = False, recompute: bool = False) -> dict[str, Any]:
+    """Train a tiny head for two steps; return losses and gradient norms, and where and how that was done."""
+    num_sequences = len(sequences(0))
+    recipe = recipe_from_mapping(
+        {
+            "run_dir": "run",
+            "model": {"trunk": "finetune", "head_from": "base"},
+            "head": {"num_depths": NUM_DEPTHS},
+            "data": {"sources": [{"path": "chats.jsonl"}], "seq_len_tokens": SEQ_LEN},
+            "train": {
+                "max_steps": STEPS,
+                "tokens_per_step": num_sequences * SEQ_LEN,
+                "micro_batch_sequences": num_sequences,
+                "lr": 1e-2,
+                "max_grad_norm": MAX_GRAD_NORM,
+            },
+            "evaluate": {"arms": ["none", "graft", "retrained"]},
+        }
+    )
+    trunk = tiny_trunk(family)
+    compute_dtype = torch.bfloat16 if bf16 else None
+    settings = {"kind": "kl", "temperature": 1.0, "recompute": recompute, "compute_dtype": compute_dtype}
+    module = HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, **settings)
+    plan = make_plan(recipe, accelerator.num_processes)
+    accelerator.gradient_accumulation_steps = plan.accumulation
+    wrapped, optimizer = prepare(module, make_optimizer(module.head, recipe), accelerator, plan, MAX_GRAD_NORM)
+    wrapped.train()
+    for group in optimizer.param_groups:
+        group["lr"] = recipe.train.lr
+    found = [optimise(wrapped, optimizer, accelerator, recipe, plan, sequences(step)) for step in range(STEPS)]
+    joined = torch.distributed.is_initialized()
+    return {
+        "losses": [float(value) for sums_K, _ in found for value in sums_K],
+        "norms": [norm for _, norm in found],
+        "sharded": sum(isinstance(parameter, DTensor) for parameter in module.trunk.layers.parameters()),
+        "backend": torch.distributed.get_backend() if joined else None,
+        **run_facts(accelerator, wrapped, "bf16" if bf16 else "fp32"),
+    }
+
+
+def two_steps_on(family: str, *, on_cpu: bool, **settings: bool) -> dict[str, Any]:
+    """Train in this process, whatever accelerate was used for before."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return two_steps(Accelerator(cpu=on_cpu, mixed_precision="no"), family, **settings)
+
+
+class WaitingDrafting(NgramDrafting):
+    """Drafts are looked at by the host, which no graph can hold."""
+
+    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
+        """See :class:`DrafterMaker`."""
+        return WaitingDrafter(self.longest, self.shortest, size, depth, trunk.lm_head_VD.device)
+
+
+class WaitingDrafter(NgramDrafter):
+    """Looks up drafts, and waits for them."""
+
+    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+        """See :class:`Drafter`."""
+        drafts = super().draft(depth, place, chooser)
+        drafts.tokens_BK.sum().item()
+        return drafts
+
+
+def failed_capture(device: torch.device) -> dict[str, Any]:
+    """Let a capture fail; return what the process says of itself and of texts afterwards."""
+    trunk = tiny_trunk("qwen3_5", seed=1).to(device)
+    texts, captured, warned = [], [], []
+    before = torch.cuda.current_stream()
+    # Plainly, with the drafter that waits, and with one that would not.
+    for drafting in (None, WaitingDrafting(), NgramDrafting()):
+        decoder = SpeculativeDecoder(trunk, drafting, 3, (), captures=drafting is not None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            texts.append([list(result.token_ids) for result in decoder.generate([list(range(1, 9))], 24)])
+        warned.append([str(one.message) for one in caught if "cannot be captured" in str(one.message)])
+        captured.append(decoder.captured_rounds)
+    release_memory()
+    return {
+        "texts": texts,
+        "captured": captured,
+        "warned": warned,
+        "on_the_stream_before": torch.cuda.current_stream() == before,
+        "still_computes": float(torch.ones(3, device=device).sum()),
+    }
+
+
+def main() -> None:
+    """Do what the command line names."""
+    what, *words = sys.argv[1:]
+    found = failed_capture(torch.device("cuda")) if what == "failed-capture" else two_steps(make_accelerator(), *words)
+    if int(found.get("world_size", 1)) > 1:
+        raise SystemExit("several processes; expected one")
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

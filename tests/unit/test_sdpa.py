@@ -1,0 +1,176 @@
+"""Our forwards run without cuDNN's attention, and leave the process's setting as they found it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mtp_train.heads.step
+import mtp_train.sft.train
+from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
+from mtp_inference import AssistantDrafting, HeadDrafting, SpeculativeDecoder, plain_greedy
+from mtp_inference.bench import clock, costs
+from mtp_inference.bench.__main__ import main
+from mtp_inference.draft import DrafterMaker
+from mtp_inference.other_drafters import ModelDrafting
+from mtp_train.data.tokenize import Document
+from mtp_train.families.assistants import GEMMA4_ASSISTANT
+from mtp_train.heads.sdpa import without_cudnn_attention
+from mtp_train.heads.trunk import Trunk
+from mtp_train.recipe_study import FineTuneSpec
+from mtp_train.study.fine_tune import fine_tune
+from mtp_train.train.module import HeadTraining
+from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+
+enabled = torch.backends.cuda.cudnn_sdp_enabled
+PROMPT = list(range(1, 12))
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether cuDNN was allowed in each call of torch's attention; it is allowed before the test and after it."""
+    allowed: list[bool] = []
+    stock = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args: Any, **options: Any) -> Tensor:
+        allowed.append(enabled())
+        return stock(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    assert enabled()
+    yield allowed
+    assert enabled()
+
+
+def train_a_step(family_name: str) -> None:
+    """Run a step whose backward pass runs the head's forward again."""
+    trunk = tiny_trunk(family_name)
+    module = HeadTraining(trunk, tiny_head(trunk), num_depths=2, kind="kl", temperature=1.0, recompute=True).train()
+    tokens_BT = torch.randint(VOCAB_SIZE, (2, 9))
+    zeros_BT = torch.zeros_like(tokens_BT)
+    terms = module(tokens_BT, torch.arange(9).expand(2, -1), zeros_BT, zeros_BT == 0, torch.ones(2))
+    terms.total.backward()
+
+
+@pytest.mark.parametrize("family_name", ["glm4_moe", "qwen3_5", "deepseek_v3", "mimo_v2_flash"])
+def test_a_training_step_and_what_it_recomputes_run_without_cudnn(family_name: str, seen: list[bool]) -> None:
+    train_a_step(family_name)
+    assert set(seen) == {False}
+
+
+def test_a_forward_that_is_not_ours_is_seen(seen: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the tests here would say nothing: neither of forwards, nor of what the backward pass runs again."""
+    tiny_trunk("glm4_moe").causal_lm(torch.tensor([PROMPT]))
+    assert set(seen) == {True}
+    seen.clear()
+    monkeypatch.setattr(mtp_train.heads.step, "mtp_step", mtp_train.heads.step.mtp_step.__wrapped__)
+    train_a_step("glm4_moe")
+    assert set(seen) == {True, False}
+
+
+def heads(name: str) -> tuple[Trunk, DrafterMaker]:
+    trunk = tiny_trunk(name)
+    return trunk, HeadDrafting(tiny_head(trunk))
+
+
+MODELS: dict[str, Callable[[], tuple[Trunk, DrafterMaker]]] = {
+    "full": lambda: heads("glm4_moe"),
+    "recurrent": lambda: heads("qwen3_5"),
+    "latent": lambda: heads("deepseek_v3"),
+    "draft model": lambda: (tiny_trunk("mistral"), ModelDrafting(tiny_trunk("mistral", seed=1))),
+    "assistant": lambda: (tiny_gemma_trunk("shared"), AssistantDrafting(tiny_assistant("shared"), GEMMA4_ASSISTANT)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decoding_runs_without_cudnn_and_streams_leave_the_setting_alone(name: str, seen: list[bool]) -> None:
+    if name == "assistant" and not HAS_ASSISTANTS:
+        pytest.skip("this transformers has no external drafters")
+    trunk, drafting = MODELS[name]()
+    decoder = SpeculativeDecoder(trunk, drafting, 2, ())
+    decoder.generate([PROMPT], 6)
+    plain_greedy(trunk, PROMPT, 3, ())
+    assert set(seen) == {False}
+    assert len(seen) > 10
+
+
+def test_fine_tuning_runs_without_cudnn(seen: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    documents = [Document((1, 2, 3, 4), (True,) * 4, "a", "a"), Document((5, 6, 7), (True,) * 3, "b", "b")]
+    spec = FineTuneSpec(max_steps=1, lr=1e-3, documents_per_step=2)
+    fine_tune(
+        tiny_trunk("glm4_moe"),
+        documents,
+        spec,
+        precision="fp32",
+        seed=0,
+        on_step=lambda done: None,
+        on_point=lambda done, tokens: None,
+    )
+    assert set(seen) == {False}
+    # A run's own fine-tuning leaves forwards to the Trainer as well.
+    found: list[bool] = []
+    trainer = SimpleNamespace(train=lambda **options: found.append(enabled()), state=SimpleNamespace(global_step=1))
+    monkeypatch.setattr(mtp_train.sft.train, "make_trainer", lambda *_unused: trainer)
+    monkeypatch.setattr(mtp_train.sft.train, "newest_checkpoint", lambda _directory: None)
+    monkeypatch.setattr(mtp_train.sft.train, "clear_torn", lambda _directory: None)
+    accelerator: Any = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
+    recipe: Any = SimpleNamespace(train=SimpleNamespace(max_steps=1))
+    nothing: Any = None
+    mtp_train.sft.train.fine_tune_stage(recipe, nothing, tmp_path, nothing, accelerator, nothing)
+    assert found == [False]
+
+
+def test_the_benchmark_runs_transformers_without_cudnn_too(
+    seen: list[bool], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(clock, "CPU_COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(costs, "REPEATS", 1)
+    numbers = ("--depths", "0", "--batches", "1", "--prompt-lengths", "4", "--new-tokens", "2", "--repeats", "1")
+    assert main(["--shape", "tiny-qwen", "--device", "cpu", "--against", "transformers", *numbers]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["decoding"]
+    assert [row["arm"] for row in rows] == ["ours", "transformers"]
+    assert set(seen) == {False}
+
+
+def test_a_users_own_choice_comes_back() -> None:
+    for choice in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(choice)
+        with without_cudnn_attention():
+            assert not enabled()
+        assert enabled() == choice
+        with pytest.raises(ZeroDivisionError), without_cudnn_attention():
+            raise ZeroDivisionError
+        assert enabled() == choice
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_threads_whose_forwards_overlap_leave_the_setting_as_the_first_found_it() -> None:
+    first_is_in, second_is_in = threading.Event(), threading.Event()
+    found = []
+
+    def second() -> None:
+        first_is_in.wait()
+        with without_cudnn_attention():
+            second_is_in.set()
+            first.join()
+            found.append(enabled())
+
+    def enter_and_leave() -> None:
+        with without_cudnn_attention():
+            first_is_in.set()
+            second_is_in.wait()
+
+    first, other = threading.Thread(target=enter_and_leave), threading.Thread(target=second)
+    first.start()
+    other.start()
+    other.join()
+    assert found == [False]
+    assert enabled()
