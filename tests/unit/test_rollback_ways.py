@@ -100,7 +100,7 @@ def test_on_a_gpu_every_phase_of_every_way_is_captured_and_waits_for_nothing(mon
         return captured[-1].replay
 
     replayed: list[object] = []
-    monkeypatch.setattr(clock, "_captured", record)
+    monkeypatch.setattr(clock, "captured", record)
     monkeypatch.setattr(clock, "_event_seconds", lambda run: float(replayed.append(run) or len(replayed)))
     found = graph_times(layers, torch.tensor([1, 2, 3]), state_LBHKV, 1, torch.device("cuda"))
     # One turn to warm up, one that counts; pieces in the order of the ways and their phases.
