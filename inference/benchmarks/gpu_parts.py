@@ -188,7 +188,8 @@ def part_d3(place: Place) -> list[Step]:
         "train.max_steps=200 train.tokens_per_step=12288 train.lr=1.5e-3 train.micro_batch_sequences=8 "
         "study.drift.fine_tune.lr=5e-4 evaluate.prompts=64"
     )
-    least = f"{LEAST_RUN} study.drift=null study.objectives=[kl] study.temperatures=[0.0] study.rules=[greedy] study.batch=2"
+    arms = "evaluate.arms=[graft,retrained,vanilla]"
+    least = f"{LEAST_RUN} {arms} study.drift=null study.objectives=[kl] study.temperatures=[0.0] study.rules=[greedy]"
     fields = f"{pair} study.vanilla_sources=[{work}/code.jsonl] {sizes}" if place.on_gpu else least
     return [recipe_step("study", 540, ("-m",), work / "study", fields, recipe="vanilla_vs_distill")]
 
