@@ -109,7 +109,7 @@ def part_a(place: Place) -> list[Step]:
     quiet = ("-p", "no:cacheprovider", "-W", "default", "-W", "error:decoder", "--continue-on-collection-errors")
     return [
         place.script("probe", 90, "gpu_probe.py", "", "", ""),
-        Step("tests", 170, ("-m", "pytest", "-v", *quiet, "-m", "gpu", *map(str, sorted(tests)))),
+        Step("tests", 160, ("-m", "pytest", "-v", *quiet, "-m", "gpu", *map(str, sorted(tests)))),
         place.script("profile", 80, "gpu_profile.py", "--depths 3,0", "", "--shape tiny-qwen --used 64"),
         place.bench(
             *("decode", 120, "--accept 0.8 --depths 0,3 --batches 1 --prompt-lengths 32"),
@@ -124,30 +124,35 @@ def part_b(place: Place) -> list[Step]:
     # Without a GPU Triton's kernels run in its interpreter.
     triton: dict[str, Any] = {"needs": ("triton",), "env": {} if place.on_gpu else {"TRITON_INTERPRET": "1"}}
     return [
-        place.train("train", 100),
+        place.train("train", 90),
         place.train("train-triton", 90, "--rows triton", **triton),
         place.train("train-triton-1024", 90, "--rows triton --chunk-rows 1024", **triton),
-        place.train("train-flex", 140, "--attention flex", left_out=None if place.on_gpu else NO_FLEX),
+        place.train("train-flex", 120, "--attention flex", left_out=None if place.on_gpu else NO_FLEX),
     ]
 
 
 def part_c(place: Place) -> list[Step]:
-    """Batches, the demo's recipe, one rank of FSDP2, and ways to roll back."""
+    """Batches, transformers' own decoding, the demo's recipe, one rank of FSDP2, and ways to roll back."""
     short = "train.max_steps=6 data.regenerate.max_prompts=64 evaluate.prompts=8"
     launcher = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--config_file")
     config = REPOSITORY / "recipes" / "accelerate" / ("fsdp2.yaml" if place.on_gpu else "single.yaml")
     return [
         place.bench(
-            *("batches", 130, "--accept 0.8"),
+            *("batches", 130, "--accept 0.8 --prefill"),
             gpu="--depths 0,1,3,7 --batches 1,16 --prompt-lengths 2048 --new-tokens 64 --repeats 2",
             cpu="--depths 0,3 --batches 1,2 --prompt-lengths 32 --new-tokens 8 --repeats 1",
+        ),
+        place.bench(
+            *("transformers", 60, "--accept 0.8 --depths 0,3 --batches 1 --prompt-lengths 32 --against transformers"),
+            gpu="--new-tokens 48 --repeats 1",
+            cpu="--new-tokens 8 --repeats 1",
         ),
         recipe_step("recipe", 150, ("-m",), place.work / "recipe", "" if place.on_gpu else LEAST_RUN),
         recipe_step(
             *("fsdp2", 60, (*launcher, str(config), "-m"), place.work / "fsdp2"), short if place.on_gpu else LEAST_RUN
         ),
         place.script(
-            *("rollback", 40, "rollback.py", "--key-heads 16 --heads 32"),
+            *("rollback", 30, "rollback.py", "--key-heads 16 --heads 32"),
             gpu="--rows 1,16 --window 4,8 --key-width 128 --value-width 128 --layers 24 --repeats 30",
             cpu="--rows 1,2 --window 4 --key-width 8 --value-width 8 --layers 2 --repeats 2",
         ),
