@@ -5,6 +5,8 @@
 #   inference/benchmarks/gpu.sh all --cpu --out DIR  every step of A, B and C in small shapes, without a GPU
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-# Some images have no "python", some environments no "python3".
-python=$(command -v python || command -v python3) || { echo "gpu.sh: no python on PATH; expected one with torch." >&2; exit 2; }
+python=$(command -v python3 || command -v python) || {
+    echo "gpu.sh: no python3 on PATH; expected one with torch. Activate its environment." >&2
+    exit 2
+}
 exec "$python" "$here/gpu_parts.py" "$@"

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 REPOSITORY = Path(__file__).parents[2]
+COMMIT = ("describe", "--always", "--exclude=*", "--dirty", "--abbrev=40")
 PACKAGES = (
     "torch",
     "transformers",
@@ -42,7 +43,7 @@ def machine(device: str, commit: str | None) -> dict[str, Any]:
     """Return the record."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit or _said("git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40"),
+        "commit": commit or _said("git", "-C", str(REPOSITORY), *COMMIT),
         "device": device,
         "gpu": _gpu() if device == "cuda" and torch.cuda.is_available() else None,
         "cpu": platform.processor() or platform.machine(),

@@ -109,7 +109,7 @@ def part_a(place: Place) -> list[Step]:
     quiet = ("-p", "no:cacheprovider", "-W", "default", "-W", "error:decoder", "--continue-on-collection-errors")
     return [
         place.script("probe", 90, "gpu_probe.py", "", "", ""),
-        Step("tests", 160, ("-m", "pytest", "-v", *quiet, "-m", "gpu", *map(str, sorted(tests)))),
+        Step("tests", 150, ("-m", "pytest", "-v", *quiet, "-m", "gpu", *map(str, sorted(tests)))),
         place.script("profile", 80, "gpu_profile.py", "--depths 3,0", "", "--shape tiny-qwen --used 64"),
         place.bench(
             *("decode", 120, "--accept 0.8 --depths 0,3 --batches 1 --prompt-lengths 32"),
@@ -147,7 +147,7 @@ def part_c(place: Place) -> list[Step]:
             gpu="--new-tokens 48 --repeats 1",
             cpu="--new-tokens 8 --repeats 1",
         ),
-        recipe_step("recipe", 150, ("-m",), place.work / "recipe", "" if place.on_gpu else LEAST_RUN),
+        recipe_step("recipe", 130, ("-m",), place.work / "recipe", "" if place.on_gpu else LEAST_RUN),
         recipe_step(
             *("fsdp2", 60, (*launcher, str(config), "-m"), place.work / "fsdp2"), short if place.on_gpu else LEAST_RUN
         ),
@@ -204,7 +204,8 @@ def maker_step(name: str, place: Place, stages: str, notes: tuple[str, ...]) -> 
     words = (str(REPOSITORY / "scripts" / "make_demo.py"), *stages.split(), "--size", "large", "--device", "cuda")
     kept = tuple(place.work / note for note in notes)
     left_out = None if place.on_gpu else "the larger pair takes hours on a CPU; part D3 studies the demo's there"
-    return Step(name, 540, (*words, "--work", str(place.work)), result=kept[0], keeps=kept, left_out=left_out)
+    words = (*words, "--work", str(place.work))
+    return Step(name, 540, words, result=kept[0], keeps=kept, needs=DATA, left_out=left_out)
 
 
 PARTS: dict[str, Callable[[Place], list[Step]]] = {
@@ -222,7 +223,7 @@ MEASURED = ("A", "B", "C")
 def steps_of(part: str, place: Place, commit: str | None) -> list[Step]:
     """Return the steps of a part; the first one records the machine."""
     commit_words = f"--commit {commit}" if commit else ""
-    return [place.script(MACHINE, 20, "gpu_machine.py", commit_words, "", ""), *PARTS[part](place)]
+    return [place.script(MACHINE, 30, "gpu_machine.py", commit_words, "", ""), *PARTS[part](place)]
 
 
 class PartRun:
@@ -238,6 +239,7 @@ class PartRun:
         self.part = part
         self.place = place
         self.out = out
+        self.shown: list[str] = []
         self.document: dict[str, Any] = {"part": part, "complete": False, MACHINE: None, "steps": []}
 
     def run(self, steps: Sequence[Step]) -> list[str]:
@@ -253,10 +255,11 @@ class PartRun:
                 self._keep(step, record)
                 self.save()
             print(f"== {self.part} {step.name}: {record['status']}, {record.get('seconds', 0):.0f} s", flush=True)
-            print("\n".join(line[:LINE_CHARS] for line in record.pop("shown", [])), flush=True)
+            print("\n".join(line[:LINE_CHARS] for line in self.shown), flush=True)
             if record["status"] not in ("done", "left out"):
                 missed.append(f"{self.part} {step.name} ({record['status']})")
-                if step.name == MACHINE:
+                # Slow to start is no reason to stop; no GPU is.
+                if step.name == MACHINE and record["status"] != "out of time":
                     return missed
         self.document["complete"] = not missed
         self.save()
@@ -281,7 +284,6 @@ class PartRun:
         if step.left_out is not None or missing:
             record["status"] = "left out" if step.left_out is not None else "lacks packages"
             record["reason"] = step.left_out or f"{', '.join(missing)}: not installed; see gpu/README.md"
-            record["shown"] = [record["reason"]]
             return
         log = self.place.results / f"{step.name}.txt"
         started = time.monotonic()
@@ -309,7 +311,7 @@ class PartRun:
         else:
             record["result"] = result
         text = lines if last is None else lines[:-1]
-        record.setdefault("shown", text[-SHOWN_LINES:])
+        self.shown = [record["reason"]] if "reason" in record else text[-SHOWN_LINES:]
         if record["status"] != "done" or result is None:
             record["last_lines"] = [line[:LINE_CHARS] for line in text[-KEPT_LINES:]]
 

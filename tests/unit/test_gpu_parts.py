@@ -145,7 +145,7 @@ def test_a_part_saves_every_kind_of_end_and_goes_on(part_run: PartRun, tmp_path:
     steps = [
         program("print('text'); print('{\"figure\": 1}')", "good"),
         program("import sys; print('why'); sys.exit(4)", "bad"),
-        replace(program("input()", "long", result=report), limit_s=0),
+        replace(program("import signal; signal.pause()", "long", result=report), limit_s=0),
         program("", "needy", needs=("no_such_package", "json")),
         program("", "elsewhere", left_out="for a reason"),
         program("import sys; sys.exit(3)", "refused", outcome=outcome, result=report, keeps=(report,)),
@@ -189,6 +189,12 @@ def test_a_part_ends_where_the_machine_cannot_be_measured(part_run: PartRun) -> 
     steps = [program("import sys; print('{\"gpu\": null}'); sys.exit(1)", MACHINE), program("print(1)")]
     assert part_run.run(steps) == [f"A {MACHINE} (failed with 1)"]
     assert saved(part_run)["steps"][1:] == []
+
+
+def test_a_part_goes_on_where_the_machine_is_only_slow_to_start(part_run: PartRun) -> None:
+    slow = replace(program("import signal; signal.pause()", MACHINE), limit_s=0)
+    assert part_run.run([slow, program("print('{\"figure\": 1}')")]) == [f"A {MACHINE} (out of time)"]
+    assert saved(part_run)["steps"][1]["result"] == {"figure": 1}
 
 
 def test_a_step_out_of_time_ends_with_all_that_it_started(tmp_path: Path) -> None:
