@@ -104,7 +104,7 @@ class Place:
 
 
 def part_a(place: Place) -> list[Step]:
-    """Is the GPU path right, what does the hardware allow, and how near is plain and speculative decoding to it."""
+    """Return the steps that measure the hardware, test the GPU path, and measure decoding at batch 1."""
     tests = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")]
     quiet = ("-p", "no:cacheprovider", "-W", "default", "-W", "error:decoder", "--continue-on-collection-errors")
     return [
@@ -120,7 +120,7 @@ def part_a(place: Place) -> list[Step]:
 
 
 def part_b(place: Place) -> list[Step]:
-    """What a step of head training costs, and what kernels, larger chunks and flex_attention change."""
+    """Return the steps that time head training: as it is, with kernels, with larger chunks, with flex_attention."""
     # Without a GPU Triton's kernels run in its interpreter.
     triton: dict[str, Any] = {"needs": ("triton",), "env": {} if place.on_gpu else {"TRITON_INTERPRET": "1"}}
     return [
@@ -132,7 +132,7 @@ def part_b(place: Place) -> list[Step]:
 
 
 def part_c(place: Place) -> list[Step]:
-    """Batches, transformers' own decoding, the demo's recipe, one rank of FSDP2, and ways to roll back."""
+    """Return the steps for batches, transformers' decoding, the demo's recipe, one rank of FSDP2, and rollback."""
     short = "train.max_steps=6 data.regenerate.max_prompts=64 evaluate.prompts=8"
     launcher = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--config_file")
     config = REPOSITORY / "recipes" / "accelerate" / ("fsdp2.yaml" if place.on_gpu else "single.yaml")
@@ -176,17 +176,17 @@ def recipe_step(
 
 
 def part_d1(place: Place) -> list[Step]:
-    """Make the base of the larger pair."""
+    """Return the step that makes the base of the larger pair."""
     return [maker_step("base", place, "base", ("base.json",))]
 
 
 def part_d2(place: Place) -> list[Step]:
-    """Make the fine-tune of the larger pair, its prompts and its code."""
+    """Return the step that makes the fine-tune of the larger pair, its prompts and its code."""
     return [maker_step("finetune", place, "finetune check texts", ("finetune.json", "check.json"))]
 
 
 def part_d3(place: Place) -> list[Step]:
-    """Run the study on the larger pair; called again, go on with it."""
+    """Return the step that runs the study on the larger pair, or goes on with it."""
     work = place.work
     pair = f"model.trunk={work}/finetune model.head_from={work}/base data.sources.0.path={work}/prompts.jsonl"
     sizes = (

@@ -307,6 +307,7 @@ def test_the_profile_lists_what_a_round_runs(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton: not installed")
 def test_every_part_runs_on_a_cpu_and_leaves_its_two_files(tmp_path: Path) -> None:
     out, work = tmp_path / "out", tmp_path / "work"
     command = ["bash", SCRIPT, "all", "D1", "D2", "D3", "--cpu", "--out", out, "--work", work, "--commit", "c0ffee"]
