@@ -6,9 +6,12 @@
 A way runs the window, keeps something, and at commit makes of it the state after each row's last kept token. All are
 exact. ``corrections`` is the decoder's own (``mtp_inference/delta.py`` has the mathematics). ``states`` loops over
 the tokens and keeps every state. ``replay`` keeps the inputs and runs the window again, in which tokens after the kept
-prefix write nothing and forget nothing. Times are for all layers together, the minimum over the repeats.
+prefix write nothing and forget nothing. The states of all layers are in one buffer, in which they are committed.
 
-Shapes: B rows, T tokens of the window, H value heads, K key width, V value width, N = B * H.
+Times are for all layers together. On a CPU they are the minimum over the repeats. On a GPU each phase is captured as a
+graph, as the decoder's rounds are, and they are medians: eager launches would rank the ways by their number of kernels.
+
+Shapes: L layers, B rows, R = L * B, T tokens of the window, H value heads, K key width, V value width, N = B * H.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtp_inference.bench.clock import Piece, time_alone
 from mtp_inference.delta import MAX_WINDOW, DeltaWindow, gated_delta_window
 
 
@@ -56,9 +60,9 @@ class Way(NamedTuple):
 
     run: Callable[[DeltaInputs], tuple[Tensor, Any]]
     """Inputs -> outputs (B, T, H, V) and a tuple of the tensors that are kept until the commit."""
-    commit: Callable[[Any, Tensor, Tensor], None]
-    """What was kept, how many tokens each row keeps (int64, (B,)), and where to write the new state: fp32 (B, H, K, V),
-    contiguous, possibly the state before the window."""
+    commit: Callable[[Sequence[Any], Tensor, Tensor], None]
+    """What each layer kept, how many tokens each row keeps (int64, (B,)), and the states of all layers before the
+    window, fp32 (L, B, H, K, V), contiguous: those after the kept tokens are written in their place."""
 
 
 def gated_delta_per_token(inputs: DeltaInputs) -> tuple[Tensor, tuple[Tensor]]:
@@ -85,12 +89,16 @@ def gated_delta_per_token(inputs: DeltaInputs) -> tuple[Tensor, tuple[Tensor]]:
     return output.transpose(0, 1).to(out_dtype), (states_TNKV,)
 
 
-def commit_states(kept: tuple[Tensor], num_kept_B: Tensor, out_BHKV: Tensor) -> None:
-    """Pick each row's state. Every row must keep a token: the state before the window is not among them."""
-    (states_TNKV,) = kept
-    flat_N = torch.arange(states_TNKV.shape[1], device=num_kept_B.device)
-    index_N = (num_kept_B - 1).repeat_interleave(out_BHKV.shape[1]) * flat_N.numel() + flat_N
-    torch.index_select(states_TNKV.flatten(0, 1), 0, index_N, out=out_BHKV.flatten(0, 1))
+def commit_states(kept: Sequence[tuple[Tensor]], num_kept_B: Tensor, state_LBHKV: Tensor) -> None:
+    """Pick each row's state, layer by layer: to join what layers kept would copy all of it.
+
+    Every row must keep a token: the state before the window is not among them.
+    """
+    num_flat = kept[0][0].shape[1]
+    flat_N = torch.arange(num_flat, device=num_kept_B.device)
+    index_N = (num_kept_B - 1).repeat_interleave(state_LBHKV.shape[2]) * num_flat + flat_N
+    for (states_TNKV,), out_BHKV in zip(kept, state_LBHKV, strict=True):
+        torch.index_select(states_TNKV.flatten(0, 1), 0, index_N, out=out_BHKV.flatten(0, 1))
 
 
 def run_window(inputs: DeltaInputs) -> tuple[Tensor, DeltaWindow]:
@@ -100,24 +108,32 @@ def run_window(inputs: DeltaInputs) -> tuple[Tensor, DeltaWindow]:
 
 def run_for_replay(inputs: DeltaInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run the decoder's kernel for its outputs alone; keep the inputs that make the state."""
-    return run_window(inputs)[0], inputs[1:]
+    return run_window(inputs)[0], inputs[1:5]
 
 
-def commit_replay(kept: tuple[Tensor, ...], num_kept_B: Tensor, out_BHKV: Tensor) -> None:
-    """Run the window again without the rejected tokens, and commit all of it."""
-    key, value, g, beta, initial_state = kept
-    num_tokens = g.shape[1]
-    is_kept_BT1 = (torch.arange(num_tokens, device=g.device) < num_kept_B[:, None])[..., None]
+def commit_replay(kept: Sequence[tuple[Tensor, ...]], num_kept_B: Tensor, state_LBHKV: Tensor) -> None:
+    """Run the window again without the rejected tokens, of all layers at once, and commit all of it."""
+    key, value, g, beta = (torch.cat(parts) for parts in zip(*kept, strict=True))
+    num_tokens, num_kept_R = g.shape[1], num_kept_B.repeat(len(kept))
+    is_kept_RT1 = (torch.arange(num_tokens, device=g.device) < num_kept_R[:, None])[..., None]
+    state_RHKV = state_LBHKV.flatten(0, 1)
     # Nobody reads its outputs: keys serve as queries.
-    _, window = run_window(DeltaInputs(key, key, value, g * is_kept_BT1, beta * is_kept_BT1, initial_state))
-    window.commit(torch.full_like(num_kept_B, num_tokens), out_BHKV)
+    _, window = run_window(DeltaInputs(key, key, value, g * is_kept_RT1, beta * is_kept_RT1, state_RHKV))
+    window.commit(torch.full_like(num_kept_R, num_tokens), state_RHKV)
+
+
+def commit_corrections(kept: Sequence[DeltaWindow], num_kept_B: Tensor, state_LBHKV: Tensor) -> None:
+    """Add the kept tokens' corrections, of all layers at once, as ``recurrent_cache.py`` does."""
+    state_RHKV = state_LBHKV.flatten(0, 1)
+    kept[0].joined(kept, state_RHKV).commit(num_kept_B.repeat(len(kept)), state_RHKV)
 
 
 WAYS = {
     "states": Way(gated_delta_per_token, commit_states),
     "replay": Way(run_for_replay, commit_replay),
-    "corrections": Way(run_window, DeltaWindow.commit),
+    "corrections": Way(run_window, commit_corrections),
 }
+PHASES = ("window_us", "commit_us", "both_us")
 
 
 def draw_inputs(shape: Shape, seed: int, device: str) -> DeltaInputs:
@@ -131,20 +147,59 @@ def draw_inputs(shape: Shape, seed: int, device: str) -> DeltaInputs:
     return DeltaInputs(*(part.to(device) for part in (query, key, value, g, beta, initial_state)))
 
 
-def _now(on: Tensor) -> float:
-    if on.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def draw_layers(shape: Shape, num_layers: int, device: str) -> tuple[list[DeltaInputs], Tensor]:
+    """Return the windows of several layers, and the buffer (L, B, H, K, V) in which their states before these lie."""
+    layers = [draw_inputs(shape, seed, device) for seed in range(num_layers)]
+    state_LBHKV = torch.stack([layer.initial_state for layer in layers])
+    return [layer._replace(initial_state=state) for layer, state in zip(layers, state_LBHKV, strict=True)], state_LBHKV
 
 
-def _time_once(way: Way, layers: list[DeltaInputs], num_kept_B: Tensor, states: list[Tensor]) -> tuple[float, float]:
-    """Return the seconds of both phases. What the window allocated is freed after the clock has stopped."""
-    start = _now(num_kept_B)
+def _time_once(way: Way, layers: list[DeltaInputs], num_kept_B: Tensor, state_LBHKV: Tensor) -> list[float]:
+    """Return the seconds of both phases and of both together. What the window allocated is freed afterwards."""
+    start = time.perf_counter()
     ran = [way.run(inputs) for inputs in layers]
-    middle = _now(num_kept_B)
-    for (_, kept), state in zip(ran, states, strict=True):
-        way.commit(kept, num_kept_B, state)
-    return middle - start, _now(num_kept_B) - middle
+    middle = time.perf_counter()
+    way.commit([kept for _, kept in ran], num_kept_B, state_LBHKV)
+    end = time.perf_counter()
+    return [middle - start, end - middle, end - start]
+
+
+def clock_times(
+    layers: list[DeltaInputs], num_kept_B: Tensor, state_LBHKV: Tensor, repeats: int
+) -> dict[str, list[float]]:
+    """Return the seconds of every way's ``PHASES``, each the least of the repeats."""
+    seconds: dict[str, list[list[float]]] = {name: [] for name in WAYS}
+    order = Random(0)
+    for _ in range(repeats + 1):
+        # In another order each time, lest one way always find the caches as the same other one left them.
+        for name in order.sample(list(WAYS), len(WAYS)):
+            seconds[name].append(_time_once(WAYS[name], layers, num_kept_B, state_LBHKV))
+    return {name: [min(phase) for phase in zip(*taken, strict=True)] for name, (_warm_up, *taken) in seconds.items()}
+
+
+def graph_times(
+    layers: list[DeltaInputs], num_kept_B: Tensor, state_LBHKV: Tensor, repeats: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Return the same of captured graphs, each the median of the repeats."""
+    pieces: dict[str, Piece] = {}
+    for name, way in WAYS.items():
+        for phase, piece in zip(PHASES, _phases(way, layers, num_kept_B, state_LBHKV), strict=True):
+            pieces[f"{name} {phase}"] = piece
+    seconds = time_alone(pieces, device, repeats)
+    return {name: [seconds[f"{name} {phase}"] for phase in PHASES] for name in WAYS}
+
+
+def _phases(way: Way, layers: list[DeltaInputs], num_kept_B: Tensor, state_LBHKV: Tensor) -> list[Piece]:
+    def run() -> list[Any]:
+        return [way.run(inputs)[1] for inputs in layers]
+
+    # The graph of the commit alone reads what was kept before its capture.
+    kept = run()
+    return [
+        run,
+        lambda: way.commit(kept, num_kept_B, state_LBHKV),
+        lambda: way.commit(run(), num_kept_B, state_LBHKV),
+    ]
 
 
 @torch.inference_mode()
@@ -153,21 +208,16 @@ def measure(shape: Shape, num_layers: int, repeats: int, device: str) -> list[di
 
     Returns a record for each way; its ``kept_bytes`` leave out the states before the window.
     """
-    layers = [draw_inputs(shape, seed, device) for seed in range(num_layers)]
-    states = [torch.empty_like(layer.initial_state) for layer in layers]
+    layers, state_LBHKV = draw_layers(shape, num_layers, device)
     generator = torch.Generator().manual_seed(0)
     num_kept_B = torch.randint(1, shape.window + 1, (shape.rows,), generator=generator).to(device)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
-    order = Random(0)
-    for _ in range(repeats + 1):
-        # In another order each time, lest one way always find the caches as the same other one left them.
-        for name in order.sample(list(WAYS), len(WAYS)):
-            seconds[name].append(_time_once(WAYS[name], layers, num_kept_B, states))
+    if device == "cpu":
+        seconds = clock_times(layers, num_kept_B, state_LBHKV, repeats)
+    else:
+        seconds = graph_times(layers, num_kept_B, state_LBHKV, repeats, torch.device(device))
     records = []
-    for name, (_warm_up, *taken) in seconds.items():
-        both = [(window, commit, window + commit) for window, commit in taken]
-        best = (round(1e6 * min(phase), 1) for phase in zip(*both, strict=True))
-        times = dict(zip(("window_us", "commit_us", "both_us"), best, strict=True))
+    for name, taken in seconds.items():
+        times = {phase: round(1e6 * one, 1) for phase, one in zip(PHASES, taken, strict=True)}
         kept = [part for part in WAYS[name].run(layers[0])[1] if part is not layers[0].initial_state]
         kept_bytes = num_layers * sum(part.nbytes for part in kept)
         records.append({"rows": shape.rows, "window": shape.window, "way": name, **times, "kept_bytes": kept_bytes})
@@ -203,6 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = vars(options) | {
         "device_name": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
+        "timed": "by the clock, least" if options.device == "cpu" else "captured graphs, median",
         "torch": torch.__version__,
     }
     results = []

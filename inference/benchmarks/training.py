@@ -4,6 +4,9 @@
     python inference/benchmarks/training.py --model demo:base --tokens 2048 --seq-len 512
     python inference/benchmarks/training.py --shape 9b --device cuda --tokens 8192 --seq-len 2048 [--rows triton]
 
+``--precision`` is what matrices are multiplied in, as ``train.precision`` of a recipe; ``--trunk-dtype`` is what the
+trunk's weights are held in. The head's are fp32, as in training.
+
 ``step`` is everything: trunk, head, loss, backward and optimiser; ``step, states kept`` is the same where the trunk's
 hidden states are known (``train.hidden_cache``). The floor is what the matrix products of a step would take at the rate
 at which the trunk alone gets through its own; attention counts on neither side. Times are medians.
@@ -37,14 +40,16 @@ from torch.nn.functional import kl_div, log_softmax
 from mtp_inference.bench.clock import now
 from mtp_inference.bench.memory import PeakMemory
 from mtp_inference.bench.subject import SHAPES, Subject, checkpoint_subject, shape_subject
+from mtp_train import losses
 from mtp_train.demo import resolve
 from mtp_train.heads.flex import Attention, require_flex_device
 from mtp_train.heads.isolate import isolated_hidden
-from mtp_train.losses import CHUNK_ROWS, RowsIn, frozen_head_loss, row_work
+from mtp_train.losses import RowsIn, frozen_head_loss, row_work
 from mtp_train.train.cost import active_weights
 from mtp_train.train.module import AlignedRows, Batch, HeadTraining, aligned_rows
 
 GIB = 1 << 30
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Bench(NamedTuple):
@@ -55,22 +60,16 @@ class Bench(NamedTuple):
     batch: Batch
     scale_K: Tensor
     hidden_BTD: Tensor
-    amp: bool
-    """Whether matrices are multiplied in bf16, as ``train.precision: bf16`` does."""
-
-    def autocast(self) -> torch.autocast:
-        """The precision of trunk and head."""
-        return torch.autocast(self.batch.tokens_BT.device.type, torch.bfloat16, enabled=self.amp)
 
     def trunk(self) -> None:
         """Run the trunk alone."""
-        with self.autocast():
+        with self.module.computing():
             isolated_hidden(self.module.trunk, self.batch.tokens_BT, self.batch.document_BT)
 
     def head(self) -> AlignedRows:
         """Unroll the head, forward only, but keep what a backward pass would need."""
         module = self.module
-        with self.autocast():
+        with module.computing():
             return aligned_rows(
                 module.trunk,
                 module.head,
@@ -82,8 +81,7 @@ class Bench(NamedTuple):
 
     def forward(self) -> Tensor:
         """Head and loss, whose gradient is formed in its forward pass."""
-        with self.autocast():
-            total: Tensor = self.module(*self.batch, self.scale_K, self.hidden_BTD).total
+        total: Tensor = self.module(*self.batch, self.scale_K, self.hidden_BTD).total
         return total
 
     def kept_step(self) -> None:
@@ -94,9 +92,7 @@ class Bench(NamedTuple):
 
     def step(self) -> None:
         """A step as it is."""
-        with self.autocast():
-            terms = self.module(*self.batch, self.scale_K)
-        terms.total.backward()
+        self.module(*self.batch, self.scale_K).total.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -105,6 +101,11 @@ class Bench(NamedTuple):
         """K."""
         return self.module.num_depths
 
+    @property
+    def output_VD(self) -> Tensor:
+        """The output matrix in the dtype that the loss multiplies in."""
+        return self.module.trunk.lm_head_VD.to(self.module.compute_dtype)
+
 
 def make_bench(
     subject: Subject,
@@ -112,11 +113,21 @@ def make_bench(
     seq_len: int,
     num_depths: int,
     *,
-    amp: bool,
+    compute_dtype: torch.dtype,
     rows_in: RowsIn = "torch",
     attention: Attention = "dense",
 ) -> Bench:
-    """Build module, optimiser and a batch of random tokens: full rows, a document each."""
+    """Build module, optimiser and a batch of random tokens: full rows, a document each.
+
+    Args:
+        subject: Trunk and head.
+        num_tokens: Tokens of a step.
+        seq_len: T.
+        num_depths: K.
+        compute_dtype: See :class:`HeadTraining`.
+        rows_in: Likewise.
+        attention: Likewise.
+    """
     trunk, head = subject.trunk, subject.head
     if head is None:
         raise SystemExit("no head: expected a checkpoint with one")
@@ -137,13 +148,14 @@ def make_bench(
         temperature=1.0,
         rows_in=rows_in,
         attention=attention,
+        compute_dtype=compute_dtype,
     )
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6)
-    with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+    with module.computing():
         hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
     scale_K = torch.full((num_depths,), 1 / num_tokens, device=device)
-    return Bench(module.train(), optimizer, batch, scale_K, hidden_BTD, amp)
+    return Bench(module.train(), optimizer, batch, scale_K, hidden_BTD)
 
 
 def time_parts(bench: Bench, repeats: int) -> dict[str, float]:
@@ -173,10 +185,10 @@ def in_turn(parts: Mapping[str, Callable[[], object]], repeats: int, device: tor
 def time_loss(bench: Bench, repeats: int) -> dict[str, float]:
     """Return the median seconds of what the loss does with one chunk of rows, all depths."""
     module, device = bench.module, bench.batch.tokens_BT.device
-    lm_head_VD, targets_N = module.trunk.lm_head_VD, bench.batch.tokens_BT.flatten()
+    lm_head_VD, targets_N = bench.output_VD, bench.batch.tokens_BT.flatten()
     state_ND = bench.hidden_BTD.flatten(0, 1).to(lm_head_VD.dtype)
     # Other logits for q than for p.
-    state_CD, targets_C = state_ND[:CHUNK_ROWS], targets_N[:CHUNK_ROWS]
+    state_CD, targets_C = state_ND[: losses.CHUNK_ROWS], targets_N[: losses.CHUNK_ROWS]
     teacher_CV, student_CV = state_CD @ lm_head_VD.T, state_CD.flip(0) @ lm_head_VD.T
 
     def multiply() -> None:
@@ -219,7 +231,7 @@ def loss_memory(bench: Bench) -> dict[str, int]:
     weight_KN = rows.valid_KN.float()
     given = [student_KND, rows.teacher_ND, module.trunk.lm_head_VD, rows.targets_N, weight_KN]
     with PeakMemory(given) as ours:
-        terms = frozen_head_loss(*given, kind="kl", rows_in=module.rows_in)
+        terms = frozen_head_loss(*given, kind="kl", rows_in=module.rows_in, compute_dtype=module.compute_dtype)
         terms.total.backward()
     shadows = [torch.empty_like(one, device="meta") for one in given]
     shadows[0].requires_grad_(True)
@@ -275,13 +287,21 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=2048, help="of a step")
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--depths", type=int, default=3)
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: fp32 on a CPU, else bf16")
+    parser.add_argument("--trunk-dtype", choices=tuple(DTYPES), default="auto", help="auto: fp32 on a CPU, else stored")
+    parser.add_argument(
+        "--chunk-rows", type=int, default=losses.CHUNK_ROWS, help="target rows of one chunk of the loss"
+    )
     parser.add_argument("--rows", choices=get_args(RowsIn), default="torch", help="what makes losses of logits")
     parser.add_argument("--attention", choices=("dense", "flex"), default="dense")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
     if options.tokens < options.seq_len or options.tokens % options.seq_len:
         parser.error(f"--tokens: found {options.tokens}; expected a multiple of --seq-len, {options.seq_len}")
+    if options.chunk_rows < 1:
+        parser.error(f"--chunk-rows: found {options.chunk_rows}; expected 1 or more. Leave it out.")
+    if options.precision is None:
+        options.precision = "fp32" if options.device.type == "cpu" else "bf16"
     return options
 
 
@@ -290,16 +310,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     device = options.device
     require_flex_device(options.attention, device)
+    # The loss reads it at every call; a recipe has no field for it.
+    losses.CHUNK_ROWS = options.chunk_rows
+    dtype = DTYPES[options.trunk_dtype]
     if options.shape:
-        subject = shape_subject(options.shape, dtype=None, device=device, seed=0)
+        subject = shape_subject(options.shape, dtype=dtype, device=device, seed=0)
     else:
-        subject = checkpoint_subject(resolve(options.model), None, adapter=None, dtype=None, device=device, drafts=True)
+        subject = checkpoint_subject(
+            resolve(options.model), None, adapter=None, dtype=dtype, device=device, drafts=True
+        )
     bench = make_bench(
         subject,
         options.tokens,
         options.seq_len,
         options.depths,
-        amp=options.precision == "bf16",
+        compute_dtype=torch.bfloat16 if options.precision == "bf16" else torch.float32,
         rows_in=options.rows,
         attention=options.attention,
     )

@@ -12,6 +12,7 @@ from transformers.cache_utils import MtpCache
 
 from checkpoints import save_with_head
 from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_inference.bench import __main__ as bench_main
 from mtp_inference.bench import clock, costs
 from mtp_inference.bench.__main__ import main
 from mtp_inference.bench.acceptance import SetAcceptance
@@ -58,6 +59,7 @@ def test_a_run_on_a_shape_reports_every_field_and_its_figures_agree(
         *("--accept", "1.0", "--against", "transformers", "--prefill", "--out", str(out)),
     )
     assert json.loads(out.read_text()) == document
+    assert document["complete"]
     assert {"date", "hardware", "torch", "transformers", "dtype", "threads", "model"} <= document["settings"].keys()
     rows = document["decoding"]
     # Of graphs, not whether there is a GPU.
@@ -81,6 +83,20 @@ def test_a_run_on_a_shape_reports_every_field_and_its_figures_agree(
         assert 11 / drafted["tokens_per_second"] * batch == pytest.approx(4 * drafted["round_ms"] / 1000)
     assert_rounds_agree(document["rounds"], rows)
     assert [row["ratio"] > 0.0 for row in document["prefill"]] == [True, True]
+
+
+def test_a_run_that_is_broken_off_leaves_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_off(*_unused: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_main, "measure_rounds", broken_off)
+    out = tmp_path / "bench.json"
+    words = ["--shape", "tiny-qwen", "--depths", "0", "--batches", "1", "--prompt-lengths", "4", "--new-tokens", "3"]
+    with pytest.raises(KeyboardInterrupt):
+        main([*words, "--device", "cpu", "--repeats", "1", "--out", str(out)])
+    left = json.loads(out.read_text())
+    assert (left["complete"], len(left["decoding"]), left["rounds"]) == (False, 1, [])
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def assert_rounds_agree(rounds: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:

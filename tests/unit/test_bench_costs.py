@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,15 +11,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_inference.batch import RoundPlan
 from mtp_inference.bench import costs
-from mtp_inference.bench.costs import Costs, Reads, bytes_read, measure_costs
+from mtp_inference.bench.acceptance import SetAcceptance, _SetDrafter
+from mtp_inference.bench.costs import Costs, Reads, bytes_read, idle_batch, measure_costs
 from mtp_inference.bench.measure import cost_row
 from mtp_inference.bench.subject import shape_subject
 from mtp_inference.cache import WindowCache
+from mtp_inference.capture import round_up
+from mtp_inference.draft import Place
+from mtp_inference.session import PENDING_PLACES
 from mtp_inference.window import Window
 from mtp_train.families import FAMILIES
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step
 from mtp_train.heads.trunk import Trunk
+from recorded_graph import Recorder
 
 FP32_BYTES = 4
 
@@ -113,6 +119,29 @@ def test_the_pieces_of_a_round_are_those_of_its_depth(monkeypatch: pytest.Monkey
     assert (plain.head_ms, plain.lm_head_ms) == (0.0, 0.0)
     assert min(deep.head_ms, deep.lm_head_ms, deep.verify_ms, deep.plain_ms) > 0.0
     assert deep.reads.lm_head == 3 * plain.reads.lm_head
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_no_piece_of_a_round_waits_for_the_device(depth: int) -> None:
+    """On a GPU every piece is captured, the drafts of a set acceptance too."""
+    subject = shape_subject("tiny-qwen", dtype=torch.bfloat16, device=torch.device("cpu"), seed=0)
+    batch, drafter = idle_batch(subject, num_rows=2, used=20, depth=depth)
+    plan = round_up(RoundPlan(depth, 20, depth + 1, PENDING_PLACES, None), batch.cache.capacity)
+    pieces = costs._pieces(batch, drafter, plan, dataclasses.replace(plan, depth=0))
+    if drafter is not None and subject.drafting is not None:
+        size = {"num_rows": 2, "num_positions": 30, "vocab_size": 512, "device": torch.device("cpu"), "seed": 0}
+        forced = _SetDrafter(SetAcceptance(subject.drafting, 0.8, **size), drafter)
+        place = Place(plan.used, plan.pending, batch.last_B, batch.length_B, batch.cache)
+        pieces["set drafts"] = lambda: forced.draft(depth, place, batch.chooser)
+    for name, piece in pieces.items():
+        with torch.inference_mode(), Recorder() as recorder:
+            piece()
+        assert recorder.operations, name
+
+
+def test_a_piece_that_waits_is_found() -> None:
+    with pytest.raises(RuntimeError, match="not permitted"), Recorder():
+        torch.ones(2).sum().item()
 
 
 def test_shares_are_taken_of_what_acceptance_and_bandwidth_allow() -> None:

@@ -8,31 +8,62 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import training
 from benchmarks.training import Bench, all_logits_kl, loss_memory, main, make_bench
 from flex_on_cpu import flex_on_cpu
 from mtp_inference.bench.memory import PeakMemory
 from mtp_inference.bench.subject import shape_subject
+from mtp_train import losses
 from mtp_train.heads.flex import Attention
 from mtp_train.heads.trunk import Trunk
 from mtp_train.losses import frozen_head_loss
 from mtp_train.train.module import aligned_rows
 
+NOTHING_MEASURED: dict[str, Any] = {
+    "seconds": {},
+    "floor_over_trunk": 1.0,
+    "step_over_floor": 1.0,
+    "tokens_per_second": {},
+    "loss_bytes": {"chunked": 0, "all_logits": 0},
+    "loss_seconds": {"products": 1.0, "rows": 1.0},
+    "rows_over_products": 1.0,
+    "rows_over_floor": 1.0,
+}
 
-def bench(attention: Attention = "dense") -> Bench:
-    subject = shape_subject("tiny-qwen", dtype=None, device=torch.device("cpu"), seed=0)
-    return make_bench(subject, 1024, 128, 2, amp=False, attention=attention)
+
+def bench(
+    attention: Attention = "dense", *, held: torch.dtype = torch.float32, compute: torch.dtype = torch.float32
+) -> Bench:
+    subject = shape_subject("tiny-qwen", dtype=held, device=torch.device("cpu"), seed=0)
+    return make_bench(subject, 1024, 128, 2, compute_dtype=compute, attention=attention)
 
 
-def test_a_step_moves_the_head_and_the_one_with_states_at_hand_does_the_same() -> None:
+@pytest.mark.parametrize(("held", "compute"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_a_step_moves_the_head_and_the_one_with_states_at_hand_does_the_same(
+    held: torch.dtype, compute: torch.dtype
+) -> None:
     steps = []
     for name in ("step", "kept_step"):
-        one = bench()
+        one = bench(held=held, compute=compute)
         before = {key: value.clone() for key, value in one.module.head.state_dict().items()}
         getattr(one, name)()
         steps.append({key: value - before[key] for key, value in one.module.head.state_dict().items()})
     assert max(float(change.abs().max()) for change in steps[0].values()) > 0
     for key, change in steps[0].items():
         torch.testing.assert_close(steps[1][key], change, atol=3e-7, rtol=0)
+
+
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_a_step_in_bf16_multiplies_in_bf16_whatever_the_trunk_is_held_in(held: torch.dtype) -> None:
+    one = bench(held=held, compute=torch.bfloat16)
+    made: dict[str, set[torch.dtype]] = {"trunk": set(), "head": set()}
+    for name, part in (("trunk", one.module.trunk.decoder), ("head", one.module.head)):
+        for module in part.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(lambda _module, _given, output, name=name: made[name].add(output.dtype))
+    one.step()
+    assert made == {"trunk": {torch.bfloat16}, "head": {torch.bfloat16}}
+    assert one.output_VD.dtype == torch.bfloat16
 
 
 def test_the_head_is_unrolled_as_it_is_trained() -> None:
@@ -81,6 +112,37 @@ def test_the_last_line_is_everything(capsys: pytest.CaptureFixture[str]) -> None
     # At 3 depths, nine tensors of logits are read or written at the least; a copy does two.
     assert results["rows_over_floor"] == pytest.approx(of_loss["rows"] / (4.5 * of_loss["copy"]))
     assert results["rows_over_products"] == pytest.approx(of_loss["rows"] / of_loss["products"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "precision", "held"),
+    [
+        ([], "fp32", "torch.float32"),
+        (["--precision", "bf16"], "bf16", "torch.float32"),
+        (["--precision", "bf16", "--trunk-dtype", "bfloat16"], "bf16", "torch.bfloat16"),
+        (["--precision", "fp32", "--trunk-dtype", "bfloat16"], "fp32", "torch.bfloat16"),
+    ],
+)
+def test_precision_and_the_rows_of_a_chunk_are_recorded_and_passed_on(
+    asked: list[str],
+    precision: str,
+    held: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Bench] = []
+
+    def measured(one: Bench, _repeats: int) -> dict[str, Any]:
+        made.append(one)
+        return NOTHING_MEASURED
+
+    monkeypatch.setattr(training, "measure", measured)
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 256)
+    main(["--shape", "tiny-qwen", "--tokens", "64", "--seq-len", "64", "--chunk-rows", "16", *asked])
+    settings = json.loads(capsys.readouterr().out.splitlines()[-1])["settings"]
+    assert (settings["precision"], settings["dtype"], settings["chunk_rows"]) == (precision, held, "16")
+    assert made[0].module.compute_dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+    assert losses.CHUNK_ROWS == 16
 
 
 @pytest.mark.parametrize("tokens", ["100", "32"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,14 +11,22 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from benchmarks.rollback import MAX_WINDOW, WAYS, DeltaInputs, Shape, Way, commit_replay, draw_inputs, main
+from benchmarks.rollback import (
+    MAX_WINDOW,
+    WAYS,
+    DeltaInputs,
+    Shape,
+    Way,
+    commit_replay,
+    draw_layers,
+    graph_times,
+    main,
+)
+from mtp_inference.bench import clock
+from mtp_inference.bench.clock import Piece
+from recorded_graph import Recorder
 
-NUM_ROWS = 3
-
-
-def drawn(window: int, key_heads: int = 2) -> DeltaInputs:
-    shape = Shape(rows=NUM_ROWS, window=window, heads=4, key_heads=key_heads, key_width=16, value_width=8)
-    return draw_inputs(shape, seed=window, device="cpu")
+NUM_ROWS, NUM_LAYERS = 3, 2
 
 
 def stock(inputs: DeltaInputs, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -31,46 +40,75 @@ def stock(inputs: DeltaInputs, num_tokens: int) -> tuple[Tensor, Tensor]:
     return output, state
 
 
-def check(way: Way, inputs: DeltaInputs) -> None:
-    """Compare outputs, and the states of every kept count in every row, with the stock kernel."""
-    window = inputs.value.shape[1]
-    states = [stock(inputs, num_tokens)[1] for num_tokens in range(1, window + 1)]
+def check(way: Way, window: int, key_heads: int = 2) -> None:
+    """Compare outputs, and the states of every kept count in every row and layer, with the stock kernel."""
+    shape = Shape(rows=NUM_ROWS, window=window, heads=4, key_heads=key_heads, key_width=16, value_width=8)
     for first in range(window):
         num_kept = [(first + 2 * row) % window + 1 for row in range(NUM_ROWS)]
-        expected = torch.stack([states[kept - 1][row] for row, kept in enumerate(num_kept)])
-        output, kept = way.run(inputs)
-        torch.testing.assert_close(output, stock(inputs, window)[0], rtol=1e-5, atol=1e-5)
-        found = torch.full_like(expected, torch.nan)
-        way.commit(kept, torch.tensor(num_kept), found)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        layers, state_LBHKV = draw_layers(shape, NUM_LAYERS, "cpu")
+        expected = torch.stack([torch.stack(kept_states(inputs, num_kept)) for inputs in layers])
+        ran = [way.run(inputs) for inputs in layers]
+        for (output, _), inputs in zip(ran, layers, strict=True):
+            torch.testing.assert_close(output, stock(inputs, window)[0], rtol=1e-5, atol=1e-5)
+        way.commit([kept for _, kept in ran], torch.tensor(num_kept), state_LBHKV)
+        torch.testing.assert_close(state_LBHKV, expected, rtol=1e-5, atol=1e-5)
+
+
+def kept_states(inputs: DeltaInputs, num_kept: list[int]) -> list[Tensor]:
+    return [stock(inputs, kept)[1][row] for row, kept in enumerate(num_kept)]
 
 
 @pytest.mark.parametrize("window", [1, 3, MAX_WINDOW])
 @pytest.mark.parametrize("key_heads", [4, 1])
 @pytest.mark.parametrize("name", WAYS)
 def test_every_way_gives_the_stock_kernels_outputs_and_states(name: str, key_heads: int, window: int) -> None:
-    check(WAYS[name], drawn(window, key_heads))
+    check(WAYS[name], window, key_heads)
 
 
 @pytest.mark.parametrize("forgotten", ["g", "beta"])
 def test_a_replay_that_forgets_a_mask_is_found(forgotten: str) -> None:
-    def commit(kept: tuple[Tensor, ...], num_kept_B: Tensor, out_BHKV: Tensor) -> None:
-        key, value, g, beta, initial_state = kept
-        is_kept_BT1 = (torch.arange(g.shape[1]) < num_kept_B[:, None])[..., None]
-        g, beta = (g, beta * is_kept_BT1) if forgotten == "g" else (g * is_kept_BT1, beta)
-        commit_replay((key, value, g, beta, initial_state), torch.full_like(num_kept_B, g.shape[1]), out_BHKV)
+    def commit(kept: Sequence[tuple[Tensor, ...]], num_kept_B: Tensor, state_LBHKV: Tensor) -> None:
+        masked = []
+        for key, value, g, beta in kept:
+            is_kept_BT1 = (torch.arange(g.shape[1]) < num_kept_B[:, None])[..., None]
+            kept_g, kept_beta = (g, beta * is_kept_BT1) if forgotten == "g" else (g * is_kept_BT1, beta)
+            masked.append((key, value, kept_g, kept_beta))
+        commit_replay(masked, torch.full_like(num_kept_B, 4), state_LBHKV)
 
     with pytest.raises(AssertionError, match="not close"):
-        check(Way(WAYS["replay"].run, commit), drawn(4))
+        check(Way(WAYS["replay"].run, commit), 4)
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_count_that_is_one_off_is_found(name: str) -> None:
-    def commit(kept: Any, num_kept_B: Tensor, out_BHKV: Tensor) -> None:
-        WAYS[name].commit(kept, (num_kept_B - 1).clamp(min=1), out_BHKV)
+    def commit(kept: Sequence[Any], num_kept_B: Tensor, state_LBHKV: Tensor) -> None:
+        WAYS[name].commit(kept, (num_kept_B - 1).clamp(min=1), state_LBHKV)
 
     with pytest.raises(AssertionError, match="not close"):
-        check(Way(WAYS[name].run, commit), drawn(4))
+        check(Way(WAYS[name].run, commit), 4)
+
+
+def test_on_a_gpu_every_phase_of_every_way_is_captured_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(rows=NUM_ROWS, window=3, heads=4, key_heads=2, key_width=16, value_width=8)
+    layers, state_LBHKV = draw_layers(shape, NUM_LAYERS, "cpu")
+    captured: list[Recorder] = []
+
+    def record(piece: Piece) -> Callable[[], None]:
+        captured.append(Recorder())
+        with captured[-1]:
+            piece()
+        return captured[-1].replay
+
+    replayed: list[object] = []
+    monkeypatch.setattr(clock, "captured", record)
+    monkeypatch.setattr(clock, "_event_seconds", lambda run: float(replayed.append(run) or len(replayed)))
+    found = graph_times(layers, torch.tensor([1, 2, 3]), state_LBHKV, 1, torch.device("cuda"))
+    # One turn to warm up, one that counts; pieces in the order of the ways and their phases.
+    assert len(captured) == len(set(replayed)) == len(replayed) / 2 == 9
+    assert found == {"states": [10.0, 11.0, 12.0], "replay": [13.0, 14.0, 15.0], "corrections": [16.0, 17.0, 18.0]}
+    # The graph of a commit runs no window.
+    window, commit, both = (len(one.operations) for one in captured[-3:])
+    assert both == window + commit
 
 
 def test_the_program_ends_in_one_line_with_every_result(capsys: pytest.CaptureFixture[str]) -> None:

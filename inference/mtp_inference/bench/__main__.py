@@ -43,8 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = _plan(options)
         with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
             document = benchmark(options, plan, progress)
-        if options.out is not None:
-            options.out.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     except MtpError as error:
         print(f"mtp_inference.bench: {error}", file=sys.stderr)
         return error.exit_code
@@ -55,10 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # transformers' arms too: cuDNN's plan of every new shape would count as their time.
 @without_cudnn_attention()
 def benchmark(options: argparse.Namespace, plan: Plan, progress: Progress) -> dict[str, Any]:
-    """Measure what the command line asks for.
+    """Measure what the command line asks for; save what there is after every measurement.
 
     Returns:
-        ``settings``, and the rows ``decoding``, ``rounds`` and ``prefill``.
+        ``settings``, the rows ``decoding``, ``rounds`` and ``prefill``, and ``complete``, which is false in a file that
+        a run left before its end.
 
     Raises:
         MtpError: What is asked for does not fit together, or cannot be loaded.
@@ -80,19 +79,37 @@ def benchmark(options: argparse.Namespace, plan: Plan, progress: Progress) -> di
     decoding: list[Row] = []
     rounds: list[Row] = []
     prefill: list[Row] = []
+
+    def document(complete: bool) -> dict[str, Any]:
+        return {
+            "benchmark": "decoding",
+            "complete": complete,
+            "settings": report.settings(subject, device, _asked(options, plan), bandwidth, decoding),
+            "decoding": decoding,
+            "rounds": rounds,
+            "prefill": prefill,
+        }
+
     for batch, length in plan.cells:
         rows = measure_decoding(subject, plan, prompts, batch, length, on_run)
         decoding += rows
+        _save(document(False), options.out)
         rounds += measure_rounds(subject, plan, rows, bandwidth, on_run)
         if plan.prefill:
             prefill.append(measure_prefill(subject, plan, prompts, batch, length, on_run))
-    return {
-        "benchmark": "decoding",
-        "settings": report.settings(subject, device, _asked(options, plan), bandwidth, decoding),
-        "decoding": decoding,
-        "rounds": rounds,
-        "prefill": prefill,
-    }
+        _save(document(False), options.out)
+    whole = document(True)
+    _save(whole, options.out)
+    return whole
+
+
+def _save(document: dict[str, Any], out: Path | None) -> None:
+    """Write the document in one go: a run that is killed leaves a whole file."""
+    if out is None:
+        return
+    partial = out.with_name(f".{out.name}.partial")
+    partial.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(out)
 
 
 def _subject(options: argparse.Namespace, plan: Plan, device: torch.device, progress: Progress) -> Subject:
@@ -214,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill", action="store_true", help="time prefill with the head and without")
     parser.add_argument("--repeats", type=int, default=5, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the JSON document here too")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the JSON document here too, as it grows")
     return parser
 
 

@@ -36,7 +36,7 @@ def time_alone(pieces: Mapping[str, Piece], device: torch.device, repeats: int) 
         Seconds of each, the median.
     """
     on_gpu = device.type == "cuda"
-    timed = {name: _captured(piece) if on_gpu else piece for name, piece in pieces.items()}
+    timed = {name: captured(piece) if on_gpu else piece for name, piece in pieces.items()}
     taken: dict[str, list[float]] = {name: [] for name in timed}
     for repeat in range(repeats + 1):
         for name, run in timed.items():
@@ -70,7 +70,8 @@ def _event_seconds(run: Piece) -> float:
     return float(started.elapsed_time(ended)) / 1000
 
 
-def _captured(piece: Piece) -> Piece:
+def captured(piece: Piece) -> Piece:
+    """Return what replays a piece of work on the GPU, captured as a graph."""
     # Libraries choose their kernels and allocate their workspaces in the runs before.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

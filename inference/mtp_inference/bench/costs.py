@@ -149,9 +149,9 @@ def measure_costs(subject: Subject, num_rows: int, used: int, depth: int) -> Cos
         depth: K; at 0 the head has no part in it.
     """
     device = subject.trunk.lm_head_VD.device
-    batch, drafter = _batch(subject, num_rows, used, depth)
+    batch, drafter = idle_batch(subject, num_rows, used, depth)
     plan = RoundPlan(depth, used, depth + 1, PENDING_PLACES, None)
-    pieces = _pieces(batch, drafter, _as_run(plan, batch), _as_run(dataclasses.replace(plan, depth=0), batch))
+    pieces = _pieces(batch, drafter, as_run(plan, batch), as_run(dataclasses.replace(plan, depth=0), batch))
     seconds = time_alone(pieces, device, REPEATS)
     milliseconds = {name: 1000 * seconds[name] for name in pieces}
     head = subject.head if drafter is not None else None
@@ -167,7 +167,7 @@ def measure_costs(subject: Subject, num_rows: int, used: int, depth: int) -> Cos
     )
 
 
-def _as_run(plan: RoundPlan, batch: Batch) -> RoundPlan:
+def as_run(plan: RoundPlan, batch: Batch) -> RoundPlan:
     """Return the plan as decoding has it: what a graph reads is rounded up, what must be read is not."""
     if batch.last_B.is_cuda:
         return round_up(plan, batch.cache.capacity)
@@ -176,7 +176,7 @@ def _as_run(plan: RoundPlan, batch: Batch) -> RoundPlan:
     return dataclasses.replace(plan, start=plan.used - plan.depth - 1) if stand_together else plan
 
 
-def _batch(subject: Subject, num_rows: int, used: int, depth: int) -> tuple[Batch, HeadDrafter | None]:
+def idle_batch(subject: Subject, num_rows: int, used: int, depth: int) -> tuple[Batch, HeadDrafter | None]:
     """Return a batch whose buffers are allocated and whose rows are out of use, and its drafter."""
     trunk = subject.trunk
     device = trunk.lm_head_VD.device
