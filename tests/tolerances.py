@@ -1,9 +1,9 @@
 """How far apart rounding alone can bring two computations of the same values.
 
-Another batch shape, kernel, processor or number of threads sums the same terms in another order. A sum of n terms is then
-off by at most n times the dtype's unit of rounding (eps), relative to the largest value. A forward sums the inputs of each
-of its matrices, one matrix after another. Tests compare with that bound, and their negative controls exceed it ``FAR``
-times, so that neither depends on the machine.
+Another batch shape, kernel, processor or number of threads sums the same terms in another order. A sum of n terms is
+then off by at most n times the dtype's unit of rounding (eps), relative to the largest value. A forward sums the inputs
+of each of its matrices, one matrix after another. Tests compare with that bound, and their negative controls exceed it
+``FAR`` times, so that neither depends on the machine.
 """
 
 from __future__ import annotations
