@@ -37,6 +37,14 @@ def rounding(expected: Tensor | float, terms: int, dtype: torch.dtype | None = N
     return GROWTH * terms * torch.finfo(dtype).eps * size
 
 
+def rounding_of_mean(size: float, count: int, dtype: torch.dtype) -> float:
+    """Return how far rounding moves a mean of ``count`` values of this size that are off by eps independently.
+
+    For half precision: its products are summed in fp32, so that the number of terms says nothing.
+    """
+    return abs(size) * torch.finfo(dtype).eps / count**0.5
+
+
 def assert_same(found: Tensor, expected: Tensor, terms: int, dtype: torch.dtype | None = None) -> None:
     """Assert that two results differ by rounding alone."""
     torch.testing.assert_close(found, expected, atol=rounding(expected, terms, dtype), rtol=0)
