@@ -24,7 +24,8 @@ active_environment() {
     fi
 }
 
-# Is it installed with these extras or more, from this checkout and this pyproject.toml? A second run then needs no network.
+# Is it installed with these extras or more, from this checkout and this pyproject.toml? Then a second run needs no
+# network.
 is_installed() {
     local mark
     for mark in "$home/.mtp-train-installed${1%]}"*; do

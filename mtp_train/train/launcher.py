@@ -17,7 +17,7 @@ from typing import NamedTuple
 import psutil
 from accelerate.utils import DistributedType
 
-# Every launcher of accelerate sets it. Without it, nobody launched this process, or somebody took it out on purpose.
+# accelerate's launcher sets it for every process. A process without it was not launched, or was cut loose on purpose.
 _MARK = "ACCELERATE_MIXED_PRECISION"
 _PROGRAMS = ("accelerate-launch", "accelerate.commands.launch")
 _PROGRAMS_OF_COMMANDS = ("accelerate", "accelerate.commands.accelerate_cli")
@@ -94,7 +94,7 @@ def read_request(arguments: Sequence[str], directory: Path) -> Request:
             return NOTHING
     # 0 is accelerate's own default on a machine without GPUs.
     num_processes = args.num_processes or None
-    sharding = next((kind for flag, kind in _FLAGS.items() if getattr(args, flag)), None)
+    sharding = next((kind for flag, kind in _FLAGS.items() if getattr(args, flag, False)), None)
     # accelerate reads the default file only without --cpu, and takes no kind from any file where a flag names one.
     path = args.config_file or (default_config_file if not args.cpu else None)
     if path is not None and (directory / path).is_file():
@@ -103,8 +103,10 @@ def read_request(arguments: Sequence[str], directory: Path) -> Request:
         except Exception:
             # The launcher has read this file: a run must not end because it has changed since.
             return Request(num_processes, sharding)
-        if num_processes is None and getattr(file, "num_processes", -1) > 0:
-            num_processes = file.num_processes
+        # -1 is accelerate's own default.
+        count = getattr(file, "num_processes", None)
+        if num_processes is None and isinstance(count, int) and count > 0:
+            num_processes = count
         if sharding is None and not (args.multi_gpu or args.tpu) and file.distributed_type in SHARDING:
             sharding = DistributedType(file.distributed_type)
     return Request(num_processes, sharding)

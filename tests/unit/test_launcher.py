@@ -70,6 +70,8 @@ def test_the_users_own_file_counts_where_the_launcher_reads_it(tmp_path: Path, m
     monkeypatch.setattr(config_args, "default_config_file", str(path))
     assert read_request(RECIPE, MACHINES) == Request(8, FSDP)
     assert read_request(["--cpu", *RECIPE], MACHINES) == NOTHING
+    path.write_text("num_processes: null\n")
+    assert read_request(RECIPE, MACHINES) == NOTHING
     path.write_text("not: [a file of accelerate's")
     assert read_request(["--num_processes", "2", *RECIPE], MACHINES) == Request(2, None)
 

@@ -25,7 +25,7 @@ from mtp_train.heads.quantization import (
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.train.module import Batch, HeadTraining, aligned_rows
 from mtp_train.weights.files import open_checkpoint
-from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, CACHE_KINDS, FAMILY_NAMES, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 
 BITS: tuple[Quantization, ...] = ("8bit", "4bit")
@@ -105,7 +105,7 @@ def use_what_is_packed(plain: nn.Module, linear: dict[str, nn.Linear]) -> None:
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("quantization", BITS)
-@pytest.mark.parametrize("family_name", ALL_FAMILIES)
+@pytest.mark.parametrize("family_name", CACHE_KINDS.values())
 @torch.no_grad()
 def test_drafts_change_nothing_that_a_packed_trunk_says(
     family_name: str, quantization: Quantization, tmp_path: Path
