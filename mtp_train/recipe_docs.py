@@ -35,10 +35,11 @@ A recipe says what is learned; a file in `accelerate/` says on which machine, an
 `accelerate/ddp.yaml` takes the GPUs of one machine (`--num_processes N` sets how many), `accelerate/fsdp2.yaml`,
 `accelerate/zero2.yaml` and `accelerate/zero3.yaml` the same with shards. `accelerate/cpu_ddp.yaml` runs two processes
 on the CPU, and is right only with `ACCELERATE_USE_CPU=true` in the environment: without it accelerate starts two runs
-that know nothing of each other, which are refused. Any field can be overridden after the recipe, its value in YAML:
-`train.lr=5e-4`, `data.sources.0.path=chats.jsonl`, `'evaluate.arms=[none, graft, retrained]'` (a list is replaced as a
-whole); `mtp-train check` prints the recipe that results. Relative paths start at the working directory. A recipe is
-also a program: `./recipes/retrain_head.yaml train.max_steps=300`.
+that know nothing of each other, which are refused. So is every launch that gets fewer processes or other shards than it
+asked for: with `--cpu`, accelerate drops both requests without a message. Any field can be overridden after the recipe,
+its value in YAML: `train.lr=5e-4`, `data.sources.0.path=chats.jsonl`, `'evaluate.arms=[none, graft, retrained]'` (a
+list is replaced as a whole); `mtp-train check` prints the recipe that results. Relative paths start at the working
+directory. A recipe is also a program: `./recipes/retrain_head.yaml train.max_steps=300`.
 
 # On many GPUs
 

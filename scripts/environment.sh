@@ -24,10 +24,17 @@ active_environment() {
     fi
 }
 
-# Is it installed with these extras, from this checkout and this pyproject.toml? A second run then needs no network.
+# Is it installed with these extras or more, from this checkout and this pyproject.toml? Then a second run needs no
+# network.
 is_installed() {
-    [ -f "$home/.mtp-train-installed$1" ] && [ "$(cat "$home/.mtp-train-installed$1")" = "$version" ] &&
-        python -c 'import importlib.metadata as m; m.version("mtp-train")' > /dev/null 2>&1
+    local mark
+    for mark in "$home/.mtp-train-installed${1%]}"*; do
+        if [ -f "$mark" ] && [ "$(cat "$mark")" = "$version" ]; then
+            python -c 'import importlib.metadata as m; m.version("mtp-train")' > /dev/null 2>&1
+            return
+        fi
+    done
+    return 1
 }
 
 use_environment() {
@@ -44,7 +51,7 @@ use_environment() {
     PATH=$home/bin:$PATH
     export PATH
     version="$repository $(cksum < "$repository/pyproject.toml")"
-    if ! is_installed "$extras" && ! is_installed "[dev]"; then
+    if ! is_installed "$extras"; then
         echo "installing mtp-train$extras into $home (the first time takes some minutes)" >&2
         python -m pip install -qq --disable-pip-version-check --editable "$repository$extras"
         echo "$version" > "$home/.mtp-train-installed$extras"

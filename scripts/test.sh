@@ -9,8 +9,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
 tier="not slow and not gpu"
+extras="[dev]"
 if [ "${1:-}" = --all ]; then
     tier=""
+    if [ "$(uname)" = Linux ]; then
+        extras="[dev,deepspeed]"
+    fi
     shift
 fi
 # Whole files side by side, one a core: what a file prepares once is not prepared twice. The slow tier races a clock, and
@@ -19,7 +23,7 @@ workers=()
 if [ -n "$tier" ] && [ $# -eq 0 ]; then
     workers=(-n auto --maxprocesses 8 --dist loadfile)
 fi
-use_environment "[dev]"
+use_environment "$extras"
 
 # Every check runs, whatever the one before it said; pytest is last, so that its closing line is.
 failed=""

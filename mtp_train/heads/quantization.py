@@ -19,9 +19,13 @@ from mtp_train.weights.quantised import quant_method
 
 Quantization = Literal["8bit", "4bit"]
 _BLOCK = 64
-# The output matrix and LongCat's router are read outside of their modules' forward. bitsandbytes multiplies 8-bit
-# weights with inputs of two or three dimensions, and latent attention expands keys in four.
-_KEPT = {"8bit": ("lm_head", "classifier", "kv_b_proj"), "4bit": ("lm_head", "classifier")}
+# The output matrix and LongCat's router are read outside of their modules' forward. Indexers cast their input to the
+# dtype of weights_proj, which is an integer dtype once it is packed. bitsandbytes multiplies 8-bit weights with inputs
+# of two or three dimensions, and latent attention expands keys in four.
+_KEPT = {
+    "8bit": ("lm_head", "classifier", "weights_proj", "kv_b_proj"),
+    "4bit": ("lm_head", "classifier", "weights_proj"),
+}
 
 
 def require_quantizable(quantization: Quantization, config: RawConfig, *, where: Path) -> None:

@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import nn
 
 from mtp_train.errors import LostProcessError, TrainingError
+from mtp_train.train.launcher import SHARDING, Request, launcher_request
 from mtp_train.train.module import HeadTraining
 from mtp_train.train.moments import ZeroMoments
 from mtp_train.train.plan import Plan
@@ -88,6 +89,15 @@ def require_as_asked(accelerator: Accelerator) -> None:
                 f"launcher: asks for {asked.value}, accelerate gives {found.value}; expected what was asked for. "
                 "accelerate shards on GPUs only: on CPUs use recipes/accelerate/cpu_ddp.yaml."
             )
+    # Requests that accelerate dropped before it started this process: no variable tells of them.
+    request = launcher_request()
+    given = Request(accelerator.num_processes, found if found in SHARDING else None)
+    if request.num_processes not in (None, given.num_processes) or request.sharding not in (None, given.sharding):
+        raise TrainingError(
+            f"launcher: asked for {request}, accelerate gives {given}; expected what was asked for. accelerate drops "
+            "such a request without a message where it finds no GPU for it. On CPUs, launch several processes with "
+            "ACCELERATE_USE_CPU=true and recipes/accelerate/cpu_ddp.yaml, one with recipes/accelerate/single.yaml."
+        )
     if found is DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise TrainingError(
             "launcher: asks for FSDP 1; expected FSDP 2. Set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does."

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launching import DEADLINE_SECONDS, environment, head, launch, metrics, outcome, responses
+from launching import COMMAND_LINE, DEADLINE_SECONDS, environment, head, launch, metrics, outcome, responses, start
 from mtp_train.cli import main
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
 from runs import GETS_NO_BETTER, LEARNS, tree, write_inputs, write_recipe
@@ -90,6 +90,29 @@ def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, tmp_pa
     assert done.stdout == ""
     assert outcome(tmp_path / "run") == {"exit_code": 2, "reason": "bad_input", "message": message, "stage": "check"}
     assert list(tree(tmp_path / "run")) == ["outcome.json"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "asked"),
+    [
+        ("fsdp2.yaml", ("--num_processes", "2", "--cpu"), "2 processes with FSDP shards"),
+        pytest.param("single.yaml", ("--num_processes", "2"), "2 processes with no shards", marks=pytest.mark.slow),
+        pytest.param("zero2.yaml", ("--cpu",), "8 processes with DEEPSPEED shards", marks=pytest.mark.slow),
+    ],
+    ids=["shards", "processes", "both"],
+)
+def test_a_request_that_the_launcher_drops_is_refused(
+    machine: str, flags: tuple[str, ...], asked: str, recipe: Path, tmp_path: Path
+) -> None:
+    """accelerate starts one plain process instead, whose environment says nothing of the request."""
+    run_dir = tmp_path / "run"
+    done = start(machine, *COMMAND_LINE, recipe, f"run_dir={run_dir}", "--json", flags=flags)
+    assert done.returncode == 1
+    said = outcome(run_dir)
+    assert (said["exit_code"], said["reason"], said["stage"]) == (2, "bad_input", "check")
+    assert said["message"].startswith(f"launcher: asked for {asked}, accelerate gives 1 process with no shards;")
+    assert done.stderr.count(f"mtp-train: {said['message']}\n") == 1
+    assert list(tree(run_dir)) == ["outcome.json"]
 
 
 def test_the_verdict_of_the_gate_outlives_the_launcher(inputs: Path, tmp_path: Path) -> None:

@@ -26,9 +26,10 @@ from mtp_train.heads.step import unroll
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.weights.files import open_checkpoint
 from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
+from tolerances import assert_differs, assert_same, num_terms
 from written_out import MIXER, AttentionThenMlp, InTurn, OfAllKeys, mix_joined, mix_streams, rms_norm, stack_experts
 
-NUM_TOKENS, ATOL = 11, 1e-5
+NUM_TOKENS = 11
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,5 +393,6 @@ def test_depth_1_is_the_forward_written_out(family_name: str, spoilt: bool, tmp_
     read_1S = tokens_1T[:, 1:]
     embeds_1SD = trunk.embed(read_1S) if hand.embedding is None else tensors[hand.embedding][read_1S]
     theirs_1SD = forward_by_hand(hand, trunk, tensors, hidden_1TD[:, :-1], embeds_1SD)
-    difference = (ours_1TD[:, :-1] * (head.logit_divisor or 1.0) - theirs_1SD).abs().max()
-    assert difference > 1e-2 if spoilt else difference < ATOL
+    (assert_differs if spoilt else assert_same)(
+        ours_1TD[:, :-1] * (head.logit_divisor or 1.0), theirs_1SD, num_terms(head)
+    )

@@ -33,7 +33,7 @@ from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.assistant import load_assistant
 from mtp_train.heads.trunk import Trunk
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
-from scripted import STATE_TOLERANCE, BatchRun, RandomDrafting, ScriptedDrafting, state_errors
+from scripted import BatchRun, RandomDrafting, ScriptedDrafting, state_bound, state_errors
 from tiny import SLIDING_WINDOW, VOCAB_SIZE, tiny_trunk
 
 pytestmark = pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
@@ -110,7 +110,7 @@ def test_rejected_drafts_leave_no_trace_in_the_trunks_keys(variant: str) -> None
     for row, tokens in enumerate(run.tokens):
         errors = state_errors(run.cache, trunk(variant), tokens[:-1], row)
         assert errors.keys() == {"keys", "values"}
-        assert max(errors.values()) < STATE_TOLERANCE
+        assert max(errors.values()) < state_bound(trunk(variant))
 
 
 @functools.cache

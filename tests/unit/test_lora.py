@@ -22,6 +22,7 @@ from mtp_train.train.loop import make_optimizer, train_head
 from mtp_train.train.module import Batch, HeadTraining, aligned_rows
 from mtp_train.train.plan import make_plan
 from tiny import ALL_FAMILIES, num_released_modules, tiny_head, tiny_trunk
+from tolerances import assert_differs, assert_same, num_terms
 
 WITH_EXPERTS = "glm4_moe"
 
@@ -62,10 +63,10 @@ def test_merged_weights_draft_as_the_matrices_did(family_name: str) -> None:
     assert {name: value.shape for name, value in merged.items()} == {
         name: value.shape for name, value in plain.head.state_dict().items()
     }
-    found = drafted(module)
-    assert not torch.allclose(found, before, atol=1e-2)
+    found, terms = drafted(module), NUM_DEPTHS * num_terms(module.head)
+    assert_differs(found, before, terms)
     plain.head.load_state_dict(merged)
-    torch.testing.assert_close(drafted(plain), found, atol=2e-4, rtol=1e-4)
+    assert_same(drafted(plain), found, terms)
 
 
 @pytest.mark.parametrize("family_name", ALL_FAMILIES)

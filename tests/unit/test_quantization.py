@@ -8,22 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from test_training import NUM_DEPTHS, make_documents, one_step, recipe, sequences_of
+from test_training import NUM_DEPTHS, make_documents, one_step, recipe, sequences_of, training_module
 from torch import nn
 
 from checkpoints import base_and_finetune, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_train.data.pack import collate
 from mtp_train.errors import CheckpointError, RecipeError
 from mtp_train.heads.quantization import (
     Quantization,
+    pack_head,
     require_bitsandbytes,
     require_quantizable,
     trunk_bytes,
 )
 from mtp_train.heads.trunk import Trunk, load_trunk
-from mtp_train.train.module import HeadTraining
+from mtp_train.train.module import Batch, HeadTraining, aligned_rows
 from mtp_train.weights.files import open_checkpoint
-from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, CACHE_KINDS, FAMILY_NAMES, tiny_head, tiny_trunk
+from tolerances import assert_differs, assert_same, num_terms
 
 BITS: tuple[Quantization, ...] = ("8bit", "4bit")
 needs_bitsandbytes = pytest.mark.skipif(
@@ -55,10 +58,11 @@ def test_linear_layers_are_packed_and_what_is_read_outside_of_its_module_is_not(
     dtype = {"8bit": torch.int8, "4bit": torch.uint8}[quantization]
     linear = {name: part for name, part in trunk.causal_lm.named_modules() if isinstance(part, nn.Linear)}
     kept = {name.rpartition(".")[-1] for name, part in linear.items() if part.weight.dtype != dtype}
-    # transformers itself keeps an indexer's weights_proj, and what groups and compresses in DeepSeek V4.
+    # transformers itself keeps what groups and compresses in DeepSeek V4.
     allowed = {"lm_head", "classifier", "weights_proj", *(["kv_b_proj"] * (quantization == "8bit"))}
     allowed |= {"kv_proj", "gate_proj", "o_a_proj"} if family_name == "deepseek_v4" else set()
     assert {"lm_head"} <= kept <= allowed
+    assert not any(name.endswith("weights_proj") and part.weight.dtype == dtype for name, part in linear.items())
     assert torch.equal(trunk.lm_head_VD, plain.lm_head_VD)
     tokens_1T = torch.arange(9)[None]
     assert torch.equal(trunk.embed(tokens_1T), plain.embed(tokens_1T))
@@ -66,24 +70,42 @@ def test_linear_layers_are_packed_and_what_is_read_outside_of_its_module_is_not(
     expected, found = plain.hidden(tokens_1T), trunk.hidden(tokens_1T)
     assert 0 < (found - expected).norm() / expected.norm() < {"8bit": 0.5, "4bit": 1.5}[quantization]
     if quantization == "4bit":
-        use_what_is_packed(plain, linear)
+        use_what_is_packed(plain.causal_lm, linear)
         # Else a weight was read past its module, as if it were not packed.
-        torch.testing.assert_close(found, plain.hidden(tokens_1T), atol=1e-3, rtol=1e-3)
+        assert_differs(found, expected, num_terms(plain))
+        assert_same(found, plain.hidden(tokens_1T), num_terms(plain))
 
 
-def use_what_is_packed(plain: Trunk, linear: dict[str, nn.Linear]) -> None:
-    """Give a trunk the weights that 4 bits leave."""
+@needs_bitsandbytes
+@pytest.mark.parametrize("family_name", [name for name in ("deepseek_v32", "glm5_next") if name in ALL_FAMILIES])
+@torch.no_grad()
+def test_a_packed_head_chooses_keys_as_its_weights_say(family_name: str) -> None:
+    """Its indexer casts hidden states to the dtype of a weight, which must not be an integer."""
+    module = training_module(family_name).eval()
+    assert any(name.endswith("weights_proj") for name, _ in module.head.named_modules())
+    batch = Batch(*collate(sequences_of(make_documents(16, 9), pack=False)).values())
+    plain = tiny_head(module.trunk)
+    pack_head(module.head, "4bit")
+    linear = {name: part for name, part in module.head.named_modules() if isinstance(part, nn.Linear)}
+    expected, found = (aligned_rows(module.trunk, head, batch, 1).student_KND for head in (plain, module.head))
+    assert_differs(found, expected, num_terms(plain))
+    use_what_is_packed(plain, linear)
+    assert_same(found, aligned_rows(module.trunk, plain, batch, 1).student_KND, num_terms(plain))
+
+
+def use_what_is_packed(plain: nn.Module, linear: dict[str, nn.Linear]) -> None:
+    """Give a model the weights that 4 bits leave."""
     from bitsandbytes.functional import dequantize_4bit
 
     for name, part in linear.items():
         state: Any = getattr(part.weight, "quant_state", None)
         if state is not None:
-            plain.causal_lm.get_submodule(name).weight.data = dequantize_4bit(part.weight.data, state)
+            plain.get_submodule(name).weight.data = dequantize_4bit(part.weight.data, state)
 
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("quantization", BITS)
-@pytest.mark.parametrize("family_name", ALL_FAMILIES)
+@pytest.mark.parametrize("family_name", CACHE_KINDS.values())
 @torch.no_grad()
 def test_drafts_change_nothing_that_a_packed_trunk_says(
     family_name: str, quantization: Quantization, tmp_path: Path
