@@ -61,15 +61,15 @@ def bf16_support(device: torch.device) -> tuple[bool, str]:
 
 def _cpu_support() -> tuple[bool, str]:
     machine, capability = platform.machine().lower(), torch.backends.cpu.get_cpu_capability()
-    if machine in ("x86_64", "amd64"):
-        # The processor's features, unless ATEN_CPU_CAPABILITY holds torch back: oneDNN takes AVX-512 without them too,
-        # and emulates bf16.
-        features = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        native = features and capability == "AVX512"
-        return native, f"this CPU ({capability}) {_has(native)}"
-    # Arm, by way of oneDNN; torch on Apple's CPUs has neither.
+    # oneDNN multiplies bf16, within what ONEDNN_MAX_CPU_ISA allows. torch on Apple's CPUs comes without it.
     native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return native, f"this CPU ({machine}) {_has(native)}"
+    if machine not in ("x86_64", "amd64"):
+        return native, f"this CPU ({machine}) {_has(native)}"
+    # oneDNN says yes to AVX-512 without bf16 instructions too, which it emulates. torch's own queries look at the
+    # processor, whatever ATEN_CPU_CAPABILITY holds it back to.
+    features = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    native = native and features and capability == "AVX512"
+    return native, f"this CPU ({capability}) {_has(native)}"
 
 
 def _has(native: bool) -> str:

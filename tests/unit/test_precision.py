@@ -33,6 +33,7 @@ def x86(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: mkldnn)
 
 
@@ -44,8 +45,9 @@ def x86(
         # oneDNN emulates bf16 from AVX-512 on, and says that it has it.
         ("AVX512", {"mkldnn": True}, "fp32"),
         ("AVX2", {"mkldnn": False}, "fp32"),
-        # Held back by ATEN_CPU_CAPABILITY: torch's queries look at the processor.
+        # Held back by ATEN_CPU_CAPABILITY, and by ONEDNN_MAX_CPU_ISA: torch's queries look at the processor.
         ("AVX2", {"avx512_bf16": True, "amx": True, "mkldnn": True}, "fp32"),
+        ("AVX512", {"avx512_bf16": True, "amx": True, "mkldnn": False}, "fp32"),
     ],
 )
 def test_auto_is_bf16_on_x86_only_where_it_is_native(
