@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +216,10 @@ def measure_vanilla(
     device: torch.device,
     progress: Progress,
 ) -> tuple[ArmResult, ArmRun]:
-    """Measure the base with its own head on the same prompts; its speedup is over its own trunk without drafts."""
+    """Measure the base with its own head, on text of its own kind where that comes with it, else on the same prompts.
+
+    Its speedup is over its own trunk without drafts.
+    """
     trunk = load_trunk(
         base.path,
         base.family,
@@ -228,7 +231,8 @@ def measure_vanilla(
     if recipe.model.offload is not None:
         offload_layers(trunk, recipe.model.offload, device, run_dir)
     native = _drafting(native_plan(base, recipe.head.convention), base, trunk)
-    runs, dense = measure(recipe, inputs, trunk, {VANILLA: native}, progress)
+    own = replace(inputs, held_out=inputs.home or inputs.held_out)
+    runs, dense = measure(recipe, own, trunk, {VANILLA: native}, progress)
     name = recipe.model.head_from or str(base.path)
     return arm_result(runs[VANILLA], name, name, dense[VANILLA], runs[PLAIN]), runs[VANILLA]
 

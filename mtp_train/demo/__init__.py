@@ -16,6 +16,8 @@ from mtp_train.errors import MtpError
 from mtp_train.report.schema import ArmResult
 
 PREFIX = "demo:"
+GROUP_FIELD = "group"
+"""The column of the demo's data that groups records: modules that do not repeat each other."""
 _ASSETS = Path(__file__).parent / "assets"
 _RECORDED = _ASSETS / "recorded.json"
 _PATHS = {
@@ -47,6 +49,11 @@ def resolve(location: str) -> str:
         MtpError: There is no part of that name.
     """
     return str(demo_path(location.removeprefix(PREFIX))) if location.startswith(PREFIX) else location
+
+
+def home_source(base: str | None) -> str | None:
+    """Return the location of unseen text of the kind that a base was trained on: code for the demo's, else None."""
+    return f"{PREFIX}code" if base == f"{PREFIX}base" else None
 
 
 def write_demo(target: Path) -> None:
