@@ -27,11 +27,13 @@ from mtp_train.acceptance import (
 from mtp_train.arms import PLAIN, ArmRun, own_text, run_arms
 from mtp_train.cures import graft_command
 from mtp_train.data.pack import collate, pack_documents
-from mtp_train.demo import recorded_arms
+from mtp_train.data.tokenize import Document
+from mtp_train.demo import home_source, recorded_arms
 from mtp_train.heads.attach import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.offload import offload_layers
 from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.held_out import HELD_OUT, held_out_figures
 from mtp_train.inputs import Inputs
 from mtp_train.recipe import Recipe
 from mtp_train.report.schema import ArmResult, Lossless, RunReport
@@ -76,14 +78,18 @@ class MeasuredArms:
         return {arm: marginal_intervals(run.counts) for arm, run in self.drafted.items()}
 
 
-def evaluate_run(recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, progress: Progress) -> Evaluation:
+def evaluate_run(
+    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, training: Sequence[Document], progress: Progress
+) -> Evaluation:
     """Decode, count and judge. The trunk's weights are given up at the end to make room for the vanilla one."""
     measured = measure_arms(recipe, run_dir, inputs, trunk, head_plans(recipe, run_dir, inputs), progress)
+    held_out = held_out_figures(inputs, measured.runs[PLAIN].outputs, training)
     # What was recorded is of heads of the trunk's own kind.
     recorded = recorded_arms(recipe.model.trunk) if recipe.head.kind == "mtp" else {}
     arms = {**measured.results, **recorded}
     gate = judge(recipe, measured.runs, [*measured.drafted.values()])
-    report = RunReport(arms=arms, lossless=measured.lossless, gate=gate, settings=measured.settings)
+    settings = {**measured.settings, HELD_OUT: held_out}
+    report = RunReport(arms=arms, lossless=measured.lossless, gate=gate, settings=settings)
     return Evaluation(report, gate, measured.marginal_ci95)
 
 
@@ -103,7 +109,7 @@ def measure_arms(
         arm: arm_result(run, recipe.model.trunk, names[arm], dense[arm], runs[PLAIN]) for arm, run in runs.items()
     }
     drafted = {arm: run for arm, run in runs.items() if arm != PLAIN}
-    settings = evaluation_settings(recipe, inputs, trunk)
+    settings = evaluation_settings(recipe, inputs, trunk) | {"target_entropy_median": dense[PLAIN].median_entropy}
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
         dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         trunk.drop_layers()
@@ -151,7 +157,7 @@ def measure(
     for arm, maker in progress.track(drafting.items(), description="teacher-forced metrics"):
         dense[arm] = dense_metrics(trunk, maker.head, batches, draft_depth(recipe), recipe.train.attention)
         # The trunk's entropy is the same with any head, and the plain arm has none to measure it with.
-        dense[PLAIN] = DenseMetrics([], [], dense[arm].target_entropy, [])
+        dense[PLAIN] = DenseMetrics([], [], dense[arm].target_entropy, [], dense[arm].median_entropy)
     return runs, dense
 
 
@@ -286,6 +292,7 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, trunk: Trunk) -> dict[st
         "batch_size": 1,
         "max_new_tokens": recipe.evaluate.max_new_tokens,
         "prompts": len(inputs.held_out),
+        "vanilla_prompts": home_source(recipe.model.head_from) if inputs.home else None,
         "dtype": str(weight.dtype).removeprefix("torch."),
         "offload": recipe.model.offload,
         "device": torch.cuda.get_device_name(weight.device) if on_cuda else str(weight.device),

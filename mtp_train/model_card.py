@@ -231,7 +231,7 @@ def _table(report: RunReport) -> str:
     rows = [("arm", *COLUMNS), ("---",) * (1 + len(COLUMNS))]
     marked = ((groups.alike, ""), (groups.apart, " \\*"), (groups.recorded, " +"))
     rows += [(name + mark, *arm_cells(arm)) for arms, mark in marked for name, arm in arms.items()]
-    notes = [f"\\* {apart_sentence(groups)}"] if groups.apart else []
+    notes = [f"\\* {apart_sentence(groups, report.settings)}"] if groups.apart else []
     notes += ["\\+ Recorded earlier with settings of its own."] if groups.recorded else []
     return "\n\n".join(["\n".join(f"| {' | '.join(row)} |" for row in rows), *notes])
 

@@ -41,14 +41,14 @@ def test_vanilla_alone_is_still_apart() -> None:
 
 
 def test_vanilla_is_explained_by_both_entropies() -> None:
-    text = apart_sentence(group_arms(SAMPLE))
+    text = apart_sentence(group_arms(SAMPLE), SAMPLE.settings)
     assert "does not compare" in text
     assert "1.21 for vanilla, against 0.38" in text
 
 
 def test_vanilla_is_explained_without_entropies() -> None:
     arms = {"retrained": replace(RETRAINED, target_entropy=None), "vanilla": VANILLA}
-    assert apart_sentence(group_arms(replace(SAMPLE, arms=arms))).endswith("the arms above.")
+    assert apart_sentence(group_arms(replace(SAMPLE, arms=arms)), {}).endswith("the arms above.")
 
 
 def test_a_head_that_was_kept_is_called_stale() -> None:
