@@ -304,7 +304,9 @@ def split_sentence(training: Sequence[Record], held_out: Sequence[Record], promp
     """Say how many groups are on each side, and how many the evaluation prompts come from."""
     sides = [f"{len(side)} records in {len({one.group for one in side})} groups" for side in (training, held_out)]
     chosen = len({prompt.group for prompt in prompts})
-    return f"data: training on {sides[0]}, {sides[1]} held out; evaluating on {len(prompts)} prompts of {chosen} groups."
+    return (
+        f"data: training on {sides[0]}, {sides[1]} held out; evaluating on {len(prompts)} prompts of {chosen} groups."
+    )
 
 
 def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Record]:

@@ -28,8 +28,5 @@ def join_near_duplicates(records: Sequence[Record], on_group: Callable[[int], No
     # Digests in order are texts in random order, and the first of a group is the same whatever else comes in after it.
     groups = sorted(texts)
     found = near_duplicate_groups([texts[group] for group in groups], on_group)
-    joined = {group: groups[first] for group, first in zip(groups, found, strict=True)}
-    return [
-        record if joined.get(record.group, record.group) == record.group else replace(record, group=joined[record.group])
-        for record in records
-    ]
+    other = {group: groups[first] for group, first in zip(groups, found, strict=True) if group != groups[first]}
+    return [replace(record, group=other[record.group]) if record.group in other else record for record in records]

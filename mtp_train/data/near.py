@@ -1,7 +1,7 @@
 """Find near-duplicate texts by MinHash and locality-sensitive hashing, in time and memory linear in their number.
 
-Written here in numpy because `datasketch` brings scipy and sketches text by text in Python. On one CPU core a text of 500
-characters takes about 0.15 ms and 256 bytes, so a million of them take some 3 minutes and 0.25 GB.
+Written here in numpy because `datasketch` brings scipy and sketches text by text in Python. On one CPU core a text of
+500 characters takes about 0.15 ms and 256 bytes, so a million of them take some 3 minutes and 0.25 GB.
 
 Shapes: N texts, S shingles of a batch of texts, H hashes of a sketch, P pairs of texts.
 """
@@ -24,9 +24,9 @@ NUM_HASHES, BAND_HASHES = 128, 4
 """32 bands of 4 hashes: a pair of similarity 0.6 meets in at least one band with probability 0.99."""
 SHIFTS = 8
 """Texts of one band that are compared with each text. Most of a family of alike texts meet in several bands."""
-SHARED_BY, SHARED_AT_LEAST, SAMPLE_TEXTS = 0.2, 5, 4096
-"""A shingle that more than this share of a sample of texts has, and at least so many of them, belongs to an
-instruction that they share, and is not compared."""
+SHARED_BY, SHARED_AT_LEAST, SAMPLE_TEXTS = 0.2, 20, 4096
+"""A shingle that at least this share of a sample of texts has, and at least so many of them, belongs to an instruction
+that they share, and is not compared: else all prompts with the same long instruction would be one group."""
 BATCH_CHARS = 1 << 16
 
 Floats = NDArray[np.float64]

@@ -38,10 +38,13 @@ GLOSSARY = (
     ("vanilla", "The base model with the head it came with."),
 )
 
-OVERLAP_WARNED = 0.4
-"""Share of held-out 8-grams in the training text that is warned of. Splits without a leak: .002 for code by module, .24
-to .27 for the demo's records by module, which are far more templated than most text. With leaks: .64 where the demo's
-records are held out one by one, .94 where each has a copy in training."""
+OVERLAP_WARNED, SEEN_WARNED = 0.4, 0.1
+"""Shares that are warned of: of held-out 8-grams in the training text, and of held-out prompts that were seen.
+
+Splits without a leak: .002 and 0 for code by module, .24 to .27 and at most .03 for the demo's records by module, which
+are more templated than most text. With leaks: .64 and .47 where the demo's records are held out one by one, .94 and .91
+where each has a copy in training.
+"""
 
 BASELINES = {"graft": "the graft", "native": "the native head", "none": "plain decoding"}
 
@@ -157,10 +160,10 @@ def held_out_sentence(settings: Mapping[str, Any]) -> str:
             f"templates left out ({format_percent(template)} of all); {found['prompts_seen']} prompts occur there to "
             "70 % or more."
         )
-    if share is not None and share > OVERLAP_WARNED:
+    if share is not None and (share > OVERLAP_WARNED or found["prompts_seen"] > SEEN_WARNED * found["prompts"]):
         text += (
-            f" Warning: above {OVERLAP_WARNED:.0%}, much of the held-out text was trained on and tau is too high. Group "
-            "records that share text by data.group_field, or remove duplicates."
+            f" Warning: above {OVERLAP_WARNED:.0%}, or {SEEN_WARNED:.0%} of the prompts, much of the held-out text was "
+            "trained on and tau is too high. Group records that share text by data.group_field, or remove duplicates."
         )
     median = settings.get("target_entropy_median")
     if median is not None:
