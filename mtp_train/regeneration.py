@@ -46,7 +46,7 @@ def regenerate_stage(
         DataError: No prompt fits, or no response can be learnt from.
     """
     deciding = deciding_settings(recipe, settings, inputs)
-    directory = response_directory(run_dir, deciding)
+    directory = responses_directory(run_dir, deciding)
     store = RegeneratedStore(directory, rank=accelerator.process_index, world=accelerator.num_processes)
     if accelerator.is_main_process:
         write_json(directory / SETTINGS_FILE, deciding)
@@ -70,7 +70,7 @@ def regenerate_stage(
     return documents, counts
 
 
-def response_directory(run_dir: Path, deciding: Mapping[str, object]) -> Path:
+def responses_directory(run_dir: Path, deciding: Mapping[str, object]) -> Path:
     """Return where the responses to some settings are kept."""
     return run_dir / DATA / f"responses-{settings_key(deciding)}"
 
@@ -97,7 +97,7 @@ def stored_documents(recipe: Recipe, settings: RegenerateSpec, run_dir: Path, in
     Raises:
         DataError: They are not there.
     """
-    directory = response_directory(run_dir, deciding_settings(recipe, settings, inputs))
+    directory = responses_directory(run_dir, deciding_settings(recipe, settings, inputs))
     return learnt_from(recipe, settings, inputs, RegeneratedStore(directory))[0]
 
 

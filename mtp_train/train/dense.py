@@ -64,7 +64,7 @@ def dense_metrics(
         rows = aligned_rows(trunk, head, batch, num_depths, attention=attention)
         figures = target_figures(rows, trunk, head)
         entropies.append(figures.entropy_N[rows.valid_KN[0]])
-        found = sum_figures(rows.valid_KN, figures)
+        found = sum_figures(rows, figures)
         total = found if total is None else total.plus(found)
     if total is None:
         return DenseMetrics([], [], None, [])
