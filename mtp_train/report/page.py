@@ -24,6 +24,7 @@ from mtp_train.report.wording import (
     held_out_sentence,
     key_figures,
     lossless_sentence,
+    recorded_sentence,
 )
 
 
@@ -38,6 +39,7 @@ def render_page(report: RunReport, figures: Sequence[FigureFile], provenance: Ma
         "apart": arm_rows(groups.apart, "other trunk"),
         "recorded": arm_rows(groups.recorded, "recorded"),
         "apart_sentence": apart_sentence(groups, report.settings),
+        "recorded_sentence": recorded_sentence(groups),
         "held_out_sentence": held_out_sentence(report.settings),
         "figures": embedded(figures),
         "gate": report.gate,

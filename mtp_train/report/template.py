@@ -170,7 +170,7 @@ _BODY = """\
 {% endif -%}
 {% if recorded -%}
 <h2>Recorded, not measured here</h2>
-<p>Measured earlier with settings of their own and shown for scale.</p>
+<p>{{ recorded_sentence }}</p>
 {{ arm_table(recorded) }}
 {% endif -%}
 

@@ -38,6 +38,13 @@ GLOSSARY = (
     ("vanilla", "The base model with the head it came with."),
 )
 
+RECORDED = {
+    "control": "the same training on the base's old text",
+    "ceiling": "ten times the steps",
+    "random_head": "the same training from random weights",
+    "ngram": "no head but a static n-gram table of the same training text, what remembering its phrases gives",
+}
+
 OVERLAP_WARNED, SEEN_WARNED = 0.4, 0.1
 """Shares that are warned of: of held-out 8-grams in the training text, and of held-out prompts that were seen.
 
@@ -145,6 +152,12 @@ def lossless_sentence(lossless: Lossless | None) -> str:
     if lossless.near_tie_divergences:
         return f"{same}; the other {lossless.near_tie_divergences} part at a near tie, where rounding decides."
     return f"{same}."
+
+
+def recorded_sentence(groups: ArmGroups) -> str:
+    """Say what recorded arms are, those that are known by name."""
+    told = [f"{name} is {RECORDED[name]}" for name in groups.recorded if name in RECORDED]
+    return f"Measured earlier with settings of their own and shown for scale{': ' if told else ''}{'; '.join(told)}."
 
 
 def held_out_sentence(settings: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
+from mtp_train.commands.check import check
 from mtp_train.data.records import PromptResponse, Record
 from mtp_train.errors import GateRefusedError
 from mtp_train.inputs import Inputs, gather_inputs
@@ -97,6 +98,22 @@ def test_a_suite_s_prompt_that_is_nearly_trained_on_is_found(directory: Path) ->
     training = [record(f"t{number}", sentence(f"known {number}")) for number in range(30)]
     suite = [record("same", sentence("known 3")), record("near", sentence("known 4") + " now"), record("new", "else")]
     assert near_trained(suite, training) == {"same", "near"}
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        (
+            None,
+            "# held out by first user turn or file, near-duplicate prompts joined: about 2 minutes and 0.5 GB for a",
+        ),
+        ("group", "# held out by the column 'group'\n"),
+    ],
+)
+def test_check_says_how_groups_are_made_and_what_that_costs(
+    directory: Path, tmp_path: Path, field: str | None, told: str
+) -> None:
+    assert told in check(tiny_recipe(directory, tmp_path, data__group_field=field), 1).to_text()
 
 
 @pytest.mark.parametrize("leak", [False, True])

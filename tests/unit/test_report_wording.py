@@ -9,6 +9,7 @@ import pytest
 from mtp_train.report import Lossless
 from mtp_train.report.wording import (
     COLUMNS,
+    ArmGroups,
     apart_sentence,
     arm_cells,
     flatten,
@@ -17,6 +18,7 @@ from mtp_train.report.wording import (
     held_out_sentence,
     key_figures,
     lossless_sentence,
+    recorded_sentence,
 )
 from report_samples import CEILING, EMPTY, GRAFT, PASSED, RETRAINED, SAMPLE, VANILLA
 
@@ -122,6 +124,14 @@ def test_the_held_out_text_is_told_with_its_groups_and_its_overlap() -> None:
 def test_held_out_text_that_was_trained_on_is_warned_of(figures: dict[str, float]) -> None:
     text = held_out_sentence({"held_out": HELD_OUT | figures})
     assert "Warning: above 40%, or 10% of the prompts, much of the held-out text was trained on" in text
+
+
+def test_recorded_arms_are_explained_by_name() -> None:
+    groups = group_arms(replace(SAMPLE, arms={"ceiling": CEILING, "ngram": CEILING, "other": CEILING}))
+    assert recorded_sentence(groups).startswith(
+        "Measured earlier with settings of their own and shown for scale: ceiling is ten times the steps; ngram is"
+    )
+    assert recorded_sentence(ArmGroups({}, {}, {"other": CEILING})).endswith("shown for scale.")
 
 
 def test_held_out_text_too_short_for_an_eight_gram_is_told_without_shares() -> None:
