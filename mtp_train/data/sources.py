@@ -144,7 +144,8 @@ def _paragraphs(path: str, files: Sequence[Path], config: str | None, split: str
     if where.is_dir():
         found = datasets.load_dataset_builder(str(where), config, sample_by="paragraph").config.data_files
         ours = {file.resolve(): file for file in files}
-        by_split = {str(one): [ours[Path(file).resolve()] for file in found[one]] for one in found}
+        resolved = {str(one): [Path(file).resolve() for file in found[one]] for one in found}
+        by_split = {one: [ours[file] for file in some if file in ours] for one, some in resolved.items()}
     if split in by_split:
         return _owned_paragraphs(by_split[split])
     # A slice, or a split that is not there.
