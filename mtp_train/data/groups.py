@@ -20,12 +20,14 @@ def join_near_duplicates(records: Sequence[Record], on_group: Callable[[int], No
         on_group: Told how many groups were looked at since it was last called.
     """
     texts: dict[str, str] = {}
+    seen: set[str] = set()
     for record in records:
-        if record.group not in texts:
+        if record.group not in seen:
+            seen.add(record.group)
             text = grouping_text(record.content)
             if record.group == text_group(text):
                 texts[record.group] = text
-    # Digests in order are texts in random order, and the first of a group is the same whatever else comes in after it.
+    # By digest: in no order that the records have.
     groups = sorted(texts)
     found = near_duplicate_groups([texts[group] for group in groups], on_group)
     other = {group: groups[first] for group, first in zip(groups, found, strict=True) if group != groups[first]}
