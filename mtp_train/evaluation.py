@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ from mtp_train.acceptance import (
 from mtp_train.arms import PLAIN, ArmRun, own_text, run_arms
 from mtp_train.cures import graft_command
 from mtp_train.data.pack import collate, full_batches, pack_documents
-from mtp_train.demo import recorded_arms
+from mtp_train.data.tokenize import Document
+from mtp_train.demo import home_source, recorded_arms
 from mtp_train.heads.attach import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.offload import offload_layers
 from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.held_out import HELD_OUT, held_out_figures
 from mtp_train.inputs import Inputs
 from mtp_train.measuring import measured_together
 from mtp_train.recipe import Recipe
@@ -77,14 +79,18 @@ class MeasuredArms:
         return {arm: marginal_intervals(run.counts) for arm, run in self.drafted.items()}
 
 
-def evaluate_run(recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, progress: Progress) -> Evaluation:
+def evaluate_run(
+    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, training: Sequence[Document], progress: Progress
+) -> Evaluation:
     """Decode, count and judge. The trunk's weights are given up at the end to make room for the vanilla one."""
     measured = measure_arms(recipe, run_dir, inputs, trunk, head_plans(recipe, run_dir, inputs), progress)
+    held_out = held_out_figures(inputs, measured.runs[PLAIN].outputs, training)
     # What was recorded is of heads of the trunk's own kind.
     recorded = recorded_arms(recipe.model.trunk) if recipe.head.kind == "mtp" else {}
     arms = {**measured.results, **recorded}
     gate = judge(recipe, measured.runs, [*measured.drafted.values()])
-    report = RunReport(arms=arms, lossless=measured.lossless, gate=gate, settings=measured.settings)
+    settings = {**measured.settings, HELD_OUT: held_out}
+    report = RunReport(arms=arms, lossless=measured.lossless, gate=gate, settings=settings)
     return Evaluation(report, gate, measured.marginal_ci95)
 
 
@@ -104,8 +110,10 @@ def measure_arms(
         arm: arm_result(run, recipe.model.trunk, names[arm], dense[arm], runs[PLAIN]) for arm, run in runs.items()
     }
     drafted = {arm: run for arm, run in runs.items() if arm != PLAIN}
-    captured = sum(run.captured_rounds for run in runs.values())
-    settings = evaluation_settings(recipe, inputs, trunk) | {"captured_rounds": captured}
+    settings = evaluation_settings(recipe, inputs, trunk) | {
+        "captured_rounds": sum(run.captured_rounds for run in runs.values()),
+        "target_entropy_median": dense[PLAIN].median_entropy,
+    }
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
         dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         trunk.drop_layers()
@@ -153,7 +161,7 @@ def measure(
     for arm, maker in progress.track(drafting.items(), description="teacher-forced metrics"):
         dense[arm] = dense_metrics(trunk, maker.head, batches, draft_depth(recipe), recipe.train.attention)
         # The trunk's entropy is the same with any head, and the plain arm has none to measure it with.
-        dense[PLAIN] = DenseMetrics([], [], dense[arm].target_entropy, [])
+        dense[PLAIN] = DenseMetrics([], [], dense[arm].target_entropy, [], dense[arm].median_entropy)
     return runs, dense
 
 
@@ -213,7 +221,10 @@ def measure_vanilla(
     device: torch.device,
     progress: Progress,
 ) -> tuple[ArmResult, ArmRun]:
-    """Measure the base with its own head on the same prompts; its speedup is over its own trunk without drafts."""
+    """Measure the base with its own head, on text of its own kind where that comes with it, else on the same prompts.
+
+    Its speedup is over its own trunk without drafts.
+    """
     trunk = load_trunk(
         base.path,
         base.family,
@@ -225,7 +236,8 @@ def measure_vanilla(
     if recipe.model.offload is not None:
         offload_layers(trunk, recipe.model.offload, device, run_dir)
     native = _drafting(native_plan(base, recipe.head.convention), base, trunk)
-    runs, dense = measure(recipe, inputs, trunk, {VANILLA: native}, progress)
+    own = replace(inputs, held_out=inputs.home or inputs.held_out)
+    runs, dense = measure(recipe, own, trunk, {VANILLA: native}, progress)
     name = recipe.model.head_from or str(base.path)
     return arm_result(runs[VANILLA], name, name, dense[VANILLA], runs[PLAIN]), runs[VANILLA]
 
@@ -279,6 +291,7 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, trunk: Trunk) -> dict[st
         "batch_size": 1,
         "max_new_tokens": recipe.evaluate.max_new_tokens,
         "prompts": len(inputs.held_out),
+        "vanilla_prompts": home_source(recipe.model.head_from) if inputs.home else None,
         "dtype": str(weight.dtype).removeprefix("torch."),
         "offload": recipe.model.offload,
         "device": torch.cuda.get_device_name(weight.device) if on_cuda else str(weight.device),

@@ -14,14 +14,15 @@ from accelerate import PartialState
 from rich.progress import Progress
 from transformers import PretrainedConfig
 
+from mtp_train.data.groups import join_near_duplicates
 from mtp_train.data.mixture import mix
-from mtp_train.data.prompts import Prompt, build_prompts, choose_prompts, continuation_prompts
+from mtp_train.data.prompts import Prompt, build_prompts, choose_evenly, choose_prompts, continuation_prompts
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.regenerated import RESPONSE_ROOM_TOKENS
 from mtp_train.data.sources import load_records
 from mtp_train.data.split import split_by_group
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.demo import resolve
+from mtp_train.demo import GROUP_FIELD, home_source, resolve
 from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.exporting import require_exportable
 from mtp_train.families import Convention, Family
@@ -68,7 +69,9 @@ class Inputs:
     prompts: Sequence[Prompt]
     """What the trunk is to answer; empty where the sources' own responses are trained on."""
     held_out: Sequence[Prompt]
-    """Evaluation prompts."""
+    """Evaluation prompts; none shares its group with anything trained on."""
+    home: Sequence[Prompt] = ()
+    """What the vanilla model decodes instead, text of its own kind; empty where it decodes the held-out prompts."""
 
 
 def open_location(location: str) -> Checkpoint:
@@ -128,8 +131,10 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     require_rows(recipe)
     require_draft_vocab(recipe, text_config.vocab_size)
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
-    train_records, held_out_records = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
+    train_records, held_out_records = split_records(recipe, progress)
     held_out = evaluation_prompts(recipe, held_out_records, tokenizer)
+    if PartialState().is_main_process:
+        progress.console.print(split_sentence(train_records, held_out_records, held_out))
     documents: Sequence[Document] = ()
     prompts: Sequence[Prompt] = ()
     if recipe.regenerates:
@@ -152,6 +157,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         documents=documents,
         prompts=prompts,
         held_out=held_out,
+        home=home_prompts(recipe, tokenizer),
     )
 
 
@@ -287,8 +293,29 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def read_records(recipe: Recipe) -> list[Record]:
-    """Read every source of the recipe, in its order, and mix them where they have weights."""
+def split_records(recipe: Recipe, progress: Progress | None = None) -> tuple[list[Record], list[Record]]:
+    """Return the records to train on and those held out. No group is on both sides.
+
+    Raises:
+        DataError: A source cannot be read, or a side would be empty.
+    """
+    return split_by_group(read_records(recipe, progress), recipe.data.holdout, recipe.seed)
+
+
+def split_sentence(training: Sequence[Record], held_out: Sequence[Record], prompts: Sequence[Prompt]) -> str:
+    """Say how many groups are on each side, and how many the evaluation prompts come from."""
+    sides = [f"{len(side)} records in {len({one.group for one in side})} groups" for side in (training, held_out)]
+    chosen = len({prompt.group for prompt in prompts})
+    return (
+        f"data: training on {sides[0]}, {sides[1]} held out; evaluating on {len(prompts)} prompts of {chosen} groups."
+    )
+
+
+def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Record]:
+    """Read every source of the recipe, in its order, and mix them where they have weights.
+
+    Without a group field, records with near-duplicate prompts share a group.
+    """
     sources = [
         load_records(
             resolve(source.path),
@@ -303,7 +330,15 @@ def read_records(recipe: Recipe) -> list[Record]:
         for number, source in enumerate(recipe.data.sources)
     ]
     weights = [source.weight for source in recipe.data.sources if source.weight is not None]
-    return mix(sources, weights, recipe.seed) if weights else [record for records in sources for record in records]
+    records = mix(sources, weights, recipe.seed) if weights else [record for some in sources for record in some]
+    if recipe.data.group_field is not None:
+        return records
+    if progress is None:
+        return join_near_duplicates(records)
+    task = progress.add_task("looking for near-duplicate prompts", total=len({record.group for record in records}))
+    joined = join_near_duplicates(records, lambda count: progress.advance(task, count))
+    progress.remove_task(task)
+    return joined
 
 
 def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
@@ -325,18 +360,27 @@ def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any)
 
 
 def evaluation_prompts(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
-    """Return the held-out prompts that every arm decodes.
+    """Return the held-out prompts that every arm decodes, as many from each group as there can be.
 
     Raises:
         DataError: There is none.
     """
-    prompts = choose_prompts(prompts_of(records, tokenizer), recipe.evaluate.prompts, recipe.seed)
+    prompts = choose_evenly(prompts_of(records, tokenizer), recipe.evaluate.prompts, recipe.seed)
     if not prompts:
         raise DataError(
             f"data.holdout: {recipe.data.holdout} holds out {len(records)} texts, none of them long enough to "
             "continue; expected at least one of two tokens. Hold out more, or use longer texts."
         )
     return prompts
+
+
+def home_prompts(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
+    """Return prompts of the kind that the vanilla model was made for, where they come with it; else none."""
+    source = home_source(recipe.model.head_from)
+    if source is None or "vanilla" not in recipe.evaluate.arms:
+        return []
+    records = load_records(resolve(source), group_field=GROUP_FIELD, name=source)
+    return choose_evenly(prompts_of(records, tokenizer), recipe.evaluate.prompts, recipe.seed)
 
 
 def prompts_of(records: Sequence[Record], tokenizer: Any) -> list[Prompt]:

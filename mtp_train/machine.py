@@ -21,6 +21,7 @@ from mtp_train.heads.precision import Resolved, resolve_precision
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import load_recipe
 from mtp_train.run_dir import RECIPE_FILE
+from mtp_train.train.launcher import launch_arguments
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 OPTION = "num_cpu_threads_per_process"
@@ -93,7 +94,7 @@ def threads_are_set(environment: Mapping[str, str], command: Sequence[str], laun
     """
     if not any(variable in environment for variable in VARIABLES):
         return False
-    if not _is_accelerate(command):
+    if launch_arguments(command) is None:
         return True
     if any(variable in launched_from for variable in VARIABLES):
         return True
@@ -107,13 +108,6 @@ def _launcher() -> tuple[Sequence[str], Mapping[str, str]]:
         return parent.cmdline(), parent.environ()
     except (psutil.Error, OSError):
         return (), {}
-
-
-def _is_accelerate(command: Sequence[str]) -> bool:
-    names = [Path(part).name for part in command]
-    return "accelerate-launch" in names or any(
-        name == "accelerate" or name.startswith("accelerate.commands") for name in names
-    )
 
 
 def _config_names_it(command: Sequence[str]) -> bool:

@@ -20,7 +20,15 @@ from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe, load_recipe
 from mtp_train.recipe_yaml import dump_yaml
 from mtp_train.report.schema import REPORT_FILE, RunReport, load_report
-from mtp_train.report.wording import COLUMNS, apart_sentence, arm_cells, capitalised, group_arms, lossless_sentence
+from mtp_train.report.wording import (
+    COLUMNS,
+    apart_sentence,
+    arm_cells,
+    capitalised,
+    group_arms,
+    held_out_sentence,
+    lossless_sentence,
+)
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import open_checkpoint, read_json
@@ -231,8 +239,9 @@ def _table(report: RunReport) -> str:
     rows = [("arm", *COLUMNS), ("---",) * (1 + len(COLUMNS))]
     marked = ((groups.alike, ""), (groups.apart, " \\*"), (groups.recorded, " +"))
     rows += [(name + mark, *arm_cells(arm)) for arms, mark in marked for name, arm in arms.items()]
-    notes = [f"\\* {apart_sentence(groups)}"] if groups.apart else []
+    notes = [f"\\* {apart_sentence(groups, report.settings)}"] if groups.apart else []
     notes += ["\\+ Recorded earlier with settings of its own."] if groups.recorded else []
+    notes += [held_out_sentence(report.settings)] if "held_out" in report.settings else []
     return "\n\n".join(["\n".join(f"| {' | '.join(row)} |" for row in rows), *notes])
 
 

@@ -41,7 +41,14 @@ from mtp_train.run_dir import (
     require_ours,
     write_outcome,
 )
-from mtp_train.stages import Stage, load_run_trunk, make_documents, offload_run_trunk, provenance
+from mtp_train.stages import (
+    Stage,
+    load_run_trunk,
+    make_documents,
+    offload_run_trunk,
+    provenance,
+    trained_documents,
+)
 from mtp_train.train.launch import lost_process_is_named, make_accelerator
 from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.training import HEAD, train_stage
@@ -163,7 +170,8 @@ def run_stages(
         gc.collect()
         trunk = load_run_trunk(recipe, inputs, accelerator)
         offload_run_trunk(recipe, run_dir, trunk, accelerator)
-    evaluation = evaluate_run(recipe, run_dir, inputs, trunk, progress)
+    training = trained_documents(recipe, run_dir, inputs)
+    evaluation = evaluate_run(recipe, run_dir, inputs, trunk, training, progress)
     report = evaluation.report
     write_report(
         report, run_dir, provenance=read_json(run_dir / PROVENANCE_FILE), marginal_ci95=evaluation.marginal_ci95

@@ -165,7 +165,9 @@ class DataSection:
     holdout: Share = 0.05
     """Share of the groups of records kept out of training, to evaluate on."""
     group_field: str | None = None
-    """Records with the same value here are held out together; null groups records that repeat a prompt."""
+    """Records with the same value here are held out together, and nothing else is joined. Null groups chats by their
+    first user turn, pairs by their prompt, the paragraphs of a .txt by their file, and joins groups whose prompts are
+    near-duplicates (about 2 minutes and 0.5 GB for a million prompts of 500 characters)."""
     max_documents: Count | None = None
     """Records read from each source; null reads all."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def regenerate_stage(
         DataError: No prompt fits, or no response can be learnt from.
     """
     deciding = deciding_settings(recipe, settings, inputs)
-    directory = run_dir / DATA / f"responses-{settings_key(deciding)}"
+    directory = responses_directory(run_dir, deciding)
     store = RegeneratedStore(directory, rank=accelerator.process_index, world=accelerator.num_processes)
     if accelerator.is_main_process:
         write_json(directory / SETTINGS_FILE, deciding)
@@ -62,16 +62,43 @@ def regenerate_stage(
         if said and accelerator.is_main_process:
             progress.console.print(said)
     accelerator.wait_for_everyone()
-    documents, counts = store.to_documents(
-        recipe.data.seq_len_tokens,
-        max_repeated=settings.max_repeated,
-        special_ids=frozenset(inputs.tokenizer.all_special_ids),
-    )
+    documents, counts = learnt_from(recipe, settings, inputs, store)
     if accelerator.is_main_process:
         write_json(directory / COUNTS_FILE, asdict(counts))
         found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in asdict(counts).items() if value)
         progress.console.print(f"{directory}: {found}.")
     return documents, counts
+
+
+def responses_directory(run_dir: Path, deciding: Mapping[str, object]) -> Path:
+    """Return where the responses to some settings are kept."""
+    return run_dir / DATA / f"responses-{settings_key(deciding)}"
+
+
+def learnt_from(
+    recipe: Recipe, settings: RegenerateSpec, inputs: Inputs, store: RegeneratedStore
+) -> tuple[list[Document], ResponseCounts]:
+    """Return the documents that are made of the responses to the run's prompts, and to no other.
+
+    Raises:
+        DataError: No response can be learnt from.
+    """
+    return store.to_documents(
+        recipe.data.seq_len_tokens,
+        groups={prompt.id: prompt.group for prompt in inputs.prompts},
+        max_repeated=settings.max_repeated,
+        special_ids=frozenset(inputs.tokenizer.all_special_ids),
+    )
+
+
+def stored_documents(recipe: Recipe, settings: RegenerateSpec, run_dir: Path, inputs: Inputs) -> list[Document]:
+    """Return what :func:`regenerate_stage` returned, from the responses that it kept.
+
+    Raises:
+        DataError: They are not there.
+    """
+    directory = responses_directory(run_dir, deciding_settings(recipe, settings, inputs))
+    return learnt_from(recipe, settings, inputs, RegeneratedStore(directory))[0]
 
 
 def deciding_settings(recipe: Recipe, settings: RegenerateSpec, inputs: Inputs) -> dict[str, object]:

@@ -15,8 +15,9 @@ from mtp_train.errors import TrainingError
 from mtp_train.heads.offload import offload_layers
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.inputs import Inputs, trunk_dtype
+from mtp_train.measuring import part_documents
 from mtp_train.recipe import Recipe
-from mtp_train.regeneration import regenerate_stage
+from mtp_train.regeneration import regenerate_stage, stored_documents
 from mtp_train.run_dir import FIRST_STAGE, checkpoint_identity, environment_facts
 from mtp_train.train.shard import shards_trunk
 
@@ -83,3 +84,13 @@ def make_documents(
         return list(inputs.documents)
     documents, _ = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
     return documents
+
+
+def trained_documents(recipe: Recipe, run_dir: Path, inputs: Inputs) -> list[Document]:
+    """Return what a head was trained on, once it was: the text kept for ``train.select`` is not part of it."""
+    if recipe.data.regenerate is None or not recipe.data.regenerate.enabled:
+        documents = list(inputs.documents)
+    else:
+        documents = stored_documents(recipe, recipe.data.regenerate, run_dir, inputs)
+    training, _ = part_documents(recipe, documents)
+    return [documents[index] for index in training]

@@ -32,12 +32,11 @@ from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
 from mtp_inference.sampling import Sampling
 from mtp_train.acceptance import Interval, PromptCounts, delta_tau_interval, tau, tau_interval
 from mtp_train.data.records import Record
-from mtp_train.data.split import split_by_group
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.heads.attach import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.trunk import Trunk
-from mtp_train.inputs import Inputs, gather_inputs, read_records
+from mtp_train.inputs import Inputs, gather_inputs, split_records
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import load_recipe
 from mtp_train.run_dir import claim, environment_facts, require_ours
@@ -137,7 +136,7 @@ def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     # Heads and counts of two recipes must not be mixed.
     claim(directory, recipe, provenance(recipe, inputs))
     own = make_documents(recipe, directory, inputs, trunk, accelerator, progress)
-    records, _ = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
+    records, _ = split_records(recipe)
     answered = {prompt.id for prompt in inputs.prompts}
     corpus, _ = tokenize_records(_of(records, answered), inputs.tokenizer, recipe.data.seq_len_tokens)
     return Bench(recipe, inputs, trunk, {"self": own, "corpus": corpus}, accelerator)

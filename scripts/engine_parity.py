@@ -25,9 +25,8 @@ from engines.verdict import RANKING
 from engines.witness import DTYPES, Task, record, witness
 from mtp_train.data.prompts import build_prompts, choose_prompts
 from mtp_train.data.sources import load_records
-from mtp_train.data.split import split_by_group
 from mtp_train.errors import MtpError
-from mtp_train.inputs import load_tokenizer, open_location, read_records
+from mtp_train.inputs import load_tokenizer, open_location, split_records
 from mtp_train.recipe_io import load_recipe
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.writing import write_json
@@ -123,7 +122,7 @@ def read_prompts(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[
         return listed[: arguments.num_prompts]
     recipe = load_recipe(RECIPE)
     if arguments.prompts is None:
-        _, records = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
+        _, records = split_records(recipe)
     else:
         name = str(arguments.prompts)
         records = load_records(name, split="train", format="auto", group_field=None, name=name, max_records=None)

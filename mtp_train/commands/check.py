@@ -11,6 +11,7 @@ import torch
 from accelerate import PartialState
 from torch import Size
 
+from mtp_train.data.near import COST_PER_MILLION
 from mtp_train.demo import resolve
 from mtp_train.families import family_for, of_kind, raw_text_config
 from mtp_train.families.draft_engines import require_trunk_layers
@@ -84,8 +85,14 @@ class CheckResult:
             f"# about {cost.total_flops / 1e12:.3g} TFLOP on all processes: trunk {cost.trunk_flops / 1e12:.3g}, head "
             f"{cost.head_flops / 1e12:.3g}, loss {cost.loss_flops / 1e12:.3g}, answers at most "
             f"{cost.regenerate_flops / 1e12:.3g}; disk at most {cost.disk_bytes / GIB:.2f} GiB besides answers"
-            f"{self._kind_text()}{self._serves_text()}"
+            f"{self._kind_text()}{self._holdout_text()}{self._serves_text()}"
         )
+
+    def _holdout_text(self) -> str:
+        field = self.recipe.data.group_field
+        if field is not None:
+            return f"\n# held out by the column {field!r}"
+        return f"\n# held out by first user turn or file, near-duplicate prompts joined: {COST_PER_MILLION}"
 
     def _serves_text(self) -> str:
         if not self.recipe.export.enabled:

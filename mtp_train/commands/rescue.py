@@ -42,7 +42,7 @@ _DEMO: Plain = {
         "sources": [{"path": "demo:prompts"}],
         "regenerate": {"max_prompts": 560, "max_new_tokens": 128, "batch_size": 32},
         "seq_len_tokens": 512,
-        "holdout": 0.1,
+        "holdout": 0.2,
         "group_field": "group",
     },
     "train": {
@@ -53,7 +53,7 @@ _DEMO: Plain = {
         "warmup_steps": 5,
         "save_steps": 25,
     },
-    "evaluate": {"prompts": 32, "max_new_tokens": 128},
+    "evaluate": {"prompts": 36, "max_new_tokens": 128},
 }
 # FastMTP's way of sampling and learning rate (arXiv:2509.18362, section 3), at lengths that one GPU answers in hours.
 _REAL: Plain = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,6 +71,19 @@ def choose_prompts(prompts: Sequence[Prompt], num_prompts: int, seed: int) -> li
     A prompt's rank depends on its id and the seed alone, so a larger number keeps those chosen by a smaller one.
     """
     return sorted(prompts, key=lambda prompt: (stable_share(prompt.id, seed), prompt.id))[:num_prompts]
+
+
+def choose_evenly(prompts: Sequence[Prompt], num_prompts: int, seed: int) -> list[Prompt]:
+    """Return ``num_prompts`` of the prompts (all, where there are fewer), as evenly from their groups as there can be.
+
+    One of every group comes before a second of any. A larger number keeps those chosen by a smaller one.
+    """
+    taken = Counter[str]()
+    turns: list[tuple[int, Prompt]] = []
+    for prompt in choose_prompts(prompts, len(prompts), seed):
+        turns.append((taken[prompt.group], prompt))
+        taken[prompt.group] += 1
+    return [prompt for _, prompt in sorted(turns, key=lambda turn: turn[0])[:num_prompts]]
 
 
 def _prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:

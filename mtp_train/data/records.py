@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,19 +71,40 @@ class Record:
 
 
 def content_group(content: Content) -> str:
-    """Return the group of a record without a group field: a digest of its prompt.
+    """Return the group of a record without a group field: a digest of :func:`grouping_text`."""
+    return text_group(grouping_text(content))
 
-    Records that repeat a prompt are thereby held out together, so the held-out side never holds a prompt that was
-    trained on.
+
+def text_group(text: str) -> str:
+    """Return the group of the records that have this text for their :func:`grouping_text`."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def grouping_text(content: Content) -> str:
+    """Return what records without a group field are grouped by, normalised: a chat's first user turn, a pair's prompt
+    or a text.
+
+    The turns of one conversation, stored as prefixes of it, thereby share a group, and so do records that repeat a
+    prompt. System turns do not count: many conversations share one.
     """
-    if isinstance(content, Chat):
-        prompt: object = content.prompt_messages()
-    elif isinstance(content, PromptResponse):
-        prompt = content.prompt
-    else:
-        prompt = content.text
-    text = json.dumps(prompt, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    if isinstance(content, PlainText):
+        return normalised(content.text)
+    if isinstance(content, PromptResponse):
+        return normalised(content.prompt)
+    asked = next((message["content"] for message in content.messages if message["role"] == "user"), None)
+    if asked is None:
+        return json.dumps(content.prompt_messages(), sort_keys=True, default=str)
+    return normalised(asked)
+
+
+def normalised(text: str) -> str:
+    """Return text in one case and one Unicode form, with single spaces and without punctuation at its end."""
+    words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    end = len(words)
+    while end and (words[end - 1] == " " or unicodedata.category(words[end - 1]).startswith("P")):
+        end -= 1
+    # A text of punctuation alone is told apart by it.
+    return words[:end] or words
 
 
 def parse_messages(value: object, where: str) -> Chat:

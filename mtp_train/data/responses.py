@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mtp_train.acceptance import repeated_ngram_share
@@ -113,12 +113,19 @@ class RegeneratedStore:
             os.fsync(file.fileno())
 
     def to_documents(
-        self, seq_len_tokens: int, *, max_repeated: float | None = None, special_ids: Collection[int] = ()
+        self,
+        seq_len_tokens: int,
+        *,
+        groups: Mapping[str, str] | None = None,
+        max_repeated: float | None = None,
+        special_ids: Collection[int] = (),
     ) -> tuple[list[Document], ResponseCounts]:
         """Return the stored responses as documents whose targets are the response tokens.
 
         Args:
             seq_len_tokens: Longer texts are cut.
+            groups: The group of each prompt by its id. Responses to other prompts are left out: those of an earlier
+                split may be held out now. None takes all, with the groups that they were stored with.
             max_repeated: Responses with a larger share of repeated 8-grams are left out; None takes all.
             special_ids: The tokenizer's special tokens, to be counted.
 
@@ -128,6 +135,10 @@ class RegeneratedStore:
         tally = Counter(responses=0)
         documents = []
         for row in self:
+            if groups is not None:
+                if row.id not in groups:
+                    continue
+                row = replace(row, group=groups[row.id])
             num_tokens = len(row.response_ids)
             too_short = num_tokens < MIN_RESPONSE_TOKENS
             repetitive = max_repeated is not None and (repeated_ngram_share([row.response_ids]) or 0.0) > max_repeated

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
+import fsspec
 
 from mtp_train.data.records import Content, PlainText, PromptResponse, Record, content_group, parse_messages, parse_text
 from mtp_train.errors import DataError
@@ -19,6 +20,7 @@ Format = Literal["auto", "messages", "prompt_response", "text"]
 COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 KNOWN_FILES = "a .json, .jsonl, .parquet or .txt file (.gz, .xz, .bz2 or .zst too)"
 SMALL_FILE_BYTES = 64
+TEXT_BLOCK_CHARS = 1 << 20
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 MESSAGE_COLUMNS = ("messages", "conversations")
 RESPONSE_COLUMNS = ("response", "completion")
@@ -45,7 +47,8 @@ def load_records(
         split: A split of the dataset, slices allowed (``train[:1000]``). Local files have the one split ``train``; in
             a directory, their names say.
         format: How to read the columns; ``auto`` goes by their names.
-        group_field: The column whose value groups records; None groups records that repeat a prompt.
+        group_field: The column whose value groups records. None groups by content (:func:`content_group`), and the
+            paragraphs of a .txt file by their file.
         name: What to call the source in record ids and messages; the path where it is None.
         max_records: Read no more than the first ``max_records``.
         streaming: Whether to read what is asked for alone, and to keep no copy in the cache.
@@ -58,7 +61,7 @@ def load_records(
     files = _local_files(path, name)
     if files is not None and config is not None and not Path(path).expanduser().is_dir():
         raise DataError(f"{name}: config {config!r} of local files; expected null, as they have none. Leave it out.")
-    names, rows = _read(path, files, config, split, name, max_records, streaming)
+    names, rows, owners = _read(path, files, config, split, name, max_records, streaming)
     columns = _content_columns(names, format, name)
     if group_field is not None and group_field not in names:
         raise DataError(
@@ -72,9 +75,10 @@ def load_records(
     for number, row in enumerate(rows, start=1):
         where = f"{name}, record {number}"
         content = _parse_content(row, columns, where)
-        group = (
-            content_group(content) if group_field is None else _parse_group(row.get(group_field), group_field, where)
-        )
+        if group_field is not None:
+            group = _parse_group(row.get(group_field), group_field, where)
+        else:
+            group = content_group(content) if owners is None else owners[number - 1]
         records.append(Record(id=f"{name}#{number}", group=group, content=content))
     return records
 
@@ -108,9 +112,14 @@ def _read(
     name: str,
     max_records: int | None,
     streaming: bool,
-) -> tuple[list[str], Iterable[dict[str, Any]]]:
-    """Return the names of the columns, and the rows."""
+) -> tuple[list[str], Iterable[dict[str, Any]], list[str] | None]:
+    """Return the names of the columns, the rows, and the file of each row where the files are text."""
     try:
+        if files is not None and BUILDERS[_suffix(files[0])] == "text":
+            pairs = list(islice(_paragraphs(path, files, config, split), max_records))
+            if not pairs:
+                raise _empty(name)
+            return ["text"], [{"text": text} for text, _ in pairs], [owner for _, owner in pairs]
         table = _open(path, files, config, split, streaming)
         if isinstance(table, datasets.IterableDataset):
             rows = list(islice(table, max_records))
@@ -125,22 +134,55 @@ def _read(
         raise _unreadable(name, files, error) from error
     if num_rows == 0:
         raise _empty(name)
-    return names, rows
+    return names, rows, None
+
+
+def _paragraphs(path: str, files: Sequence[Path], config: str | None, split: str) -> Iterator[tuple[str, str]]:
+    """Yield every paragraph of a split of text files, and its file."""
+    by_split = {"train": list(files)}
+    where = Path(path).expanduser()
+    if where.is_dir():
+        found = datasets.load_dataset_builder(str(where), config, sample_by="paragraph").config.data_files
+        ours = {file.resolve(): file for file in files}
+        resolved = {str(one): [Path(file).resolve() for file in found[one]] for one in found}
+        by_split = {one: [ours[file] for file in some if file in ours] for one, some in resolved.items()}
+    if split in by_split:
+        return _owned_paragraphs(by_split[split])
+    # A slice, or a split that is not there.
+    every = {one: list(_owned_paragraphs(some)) for one, some in by_split.items()}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({one: len(pairs) for one, pairs in every.items()})
+    return (pair for part in parts for pair in every[part.splitname][part.from_ : part.to])
+
+
+def _owned_paragraphs(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    return ((text, str(file)) for file in files for text in _paragraphs_of(file))
+
+
+def _paragraphs_of(file: Path) -> Iterator[str]:
+    """Yield the paragraphs of a text file, parted by blank lines, a block of the file at a time."""
+    if file.suffix.lower() == ".zst" and "zstd" not in fsspec.available_compressions():
+        raise ValueError("zstd is not installed")
+    with fsspec.open(str(file), "rt", compression="infer", encoding="utf-8") as stream:
+        rest = ""
+        while block := stream.read(TEXT_BLOCK_CHARS):
+            *whole, rest = (rest + block).split("\n\n")
+            yield from (text for text in whole if text.strip("\n"))
+        if rest.strip("\n"):
+            yield rest
 
 
 def _open(
     path: str, files: Sequence[Path] | None, config: str | None, split: str, streaming: bool
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Open a dataset of the hub or a directory by its own builder, and files by that of their kind."""
+    """Open a dataset of the hub or a directory by its own builder, and files by that of their kind, but for text."""
     if files is None:
         return datasets.load_dataset(path, config, split=split, streaming=streaming)
-    kind = BUILDERS[_suffix(files[0])]
-    options = {"sample_by": "paragraph"} if kind == "text" else {}
     where = Path(path).expanduser()
     if where.is_dir():
-        return datasets.load_dataset(str(where), config, split=split, streaming=streaming, **options)
+        return datasets.load_dataset(str(where), config, split=split, streaming=streaming)
     names = [str(file) for file in files]
-    return datasets.load_dataset(kind, data_files=names, split=split, streaming=streaming, **options)
+    kind = BUILDERS[_suffix(files[0])]
+    return datasets.load_dataset(kind, data_files=names, split=split, streaming=streaming)
 
 
 def _local_files(path: str, name: str) -> list[Path] | None:

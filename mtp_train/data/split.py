@@ -48,8 +48,15 @@ def split_by_group(
         field: The recipe's, for the error.
 
     Raises:
-        DataError: One of the sides is empty.
+        DataError: All items are in one group, or one of the sides is empty.
     """
+    if len({item.group for item in items}) == 1:
+        raise DataError(
+            f"{field}: {len(items)} records in one group ({items[0].group}), which cannot be on both sides; expected "
+            "at least two groups. Add data. A .txt file is one group: cut it into several files, read as a directory "
+            "or a glob, or write its documents as the lines of a .jsonl. Near-duplicate prompts are one group, and so "
+            "are chats with the same first user turn: name the column to group by in data.group_field."
+        )
     train = [item for item in items if not is_held_out(item.group, holdout, seed)]
     held_out = [item for item in items if is_held_out(item.group, holdout, seed)]
     if not train or not held_out:

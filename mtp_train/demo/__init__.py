@@ -16,6 +16,8 @@ from mtp_train.errors import MtpError
 from mtp_train.report.schema import ArmResult
 
 PREFIX = "demo:"
+GROUP_FIELD = "group"
+"""The column of the demo's data that groups records: modules that do not repeat each other."""
 _ASSETS = Path(__file__).parent / "assets"
 _RECORDED = _ASSETS / "recorded.json"
 _PATHS = {
@@ -49,6 +51,11 @@ def resolve(location: str) -> str:
     return str(demo_path(location.removeprefix(PREFIX))) if location.startswith(PREFIX) else location
 
 
+def home_source(base: str | None) -> str | None:
+    """Return the location of unseen text of the kind that a base was trained on: code for the demo's, else None."""
+    return f"{PREFIX}code" if base == f"{PREFIX}base" else None
+
+
 def write_demo(target: Path) -> None:
     """Copy both checkpoints to ``target/base`` and ``target/finetune``, all or nothing.
 
@@ -75,7 +82,9 @@ def recorded_arms(trunk: str) -> dict[str, ArmResult]:
     """Return the recorded arms on the fine-tune, ``measured_here`` false; none for any other trunk.
 
     ``control`` is a head trained for as many steps on the base's old code instead of the fine-tune's answers;
-    ``ceiling`` is one trained for ten times the steps. Both were measured on the recipe's own held-out prompts.
+    ``ceiling`` is one trained for ten times the steps, and ``random_head`` one that starts from random weights.
+    ``ngram`` is no head but a static table of what follows what in the same answers. All were measured on the recipe's
+    own held-out prompts.
 
     Args:
         trunk: The trunk as the recipe names it.

@@ -21,8 +21,10 @@ from mtp_train.report.wording import (
     format_number,
     group_arms,
     headline,
+    held_out_sentence,
     key_figures,
     lossless_sentence,
+    recorded_sentence,
 )
 
 
@@ -36,7 +38,9 @@ def render_page(report: RunReport, figures: Sequence[FigureFile], provenance: Ma
         "alike": arm_rows(groups.alike, "", focus="retrained"),
         "apart": arm_rows(groups.apart, "other trunk"),
         "recorded": arm_rows(groups.recorded, "recorded"),
-        "apart_sentence": apart_sentence(groups),
+        "apart_sentence": apart_sentence(groups, report.settings),
+        "recorded_sentence": recorded_sentence(groups),
+        "held_out_sentence": held_out_sentence(report.settings),
         "figures": embedded(figures),
         "gate": report.gate,
         "gate_reason": capitalised(report.gate.reason) if report.gate else "",

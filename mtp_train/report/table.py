@@ -17,6 +17,7 @@ from mtp_train.report.wording import (
     arm_cells,
     group_arms,
     headline,
+    held_out_sentence,
     lossless_sentence,
 )
 
@@ -34,7 +35,7 @@ def arm_table(report: RunReport) -> Table:
     _add_rows(table, groups.recorded, " +")
     notes = []
     if groups.apart:
-        notes.append(f"* {apart_sentence(groups)}")
+        notes.append(f"* {apart_sentence(groups, report.settings)}")
     if groups.recorded:
         notes.append("+ Recorded earlier with settings of its own, not measured here.")
     table.caption = Text("\n".join(notes))
@@ -43,8 +44,11 @@ def arm_table(report: RunReport) -> Table:
 
 def summary(report: RunReport) -> RenderableType:
     """Return the verdict, the arms and the lossless check, ready for a rich console."""
-    lossless = Text(f"Lossless: {lossless_sentence(report.lossless)}")
-    return Group(verdict_panel(headline(report)), arm_table(report), lossless)
+    parts: list[RenderableType] = [verdict_panel(headline(report)), arm_table(report)]
+    parts.append(Text(f"Lossless: {lossless_sentence(report.lossless)}"))
+    if held_out := held_out_sentence(report.settings):
+        parts.append(Text(f"Held out: {held_out}"))
+    return Group(*parts)
 
 
 def verdict_panel(verdict: Headline) -> Panel:

@@ -170,7 +170,7 @@ _BODY = """\
 {% endif -%}
 {% if recorded -%}
 <h2>Recorded, not measured here</h2>
-<p>Measured earlier with settings of their own and shown for scale.</p>
+<p>{{ recorded_sentence }}</p>
 {{ arm_table(recorded) }}
 {% endif -%}
 
@@ -199,4 +199,12 @@ The gate passes when the lower bound lies above 0.</p>
 
 """
 
-PAGE = MACROS + HEAD + _BODY + LOSSLESS + _GATE + FOOT
+_HELD_OUT = """\
+{% if held_out_sentence -%}
+<h2>Is the text new to the head?</h2>
+<p>{{ held_out_sentence }}</p>
+{% endif -%}
+
+"""
+
+PAGE = MACROS + HEAD + _BODY + LOSSLESS + _HELD_OUT + _GATE + FOOT

@@ -9,11 +9,12 @@ from pathlib import Path
 from rich.progress import Progress
 
 from mtp_train.acceptance import GateVerdict, decide_gate
-from mtp_train.arms import ArmRun
+from mtp_train.arms import PLAIN, ArmRun
 from mtp_train.cures import retrain_native_command
 from mtp_train.evaluation import RETRAINED, MeasuredArms, changed_output, measure_arms
 from mtp_train.heads.attach import HeadPlan, artifact_plan, graft_plan
 from mtp_train.heads.trunk import Trunk
+from mtp_train.held_out import HELD_OUT, held_out_figures
 from mtp_train.inputs import Inputs
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_sft import SftSection
@@ -75,6 +76,7 @@ def measure_tuned(
         gate = judge_beside(measured.runs, measured.drafted, tuned.recipe.gate.confidence)
     settings = {
         **measured.settings,
+        HELD_OUT: held_out_figures(tuned.inputs, measured.runs[PLAIN].outputs, tuned.inputs.documents),
         "fine_tuned": "all weights" if sft.lora is None else f"LoRA, rank {sft.lora.r}",
         "head": sft.head,
         "next": retrain_native_command(tuned.recipe.model.trunk),

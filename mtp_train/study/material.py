@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mtp_train.data.prompts import Prompt, choose_prompts
-from mtp_train.data.records import Record
+from mtp_train.data.groups import join_near_duplicates
+from mtp_train.data.prompts import Prompt, choose_evenly
+from mtp_train.data.records import Record, content_group
 from mtp_train.data.sources import load_records
-from mtp_train.data.split import split_by_group
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.demo import resolve
+from mtp_train.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.errors import DataError
 from mtp_train.heads.attach import graft_plan
-from mtp_train.inputs import Inputs, open_location, prompts_of, read_records
+from mtp_train.inputs import Inputs, open_location, prompts_of, split_records
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_study import Objective, StudySection
 from mtp_train.study.records import TaskPrompt
@@ -53,7 +53,7 @@ def gather_study(recipe: Recipe, study: StudySection, inputs: Inputs) -> StudyIn
     for checkpoint in checkpoints.values():
         # Raises where the base's head does not fit.
         graft_plan(checkpoint, inputs.base, recipe.head.convention)
-    training, _ = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
+    training, _ = split_records(recipe)
     documents: list[Document] = []
     if drift is not None and drift.fine_tune is not None:
         documents, _ = tokenize_records(training, inputs.tokenizer, recipe.data.seq_len_tokens)
@@ -70,15 +70,22 @@ def gather_study(recipe: Recipe, study: StudySection, inputs: Inputs) -> StudyIn
 def untrained_prompts(
     recipe: Recipe, study: StudySection, suite: str, training: Sequence[Record], inputs: Inputs
 ) -> list[TaskPrompt]:
-    """Return a suite's prompts, task by task, without those that are trained on or share a group with what is.
+    """Return a suite's prompts, task by task, without those that are trained on, nearly trained on, or share a group
+    with what is.
 
     Raises:
         DataError: There is no such suite, or too little is left of it.
     """
     groups = {record.group for record in training}
     known = {prompt.prompt_ids for prompt in prompts_of(training, inputs.tokenizer)}
-    every = suite_prompts(load_suite(suite), inputs.tokenizer, seed=recipe.seed)
-    unseen = [prompt for prompt in every if prompt.group not in groups and prompt.prompt_ids not in known]
+    loaded = load_suite(suite)
+    near = near_trained([one.record for one in loaded.records], training)
+    every = suite_prompts(loaded, inputs.tokenizer, seed=recipe.seed)
+    unseen = [
+        prompt
+        for prompt in every
+        if prompt.group not in groups and prompt.id not in near and prompt.prompt_ids not in known
+    ]
     if len(unseen) < 2:
         raise DataError(
             f"study.suite: {suite} has {len(every)} prompts, {len(unseen)} of them not trained on; expected at least "
@@ -88,6 +95,14 @@ def untrained_prompts(
     for prompt in unseen:
         by_task.setdefault(prompt.task, []).append(prompt)
     return [prompt for some in by_task.values() for prompt in some[: study.prompts_per_task]]
+
+
+def near_trained(records: Sequence[Record], training: Sequence[Record]) -> set[str]:
+    """Return the ids of the records whose prompt is that of a training record, or nearly."""
+    by_content = [replace(record, group=content_group(record.content)) for record in (*training, *records)]
+    joined = join_near_duplicates(by_content)
+    trained = {record.group for record in joined[: len(training)]}
+    return {record.id for record in joined[len(training) :] if record.group in trained}
 
 
 def of_task(prompt: Prompt, task: str) -> TaskPrompt:
@@ -102,11 +117,15 @@ def home_prompts(recipe: Recipe, study: StudySection, inputs: Inputs) -> list[Ta
         DataError: A source is missing or malformed, or gives no prompt.
     """
     sources = [
-        load_records(resolve(path), name=f"study.vanilla_sources.{number} ({path})")
+        load_records(
+            resolve(path),
+            group_field=GROUP_FIELD if path.startswith(PREFIX) else None,
+            name=f"study.vanilla_sources.{number} ({path})",
+        )
         for number, path in enumerate(study.vanilla_sources)
     ]
     records = [record for records in sources for record in records]
-    prompts = choose_prompts(prompts_of(records, inputs.tokenizer), recipe.evaluate.prompts, recipe.seed)
+    prompts = choose_evenly(prompts_of(records, inputs.tokenizer), recipe.evaluate.prompts, recipe.seed)
     if records and not prompts:
         raise DataError(
             f"study.vanilla_sources: {len(records)} texts, none long enough to continue; expected at least one of two "

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 BUILTIN, DEMO = "builtin", "demo"
 BUILTIN_FILE = Path(__file__).parent / "builtin.jsonl"
-DEMO_HOLDOUT, DEMO_SEED = 0.1, 0
+DEMO_HOLDOUT, DEMO_SEED = 0.2, 0
 """What the demo's recipes hold out of its questions: no head they train has seen these."""
 
 PROBES = "0", "q"

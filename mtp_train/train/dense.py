@@ -9,7 +9,7 @@ Shapes: K depths.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from mtp_train.heads.flex import Attention
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
 from mtp_train.heads.widen import many_rows
-from mtp_train.train.dense_sums import DenseSums, dense_sums
+from mtp_train.train.dense_sums import DenseSums, sum_figures, target_figures
 from mtp_train.train.module import Batch, aligned_rows
 
 
@@ -33,6 +33,8 @@ class DenseMetrics:
     target_entropy: float | None
     """Mean entropy of p at depth 1's targets, nats."""
     num_targets: list[int]
+    median_entropy: float | None = None
+    """Median entropy of p at these targets: how templated the text is."""
     tau_greedy: float | None = None
     """Tokens a round of greedy decoding, if a round began at every target alike."""
     tau_sampled: float | None = None
@@ -58,13 +60,18 @@ def dense_metrics(
 ) -> DenseMetrics:
     """Measure a head on packed text, unrolled with that attention (``heads.step.unroll``)."""
     total: DenseSums | None = None
+    entropies: list[Tensor] = []
     with many_rows(trunk, head) as run:
         for batch in batches:
-            found = dense_sums(aligned_rows(trunk, run, batch, num_depths, attention=attention), trunk, run)
+            rows = aligned_rows(trunk, run, batch, num_depths, attention=attention)
+            figures = target_figures(rows, trunk, run)
+            entropies.append(figures.entropy_N[rows.valid_KN[0]])
+            found = sum_figures(rows, figures)
             total = found if total is None else total.plus(found)
     if total is None:
         return DenseMetrics([], [], None, [])
-    return DenseMetrics.of(total)
+    every_N = torch.cat(entropies)
+    return replace(DenseMetrics.of(total), median_entropy=float(every_N.median()) if len(every_N) else None)
 
 
 def _ratios(sums_K: Tensor, counts_K: Tensor) -> list[float | None]:

@@ -86,8 +86,13 @@ def target_figures(
 
 def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead) -> DenseSums:
     """Sum what :func:`target_figures` finds at temperature 1."""
+    return sum_figures(rows, target_figures(rows, trunk, head))
+
+
+def sum_figures(rows: AlignedRows, figures: TargetFigures) -> DenseSums:
+    """Sum figures over the targets of the rows."""
     valid_KN = rows.valid_KN
-    agreed_KN, overlap_KN, entropy_N = target_figures(rows, trunk, head)
+    agreed_KN, overlap_KN, entropy_N = figures
     valid_KS, agreed_KS, overlap_KS = (to_starts(one) for one in (valid_KN, agreed_KN, overlap_KN))
     return DenseSums(
         agreed_K=(agreed_KN & valid_KN).sum(1).float(),

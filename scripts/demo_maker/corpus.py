@@ -49,7 +49,7 @@ class SourceFile:
 
     @property
     def top(self) -> str:
-        """Top-level module: the unit that is held out."""
+        """Top-level module."""
         return self.module.split(".")[0]
 
 
@@ -96,13 +96,17 @@ def pick_prompt_modules(num_functions: Mapping[str, int], share: float, smallest
         smallest: Modules with fewer functions are not taken: each should say something when it is held out.
         largest: Modules with more are not taken: none should outweigh the rest.
     """
-    leader = {name: names[0] for names in TWINS for name in names}
     groups: dict[str, list[str]] = {}
     for name, count in num_functions.items():
         if name not in CODE_MODULES and name not in TWINS_OF_CODE and smallest <= count <= largest:
-            groups.setdefault(leader.get(name, name), []).append(name)
+            groups.setdefault(held_out_with(name), []).append(name)
     ordered = sorted(groups, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
     return sorted(name for group in ordered[: round(share * len(ordered))] for name in groups[group])
+
+
+def held_out_with(module: str) -> str:
+    """Return the group that a module is held out in: the first of those that repeat each other."""
+    return next((names[0] for names in TWINS if module in names), module)
 
 
 def twins_of(modules: Sequence[str]) -> set[str]:

@@ -13,7 +13,7 @@ import tokenizers
 import torch
 import transformers
 
-from demo_maker.corpus import SourceFile
+from demo_maker.corpus import SourceFile, held_out_with
 from demo_maker.texts import Texts
 from mtp_train.weights.writing import new_directory, write_json, write_text
 
@@ -48,9 +48,9 @@ def install(texts: Texts, work: Path, assets: Path) -> None:
 
 
 def prompt_lines(texts: Texts) -> Iterable[dict[str, Any]]:
-    """Yield the records to ship: question and reference answer, and the module to hold out by."""
+    """Yield the records to ship: question and reference answer, and the modules to hold out by."""
     for number, one in enumerate(texts.prompts, start=1):
-        yield {"id": f"{one.group}-{number}", "group": one.group, "messages": one.messages()}
+        yield {"id": f"{one.group}-{number}", "group": held_out_with(one.group), "messages": one.messages()}
 
 
 def code_lines(files: Iterable[SourceFile]) -> Iterable[dict[str, Any]]:
@@ -62,7 +62,7 @@ def code_lines(files: Iterable[SourceFile]) -> Iterable[dict[str, Any]]:
             piece = file.text[begin : begin + MAX_SNIPPET_CHARS].rpartition("\n")[0]
             if len(piece) > MAX_SNIPPET_CHARS // 2 and number < MAX_SNIPPETS:
                 number += 1
-                yield {"id": f"{file.top}-{number}", "group": file.top, "text": piece}
+                yield {"id": f"{file.top}-{number}", "group": held_out_with(file.top), "text": piece}
 
 
 def provenance(texts: Texts, work: Path) -> dict[str, Any]:

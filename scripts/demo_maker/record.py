@@ -1,30 +1,37 @@
-"""The arms that take too long for the recipe, measured once: a control on the old data, and a ceiling of more steps.
+"""The arms that take too long for the recipe, measured once.
 
-Both start from the grafted head and are measured on the recipe's own held-out prompts, like the arms beside them.
+``control`` trains on the old data, ``ceiling`` for more steps, ``random_head`` from random weights with the recipe's
+budget; ``ngram`` drafts from a static table of the recipe's own training text. All are measured on the recipe's own
+held-out prompts, like the arms beside them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from rich.progress import Progress
 
+from demo_maker.table import LONGEST, TableDrafting, make_table
 from demo_maker.texts import Texts
 from mtp_inference import HeadDrafting
+from mtp_train.arms import PLAIN, run_arms
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.evaluation import arm_result, evaluation_settings, measure
+from mtp_train.evaluation import arm_result, draft_depth, evaluation_settings, measure
 from mtp_train.heads.attach import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs, gather_inputs
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import load_recipe
+from mtp_train.report.schema import ArmResult
 from mtp_train.stages import load_run_trunk, make_documents
+from mtp_train.train.dense import DenseMetrics
 from mtp_train.train.launch import make_accelerator
 from mtp_train.training import train_stage
 from mtp_train.weights.artifact import load_artifact
@@ -32,14 +39,29 @@ from mtp_train.weights.writing import write_json
 
 CEILING_FACTOR = 10
 CONTROL_FILES_EVERY, CONTROL_CHARS = 2, 4000
+CONTROL, CEILING, RANDOM_HEAD, NGRAM = "control", "ceiling", "random_head", "ngram"
+ANSWERS = "the trunk's own answers to the recipe's prompts"
 DATA = {
-    "control": "the code that the base was trained on",
-    "ceiling": "the trunk's own answers to the recipe's prompts",
+    CONTROL: "the code that the base was trained on",
+    CEILING: ANSWERS,
+    RANDOM_HEAD: ANSWERS,
+    NGRAM: f"{ANSWERS}, counted after contexts of up to {LONGEST} tokens",
 }
 
 
+@dataclass
+class Recording:
+    """What the arms share: the trunk, its held-out prompts, and its answers, which are generated once."""
+
+    texts: Texts
+    accelerator: Accelerator
+    progress: Progress
+    answers: Sequence[Document] | None = None
+    target_entropy: float | None = None
+
+
 def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
-    """Train and measure both arms on the installed demo, and write them to ``out``.
+    """Train and measure the recorded arms on the installed demo, and write them to ``out``.
 
     Args:
         texts: Where the control's code comes from.
@@ -51,48 +73,70 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
     settings: dict[str, Any] = {}
     steps = load_recipe(recipe_path).train.max_steps
     changes = {
-        "control": ["data.regenerate.enabled=false"],
-        "ceiling": [f"train.max_steps={CEILING_FACTOR * steps}"],
+        CONTROL: ["data.regenerate.enabled=false"],
+        CEILING: [f"train.max_steps={CEILING_FACTOR * steps}"],
+        RANDOM_HEAD: ["head.init=random"],
+        NGRAM: [],
     }
     with Progress() as progress:
+        recording = Recording(texts, make_accelerator(), progress)
         for arm, overrides in changes.items():
             recipe = load_recipe(recipe_path, [f"run_dir={work / arm}", "track.wandb=off", *overrides])
-            arms[arm], settings[arm] = _record(arm, recipe, texts, progress)
+            started = time.perf_counter()
+            arms[arm], settings[arm] = _record(arm, recipe, recording)
+            progress.console.print(f"{arm}: tau {arms[arm]['tau']:.3f}, {time.perf_counter() - started:.0f} s")
     write_json(out, {"settings": settings, "arms": arms})
 
 
-def _record(arm: str, recipe: Recipe, texts: Texts, progress: Progress) -> tuple[dict[str, Any], dict[str, Any]]:
-    accelerator = make_accelerator()
-    inputs = gather_inputs(recipe, accelerator.num_processes, progress)
-    trunk = load_run_trunk(recipe, inputs, accelerator)
+def _record(arm: str, recipe: Recipe, recording: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
+    inputs = gather_inputs(recipe, recording.accelerator.num_processes, recording.progress)
+    trunk = load_run_trunk(recipe, inputs, recording.accelerator)
     run_dir = Path(recipe.run_dir)
     run_dir.mkdir(parents=True)
-    documents = _documents(arm, recipe, inputs, trunk, texts, accelerator, progress)
-    train_stage(recipe, run_dir, inputs, trunk, documents, accelerator, progress)
-    plan = artifact_plan(load_artifact(run_dir / "head"))
-    head = build_head(plan, text_config_of(inputs.finetune), dtype=trunk.lm_head_VD.dtype).eval()
-    runs, dense = measure(recipe, inputs, trunk, {arm: HeadDrafting(head)}, progress)
-    result = arm_result(runs[arm], recipe.model.trunk, f"recorded:{arm}", dense[arm], runs["none"])
+    documents = _documents(arm, recipe, inputs, trunk, recording)
+    if arm == NGRAM:
+        result = _measure_table(recipe, inputs, trunk, documents, recording)
+    else:
+        train_stage(recipe, run_dir, inputs, trunk, documents, recording.accelerator, recording.progress)
+        plan = artifact_plan(load_artifact(run_dir / "head"))
+        head = build_head(plan, text_config_of(inputs.finetune), dtype=trunk.lm_head_VD.dtype).eval()
+        runs, dense = measure(recipe, inputs, trunk, {arm: HeadDrafting(head)}, recording.progress)
+        recording.target_entropy = dense[arm].target_entropy
+        result = arm_result(runs[arm], recipe.model.trunk, f"recorded:{arm}", dense[arm], runs[PLAIN])
     # Speed is of the machine and the moment: recorded, it would stand beside figures it does not compare with.
     recorded = replace(result, measured_here=False, tokens_per_second=None, speedup=None)
     facts = {"documents": len(documents), "tokens": sum(len(document.input_ids) for document in documents)}
-    return asdict(recorded), {**evaluation_settings(recipe, inputs, trunk), "data": DATA[arm], **facts}
+    groups = len({prompt.group for prompt in inputs.held_out})
+    told = {**evaluation_settings(recipe, inputs, trunk), "groups": groups, "data": DATA[arm], **facts}
+    return asdict(recorded), told
 
 
-def _documents(
-    arm: str,
-    recipe: Recipe,
-    inputs: Inputs,
-    trunk: Trunk,
-    texts: Texts,
-    accelerator: Accelerator,
-    progress: Progress,
-) -> Sequence[Document]:
-    if arm == "ceiling":
-        return make_documents(recipe, Path(recipe.run_dir), inputs, trunk, accelerator, progress)
+def _measure_table(
+    recipe: Recipe, inputs: Inputs, trunk: Trunk, documents: Sequence[Document], recording: Recording
+) -> ArmResult:
+    """Decode with a static n-gram table of the documents; the text is the trunk's, whatever drafts it."""
+    runs = run_arms(
+        trunk,
+        {NGRAM: TableDrafting(make_table(documents))},
+        inputs.held_out,
+        depth=draft_depth(recipe),
+        max_new_tokens=recipe.evaluate.max_new_tokens,
+        eos_ids=inputs.eos_ids,
+        on_prompt=lambda: None,
+    )
+    dense = DenseMetrics([], [], recording.target_entropy, [])
+    return arm_result(runs[NGRAM], recipe.model.trunk, f"recorded:{NGRAM}", dense, runs[PLAIN])
+
+
+def _documents(arm: str, recipe: Recipe, inputs: Inputs, trunk: Trunk, recording: Recording) -> Sequence[Document]:
+    if arm != CONTROL:
+        if recording.answers is None:
+            run_dir, accelerator = Path(recipe.run_dir), recording.accelerator
+            recording.answers = make_documents(recipe, run_dir, inputs, trunk, accelerator, recording.progress)
+        return recording.answers
     records = [
         Record(f"code#{number}", file.top, PlainText(file.text[:CONTROL_CHARS]))
-        for number, file in enumerate(texts.code[::CONTROL_FILES_EVERY], start=1)
+        for number, file in enumerate(recording.texts.code[::CONTROL_FILES_EVERY], start=1)
     ]
     documents, _ = tokenize_records(records, inputs.tokenizer, recipe.data.seq_len_tokens)
     return documents

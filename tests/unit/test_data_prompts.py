@@ -1,9 +1,18 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from byte_tokenizer import CHATML_STRIPS_THINKING, byte_tokenizer
-from mtp_train.data.prompts import MAX_CONTINUATION_TOKENS, Prompt, build_prompts, choose_prompts, continuation_prompts
+from mtp_train.data.prompts import (
+    MAX_CONTINUATION_TOKENS,
+    Prompt,
+    build_prompts,
+    choose_evenly,
+    choose_prompts,
+    continuation_prompts,
+)
 from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record
 from mtp_train.errors import DataError
 
@@ -71,3 +80,16 @@ def test_a_choice_of_prompts_grows_without_changing() -> None:
     assert ten != choose_prompts(prompts, 10, 1)
     assert ten != prompts[:10]
     assert len(choose_prompts(prompts, 99, 0)) == 50
+
+
+def test_prompts_are_chosen_evenly_from_their_groups() -> None:
+    sizes = {"a": 50, "b": 3, "c": 1, "d": 20}
+    prompts = [Prompt(f"{group}{n}", group, (1,)) for group, size in sizes.items() for n in range(size)]
+    counts = Counter(prompt.group for prompt in choose_evenly(prompts, 12, 0))
+    assert counts == {"a": 4, "b": 3, "c": 1, "d": 4}
+    # At random, the large group has most of them.
+    assert Counter(prompt.group for prompt in choose_prompts(prompts, 12, 0))["a"] > 5
+    assert len({prompt.group for prompt in choose_evenly(prompts, 4, 0)}) == 4
+    for number in range(len(prompts)):
+        assert choose_evenly(prompts, number, 0) == choose_evenly(prompts, number + 1, 0)[:number]
+    assert choose_evenly(prompts[::-1], 12, 0) == choose_evenly(prompts, 12, 0) != choose_evenly(prompts, 12, 1)

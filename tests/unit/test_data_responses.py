@@ -123,3 +123,12 @@ def test_other_settings_have_another_key() -> None:
     settings = {"temperature": 0.7, "top_k": 0, "seed": None}
     assert settings_key(settings) == settings_key(dict(reversed(settings.items())))
     assert len({settings_key(settings), *(settings_key({**settings, name: 1}) for name in settings)}) == 4
+
+
+def test_responses_to_prompts_of_another_split_are_not_learnt_from(tmp_path: Path) -> None:
+    store = RegeneratedStore(tmp_path)
+    store.append([row("a", 3, 4), row("held out now", 5, 6)])
+    documents, counts = store.to_documents(64, groups={"a": "joined", "never answered": "g"})
+    assert [(document.id, document.group) for document in documents] == [("a", "joined")]
+    assert counts.responses == 1
+    assert len(store.to_documents(64)[0]) == 2

@@ -106,6 +106,27 @@ def test_the_splits_of_a_directory_are_kept_apart(tmp_path: Path) -> None:
     assert [record.content for record in load_records(str(tmp_path), split="test")] == [PlainText("test")]
 
 
+def test_splits_and_slices_of_text_files_keep_their_file(tmp_path: Path) -> None:
+    for split, letters in (("train", "ab"), ("test", "c")):
+        (tmp_path / split).mkdir()
+        for letter in letters:
+            (tmp_path / split / f"{letter}.txt").write_text(f"{letter}1\n\n\n{letter}2\r\nmore\n\n")
+
+    def found(split: str, path: Path = tmp_path) -> list[tuple[object, str]]:
+        records = load_records(str(path), split=split)
+        return [(record.content, str(Path(record.group).relative_to(tmp_path))) for record in records]
+
+    whole = [(PlainText(f"{letter}{end}"), f"train/{letter}.txt") for letter in "ab" for end in ("1", "2\nmore")]
+    test = [(PlainText("c1"), "test/c.txt"), (PlainText("c2\nmore"), "test/c.txt")]
+    assert found("train") == whole
+    assert found("test") == test
+    assert found("train[1:3]") == whole[1:3]
+    assert found("train[:1]+test") == [whole[0], *test]
+    assert found("train[-1:]", tmp_path / "train" / "*.txt") == whole[-1:]
+    with pytest.raises(DataError, match=r"cannot be read .*validation"):
+        found("validation")
+
+
 def test_files_of_several_kinds_are_refused(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     (tmp_path / "b.txt").write_text("b")

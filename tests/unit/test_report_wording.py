@@ -9,13 +9,16 @@ import pytest
 from mtp_train.report import Lossless
 from mtp_train.report.wording import (
     COLUMNS,
+    ArmGroups,
     apart_sentence,
     arm_cells,
     flatten,
     group_arms,
     headline,
+    held_out_sentence,
     key_figures,
     lossless_sentence,
+    recorded_sentence,
 )
 from report_samples import CEILING, EMPTY, GRAFT, PASSED, RETRAINED, SAMPLE, VANILLA
 
@@ -41,14 +44,14 @@ def test_vanilla_alone_is_still_apart() -> None:
 
 
 def test_vanilla_is_explained_by_both_entropies() -> None:
-    text = apart_sentence(group_arms(SAMPLE))
+    text = apart_sentence(group_arms(SAMPLE), SAMPLE.settings)
     assert "does not compare" in text
     assert "1.21 for vanilla, against 0.38" in text
 
 
 def test_vanilla_is_explained_without_entropies() -> None:
     arms = {"retrained": replace(RETRAINED, target_entropy=None), "vanilla": VANILLA}
-    assert apart_sentence(group_arms(replace(SAMPLE, arms=arms))).endswith("the arms above.")
+    assert apart_sentence(group_arms(replace(SAMPLE, arms=arms)), {}).endswith("the arms above.")
 
 
 def test_a_head_that_was_kept_is_called_stale() -> None:
@@ -103,3 +106,46 @@ def test_arm_cells_print_one_value_a_column() -> None:
 def test_settings_are_flattened_in_order() -> None:
     assert flatten({"b": {"y": 1, "x": None}, "a": [1, 2]}) == [("b.y", "1"), ("b.x", "-"), ("a", "1 2")]
     assert flatten({"rows": [{"x": 1}, {"x": 2}]}) == [("rows.1.x", "1"), ("rows.2.x", "2")]
+
+
+HELD_OUT = {"prompts": 36, "groups": 12, "overlap_8gram": 0.24, "template_8gram": 0.18, "prompts_seen": 1}
+
+
+def test_the_held_out_text_is_told_with_its_groups_and_its_overlap() -> None:
+    text = held_out_sentence({"held_out": HELD_OUT, "target_entropy_median": 0.0104})
+    assert text.startswith("36 held-out prompts of 12 groups. 24.0 % of the 8-grams")
+    assert "(18.0 % of all); 1 prompts occur there to 70 % or more" in text
+    assert text.endswith("an entropy below 0.010 nats: the lower, the more templated.")
+    assert "Warning" not in text
+    assert held_out_sentence({}) == ""
+
+
+@pytest.mark.parametrize("figures", [{"overlap_8gram": 0.41}, {"prompts_seen": 4}])
+def test_held_out_text_that_was_trained_on_is_warned_of(figures: dict[str, float]) -> None:
+    text = held_out_sentence({"held_out": HELD_OUT | figures})
+    assert "Warning: above 40%, or 10% of the prompts, much of the held-out text was trained on" in text
+
+
+def test_recorded_arms_are_explained_by_name() -> None:
+    groups = group_arms(replace(SAMPLE, arms={"ceiling": CEILING, "ngram": CEILING, "other": CEILING}))
+    assert recorded_sentence(groups).startswith(
+        "Measured earlier with settings of their own and shown for scale: ceiling is ten times the steps; ngram is"
+    )
+    assert recorded_sentence(ArmGroups({}, {}, {"other": CEILING})).endswith("shown for scale.")
+
+
+def test_held_out_text_too_short_for_an_eight_gram_is_told_without_shares() -> None:
+    text = held_out_sentence({"held_out": HELD_OUT | {"overlap_8gram": None, "template_8gram": None}})
+    assert text == "36 held-out prompts of 12 groups."
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("demo:code", "vanilla goes on from demo:code, text of its own kind; 40.0 % of the 8-grams it writes repeat"),
+        (None, "vanilla answers the same prompts, not text of its own; 40.0 % of the 8-grams it writes repeat"),
+    ],
+)
+def test_what_vanilla_decodes_is_told_with_its_repeats(source: str | None, told: str) -> None:
+    arms = {"retrained": RETRAINED, "vanilla": replace(VANILLA, repeated_8gram_share=0.4)}
+    assert told in apart_sentence(group_arms(replace(SAMPLE, arms=arms)), {"vanilla_prompts": source})

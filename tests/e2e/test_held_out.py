@@ -1,0 +1,146 @@
+"""Held out means held out, in the runs that users start: their text does not come back in training unnoticed."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from mtp_train.commands.check import check
+from mtp_train.data.records import PromptResponse, Record
+from mtp_train.errors import GateRefusedError
+from mtp_train.inputs import Inputs, gather_inputs
+from mtp_train.measuring import part_documents
+from mtp_train.pipeline import run
+from mtp_train.recipe import Recipe
+from mtp_train.study.material import near_trained
+from runs import GETS_NO_BETTER, tiny_recipe, write_inputs
+
+SYSTEM = {"role": "system", "content": "You are a helpful assistant. Answer briefly."}
+
+
+def sentence(seed: str, num_words: int = 8) -> str:
+    generator = random.Random(seed)
+    return " ".join("".join(generator.choices("abcdefghijklmnop", k=5)) for _ in range(num_words))
+
+
+def write_chats(directory: Path, rows: list[dict[str, Any]]) -> None:
+    (directory / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def conversations(count: int) -> list[dict[str, Any]]:
+    """Return conversations of two exchanges, each stored once per exchange."""
+    rows = []
+    for number in range(count):
+        turns = [
+            {"role": role, "content": sentence(f"{role} {number} {turn}")}
+            for turn in range(2)
+            for role in ("user", "assistant")
+        ]
+        rows += [{"messages": [SYSTEM, *turns[:2]]}, {"messages": [SYSTEM, *turns]}]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("in"))
+
+
+def gathered(recipe: Recipe) -> Inputs:
+    return gather_inputs(recipe, 1, Progress(console=Console(quiet=True), disable=True))
+
+
+def by_content(directory: Path, run_dir: Path, **overrides: Any) -> Recipe:
+    fields = {"data__group_field": None, "data__seq_len_tokens": 384, "train__tokens_per_step": 384}
+    return tiny_recipe(directory, run_dir, **fields, **overrides)
+
+
+def test_no_held_out_conversation_is_in_training(directory: Path, tmp_path: Path) -> None:
+    write_chats(directory, conversations(40))
+    select = {"every_steps": 2, "share": 0.3, "prompts": 0}
+    recipe = by_content(directory, tmp_path, evaluate__prompts=40, train__select=select)
+    inputs = gathered(recipe)
+    text = [inputs.tokenizer.decode(list(document.input_ids)) for document in inputs.documents]
+    first_turns = {number: sentence(f"user {number} 0") for number in range(40)}
+    held_out = {
+        number
+        for number, turn in first_turns.items()
+        for prompt in inputs.held_out
+        if turn in inputs.tokenizer.decode(list(prompt.prompt_ids))
+    }
+    assert len(held_out) > 5
+    assert not [number for number in held_out if any(first_turns[number] in one for one in text)]
+    # The text that heads are chosen by is split in the same way.
+    training, measured = part_documents(recipe, inputs.documents)
+    assert measured
+    for turn in first_turns.values():
+        in_training, in_measured = (any(turn in text[place] for place in places) for places in (training, measured))
+        assert not (in_training and in_measured)
+
+
+def test_the_split_is_that_of_the_seed(directory: Path, tmp_path: Path) -> None:
+    write_chats(directory, conversations(40))
+    one, again, other = (gathered(by_content(directory, tmp_path, seed=seed)) for seed in (0, 0, 1))
+    assert one.held_out == again.held_out
+    assert {prompt.group for prompt in one.held_out} != {prompt.group for prompt in other.held_out}
+
+
+def test_a_suite_s_prompt_that_is_nearly_trained_on_is_found(directory: Path) -> None:
+    def record(id: str, prompt: str) -> Record:
+        return Record(id, "of its own", PromptResponse(prompt, "a"))
+
+    training = [record(f"t{number}", sentence(f"known {number}")) for number in range(30)]
+    suite = [record("same", sentence("known 3")), record("near", sentence("known 4") + " now"), record("new", "else")]
+    assert near_trained(suite, training) == {"same", "near"}
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        (
+            None,
+            "# held out by first user turn or file, near-duplicate prompts joined: about 2 minutes and 0.5 GB for a",
+        ),
+        ("group", "# held out by the column 'group'\n"),
+    ],
+)
+def test_check_says_how_groups_are_made_and_what_that_costs(
+    directory: Path, tmp_path: Path, field: str | None, told: str
+) -> None:
+    assert told in check(tiny_recipe(directory, tmp_path, data__group_field=field), 1).to_text()
+
+
+@pytest.mark.parametrize("leak", [False, True])
+def test_the_report_says_how_much_of_the_held_out_text_was_trained_on(
+    directory: Path, tmp_path: Path, leak: bool
+) -> None:
+    rows = [{**row, "group": f"g{number // 2}"} for number, row in enumerate(conversations(24))]
+    if leak:
+        # The user's groups part every conversation: its first exchange is in one, the whole of it in another.
+        rows = [{**row, "group": f"g{number}"} for number, row in enumerate(rows)]
+    write_chats(directory, rows)
+    recipe = by_content(directory, tmp_path / "run", evaluate__prompts=16, evaluate__max_new_tokens=4, **GETS_NO_BETTER)
+    recipe = replace(recipe, data=replace(recipe.data, group_field="group"))
+    console = Console(record=True, width=200, quiet=False)
+    with pytest.raises(GateRefusedError):
+        run(recipe, console)
+    found = json.loads((tmp_path / "run" / "report.json").read_text())["settings"]["held_out"]
+    assert found["prompts"] <= 16
+    assert 2 <= found["groups"] <= found["prompts"]
+    assert found["template_8gram"] > 0.2  # the system prompt
+    printed, page = console.export_text(), (tmp_path / "run" / "report.html").read_text()
+    for shown in (printed, page):
+        assert f"{found['prompts']} held-out prompts of {found['groups']} groups" in " ".join(shown.split())
+        assert ("Warning: above 40%" in " ".join(shown.split())) is leak
+    if leak:
+        assert found["overlap_8gram"] > 0.3
+        assert found["prompts_seen"] >= 4
+    else:
+        assert found["overlap_8gram"] < 0.05
+        assert found["prompts_seen"] == 0

@@ -1,0 +1,144 @@
+"""What is held out together: chats by their first user turn, near-duplicate prompts, text by its file."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from mtp_train.data.groups import join_near_duplicates
+from mtp_train.data.near import THRESHOLD, near_duplicate_groups
+from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record, content_group, normalised
+from mtp_train.data.sources import load_records
+from mtp_train.data.split import split_by_group
+from mtp_train.errors import DataError
+
+WORDS = ["".join(random.Random(n).choices("abcdefghijklmnopqrstuvwxyz", k=3 + n % 7)) for n in range(2000)]
+
+
+def sentence(seed: int, num_words: int = 14) -> str:
+    return " ".join(random.Random(f"sentence {seed}").choices(WORDS, k=num_words))
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def records(contents: list[Content]) -> list[Record]:
+    return [Record(f"r#{number}", content_group(content), content) for number, content in enumerate(contents)]
+
+
+def groups(texts: list[str]) -> list[int]:
+    return near_duplicate_groups([normalised(text) for text in texts]).tolist()
+
+
+def conversations(count: int) -> list[Content]:
+    """Return conversations of three exchanges, each stored once per exchange, as chat logs often are."""
+    prefixes: list[Content] = []
+    for number in range(count):
+        turns = [turn for n in range(3) for turn in (user(sentence(9 * number + n)), assistant(sentence(n)))]
+        prefixes += [Chat((*turns[: 2 * n],)) for n in (1, 2, 3)]
+    return prefixes
+
+
+def test_prefixes_of_a_conversation_are_on_one_side() -> None:
+    found = join_near_duplicates(records(conversations(100)))
+    train, held_out = split_by_group(found, 0.3, 0)
+    asked_in_training = {one.content.messages[0]["content"] for one in train if isinstance(one.content, Chat)}
+    assert len(train) + len(held_out) == 300
+    assert len(held_out) > 30
+    assert not [one for one in held_out if one.content.messages[0]["content"] in asked_in_training]
+    assert len({one.group for one in found}) == 100
+
+
+def test_case_space_punctuation_and_system_turns_do_not_tell_prompts_apart() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    same: list[Content] = [
+        Chat((user("What is a monad?"), assistant("A burrito."))),
+        Chat((user("  what is\na MONAD ?! "), assistant("A monoid."))),
+        Chat((system, user("What is a monad"))),
+        PromptResponse("What is a monad?", "Nothing."),
+    ]
+    assert len({content_group(content) for content in same}) == 1
+    assert content_group(Chat((user("What is a functor?"),))) != content_group(same[0])
+    # Nothing is left of these without their punctuation.
+    assert content_group(PlainText("?")) != content_group(PlainText("..."))
+
+
+@pytest.mark.parametrize("edit", ["{} please", "please {}", "{}, thank you", "{}: now"])
+def test_near_duplicates_are_on_one_side(edit: str) -> None:
+    texts = [sentence(number) for number in range(60)]
+    every = [*texts, *(edit.format(text) for text in texts)]
+    found = join_near_duplicates(records([PromptResponse(text, "a") for text in every]))
+    assert [one.group for one in found[:60]] == [one.group for one in found[60:]]
+    assert len({one.group for one in found}) == 60
+
+
+def test_a_changed_word_in_a_long_prompt_is_a_near_duplicate() -> None:
+    words = sentence(0).split()
+    assert groups([" ".join(words), " ".join([*words[:6], "otherwise", *words[7:]])]) == [0, 0]
+
+
+def test_unrelated_prompts_are_not_joined() -> None:
+    assert groups([sentence(number) for number in range(2000)]) == list(range(2000))
+
+
+@pytest.mark.parametrize("count", [40, 400])
+def test_an_instruction_that_all_prompts_share_joins_none_of_them(count: int) -> None:
+    shared = "You are given a sentence. Say in one word whether its author was pleased or not, and nothing else: "
+    texts = [shared + sentence(number, 4) for number in range(count)]
+    assert groups(texts) == list(range(count))
+    doubled = groups(texts + [f"{text} thanks" for text in texts[:3]])
+    assert doubled == [*range(count), 0, 1, 2]
+
+
+def test_groups_do_not_depend_on_the_order_of_the_records() -> None:
+    found = records([PromptResponse(edit.format(sentence(n)), "a") for n in range(40) for edit in ("{}", "{} please")])
+    of_id = {one.id: one.group for one in join_near_duplicates(found)}
+    assert {one.id: one.group for one in join_near_duplicates(found[::-1])} == of_id
+
+
+def test_near_duplicates_of_near_duplicates_are_joined() -> None:
+    words = [sentence(0, 16).split()]
+    for number in range(6):
+        words.append([*words[-1][: 2 * number], f"other{number}word", *words[-1][2 * number + 1 :]])
+    assert groups([" ".join(one) for one in words]) == [0] * 7
+    assert groups([" ".join(words[0]), " ".join(words[-1])]) == [0, 1]
+    assert THRESHOLD < 1
+
+
+def test_a_group_that_the_user_named_is_not_joined_with_another() -> None:
+    one, other = (Record(f"r#{n}", f"named {n}", PromptResponse("the very same prompt", "a")) for n in range(2))
+    assert join_near_duplicates([one, other]) == [one, other]
+
+
+def test_the_empty_list_has_no_groups() -> None:
+    assert join_near_duplicates([]) == []
+
+
+@pytest.mark.usefixtures("own_datasets_cache")
+@pytest.mark.parametrize("streaming", [False, True])
+def test_paragraphs_of_a_text_file_are_on_one_side(tmp_path: Path, streaming: bool) -> None:
+    for number in range(12):
+        (tmp_path / f"{number}.txt").write_text("\n\n".join(sentence(9 * number + n) for n in range(5)))
+    for path in (tmp_path, tmp_path / "*.txt"):
+        found = join_near_duplicates(load_records(str(path), streaming=streaming))
+        train, held_out = split_by_group(found, 0.4, 0)
+        assert len(found) == 60
+        assert not {one.group for one in train} & {one.group for one in held_out}
+        assert len({one.group for one in found}) == 12
+
+
+@pytest.mark.usefixtures("own_datasets_cache")
+def test_one_text_file_alone_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("one\n\ntwo\n\nthree")
+    found = load_records(str(tmp_path / "book.txt"))
+    with pytest.raises(DataError, match=r"data\.holdout: 3 records in one group \(.*book\.txt\), which") as error:
+        split_by_group(found, 0.4, 0)
+    assert "cut it into several files" in str(error.value)
+    assert "data.group_field" in str(error.value)
