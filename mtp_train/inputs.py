@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from mtp_train.weights.files import (
     read_json,
 )
 from mtp_train.weights.finite import require_finite_checkpoint
+from mtp_train.weights.identity import Contents
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Inputs:
     """What the trunk is to answer; empty where the sources' own responses are trained on."""
     held_out: Sequence[Prompt]
     """Evaluation prompts."""
+    contents: Mapping[str, Contents] = field(default_factory=dict)
+    """By recipe field, the identity of what was read, once the run directory is claimed."""
 
 
 def open_location(location: str) -> Checkpoint:

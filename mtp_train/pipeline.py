@@ -29,15 +29,16 @@ from mtp_train.report.write import write_report
 from mtp_train.run_dir import (
     PROVENANCE_FILE,
     Outcome,
-    claim,
     clear_leftovers,
     forget_outcome,
+    is_main_process,
     read_outcome,
     record_failure,
     require_ours,
     write_outcome,
 )
-from mtp_train.stages import Stage, load_run_trunk, make_documents, offload_run_trunk, provenance
+from mtp_train.run_inputs import hash_run_inputs, require_run_inputs
+from mtp_train.stages import Stage, claim_run, load_run_trunk, make_documents, offload_run_trunk
 from mtp_train.train.launch import lost_process_is_named, make_accelerator
 from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.training import HEAD, train_stage
@@ -62,6 +63,9 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     require_ours(run_dir, recipe)
     earlier = read_outcome(run_dir)
     if earlier is not None and earlier.finished:
+        if is_main_process():
+            with _progress(console, is_main=True) as progress:
+                require_run_inputs(recipe, run_dir, progress, finished=True)
         console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do.")
         return earlier
     forget_outcome(run_dir)
@@ -69,10 +73,11 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     try:
         accelerator = make_accelerator()
         require_flex_device(recipe.train.attention, accelerator.device)
-        quiet = not console.is_terminal or not accelerator.is_main_process
-        progress_bars = Progress(console=console, disable=quiet, transient=True)
+        progress_bars = _progress(console, is_main=accelerator.is_main_process)
         named = memory_is_named(recipe, lambda: stage.name)
         with full_disk_is_named(run_dir, what="the run"), lost_process_is_named(), named, progress_bars as progress:
+            if accelerator.is_main_process:
+                require_run_inputs(recipe, run_dir, progress, anew=True)
             stages = stages_of(recipe)
             outcome = stages(recipe, run_dir, accelerator, console, progress, stage)
     except MtpError as error:
@@ -88,6 +93,10 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     if accelerator.is_main_process:
         write_outcome(run_dir, outcome)
     return outcome
+
+
+def _progress(console: Console, *, is_main: bool) -> Progress:
+    return Progress(console=console, disable=not console.is_terminal or not is_main, transient=True)
 
 
 def stages_of(recipe: Recipe) -> Callable[[Recipe, Path, Accelerator, Console, Progress, Stage], Outcome]:
@@ -113,14 +122,14 @@ def run_stages(
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     trained = (run_dir / HEAD).is_dir()
     in_shards = shards_trunk(accelerator) and not trained
+    main = accelerator.is_main_process
+    records = hash_run_inputs(recipe, run_dir, progress) if main else {}
     # A trunk that is only cut up stays where there is room for it; the shards go to the device.
     trunk = load_run_trunk(recipe, inputs, accelerator, "cpu" if in_shards and not recipe.regenerates else None)
-    main = accelerator.is_main_process
     # Nothing is written before all inputs have proved good: a cured recipe may then use the same directory.
     if main:
         clear_leftovers(run_dir)
-        claim(run_dir, recipe, provenance(recipe, inputs))
-    accelerator.wait_for_everyone()
+    inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
     offload_run_trunk(recipe, run_dir, trunk, accelerator)
     if not trained:
         stage.name = "data"
@@ -142,6 +151,8 @@ def run_stages(
         offload_run_trunk(recipe, run_dir, trunk, accelerator)
     evaluation = evaluate_run(recipe, run_dir, inputs, trunk, progress)
     report = evaluation.report
+    # What was loaded since the beginning, and what is exported now, is what the run began with.
+    require_run_inputs(recipe, run_dir, progress)
     write_report(
         report, run_dir, provenance=read_json(run_dir / PROVENANCE_FILE), marginal_ci95=evaluation.marginal_ci95
     )
@@ -170,11 +181,13 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
     run_dir = Path(recipe.run_dir)
     require_ours(run_dir, recipe)
     accelerator = make_accelerator()
+    main = accelerator.is_main_process
+    if main:
+        require_run_inputs(recipe, run_dir, progress, anew=True)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+    records = hash_run_inputs(recipe, run_dir, progress) if main else {}
     trunk = load_run_trunk(recipe, inputs, accelerator)
-    if accelerator.is_main_process:
-        claim(run_dir, recipe, provenance(recipe, inputs))
-    accelerator.wait_for_everyone()
+    inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
     offload_run_trunk(recipe, run_dir, trunk, accelerator)
     _, counts = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
     return asdict(counts)
