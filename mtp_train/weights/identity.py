@@ -239,9 +239,12 @@ def _hash(path: Path, *, on_bytes: Callable[[int], None], stop: threading.Event)
         with path.open("rb", buffering=0) as handle:
             before = FileStatus.of(os.fstat(handle.fileno()))
             read_ns = time.time_ns()
-            while not stop.is_set() and (count := handle.readinto(buffer)):
+            left = before.size
+            # A file that grows while it is read would have no end.
+            while left > 0 and not stop.is_set() and (count := handle.readinto(buffer)):
                 digest.update(buffer[:count])
                 on_bytes(count)
+                left -= count
             after = FileStatus.of(os.fstat(handle.fileno()))
     except OSError as error:
         raise _unreadable(path, error) from None
