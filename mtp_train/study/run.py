@@ -178,21 +178,22 @@ def _identity(
     server: Server | None,
 ) -> dict[str, Any]:
     """Say what a study is, for its directory. Two that say the same, of the same inputs, may go on with each other's
-    measurements."""
-    texts: list[object]
-    if prompts is None:
-        texts = [(one.task, one.record.id, one.record.content) for one in load_suite(grid.suite).records]
-    else:
-        texts = [(one.task, one.id, one.prompt_ids) for one in prompts]
+    measurements. Prompts that are given are a run's, whose own inputs are recorded."""
     return {
         "arms": [asdict(arm.spec) for arm in arms],
         "grid": {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(grid).items()},
         "costs": costs,
         "prompts": None if prompts is None else [prompt.id for prompt in prompts],
-        "prompt_texts": hashlib.sha256(repr(texts).encode()).hexdigest(),
+        "prompt_texts": _suite_digest(grid.suite) if prompts is None else None,
         "server": None if server is None else server.identity(),
         "device": local_device().type,
     }
+
+
+def _suite_digest(name: str) -> str:
+    """Return the SHA-256 of a suite's texts, before any template: some templates write the date into a prompt."""
+    texts = [(one.task, one.record.id, one.record.content) for one in load_suite(name).records]
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
 def _inputs(arms: Sequence[OpenArm], server: Server | None) -> Loaders:

@@ -120,7 +120,7 @@ def checkpoint_files(checkpoint: Checkpoint) -> InputFiles:
 
 def directory_files(path: Path) -> InputFiles:
     """Return the files that identify an adapter's or a head's directory: its configs and its weights."""
-    return InputFiles(path, matching_files(path, ("*.json", "*.safetensors")))
+    return InputFiles(path, matching_files(path, ("*_config.json", "*.safetensors")))
 
 
 def matching_files(path: Path, patterns: Iterable[str]) -> dict[str, Path]:

@@ -56,7 +56,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def files(tmp_path: Path) -> InputFiles:
     (tmp_path / "x").mkdir()
-    for name, text in {"config.json": "{}", "model.safetensors": "weights"}.items():
+    for name, text in {"head_config.json": "{}", "model.safetensors": "weights"}.items():
         (tmp_path / "x" / name).write_text(text)
     return directory_files(tmp_path / "x")
 
@@ -103,7 +103,7 @@ def test_contents_are_hashes_whatever_the_files_are_called(files: InputFiles, tm
 
 def test_what_is_unchanged_is_not_read_again(files: InputFiles, tmp_path: Path, reads: list[str]) -> None:
     first = hashed(files)
-    assert sorted(reads) == ["config.json", "model.safetensors"]
+    assert sorted(reads) == ["head_config.json", "model.safetensors"]
     write_records(tmp_path, first)
     assert read_records(tmp_path) == first
     reads.clear()
@@ -168,7 +168,7 @@ def test_files_that_are_one_cost_one_hash(files: InputFiles, tmp_path: Path, rea
     found = hash_inputs(
         {"a": files, "b": files, "c": InputFiles(tmp_path, {"w": tmp_path / "linked.safetensors"})}, {}, SILENT
     )
-    assert sorted(reads) in (["config.json", "linked.safetensors"], ["config.json", "model.safetensors"])
+    assert sorted(reads) in (["head_config.json", "linked.safetensors"], ["head_config.json", "model.safetensors"])
     assert found["a"].contents == found["b"].contents
     assert found["c"].contents["w"] == found["a"].contents["model.safetensors"]
 
@@ -180,9 +180,9 @@ def test_changes_are_named() -> None:
 
 def test_large_files_are_read_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "_BLOCK_BYTES", 7)
-    (tmp_path / "config.json").write_bytes(bytes(range(100)))
+    (tmp_path / "head_config.json").write_bytes(bytes(range(100)))
     contents = hashed(directory_files(tmp_path))["model.trunk"].contents
-    assert contents == {"config.json": hashlib.sha256(bytes(range(100))).hexdigest()}
+    assert contents == {"head_config.json": hashlib.sha256(bytes(range(100))).hexdigest()}
 
 
 def test_a_file_that_is_being_written_is_refused(files: InputFiles, monkeypatch: pytest.MonkeyPatch) -> None:
