@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from mtp_train.data.sources import local_files
 from mtp_train.demo import resolve
-from mtp_train.errors import ChangedInputError, MtpError
+from mtp_train.errors import ChangedInputError, DataError, MtpError
 from mtp_train.inputs import open_location
 from mtp_train.recipe import Recipe
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
@@ -64,20 +64,21 @@ class Claimed:
         return cls(run_dir, RECIPE_FILE, "run", cure, {label: one for label, one in earlier.items() if one})
 
 
-def run_loaders(recipe: Recipe, places: Mapping[str, str] | None = None) -> Loaders:
+def run_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> Loaders:
     """Return the inputs of a recipe.
 
     Args:
         recipe: The recipe. Datasets of the hub are not among its inputs here: nothing of them is at hand to compare.
-        places: Where inputs were found before. A hub id stands for the snapshot that was used then, and nothing is
-            downloaded. None finds inputs as a run does.
+        places: Where inputs were found before.
+        anew: Whether a hub id stands for what the hub has now, as for a run that starts. If not, it stands for the
+            snapshot that was used, and nothing is downloaded.
     """
     model, study = recipe.model, recipe.study
 
     def located(label: str, location: str) -> str:
-        known = (places or {}).get(label)
+        known = places.get(label)
         is_here = Path(resolve(location)).expanduser().exists()
-        return location if known is None or is_here or not Path(known).exists() else known
+        return location if anew or known is None or is_here or not Path(known).exists() else known
 
     def checkpoint(label: str, location: str) -> InputFiles:
         return checkpoint_files(open_location(located(label, location)))
@@ -98,7 +99,8 @@ def run_loaders(recipe: Recipe, places: Mapping[str, str] | None = None) -> Load
         for name in study.drift.checkpoints if study.drift is not None else ():
             label = f"study.drift.checkpoints ({name})"
             loaders[label] = partial(checkpoint, label, name)
-    return loaders | {label: partial(data_files, label, path) for label, path in data.items() if is_local(label, path)}
+    local = {label: path for label, path in data.items() if label in places or is_local(label, path)}
+    return loaders | {label: partial(data_files, label, path) for label, path in local.items()}
 
 
 def is_local(label: str, path: str) -> bool:
@@ -116,7 +118,9 @@ def data_files(label: str, path: str) -> InputFiles:
         DataError: There is none.
     """
     location = Path(resolve(path)).expanduser()
-    files = local_files(str(location), label) or []
+    files = local_files(str(location), label)
+    if files is None:
+        raise DataError(f"{label}: no such file or directory ({location}); expected the data. Check the path.")
     if location.is_dir():
         return InputFiles(location, {str(file.relative_to(location)): file for file in files})
     if location.exists():
@@ -246,12 +250,12 @@ def require_run_inputs(
     claimed = Claimed.by_run(run_dir)
     places = {label: one["path"] for label, one in claimed.earlier.items()}
     places |= {label: one.location for label, one in read_records(run_dir).items()}
-    require_same(claimed, run_loaders(recipe, None if anew else places), progress, finished=finished)
+    require_same(claimed, run_loaders(recipe, places, anew=anew), progress, finished=finished)
 
 
 def hash_run_inputs(recipe: Recipe, run_dir: Path, progress: Progress) -> dict[str, InputRecord]:
     """Return the content of a run's inputs; what the run directory vouches for is not read again."""
-    return hash_inputs(loaded(run_loaders(recipe)), read_records(run_dir), progress)
+    return hash_inputs(loaded(run_loaders(recipe, {}, anew=True)), read_records(run_dir), progress)
 
 
 def record_run_inputs(run_dir: Path, records: Records) -> None:

@@ -105,11 +105,12 @@ def run_study(
     Raises:
         MtpError: An arm cannot be measured, or ``out`` holds something else.
     """
-    arms = _open(specs, progress)
+    arms = _open(specs)
     store = Store(out, _identity(arms, grid, costs, prompts, server))
     store.require_inputs(_inputs(arms, server), progress)
     if (out / REPORT_FILE).is_file():
         return load_study(out / REPORT_FILE)
+    _require_finite(arms, progress)
     store.hash_inputs(progress)
     served = None if server is None else ask(server, grid, progress)
     found = _measure_all(arms, _Study(grid, store, progress, costs, prompts))
@@ -134,19 +135,22 @@ def measure_study(
     Raises:
         MtpError: An arm cannot be measured, or ``out`` holds something else.
     """
-    arms = _open(specs, progress)
+    arms = _open(specs)
     store = Store(out, _identity(arms, grid, False, prompts, None))
     store.require_inputs(_inputs(arms, None), progress)
+    _require_finite(arms, progress)
     store.hash_inputs(progress)
     return _measure_all(arms, _Study(grid, store, progress, False, prompts))
 
 
-def _open(specs: Sequence[ArmSpec], progress: Progress) -> list[OpenArm]:
+def _open(specs: Sequence[ArmSpec]) -> list[OpenArm]:
     require_distinct(specs)
-    arms = [open_arm(spec) for spec in specs]
+    return [open_arm(spec) for spec in specs]
+
+
+def _require_finite(arms: Sequence[OpenArm], progress: Progress) -> None:
     for checkpoint in _checkpoints(arms):
         require_finite_checkpoint(checkpoint, progress)
-    return arms
 
 
 def _measure_all(arms: Sequence[OpenArm], study: _Study) -> Measured:

@@ -260,6 +260,24 @@ def test_a_trunk_that_is_rewritten_while_its_head_trains_is_refused(pristine: Pa
     assert not (tmp_path / "run" / "report.json").exists()
 
 
+def test_a_directory_of_data_that_is_gone_is_no_dataset_of_the_hub(pristine: Path, tmp_path: Path) -> None:
+    # A relative path of two parts reads as a hub id where there is nothing.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path)
+        (tmp_path / "data" / "chats").mkdir(parents=True)
+        shutil.copy(pristine / "chats.jsonl", tmp_path / "data" / "chats")
+        source = [{"path": "data/chats"}]
+        recipe = load_recipe(write_recipe(tmp_path / "recipe.yaml", pristine, tmp_path / "run", data__sources=source))
+        patched.setattr(pipeline, "train_stage", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_quietly(recipe)
+        shutil.rmtree(tmp_path / "data")
+        with pytest.raises(
+            ChangedInputError, match=r"data\.sources\.0 cannot be opened \(.*: no such file or directory"
+        ):
+            run_quietly(recipe)
+
+
 def study(out: Path, inputs: Path, *arms: str) -> list[Any]:
     command = ["compare", *arms] if len(arms) > 1 else ["evaluate", *arms]
     small = ["--prompts-per-task", 2, "--depths", 1, "--max-new-tokens", 6, "--temperatures", 0, "--no-costs"]
