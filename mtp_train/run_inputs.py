@@ -174,12 +174,16 @@ def require_same(claimed: Claimed, loaders: Loaders, progress: Progress, *, fini
         except MtpError as error:
             changed.append(f"{label} cannot be opened ({error})")
     records = hash_inputs({label: one for label, one in found.items() if label in recorded}, recorded, progress)
-    for label, one in records.items():
-        names = changed_files(recorded[label].contents, one.contents)
-        changed += [_named(label, one.location, names)] if names else []
-    for label in found.keys() - recorded.keys():
-        names = _unproven_files(claimed, found[label], claimed.earlier.get(label, {}))
-        unproven += [_named(label, str(found[label].location), names)] if names else []
+    for label, record in records.items():
+        names = changed_files(recorded[label].contents, record.contents)
+        changed += [_named(label, record.location, names)] if names else []
+    for label in [label for label in found if label not in recorded]:
+        one = found[label]
+        if recorded:
+            changed.append(f"{label} ({one.location}) was none of them")
+            continue
+        names = _unproven_files(claimed, one, claimed.earlier.get(label, {}))
+        unproven += [_named(label, str(one.location), names)] if names else []
     _refuse(claimed, changed, unproven, finished)
     _keep_statuses(claimed.directory, recorded, records)
 
@@ -200,7 +204,7 @@ def _refuse(claimed: Claimed, changed: list[str], unproven: list[str], finished:
     if unproven:
         raise ChangedInputError(
             f"{where}: begun by a version that kept no {RECORD_FILE}, and files were written or moved since, so that "
-            f"nothing shows them to be those that the {noun} began with: {'; '.join(sorted(unproven))}; expected files "
+            f"nothing shows them to be those that the {noun} began with: {'; '.join(unproven)}; expected files "
             f"older than {claimed.marker}. If they are the old ones by their content, nothing here can tell: "
             f"{claimed.cure}.{keeps}"
         )

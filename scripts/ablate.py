@@ -135,10 +135,10 @@ def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     require_run_inputs(recipe, directory, progress, anew=True)
     accelerator = make_accelerator()
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
-    records = hash_run_inputs(recipe, directory, progress)
+    contents = hash_run_inputs(recipe, directory, progress)
     trunk = load_run_trunk(recipe, inputs, accelerator)
     # Heads and counts of two recipes, or of two trunks, must not be mixed.
-    inputs = claim_run(recipe, directory, inputs, records, accelerator, progress)
+    inputs = claim_run(recipe, directory, inputs, contents, accelerator, progress)
     own = make_documents(recipe, directory, inputs, trunk, accelerator, progress)
     records, _ = split_by_group(read_records(recipe), recipe.data.holdout, recipe.seed)
     answered = {prompt.id for prompt in inputs.prompts}

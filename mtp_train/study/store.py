@@ -105,9 +105,11 @@ class Store:
     def claim(self) -> None:
         """Make the directory this study's."""
         self.out.mkdir(parents=True, exist_ok=True)
-        if not (self.out / RECORD_FILE).is_file() and self._records:
+        is_claimed = (self.out / STUDY_FILE).is_file()
+        # A record without a claim is what a kill left, of inputs that may have changed since.
+        if self._records and not (is_claimed and (self.out / RECORD_FILE).is_file()):
             write_records(self.out, self._records)
-        if not (self.out / STUDY_FILE).is_file():
+        if not is_claimed:
             write_json(self.out / STUDY_FILE, self.identity)
 
     def _claim(self, arm: str) -> None:
@@ -131,9 +133,8 @@ def _require_ours(out: Path, identity: dict[str, Any]) -> None:
         raise OutputExistsError(f"--out: {out} is a file; expected a directory. Choose another --out.")
     entries = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     # What a kill leaves of a claim.
-    if set(entries) <= {MEASURED, RECORD_FILE, f".{RECORD_FILE}.tmp", f".{STUDY_FILE}.tmp"} and not list(
-        out.glob(f"{MEASURED}/*/*")
-    ):
+    claims = {MEASURED, RECORD_FILE, f".{RECORD_FILE}.tmp", f".{STUDY_FILE}.tmp"}
+    if set(entries) <= claims and not list(out.glob(f"{MEASURED}/*/*")):
         return
     recorded = out / STUDY_FILE
     if not recorded.is_file():
@@ -157,11 +158,12 @@ def _compared(identity: dict[str, Any]) -> dict[str, Any]:
     """Return what two studies must have in common: arms without where they lie, as their content is compared."""
     if "arms" not in identity:
         return dict(identity)
-    arms = [
-        {**{key: arm[key] for key in ("name", "quantization", "head_quantization")}, "head": _kind(arm["head"])}
-        for arm in identity["arms"]
-    ]
-    return {**identity, "arms": arms}
+    return {**identity, "arms": [_without_places(arm) for arm in identity["arms"]]}
+
+
+def _without_places(arm: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: arm.get(key) for key in ("name", "quantization", "head_quantization")}
+    return {**kept, "head": _kind(arm.get("head")), "adapter": arm.get("adapter") is not None}
 
 
 def _kind(head: str | None) -> str | None:
