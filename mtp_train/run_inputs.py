@@ -150,7 +150,9 @@ def loaded(loaders: Loaders) -> dict[str, InputFiles]:
     return {label: load() for label, load in loaders.items()}
 
 
-def require_same(claimed: Claimed, loaders: Loaders, progress: Progress, *, finished: bool = False) -> None:
+def require_same(
+    claimed: Claimed, loaders: Loaders, progress: Progress, *, finished: bool = False, keeps: bool = True
+) -> None:
     """Check that inputs are those that a directory's results were begun with.
 
     Inputs that were touched, copied or moved, and whose content is the same, pass; so do those of a directory that an
@@ -161,6 +163,7 @@ def require_same(claimed: Claimed, loaders: Loaders, progress: Progress, *, fini
         loaders: Its inputs as they are now.
         progress: Shows the hashing of files whose status changed.
         finished: Whether nothing is left to do there.
+        keeps: Whether to record the new status of files that were hashed again, where the directory can be written to.
 
     Raises:
         ChangedInputError: An input changed, is gone, or cannot be shown to be the same.
@@ -185,7 +188,9 @@ def require_same(claimed: Claimed, loaders: Loaders, progress: Progress, *, fini
         names = _unproven_files(claimed, one, claimed.earlier.get(label, {}))
         unproven += [_named(label, str(one.location), names)] if names else []
     _refuse(claimed, changed, unproven, finished)
-    _keep_statuses(claimed.directory, recorded, records)
+    if keeps and recorded != (updated := {**recorded, **records}):
+        with contextlib.suppress(OSError):
+            write_records(claimed.directory, updated)
 
 
 def _named(label: str, location: str, names: list[str]) -> str:
@@ -223,15 +228,6 @@ def _unproven_files(claimed: Claimed, one: InputFiles, earlier: Mapping[str, Any
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _keep_statuses(directory: Path, recorded: Records, records: Mapping[str, InputRecord]) -> None:
-    """Write the new statuses of files that were hashed again, where the directory can be written to."""
-    updated = {**recorded, **records}
-    if updated != recorded:
-        # An export reads a run that may be another user's.
-        with contextlib.suppress(OSError):
-            write_records(directory, updated)
 
 
 def require_run_inputs(

@@ -154,7 +154,8 @@ def head_to_export(source: Path, progress: Progress) -> HeadToExport:
     loaders = {TRUNK: partial(checkpoint_files, trunk)}
     if adapter is not None:
         loaders[ADAPTER] = partial(directory_files, adapter)
-    require_same(Claimed.by_run(source), loaders, progress, finished=True)
+    # An export writes nothing to its run, which may be another user's.
+    require_same(Claimed.by_run(source), loaders, progress, finished=True, keeps=False)
     artifact = load_artifact(source / HEAD_DIRECTORY)
     hub_id = identity["name"] if identity["revision"] else None
     return HeadToExport(trunk, artifact.head, artifact.num_depths, adapter, artifact, hub_id)
