@@ -45,6 +45,10 @@ class OutputExistsError(MtpError):
     """Report an output target that exists and must not be overwritten."""
 
 
+class ChangedInputError(MtpError):
+    """Report an input that is not the one that a directory's results were begun with."""
+
+
 class TrainingError(MtpError):
     """Report a run that cannot go on (a non-finite loss, a run directory of another recipe)."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from mtp_train.weights.files import (
     read_json,
 )
 from mtp_train.weights.finite import require_finite_checkpoint
+from mtp_train.weights.identity import Contents
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class Inputs:
     """Evaluation prompts; none shares its group with anything trained on."""
     home: Sequence[Prompt] = ()
     """What the vanilla model decodes instead, text of its own kind; empty where it decodes the held-out prompts."""
+    contents: Mapping[str, Contents] = field(default_factory=dict)
+    """By recipe field, the identity of what was read, once the run directory is claimed."""
 
 
 def open_location(location: str) -> Checkpoint:

@@ -33,20 +33,21 @@ from mtp_train.report.write import write_report
 from mtp_train.run_dir import (
     PROVENANCE_FILE,
     Outcome,
-    claim,
     clear_leftovers,
     forget_outcome,
+    is_main_process,
     read_outcome,
     record_failure,
     require_ours,
     write_outcome,
 )
+from mtp_train.run_inputs import hash_run_inputs, require_run_inputs
 from mtp_train.stages import (
     Stage,
+    claim_run,
     load_run_trunk,
     make_documents,
     offload_run_trunk,
-    provenance,
     trained_documents,
 )
 from mtp_train.train.launch import lost_process_is_named, make_accelerator
@@ -74,6 +75,9 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     require_ours(run_dir, recipe)
     earlier = read_outcome(run_dir)
     if earlier is not None and earlier.finished:
+        if is_main_process():
+            with _progress(console, is_main=True) as progress:
+                require_run_inputs(recipe, run_dir, progress, finished=True)
         console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do.")
         return earlier
     forget_outcome(run_dir)
@@ -82,10 +86,11 @@ def run(recipe: Recipe, console: Console) -> Outcome:
         accelerator = make_accelerator()
         require_flex_device(recipe.train.attention, accelerator.device)
         recipe = settle(recipe, accelerator, console)
-        quiet = not console.is_terminal or not accelerator.is_main_process
-        progress_bars = Progress(console=console, disable=quiet, transient=True)
+        progress_bars = _progress(console, is_main=accelerator.is_main_process)
         named = memory_is_named(recipe, lambda: stage.name)
         with full_disk_is_named(run_dir, what="the run"), lost_process_is_named(), named, progress_bars as progress:
+            if accelerator.is_main_process:
+                require_run_inputs(recipe, run_dir, progress, anew=True)
             stages = stages_of(recipe)
             outcome = stages(recipe, run_dir, accelerator, console, progress, stage)
     except MtpError as error:
@@ -120,6 +125,10 @@ def settle(recipe: Recipe, accelerator: Accelerator, console: Console) -> Recipe
     return recipe
 
 
+def _progress(console: Console, *, is_main: bool) -> Progress:
+    return Progress(console=console, disable=not console.is_terminal or not is_main, transient=True)
+
+
 def stages_of(recipe: Recipe) -> Callable[[Recipe, Path, Accelerator, Console, Progress, Stage], Outcome]:
     """Return what goes through the stages of a recipe's kind.
 
@@ -143,14 +152,14 @@ def run_stages(
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     trained = (run_dir / HEAD).is_dir()
     in_shards = shards_trunk(accelerator) and not trained
+    main = accelerator.is_main_process
+    records = hash_run_inputs(recipe, run_dir, progress) if main else {}
     # A trunk that is only cut up stays where there is room for it; the shards go to the device.
     trunk = load_run_trunk(recipe, inputs, accelerator, "cpu" if in_shards and not recipe.regenerates else None)
-    main = accelerator.is_main_process
     # Nothing is written before all inputs have proved good: a cured recipe may then use the same directory.
     if main:
         clear_leftovers(run_dir)
-        claim(run_dir, recipe, provenance(recipe, inputs))
-    accelerator.wait_for_everyone()
+    inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
     offload_run_trunk(recipe, run_dir, trunk, accelerator)
     if not trained:
         stage.name = "data"
@@ -173,6 +182,8 @@ def run_stages(
     training = trained_documents(recipe, run_dir, inputs)
     evaluation = evaluate_run(recipe, run_dir, inputs, trunk, training, progress)
     report = evaluation.report
+    # What was loaded since the beginning, and what is exported now, is what the run began with.
+    require_run_inputs(recipe, run_dir, progress)
     write_report(
         report, run_dir, provenance=read_json(run_dir / PROVENANCE_FILE), marginal_ci95=evaluation.marginal_ci95
     )
@@ -204,11 +215,13 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
     require_ours(run_dir, recipe)
     accelerator = make_accelerator()
     recipe = settle(recipe, accelerator, progress.console)
+    main = accelerator.is_main_process
+    if main:
+        require_run_inputs(recipe, run_dir, progress, anew=True)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+    records = hash_run_inputs(recipe, run_dir, progress) if main else {}
     trunk = load_run_trunk(recipe, inputs, accelerator)
-    if accelerator.is_main_process:
-        claim(run_dir, recipe, provenance(recipe, inputs))
-    accelerator.wait_for_everyone()
+    inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
     offload_run_trunk(recipe, run_dir, trunk, accelerator)
     _, counts = regenerate_stage(recipe, settings, run_dir, inputs, trunk, accelerator, progress)
     return asdict(counts)

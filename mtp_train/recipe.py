@@ -141,7 +141,7 @@ class RegenerateSpec:
     """Responses in which more than this share of the 8-grams occurred before are not trained on; null keeps them."""
     endpoint: str | None = None
     """The server's address up to and with its version, such as `http://localhost:8000/v1`. It must serve the trunk: its
-    answers to a few prompts are compared with what the trunk would say."""
+    answers to a few prompts are compared with what the trunk would say. A run goes on at another address."""
     model: str | None = None
     """What the server calls the trunk; null where it serves one model."""
     concurrency: Count | None = None
@@ -321,7 +321,7 @@ class Recipe:
     """One run, from a trunk and data to an exported head."""
 
     run_dir: str
-    """Where everything of the run goes. The same recipe resumes there; another one is refused."""
+    """Where everything of the run goes. The same recipe with the same inputs resumes there; another one is refused."""
     seed: Annotated[int, Bound(min=0, max=2**32 - 1)] = 0
     """Fixes what is held out, the order of the data and random weights."""
     model: ModelSection

@@ -77,7 +77,10 @@ processes. `mtp-train check RECIPE --processes N` estimates what a process holds
   on it. `check` names heads that need `dense`: they choose their keys, see distances, drop attention out, are too wide.
 - Out of memory? The error names the setting to change: `train.micro_batch_sequences`, `train.gradient_checkpointing`...
 - Whatever ends a run - a kill, SIGTERM from a scheduler, a full disk, a loss that is not finite - the last saved state
-  is whole, and the same command goes on from it.
+  is whole, and the same command goes on from it. It needs the same inputs: `RUN/inputs.json` records the content of
+  checkpoints, adapter and data files, and a run whose inputs changed is refused by the file's name. Files that were
+  only touched, copied or moved pass, once they are hashed again; `mtp-train check` states what hashing costs. Datasets
+  of the hub are not recorded: pin them by files of your own where that matters.
 
 # What is held out
 

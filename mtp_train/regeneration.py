@@ -21,6 +21,7 @@ from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs
 from mtp_train.recipe import Recipe, RegenerateSpec
 from mtp_train.run_dir import checkpoint_identity
+from mtp_train.run_inputs import ADAPTER, TRUNK
 from mtp_train.weights.writing import write_json
 
 DATA = "data"
@@ -46,9 +47,9 @@ def regenerate_stage(
         DataError: No prompt fits, or no response can be learnt from.
     """
     deciding = deciding_settings(recipe, settings, inputs)
-    directory = responses_directory(run_dir, deciding)
+    directory = responses_directory(run_dir, deciding, recipe, inputs)
     store = RegeneratedStore(directory, rank=accelerator.process_index, world=accelerator.num_processes)
-    if accelerator.is_main_process:
+    if accelerator.is_main_process and not (directory / SETTINGS_FILE).is_file():
         write_json(directory / SETTINGS_FILE, deciding)
     task = progress.add_task("regenerating responses", total=None)
 
@@ -68,11 +69,6 @@ def regenerate_stage(
         found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in asdict(counts).items() if value)
         progress.console.print(f"{directory}: {found}.")
     return documents, counts
-
-
-def responses_directory(run_dir: Path, deciding: Mapping[str, object]) -> Path:
-    """Return where the responses to some settings are kept."""
-    return run_dir / DATA / f"responses-{settings_key(deciding)}"
 
 
 def learnt_from(
@@ -97,22 +93,36 @@ def stored_documents(recipe: Recipe, settings: RegenerateSpec, run_dir: Path, in
     Raises:
         DataError: They are not there.
     """
-    directory = responses_directory(run_dir, deciding_settings(recipe, settings, inputs))
+    directory = responses_directory(run_dir, deciding_settings(recipe, settings, inputs), recipe, inputs)
     return learnt_from(recipe, settings, inputs, RegeneratedStore(directory))[0]
 
 
 def deciding_settings(recipe: Recipe, settings: RegenerateSpec, inputs: Inputs) -> dict[str, object]:
     """Return all that decides what the trunk says to a prompt, as plain JSON values."""
     return {
-        "trunk": checkpoint_identity(recipe.model.trunk, inputs.finetune)["sha256"],
-        "adapter": recipe.model.adapter,
+        "trunk": dict(inputs.contents[TRUNK]),
+        "adapter": dict(inputs.contents[ADAPTER]) if inputs.adapter else None,
         "dtype": recipe.model.dtype,
         "seq_len_tokens": recipe.data.seq_len_tokens,
         "max_new_tokens": settings.max_new_tokens,
         **sampling_of(settings),
         "seed": recipe.seed if settings.temperature else None,
         "answered_by": "decoder" if settings.endpoint is None else "server",
+        "served_model": None if settings.endpoint is None else settings.model,
     }
+
+
+def responses_directory(run_dir: Path, deciding: Mapping[str, object], recipe: Recipe, inputs: Inputs) -> Path:
+    """Return where the responses to some settings are kept.
+
+    Earlier versions named the trunk by its config and index and the adapter by its place. What they kept in a run
+    directory goes on: the run's inputs have proved to be those that it began with.
+    """
+    hashes = checkpoint_identity(recipe.model.trunk, inputs.finetune)["sha256"]
+    earlier = {**deciding, "trunk": hashes, "adapter": recipe.model.adapter}
+    del earlier["served_model"]
+    kept = run_dir / DATA / f"responses-{settings_key(earlier)}"
+    return kept if kept.is_dir() else run_dir / DATA / f"responses-{settings_key(deciding)}"
 
 
 def sampling_of(settings: RegenerateSpec) -> dict[str, float]:

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from mtp_train.errors import LostProcessError, OutputExistsError, StoppedError
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe
 from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
+from mtp_train.weights.identity import RECORD_FILE
 from mtp_train.weights.writing import write_json, write_text
 
 FIRST_STAGE = "check"
@@ -52,6 +54,11 @@ def write_outcome(run_dir: Path, outcome: Outcome) -> None:
     """Record the outcome."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_json(run_dir / OUTCOME_FILE, outcome.__dict__)
+
+
+def is_main_process() -> bool:
+    """Whether this process writes for all of a launch, by the launcher's word: also before accelerate is set up."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def forget_outcome(run_dir: Path) -> None:
@@ -92,7 +99,7 @@ def require_ours(run_dir: Path, recipe: Recipe) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise OutputExistsError(f"run_dir: {run_dir} is a file; expected a directory. Choose another run_dir.")
     # What a refused run leaves, and what a kill leaves of a claim.
-    claims = {OUTCOME_FILE, PROVENANCE_FILE}
+    claims = {OUTCOME_FILE, PROVENANCE_FILE, RECORD_FILE}
     if entries <= claims | {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}:
         return
     recorded = run_dir / RECIPE_FILE
@@ -101,11 +108,35 @@ def require_ours(run_dir: Path, recipe: Recipe) -> None:
             f"run_dir: {run_dir} holds files that are not a run's ({', '.join(sorted(entries)[:3])}); expected a new "
             "or empty directory. Choose another run_dir."
         )
-    if recorded.read_text(encoding="utf-8") != dump_recipe(recipe):
+    if not _is_recipe_of(recorded.read_text(encoding="utf-8"), recipe):
         raise OutputExistsError(
             f"run_dir: {run_dir} holds the run of another recipe ({recorded}); expected the same resolved recipe to "
             "resume. Choose another run_dir, or remove that one."
         )
+
+
+def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
+    """Whether a recorded recipe is this one. How a server is reached does not count: what it serves is proved anew."""
+    if recorded == dump_recipe(recipe):
+        return True
+    now, before = recipe.data.regenerate, _recorded_regeneration(recorded)
+    if now is None or now.endpoint is None or before.get("endpoint") is None:
+        return False
+    there = replace(
+        now,
+        endpoint=before["endpoint"],
+        api_key_env=before.get("api_key_env"),
+        concurrency=before.get("concurrency"),
+    )
+    return recorded == dump_recipe(replace(recipe, data=replace(recipe.data, regenerate=there)))
+
+
+def _recorded_regeneration(recorded: str) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(recorded)["data"]["regenerate"]
+    except (yaml.YAMLError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def claim(run_dir: Path, recipe: Recipe, provenance: dict[str, Any]) -> None:

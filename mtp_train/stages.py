@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -18,8 +18,10 @@ from mtp_train.inputs import Inputs, trunk_dtype
 from mtp_train.measuring import part_documents
 from mtp_train.recipe import Recipe
 from mtp_train.regeneration import regenerate_stage, stored_documents
-from mtp_train.run_dir import FIRST_STAGE, checkpoint_identity, environment_facts
+from mtp_train.run_dir import FIRST_STAGE, checkpoint_identity, claim, environment_facts
+from mtp_train.run_inputs import record_run_inputs, require_run_inputs, run_contents
 from mtp_train.train.shard import shards_trunk
+from mtp_train.weights.identity import Records
 
 
 class Stage:
@@ -74,6 +76,30 @@ def provenance(recipe: Recipe, inputs: Inputs) -> dict[str, object]:
         "plan": asdict(inputs.plan),
         **environment_facts(),
     }
+
+
+def claim_run(
+    recipe: Recipe, run_dir: Path, inputs: Inputs, records: Records, accelerator: Accelerator, progress: Progress
+) -> Inputs:
+    """Make the run directory this recipe's and these inputs', and return the inputs with their identities.
+
+    Args:
+        recipe: The recipe.
+        run_dir: Its run directory.
+        inputs: What was gathered for it.
+        records: Their content as it was before anything of them was loaded; of the main process.
+        accelerator: Whose main process writes.
+        progress: Where to show progress.
+
+    Raises:
+        ChangedInputError: An input changed while it was loaded.
+    """
+    if accelerator.is_main_process:
+        record_run_inputs(run_dir, records)
+        claim(run_dir, recipe, provenance(recipe, inputs))
+        require_run_inputs(recipe, run_dir, progress)
+    accelerator.wait_for_everyone()
+    return replace(inputs, contents=run_contents(run_dir))
 
 
 def make_documents(

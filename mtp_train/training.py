@@ -26,6 +26,7 @@ from mtp_train.inputs import Inputs
 from mtp_train.losses import LossKind
 from mtp_train.measuring import make_selection, part_documents, renumbered
 from mtp_train.recipe import Recipe
+from mtp_train.run_inputs import ADAPTER, TRUNK
 from mtp_train.train.hidden_cache import (
     HiddenCache,
     HiddenFn,
@@ -144,7 +145,8 @@ def hidden_cache(
     with module.computing():
         layout = layout_for(hidden_fn, documents, spec.dtype, device)
         precision, quantization = recipe.train.precision, recipe.model.quantization
-        identity = cache_identity(inputs.finetune, inputs.adapter, documents, layout, precision, quantization)
+        adapter = inputs.contents[ADAPTER] if inputs.adapter else None
+        identity = cache_identity(inputs.contents[TRUNK], adapter, documents, layout, precision, quantization)
         directory = Path(spec.directory or run_dir / HIDDEN) / digest_of(identity)
         require_room(layout, directory, int(spec.max_gib * (1 << 30)))
         task = progress.add_task("keeping hidden states", total=None)

@@ -39,8 +39,9 @@ from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs, gather_inputs, split_records
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import load_recipe
-from mtp_train.run_dir import claim, environment_facts, require_ours
-from mtp_train.stages import load_run_trunk, make_documents, provenance
+from mtp_train.run_dir import environment_facts, require_ours
+from mtp_train.run_inputs import hash_run_inputs, require_run_inputs
+from mtp_train.stages import claim_run, load_run_trunk, make_documents
 from mtp_train.train.launch import make_accelerator
 from mtp_train.training import train_stage
 from mtp_train.weights.artifact import load_artifact
@@ -130,11 +131,13 @@ class Bench:
 def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     """Load the trunk and make both texts, of the same prompts."""
     require_ours(directory, recipe)
+    require_run_inputs(recipe, directory, progress, anew=True)
     accelerator = make_accelerator()
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+    contents = hash_run_inputs(recipe, directory, progress)
     trunk = load_run_trunk(recipe, inputs, accelerator)
-    # Heads and counts of two recipes must not be mixed.
-    claim(directory, recipe, provenance(recipe, inputs))
+    # Heads and counts of two recipes, or of two trunks, must not be mixed.
+    inputs = claim_run(recipe, directory, inputs, contents, accelerator, progress)
     own = make_documents(recipe, directory, inputs, trunk, accelerator, progress)
     records, _ = split_records(recipe)
     answered = {prompt.id for prompt in inputs.prompts}

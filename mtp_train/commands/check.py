@@ -26,6 +26,7 @@ from mtp_train.inputs import require_attention, require_draft_vocab, require_row
 from mtp_train.machine import with_recorded_precision, with_resolved_precision
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import dump_recipe
+from mtp_train.run_inputs import input_bytes
 from mtp_train.sft.cost import tuning_cost, tuning_footprint
 from mtp_train.sft.model import require_trainable
 from mtp_train.study.material import for_objective
@@ -33,6 +34,7 @@ from mtp_train.train.cost import Cost, Sizes, active_weights, estimate_cost, key
 from mtp_train.train.footprint import GIB, Footprint, estimate_footprint, in_shards
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.weights.files import CONFIG_FILE, locate_checkpoint, read_json
+from mtp_train.weights.identity import HASH_BYTES_PER_SECOND
 from mtp_train.weights.quantised import quant_method
 
 _FINE_TUNE_BYTES = 16
@@ -52,6 +54,8 @@ class CheckResult:
     memory_in_shards: Footprint | None
     """In training, where FSDP2 or ZeRO-3 shares trunk and head out; None where that is not to be had."""
     cost: Cost
+    hashed_bytes: int
+    """Inputs on this machine that a first start reads once to identify them by their content."""
     serves: Mapping[str, str]
     """Engine to the command that serves the export, or why it does not use the head."""
 
@@ -67,6 +71,7 @@ class CheckResult:
             "memory": self.memory.to_json(),
             "memory_in_shards": None if self.memory_in_shards is None else self.memory_in_shards.to_json(),
             "cost": cost,
+            "identity": {"bytes": self.hashed_bytes, "seconds": self.hashed_bytes / HASH_BYTES_PER_SECOND},
             "serves": dict(self.serves),
         }
 
@@ -84,7 +89,10 @@ class CheckResult:
             f"micro-batch(es) each\n# memory per process, {memory.to_text()}\n{shared}"
             f"# about {cost.total_flops / 1e12:.3g} TFLOP on all processes: trunk {cost.trunk_flops / 1e12:.3g}, head "
             f"{cost.head_flops / 1e12:.3g}, loss {cost.loss_flops / 1e12:.3g}, answers at most "
-            f"{cost.regenerate_flops / 1e12:.3g}; disk at most {cost.disk_bytes / GIB:.2f} GiB besides answers"
+            f"{cost.regenerate_flops / 1e12:.3g}; disk at most {cost.disk_bytes / GIB:.2f} GiB besides answers\n"
+            f"# identity: {self.hashed_bytes / GIB:.2f} GiB of inputs are hashed once, in about "
+            f"{self.hashed_bytes / HASH_BYTES_PER_SECOND:.0f} s at {HASH_BYTES_PER_SECOND / 1e9:g} GB/s (a core); "
+            "later starts read what changed"
             f"{self._kind_text()}{self._holdout_text()}{self._serves_text()}"
         )
 
@@ -175,7 +183,8 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     shards = None if packed or recipe.sft is not None else in_shards(memory, trunk, plan)
     cost = whole_cost(recipe, plan, sizes, memory)
     serves = engine_commands(head_family.engines, f"{recipe.run_dir}/export", recipe.head.num_depths)
-    return CheckResult(recipe, resolved.reason, head_family.title, plan, memory, shards, cost, serves)
+    hashed = input_bytes(recipe)
+    return CheckResult(recipe, resolved.reason, head_family.title, plan, memory, shards, cost, hashed, serves)
 
 
 def whole_footprint(

@@ -35,7 +35,7 @@ def export_gguf(source: Path, out: Path, *, kind: GgufKind, progress: Progress) 
         GateRefusedError: The run's head is not better than its baseline.
     """
     refuse_existing(out, what="the GGUF file")
-    found = head_to_export(source)
+    found = head_to_export(source, progress)
     refuse_draft_model(found)
     refuse_with_adapter(source, found)
     trunk, layout = found.trunk, layout_of(found.trunk)

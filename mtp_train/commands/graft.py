@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,14 +19,16 @@ from mtp_train.model_card import write_card, write_graft_card
 from mtp_train.recipe_io import load_recipe
 from mtp_train.report.schema import REPORT_FILE, load_report
 from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE, checkpoint_identity
+from mtp_train.run_inputs import ADAPTER, TRUNK, Claimed, require_same
 from mtp_train.weights.adapted import write_adapted
 from mtp_train.weights.adapter import locate_adapter
 from mtp_train.weights.artifact import Artifact, load_artifact
 from mtp_train.weights.draft_checkpoint import DraftForm
 from mtp_train.weights.export import LinkMode, write_checkpoint
-from mtp_train.weights.files import Checkpoint, locate_checkpoint, open_checkpoint, read_json
+from mtp_train.weights.files import Checkpoint, open_checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.head_only import write_head_only
+from mtp_train.weights.identity import checkpoint_files, directory_files
 from mtp_train.weights.native import NativeHead, native_head_of
 from mtp_train.weights.writing import refuse_existing
 
@@ -91,7 +94,7 @@ def export(
         GateRefusedError: The run's head is not better than its baseline.
     """
     refuse_existing(out, what="the checkpoint")
-    found = head_to_export(source)
+    found = head_to_export(source, progress)
     trunk, head = found.trunk, found.head
     require_finite_checkpoint(trunk, progress)
     if head_only:
@@ -128,11 +131,12 @@ class HeadToExport(NamedTuple):
     """The trunk's, where a run's comes from the hub."""
 
 
-def head_to_export(source: Path) -> HeadToExport:
+def head_to_export(source: Path, progress: Progress) -> HeadToExport:
     """Return the head of a run that passed the gate, or that of a checkpoint.
 
     Raises:
         CheckpointError: There is no head to export, or the run's has not been measured.
+        ChangedInputError: The run's head was trained and measured on another trunk than is there now.
         GateRefusedError: The run's head is not better than its baseline.
     """
     if is_fine_tune(source):
@@ -143,10 +147,16 @@ def head_to_export(source: Path) -> HeadToExport:
         return HeadToExport(trunk, _own_head(trunk), SUGGESTED_DEPTH, None, None, None)
     _require_exportable(source)
     identity = read_json(source / PROVENANCE_FILE)["trunk"]
-    trunk = open_checkpoint(locate_checkpoint(identity["path"]))
-    artifact = load_artifact(source / HEAD_DIRECTORY)
     model = load_recipe(source / RECIPE_FILE).model
+    # A trunk that was moved since may be where the recipe's path leads by now.
+    trunk = open_location(identity["path"] if Path(identity["path"]).exists() else model.trunk)
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
+    loaders = {TRUNK: partial(checkpoint_files, trunk)}
+    if adapter is not None:
+        loaders[ADAPTER] = partial(directory_files, adapter)
+    # An export writes nothing to its run, which may be another user's.
+    require_same(Claimed.by_run(source), loaders, progress, finished=True, keeps=False)
+    artifact = load_artifact(source / HEAD_DIRECTORY)
     hub_id = identity["name"] if identity["revision"] else None
     return HeadToExport(trunk, artifact.head, artifact.num_depths, adapter, artifact, hub_id)
 

@@ -58,7 +58,7 @@ def load_records(
             record is malformed.
     """
     name = name or path
-    files = _local_files(path, name)
+    files = local_files(path, name)
     if files is not None and config is not None and not Path(path).expanduser().is_dir():
         raise DataError(f"{name}: config {config!r} of local files; expected null, as they have none. Leave it out.")
     names, rows, owners = _read(path, files, config, split, name, max_records, streaming)
@@ -98,7 +98,7 @@ def load_rows(
         DataError: There is no such file or dataset, it is empty, or it cannot be read.
     """
     name = name or path
-    files = _local_files(path, name)
+    files = local_files(path, name)
     if files is not None:
         config, split = None, split if Path(path).expanduser().is_dir() else "train"
     return list(_read(path, files, config, split, name, None, False)[1])
@@ -185,7 +185,7 @@ def _open(
     return datasets.load_dataset(kind, data_files=names, split=split, streaming=streaming)
 
 
-def _local_files(path: str, name: str) -> list[Path] | None:
+def local_files(path: str, name: str) -> list[Path] | None:
     """Return the files that a path stands for, in order; None for a dataset of the hub.
 
     Raises:

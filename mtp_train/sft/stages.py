@@ -26,13 +26,14 @@ from mtp_train.report.schema import RunReport
 from mtp_train.report.table import summary
 from mtp_train.report.wording import headline
 from mtp_train.report.write import write_report
-from mtp_train.run_dir import PROVENANCE_FILE, Outcome, claim, clear_leftovers
+from mtp_train.run_dir import PROVENANCE_FILE, Outcome, clear_leftovers
+from mtp_train.run_inputs import hash_run_inputs, require_run_inputs
 from mtp_train.sft.measure import Tuned, after_tuning, measure_tuned
 from mtp_train.sft.model import lora_layers, require_trainable, unloaded_trunk
 from mtp_train.sft.train import fine_tune_stage, is_trained, require_whole_model
 from mtp_train.sft.watch import newest_checkpoint
 from mtp_train.sft.write import write_tuned
-from mtp_train.stages import Stage, load_run_trunk, provenance
+from mtp_train.stages import Stage, claim_run, load_run_trunk
 from mtp_train.training import HEAD, STATE, trained_artifact
 from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from mtp_train.weights.artifact import load_artifact, save_artifact
@@ -56,10 +57,10 @@ def run_sft_stages(
         # Raises where LoRA has nothing to be put on.
         lora_layers(unloaded_trunk(recipe, inputs.finetune), sft.lora)
     main = accelerator.is_main_process
+    records = hash_run_inputs(recipe, run_dir, progress) if main else {}
     if main:
         clear_leftovers(run_dir)
-        claim(run_dir, recipe, provenance(recipe, inputs))
-    accelerator.wait_for_everyone()
+    inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
     if not is_trained(run_dir, recipe):
         stage.name = "train"
         fine_tune_stage(recipe, sft, run_dir, inputs, accelerator, progress)
@@ -69,6 +70,8 @@ def run_sft_stages(
     # The model goes before the checkpoint that was made of it comes.
     gc.collect()
     stage.name = "write"
+    # The trunk that was loaded, and whose checkpoint is written anew now, is the one that the run began with.
+    require_run_inputs(recipe, run_dir, progress)
     write_trained(recipe, sft, run_dir, inputs, progress)
     stage.name = "evaluate"
     name = str(run_dir / EXPORT)

@@ -32,6 +32,7 @@ from mtp_train.recipe_io import load_recipe
 from mtp_train.run_dir import RECIPE_FILE
 from mtp_train.weights.adapter import locate_adapter
 from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.identity import InputFiles, checkpoint_files, directory_files
 
 OWN, NGRAM, MODEL = "own", "ngram", "model:"
 _NAME = re.compile(r"[\w.-]+")
@@ -214,6 +215,18 @@ class OpenArm:
         """Checkpoints besides the trunk's whose weights are read."""
         external = None if self.external is None else self.external.checkpoint
         return [one for one in (external, self.draft_model) if one is not None]
+
+    @property
+    def head_loader(self) -> Callable[[], InputFiles] | None:
+        """What finds the files of what drafts; None where it has none besides the trunk's."""
+        head = self.spec.head
+        if head is None or head in (OWN, NGRAM):
+            return None
+        if self.draft_checkpoints:
+            return partial(checkpoint_files, self.draft_checkpoints[0])
+        if is_head_directory(Path(head)):
+            return partial(directory_files, Path(head))
+        return partial(checkpoint_files, open_location(head))
 
 
 def _external_flags(drafter: ExternalDrafter, depth: int) -> dict[str, str]:

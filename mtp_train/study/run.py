@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,10 @@ from mtp_inference.draft import DrafterMaker
 from mtp_train.errors import DataError
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
-from mtp_train.inputs import eos_token_ids, load_tokenizer
+from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location
 from mtp_train.report.cells import ArmCosts, Latency, StudyReport, load_study
 from mtp_train.report.schema import REPORT_FILE, build
-from mtp_train.run_dir import checkpoint_identity
+from mtp_train.run_inputs import Loaders
 from mtp_train.study.arms import (
     PLAIN,
     ArmSpec,
@@ -39,8 +40,10 @@ from mtp_train.study.measure import Grid, grid_prompts, measure_block
 from mtp_train.study.records import Decoded, Setting, TaskPrompt
 from mtp_train.study.statistics import MeasuredArm
 from mtp_train.study.store import Store
+from mtp_train.study.suites import load_suite
 from mtp_train.weights.files import Checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
+from mtp_train.weights.identity import InputFiles, checkpoint_files, directory_files
 from mtp_train.weights.writing import write_json
 
 COSTS_FILE = "costs.json"
@@ -102,10 +105,13 @@ def run_study(
     Raises:
         MtpError: An arm cannot be measured, or ``out`` holds something else.
     """
-    arms = _open(specs, progress)
+    arms = _open(specs)
     store = Store(out, _identity(arms, grid, costs, prompts, server))
+    store.require_inputs(_inputs(arms, server), progress)
     if (out / REPORT_FILE).is_file():
         return load_study(out / REPORT_FILE)
+    _require_finite(arms, progress)
+    store.hash_inputs(progress)
     served = None if server is None else ask(server, grid, progress)
     found = _measure_all(arms, _Study(grid, store, progress, costs, prompts))
     # Also where a server alone was asked, and nothing was kept so far.
@@ -129,17 +135,22 @@ def measure_study(
     Raises:
         MtpError: An arm cannot be measured, or ``out`` holds something else.
     """
-    arms = _open(specs, progress)
+    arms = _open(specs)
     store = Store(out, _identity(arms, grid, False, prompts, None))
+    store.require_inputs(_inputs(arms, None), progress)
+    _require_finite(arms, progress)
+    store.hash_inputs(progress)
     return _measure_all(arms, _Study(grid, store, progress, False, prompts))
 
 
-def _open(specs: Sequence[ArmSpec], progress: Progress) -> list[OpenArm]:
+def _open(specs: Sequence[ArmSpec]) -> list[OpenArm]:
     require_distinct(specs)
-    arms = [open_arm(spec) for spec in specs]
+    return [open_arm(spec) for spec in specs]
+
+
+def _require_finite(arms: Sequence[OpenArm], progress: Progress) -> None:
     for checkpoint in _checkpoints(arms):
         require_finite_checkpoint(checkpoint, progress)
-    return arms
 
 
 def _measure_all(arms: Sequence[OpenArm], study: _Study) -> Measured:
@@ -149,8 +160,11 @@ def _measure_all(arms: Sequence[OpenArm], study: _Study) -> Measured:
     found = Measured()
     for group in by_trunk.values():
         plain_name = PLAIN if len(by_trunk) == 1 else f"{PLAIN}@{trunk_label(group[0].spec)}"
-        _measure(study, _load(study, group, plain_name), found)
+        loaded = _load(study, group, plain_name)
+        study.store.require_unchanged(study.progress)
+        _measure(study, loaded, found)
         # Its weights go before the next one's come.
+        del loaded
         gc.collect()
     return found
 
@@ -167,17 +181,38 @@ def _identity(
     prompts: Sequence[TaskPrompt] | None,
     server: Server | None,
 ) -> dict[str, Any]:
-    """Say what a study is, for its directory. Two that say the same may go on with each other's measurements."""
+    """Say what a study is, for its directory. Two that say the same, of the same inputs, may go on with each other's
+    measurements. Prompts that are given are a run's, whose own inputs are recorded."""
     return {
-        "arms": [
-            {**asdict(arm.spec), "checkpoint": checkpoint_identity(arm.spec.trunk, arm.checkpoint)} for arm in arms
-        ],
+        "arms": [asdict(arm.spec) for arm in arms],
         "grid": {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(grid).items()},
         "costs": costs,
         "prompts": None if prompts is None else [prompt.id for prompt in prompts],
+        "prompt_texts": _suite_digest(grid.suite) if prompts is None else None,
         "server": None if server is None else server.identity(),
         "device": local_device().type,
     }
+
+
+def _suite_digest(name: str) -> str:
+    """Return the SHA-256 of a suite's texts, before any template: some templates write the date into a prompt."""
+    texts = [(one.task, one.record.id, one.record.content) for one in load_suite(name).records]
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
+
+
+def _inputs(arms: Sequence[OpenArm], server: Server | None) -> Loaders:
+    """Return the files that measurements depend on."""
+    loaders: dict[str, Callable[[], InputFiles]] = {}
+    for arm in arms:
+        name = arm.spec.name
+        loaders[f"{name}: trunk"] = partial(checkpoint_files, arm.checkpoint)
+        if arm.adapter is not None:
+            loaders[f"{name}: adapter"] = partial(directory_files, arm.adapter)
+        if arm.head_loader is not None:
+            loaders[f"{name}: head"] = arm.head_loader
+    if server is not None:
+        loaders["the served checkpoint"] = lambda: checkpoint_files(open_location(server.checkpoint))
+    return loaders
 
 
 def _load(study: _Study, group: Sequence[OpenArm], plain_name: str) -> _Loaded:

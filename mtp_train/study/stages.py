@@ -24,8 +24,9 @@ from mtp_train.report.study_tracking import log_study
 from mtp_train.report.study_wording import verdict_title
 from mtp_train.report.study_write import write_study
 from mtp_train.report.wording import lossless_sentence
-from mtp_train.run_dir import PROVENANCE_FILE, Outcome, claim, clear_leftovers
-from mtp_train.stages import Stage, load_run_trunk, make_documents, provenance
+from mtp_train.run_dir import PROVENANCE_FILE, Outcome, clear_leftovers
+from mtp_train.run_inputs import hash_run_inputs, require_run_inputs
+from mtp_train.stages import Stage, claim_run, load_run_trunk, make_documents
 from mtp_train.study.arms import OWN, ArmSpec
 from mtp_train.study.assemble import assemble
 from mtp_train.study.drift import drift_along_checkpoints, drift_along_fine_tune
@@ -57,11 +58,11 @@ def run_study_stages(
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     found = gather_study(recipe, study, inputs)
     main = accelerator.is_main_process
+    records = hash_run_inputs(recipe, run_dir, progress) if main else {}
     if main:
         for directory in (run_dir, *(head_dir(run_dir, objective) for objective in study.objectives)):
             clear_leftovers(directory)
-        claim(run_dir, recipe, provenance(recipe, inputs))
-    accelerator.wait_for_everyone()
+    inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
     train_heads(recipe, study, run_dir, inputs, accelerator, progress, stage)
     accelerator.wait_for_everyone()
     if not main:
@@ -70,6 +71,7 @@ def run_study_stages(
     drift = draw_drift(recipe, study, run_dir, inputs, found, accelerator, progress)
     stage.name = "evaluate"
     report = measure_arms(recipe, study, run_dir, found, drift, progress)
+    require_run_inputs(recipe, run_dir, progress)
     write_study(report, run_dir, read_json(run_dir / PROVENANCE_FILE))
     log_study(report, run_dir, recipe.track.project, recipe.track.wandb)
     console.print(study_summary(report))

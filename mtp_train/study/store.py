@@ -7,9 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mtp_train.errors import OutputExistsError
+from rich.progress import Progress
+
+from mtp_train.errors import ChangedInputError, OutputExistsError
+from mtp_train.report.schema import REPORT_FILE
+from mtp_train.run_inputs import Claimed, Loaders, loaded, require_same
 from mtp_train.study.records import Decoded, Setting
 from mtp_train.weights.files import read_json
+from mtp_train.weights.identity import RECORD_FILE, Records, hash_inputs, read_records, write_records
 from mtp_train.weights.writing import write_json
 
 STUDY_FILE = "study.json"
@@ -32,7 +37,41 @@ class Store:
     def __init__(self, out: Path, identity: dict[str, Any]) -> None:
         self.out = out
         self.identity = identity
+        self._inputs: Loaders = {}
+        self._records: Records = {}
         _require_ours(out, identity)
+
+    def require_inputs(self, inputs: Loaders, progress: Progress) -> None:
+        """Check that what was measured here is of these inputs, where anything was.
+
+        Raises:
+            ChangedInputError: An input changed, or cannot be shown to be the same.
+        """
+        self._inputs = inputs
+        kept = self.out / STUDY_FILE
+        if kept.is_file():
+            arms = {f"{arm['name']}: trunk": arm.get("checkpoint") for arm in read_json(kept).get("arms", [])}
+            earlier = {label: one for label, one in arms.items() if one}
+            claimed = Claimed(self.out, STUDY_FILE, "study", "choose another --out for the new ones", earlier)
+            require_same(claimed, inputs, progress, finished=(self.out / REPORT_FILE).is_file())
+
+    def hash_inputs(self, progress: Progress) -> None:
+        """Take the inputs as they are now for those that are measured."""
+        self._records = hash_inputs(loaded(self._inputs), read_records(self.out), progress)
+
+    def require_unchanged(self, progress: Progress) -> None:
+        """Check that the inputs are still those that were hashed: what was loaded of them since is of these.
+
+        Raises:
+            ChangedInputError: An input changed.
+        """
+        found = hash_inputs(loaded(self._inputs), self._records, progress)
+        changed = sorted(label for label, one in found.items() if one.contents != self._records[label].contents)
+        if changed:
+            raise ChangedInputError(
+                f"--out: {self.out}: {', '.join(changed)} changed while it was measured; expected files that nobody "
+                "writes to. Start again with another --out when the writer is done."
+            )
 
     def read(self, arm: str, setting: Setting) -> dict[str, Decoded]:
         """Return what was decoded, by prompt id; a line that a kill cut off does not count."""
@@ -66,7 +105,11 @@ class Store:
     def claim(self) -> None:
         """Make the directory this study's."""
         self.out.mkdir(parents=True, exist_ok=True)
-        if not (self.out / STUDY_FILE).is_file():
+        is_claimed = (self.out / STUDY_FILE).is_file()
+        # A record without a claim is what a kill left, of inputs that may have changed since.
+        if self._records and not (is_claimed and (self.out / RECORD_FILE).is_file()):
+            write_records(self.out, self._records)
+        if not is_claimed:
             write_json(self.out / STUDY_FILE, self.identity)
 
     def _claim(self, arm: str) -> None:
@@ -90,7 +133,8 @@ def _require_ours(out: Path, identity: dict[str, Any]) -> None:
         raise OutputExistsError(f"--out: {out} is a file; expected a directory. Choose another --out.")
     entries = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     # What a kill leaves of a claim.
-    if set(entries) <= {MEASURED, f".{STUDY_FILE}.tmp"} and not list(out.glob(f"{MEASURED}/*/*")):
+    claims = {MEASURED, RECORD_FILE, f".{RECORD_FILE}.tmp", f".{STUDY_FILE}.tmp"}
+    if set(entries) <= claims and not list(out.glob(f"{MEASURED}/*/*")):
         return
     recorded = out / STUDY_FILE
     if not recorded.is_file():
@@ -98,10 +142,29 @@ def _require_ours(out: Path, identity: dict[str, Any]) -> None:
             f"--out: {out} holds files that are not a study's ({', '.join(entries[:3])}); expected a new or empty "
             "directory. Choose another --out."
         )
-    found = read_json(recorded)
-    if found != identity:
-        odd = sorted(key for key in found.keys() | identity.keys() if found.get(key) != identity.get(key))
+    found, expected = _compared(read_json(recorded)), _compared(identity)
+    if "prompt_texts" not in found:
+        # Earlier versions recorded no content of the prompts.
+        expected.pop("prompt_texts", None)
+    if found != expected:
+        odd = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
         raise OutputExistsError(
             f"--out: {out} holds another study (its {', '.join(odd)} differ, {recorded}); expected the same arms and "
             "grid to go on. Choose another --out, or remove that one."
         )
+
+
+def _compared(identity: dict[str, Any]) -> dict[str, Any]:
+    """Return what two studies must have in common: arms without where they lie, as their content is compared."""
+    if "arms" not in identity:
+        return dict(identity)
+    return {**identity, "arms": [_without_places(arm) for arm in identity["arms"]]}
+
+
+def _without_places(arm: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: arm.get(key) for key in ("name", "quantization", "head_quantization")}
+    return {**kept, "head": _kind(arm.get("head")), "adapter": arm.get("adapter") is not None}
+
+
+def _kind(head: str | None) -> str | None:
+    return head if head in (None, "own", "ngram") else "model" if head.startswith("model:") else "files"

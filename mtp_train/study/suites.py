@@ -84,6 +84,14 @@ def load_suite(name: str) -> Suite:
     raise DataError(f"suite {name!r}: no such suite or file; expected {known}, or a file of your own. {cure}")
 
 
+def suite_location(name: str) -> str | None:
+    """Return the file or dataset that a suite is read from; None for one of the package."""
+    kind, _, location = name.partition(":")
+    if name in (BUILTIN, DEMO):
+        return None
+    return location if kind in BENCHMARKS and location else name
+
+
 def choose_records(
     suite: Suite, *, prompts_per_task: int | None = None, seed: int = 0, tasks: Sequence[str] | None = None
 ) -> list[SuiteRecord]:

@@ -34,7 +34,8 @@ from mtp_train.data.pack import PackedSequence
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.weights.files import CONFIG_FILE, SAFETENSORS_DTYPES, Checkpoint
+from mtp_train.weights.files import SAFETENSORS_DTYPES
+from mtp_train.weights.identity import Contents
 from mtp_train.weights.writing import held_tensor, write_json, write_safetensors
 
 SHARD_BYTES = 1 << 28
@@ -113,18 +114,18 @@ def layout_for(
 
 
 def cache_identity(
-    checkpoint: Checkpoint,
-    adapter: Path | None,
+    trunk: Contents,
+    adapter: Contents | None,
     documents: Sequence[Document],
     layout: CacheLayout,
     precision: str,
     quantization: str | None,
 ) -> dict[str, Any]:
-    """Say what states depend on. Weights are known by name, size and time of their files, not read.
+    """Say what states depend on.
 
     Args:
-        checkpoint: The trunk's.
-        adapter: Its adapter's directory.
+        trunk: The content of the trunk's checkpoint.
+        adapter: That of its adapter.
         documents: All that is trained on.
         layout: What is kept of them.
         precision: That the trunk runs in, ``train.precision``.
@@ -135,12 +136,10 @@ def cache_identity(
         ids = np.asarray(document.input_ids, dtype=np.int32)
         tokens.update(len(ids).to_bytes(8, "little"))
         tokens.update(ids.tobytes())
-    weights = [path for folder in (checkpoint.path, adapter) if folder for path in sorted(folder.glob("*.safetensors"))]
-    facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
     return {
         "documents": tokens.hexdigest(),
-        "config": hashlib.sha256((checkpoint.path / CONFIG_FILE).read_bytes()).hexdigest(),
-        "weights": hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        "trunk": dict(trunk),
+        "adapter": None if adapter is None else dict(adapter),
         "precision": precision,
         "quantization": quantization,
         "computed": str(layout.computed).removeprefix("torch."),

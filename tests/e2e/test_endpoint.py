@@ -58,6 +58,36 @@ def test_a_server_of_the_trunk_answers_as_the_built_in_decoder_does(
     assert "secret" not in written
 
 
+def test_responses_are_kept_where_the_server_moved_and_not_where_it_serves_another_name(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_THE_TEST", "secret")
+    asking = {**WRITTEN, "endpoint": "http://localhost:1/v1"}
+    path = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", data__regenerate=asking)
+
+    def moved(url: str, **others: Any) -> list[Any]:
+        fields = {"endpoint": url, "concurrency": 2, "api_key_env": "KEY_OF_THE_TEST", **others}
+        return ["regenerate", path, *(f"data.regenerate.{name}={value}" for name, value in fields.items())]
+
+    with serving(inputs / "finetune") as first:
+        expected = document(moved(first.url), capfd)
+    recorded = (tmp_path / "run" / "recipe.yaml").read_bytes()
+    with serving(inputs / "finetune") as second:
+        kept = rows(tmp_path / "run")
+        (file,) = (tmp_path / "run").glob("data/*/regenerated-*.jsonl")
+        # Killed behind its third answer.
+        file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:3]))
+        assert second.url != first.url
+        assert document(moved(second.url, concurrency=3), capfd) == expected
+        assert rows(tmp_path / "run") == kept
+        assert len(second.payloads) == min(16, expected["responses"]) + expected["responses"] - 3
+    assert (tmp_path / "run" / "recipe.yaml").read_bytes() == recorded
+    decoder = moved("null", concurrency="null", api_key_env="null")
+    for other in (moved(second.url, model="another"), moved(second.url, max_new_tokens=7), decoder):
+        assert main([str(word) for word in other]) == 2
+        assert "holds the run of another recipe" in capfd.readouterr().err
+
+
 def test_a_server_of_another_model_writes_nothing(
     inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

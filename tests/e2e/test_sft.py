@@ -69,6 +69,7 @@ def test_a_fine_tune_leaves_a_checkpoint_in_the_bases_layout_with_a_head(
     assert {path.name for path in run_dir.iterdir()} == {
         "outcome.json",
         "recipe.yaml",
+        "inputs.json",
         "provenance.json",
         "metrics.jsonl",
         "state",

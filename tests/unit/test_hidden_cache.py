@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.progress import Progress
 from torch import Tensor
 
 from checkpoints import base_and_finetune
@@ -34,6 +36,7 @@ from mtp_train.train.hidden_cache import (
 )
 from mtp_train.train.module import HeadTraining
 from mtp_train.weights.files import open_checkpoint
+from mtp_train.weights.identity import Contents, checkpoint_files, hash_inputs
 from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 
@@ -203,13 +206,18 @@ def joined(found: list[Document]) -> list[Document]:
     ]
 
 
+def contents_of(path: Path) -> Contents:
+    found = hash_inputs({"trunk": checkpoint_files(open_checkpoint(path))}, {}, Progress(disable=True))
+    return found["trunk"].contents
+
+
 def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> None:
-    base, finetune = (open_checkpoint(path) for path in base_and_finetune(tmp_path, "qwen3_5"))
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     layout = layout_for(partial(isolated_hidden, tiny_trunk("qwen3_5")), documents(), "bf16", CPU)
 
     def name(**changes: Any) -> str:
         given = {
-            "checkpoint": finetune,
+            "trunk": contents_of(finetune),
             "adapter": None,
             "documents": documents(),
             "layout": layout,
@@ -220,8 +228,8 @@ def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> N
 
     names = [
         name(),
-        name(checkpoint=base),
-        name(adapter=base.path),
+        name(trunk=contents_of(base)),
+        name(adapter=contents_of(base)),
         name(documents=documents(seed=4)),
         name(documents=documents()[::-1]),
         name(documents=joined(documents())),
@@ -230,8 +238,13 @@ def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> N
         name(quantization="8bit"),
     ]
     assert len(set(names)) == len(names)
-    assert name() == names[0]
-    weights = next(finetune.path.glob("*.safetensors"))
+    # A file that was touched, or copied elsewhere, is the same trunk; one rewritten at its old size and time is not.
+    weights = next(finetune.glob("*.safetensors"))
+    os.utime(weights, ns=(0, 0))
+    assert name() == names[0] == name(trunk=contents_of(Path(shutil.copytree(finetune, tmp_path / "moved"))))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
     os.utime(weights, ns=(0, 0))
     assert name() not in names
 

@@ -43,6 +43,10 @@ def test_a_new_an_empty_and_a_refused_run_dir_are_ours(tmp_path: Path, recipe: R
     write_outcome(tmp_path / "run", REFUSED)
     require_ours(tmp_path / "run", recipe)
     assert list(tree(tmp_path)) == ["run", "run/outcome.json"]
+    # What a kill leaves of a claim.
+    for name in ("inputs.json", ".inputs.json.tmp", "provenance.json", ".recipe.yaml.tmp"):
+        (tmp_path / "run" / name).write_text("{}")
+    require_ours(tmp_path / "run", recipe)
 
 
 def test_a_claimed_run_dir_is_its_recipes_and_no_others(tmp_path: Path, recipe: Recipe) -> None:

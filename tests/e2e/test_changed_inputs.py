@@ -1,0 +1,362 @@
+"""A run or a study whose inputs changed is refused by the file's name; one whose files were only touched goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters import write_adapter
+from mtp_train import pipeline
+from mtp_train.cli import main
+from mtp_train.data.responses import settings_key
+from mtp_train.errors import ChangedInputError
+from mtp_train.recipe_io import load_recipe
+from mtp_train.run_dir import checkpoint_identity
+from mtp_train.study import run as study_run
+from mtp_train.weights.files import open_checkpoint
+from runs import LEARNS, document, run_quietly, tree, write_inputs, write_recipe
+
+Capture = pytest.CaptureFixture[str]
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inputs, an adapter, and a run that was killed behind its training: ``run``, of ``recipe.yaml``."""
+    directory = write_inputs(tmp_path_factory.mktemp("changed"))
+    for name in ("base", "finetune"):
+        (directory / name / "generation_config.json").write_text('{"eos_token_id": 257}')
+    write_adapter(directory / "finetune", directory / "lora", target_modules=["q_proj"])
+    recipe = write_recipe(
+        directory / "recipe.yaml", directory, directory / "run", model__adapter=str(directory / "lora")
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "evaluate_run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_quietly(load_recipe(recipe))
+    return directory
+
+
+def killed(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def flip(path: Path) -> None:
+    """Change a bit of a file in place: its size stays, and so does its modification time."""
+    before, data = path.stat(), bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def more(path: Path) -> None:
+    path.write_text(path.read_text() + "\n")
+
+
+def refused(argv: list[Any], capfd: Capture) -> str:
+    capfd.readouterr()
+    assert main([str(word) for word in argv]) == 2
+    return capfd.readouterr().err
+
+
+@contextmanager
+def changed(path: Path, change: Callable[[Path], Any]) -> Iterator[None]:
+    """Change a file, and put the old one back, as a copy."""
+    kept = path.read_bytes() if path.exists() else None
+    change(path)
+    yield
+    path.unlink(missing_ok=True)
+    if kept is not None:
+        path.write_bytes(kept)
+
+
+CHANGES: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
+    "trunk": ("finetune/model.safetensors", "model.trunk", flip),
+    "base": ("base/model.safetensors", "model.head_from", flip),
+    "adapter": ("lora/adapter_model.safetensors", "model.adapter", flip),
+    "adapter config": ("lora/adapter_config.json", "model.adapter", more),
+    "config": ("finetune/config.json", "model.trunk", more),
+    "tokenizer": ("finetune/tokenizer.json", "model.trunk", more),
+    "generation config": ("finetune/generation_config.json", "model.trunk", more),
+    "no generation config": ("finetune/generation_config.json", "model.trunk", Path.unlink),
+    "chat template": ("finetune/chat_template.jinja", "model.trunk", lambda path: path.write_text(CHAT_TEMPLATE)),
+    "data": ("chats.jsonl", "data.sources.0", flip),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_killed_run_does_not_go_on_with_another_input(name: str, place: Path, capfd: Capture) -> None:
+    file, field, change = CHANGES[name]
+    before = tree(place / "run")
+    with changed(place / file, change):
+        said = refused(["run", place / "recipe.yaml"], capfd)
+    assert f"{place / 'run'}: inputs changed since the run began: {field} (" in said
+    assert f"): {Path(file).name}" in said.replace(f"({place / file})", "()").replace(" (gone)", "").replace(
+        " (new)", ""
+    )
+    assert "; expected the files that it began with. Put the old ones back, or write another run_dir" in said
+    outcome = json.loads((place / "run" / "outcome.json").read_text())
+    assert (outcome["exit_code"], outcome["stage"]) == (2, "check")
+    assert f"mtp-train: {outcome['message']}\n" == said
+    assert tree(place / "run").keys() - {"outcome.json"} == before.keys() - {"outcome.json"}
+
+
+def copied(place: Path) -> None:
+    """Take new files of the old content in the place of each checkpoint, and touch the data."""
+    for name in ("finetune", "base", "lora"):
+        if (place / name).is_dir():
+            shutil.move(place / name, place / "old")
+            shutil.copytree(place / "old", place / name, copy_function=shutil.copyfile)
+            shutil.rmtree(place / "old")
+    (place / "chats.jsonl").touch()
+
+
+def reaches_evaluation(recipe: Path) -> bool:
+    """Whether a run that was killed behind its training goes on from there."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "train_stage", None)
+        patched.setattr(pipeline, "evaluate_run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_quietly(load_recipe(recipe))
+    return True
+
+
+def test_a_killed_run_goes_on_with_files_that_were_copied_or_touched(place: Path) -> None:
+    copied(place)
+    assert reaches_evaluation(place / "recipe.yaml")
+
+
+@pytest.fixture(scope="module")
+def early(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that an earlier version began and that was killed behind its training."""
+    directory = write_inputs(tmp_path_factory.mktemp("early"))
+    recipe = write_recipe(directory / "recipe.yaml", directory, directory / "run")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "evaluate_run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_quietly(load_recipe(recipe))
+    (directory / "run" / "inputs.json").unlink()
+    return directory
+
+
+def test_an_early_run_goes_on_where_all_inputs_are_older_and_is_refused_by_name_where_not(
+    early: Path, capfd: Capture
+) -> None:
+    assert reaches_evaluation(early / "recipe.yaml")
+    # Its inputs are recorded by now; without that, a file that was touched might be another.
+    flip(early / "finetune" / "model.safetensors")
+    assert "model.trunk" in refused(["run", early / "recipe.yaml"], capfd)
+    flip(early / "finetune" / "model.safetensors")
+    assert reaches_evaluation(early / "recipe.yaml")
+    (early / "run" / "inputs.json").unlink()
+    said = refused(["run", early / "recipe.yaml"], capfd)
+    assert "run: begun by a version that kept no inputs.json, and files were written or moved since" in said
+    assert f": model.trunk ({early / 'finetune'}): model.safetensors; expected files older than recipe.yaml" in said
+    assert not (early / "run" / "inputs.json").exists()
+
+
+def test_responses_that_an_earlier_version_kept_are_trained_on(pristine: Path, tmp_path: Path) -> None:
+    answered = {"enabled": True, "max_new_tokens": 6, "temperature": 0.0}
+    path = write_recipe(tmp_path / "recipe.yaml", pristine, tmp_path / "run", data__regenerate=answered)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "train_stage", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_quietly(load_recipe(path))
+        (kept,) = (tmp_path / "run" / "data").iterdir()
+        settings = json.loads((kept / "settings.json").read_text())
+        provenance = json.loads((tmp_path / "run" / "provenance.json").read_text())
+        # As that version wrote them down.
+        del settings["served_model"]
+        early = {**settings, "trunk": provenance["trunk"]["sha256"], "adapter": None}
+        (tmp_path / "run" / "inputs.json").unlink()
+        kept.rename(kept.with_name(f"responses-{settings_key(early)}"))
+        before = tree(tmp_path / "run" / "data")
+        with pytest.raises(KeyboardInterrupt):
+            run_quietly(load_recipe(path))
+    assert tree(tmp_path / "run" / "data") == before
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has finished and exported, and inputs of its own."""
+    directory = write_inputs(tmp_path_factory.mktemp("finished"))
+    recipe = write_recipe(directory / "recipe.yaml", directory, directory / "run", export__link="copy", **LEARNS)
+    assert main(["run", str(recipe)]) == 0
+    return directory
+
+
+def test_a_finished_run_whose_inputs_changed_says_so_and_keeps_its_outcome(finished: Path, capfd: Capture) -> None:
+    before = tree(finished / "run")
+    with changed(finished / "finetune" / "model.safetensors", flip):
+        said = refused(["run", finished / "recipe.yaml"], capfd)
+    assert f"inputs changed since the run began: model.trunk ({finished / 'finetune'}): model.safetensors;" in said
+    assert f"What {finished / 'run'} holds is whole, and made with the old ones." in said
+    with changed(finished / "chats.jsonl", Path.unlink):
+        assert "data.sources.0 cannot be opened (data.sources.0: no such file;" in refused(
+            ["run", finished / "recipe.yaml"], capfd
+        )
+    assert tree(finished / "run") == before
+    copied(finished)
+    assert main(["run", str(finished / "recipe.yaml")]) == 0
+    assert "finished before (done)" in capfd.readouterr().out
+    assert tree(finished / "run").keys() == before.keys()
+
+
+def test_an_early_finished_run_is_finished_where_its_inputs_are_older(finished: Path, capfd: Capture) -> None:
+    record = finished / "run" / "inputs.json"
+    with changed(record, Path.unlink):
+        # The inputs were copied since the run began.
+        assert "begun by a version that kept no inputs.json" in refused(["run", finished / "recipe.yaml"], capfd)
+        os.utime(finished / "run" / "recipe.yaml")
+        assert main(["run", str(finished / "recipe.yaml")]) == 0
+        assert not record.exists()
+
+
+@pytest.mark.parametrize("form", [[], ["--head-only"], ["--gguf", "f16"]])
+def test_an_export_of_another_trunk_than_was_measured_is_refused(
+    form: list[str], finished: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    argv = ["export", finished / "run", *form, "--out", tmp_path / "out"]
+    with changed(finished / "finetune" / "model.safetensors", flip):
+        assert "model.trunk (" in refused(argv, capfd)
+    assert not (tmp_path / "out").exists()
+    assert main([str(word) for word in argv]) == 0
+    # The base and the data are not in the export.
+    if not form:
+        with changed(finished / "chats.jsonl", Path.unlink), changed(finished / "base" / "config.json", more):
+            assert main(["export", str(finished / "run"), "--out", str(tmp_path / "again")]) == 0
+
+
+def test_a_trunk_that_moved_with_the_recipe_s_path_is_exported(finished: Path, tmp_path: Path, capfd: Capture) -> None:
+    argv = ["export", finished / "run", "--out", tmp_path / "out"]
+    shutil.move(finished / "finetune", finished / "elsewhere")
+    try:
+        assert "finetune: not a directory" in refused(argv, capfd)
+    finally:
+        shutil.move(finished / "elsewhere", finished / "finetune")
+    assert main([str(word) for word in argv]) == 0
+
+
+def test_a_trunk_that_is_rewritten_while_its_head_trains_is_refused(pristine: Path, tmp_path: Path) -> None:
+    inputs = shutil.copytree(pristine, tmp_path / "in")
+    train = pipeline.train_stage
+
+    def rewriting(*args: Any) -> None:
+        train(*args)
+        flip(inputs / "finetune" / "model.safetensors")
+
+    path = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "train_stage", rewriting)
+        with pytest.raises(ChangedInputError, match=r"model\.trunk \(.*\): model\.safetensors;"):
+            run_quietly(load_recipe(path))
+    assert not (tmp_path / "run" / "report.json").exists()
+
+
+def test_a_directory_of_data_that_is_gone_is_no_dataset_of_the_hub(pristine: Path, tmp_path: Path) -> None:
+    # A relative path of two parts reads as a hub id where there is nothing.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path)
+        (tmp_path / "data" / "chats").mkdir(parents=True)
+        shutil.copy(pristine / "chats.jsonl", tmp_path / "data" / "chats")
+        source = [{"path": "data/chats"}]
+        recipe = load_recipe(write_recipe(tmp_path / "recipe.yaml", pristine, tmp_path / "run", data__sources=source))
+        patched.setattr(pipeline, "train_stage", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_quietly(recipe)
+        shutil.rmtree(tmp_path / "data")
+        with pytest.raises(
+            ChangedInputError, match=r"data\.sources\.0 cannot be opened \(.*: no such file or directory"
+        ):
+            run_quietly(recipe)
+
+
+def study(out: Path, inputs: Path, *arms: str) -> list[Any]:
+    command = ["compare", *arms] if len(arms) > 1 else ["evaluate", *arms]
+    small = ["--prompts-per-task", 2, "--depths", 1, "--max-new-tokens", 6, "--temperatures", 0, "--no-costs"]
+    return [*command, "--suite", inputs / "chats.jsonl", *small, "--out", out]
+
+
+def test_a_study_is_not_read_or_continued_for_other_arms(pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+    inputs = shutil.copytree(pristine, tmp_path / "in")
+    arms = [f"vanilla={inputs / 'base'}", f"graft={inputs / 'finetune'}+{inputs / 'base'}"]
+    argv = study(tmp_path / "out", inputs, *arms)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(study_run, "assemble", killed)
+        with pytest.raises(KeyboardInterrupt):
+            main([str(word) for word in argv])
+    for finishes in (False, True):
+        before = tree(tmp_path / "out")
+        with changed(inputs / "base" / "model.safetensors", flip):
+            said = refused(argv, capfd)
+        assert f"{tmp_path / 'out'}: inputs changed since the study began: vanilla: trunk ({inputs / 'base'})" in said
+        assert f"graft: head ({inputs / 'base'}): model.safetensors; expected" in said
+        assert "Put the old ones back, or choose another --out for the new ones." in said
+        with changed(inputs / "finetune" / "tokenizer.json", more):
+            assert "graft: trunk (" in refused(argv, capfd)
+        with changed(inputs / "chats.jsonl", lambda path: path.write_text(path.read_text().replace("say", "tell"))):
+            assert "another study (its prompt_texts differ" in refused(argv, capfd)
+        assert tree(tmp_path / "out") == before
+        copied(inputs)
+        report = document(argv, capfd)
+        assert list(report["arms"])[1] == "vanilla"
+        assert finishes == ("report.json" in before)
+
+
+def test_a_study_goes_on_with_checkpoints_that_moved(pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+    for name in ("here", "there"):
+        shutil.copytree(pristine / "base", tmp_path / name / "base")
+    report = document(study(tmp_path / "out", pristine, str(tmp_path / "here" / "base")), capfd)
+    assert document(study(tmp_path / "out", pristine, str(tmp_path / "there" / "base")), capfd) == report
+
+
+def test_an_early_study_goes_on_where_its_arms_are_older(pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+    base, out = Path(shutil.copytree(pristine / "base", tmp_path / "base")), tmp_path / "out"
+    argv = study(out, pristine, str(base))
+    report = document(argv, capfd)
+    # As that version wrote it down.
+    kept = json.loads((out / "study.json").read_text())
+    del kept["prompt_texts"]
+    kept["arms"][0]["checkpoint"] = checkpoint_identity(str(base), open_checkpoint(base))
+    (out / "study.json").write_text(json.dumps(kept))
+    (out / "inputs.json").unlink()
+    assert document(argv, capfd) == report
+    (base / "config.json").touch()
+    assert document(argv, capfd) == report
+    (base / "model.safetensors").touch()
+    said = refused(argv, capfd)
+    assert "out: begun by a version that kept no inputs.json" in said
+    assert f"base: trunk ({base}): model.safetensors; expected files older than study.json" in said
+
+
+def test_an_arm_that_is_rewritten_while_it_is_loaded_is_refused(pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+    base = Path(shutil.copytree(pristine / "base", tmp_path / "base"))
+    load = study_run.load_arm_trunk
+
+    def rewriting(*args: Any) -> Any:
+        flip(base / "model.safetensors")
+        return load(*args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(study_run, "load_arm_trunk", rewriting)
+        assert "base: trunk changed while it was measured" in refused(
+            study(tmp_path / "out", pristine, str(base)), capfd
+        )
+    assert not (tmp_path / "out" / "study.json").exists()
+
+
+def test_check_states_what_identity_costs(pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", pristine, tmp_path / "run")
+    found = document(["check", recipe], capfd)["identity"]
+    sizes = [path.stat().st_size for name in ("base", "finetune") for path in (pristine / name).iterdir()]
+    assert found["bytes"] == pytest.approx(sum(sizes) + (pristine / "chats.jsonl").stat().st_size, rel=0.01)
+    assert found["seconds"] == found["bytes"] / 1e9
+    assert main(["check", str(recipe)]) == 0
+    assert "of inputs are hashed once, in about 0 s at 1 GB/s (a core)" in capfd.readouterr().out

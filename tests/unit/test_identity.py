@@ -1,0 +1,268 @@
+"""The identity of a checkpoint: its content decides, its files' status spares reading it again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.progress import Progress
+
+from checkpoints import save_with_head, shard
+from mtp_train.errors import CheckpointError
+from mtp_train.weights import identity
+from mtp_train.weights.files import open_checkpoint
+from mtp_train.weights.identity import (
+    FileStatus,
+    InputFiles,
+    InputRecord,
+    changed_files,
+    checkpoint_files,
+    directory_files,
+    hash_inputs,
+    read_records,
+    stored_bytes,
+    write_records,
+    written_since,
+)
+from tiny import tiny_head, tiny_trunk
+
+SILENT = Progress(disable=True)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are read from now on; every file counts as written long ago."""
+    names: list[str] = []
+    hash_one = identity._hash
+
+    def noted(path: Path, **others: Any) -> Any:
+        names.append(path.name)
+        return hash_one(path, **others)
+
+    monkeypatch.setattr(identity, "_hash", noted)
+    monkeypatch.setattr(identity, "TICK_NS", 0)
+    return names
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> InputFiles:
+    (tmp_path / "x").mkdir()
+    for name, text in {"head_config.json": "{}", "model.safetensors": "weights"}.items():
+        (tmp_path / "x" / name).write_text(text)
+    return directory_files(tmp_path / "x")
+
+
+def hashed(one: InputFiles, known: Mapping[str, InputRecord] | None = None) -> dict[str, InputRecord]:
+    return hash_inputs({"model.trunk": one}, known or {}, SILENT)
+
+
+def test_a_checkpoint_is_what_its_results_depend_on(tmp_path: Path) -> None:
+    trunk = tiny_trunk("qwen3_5")
+    path = shard(save_with_head(trunk, tiny_head(trunk), tmp_path / "base"))
+    counted = {
+        *("config.json", "generation_config.json", "preprocessor_config.json", "modeling_own.py"),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        *("vocab.json", "merges.txt", "tokenizer.model", "qwen.tiktoken", "chat_template.jinja"),
+        "additional_chat_templates/tool.jinja",
+    }
+    others = {
+        "README.md",
+        "trainer_state.json",
+        "training_args.bin",
+        "optimizer.pt",
+        "eval/results.json",
+        "old.safetensors",
+    }
+    for name in (counted | others) - {"config.json"}:
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text("{}")
+    weights = {f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)}
+    found = checkpoint_files(open_checkpoint(path))
+    assert found.files.keys() == counted | weights | {"model.safetensors.index.json"}
+    assert found.files["config.json"] == path / "config.json"
+    # What check states without opening anything.
+    assert stored_bytes(path) >= sum(file.stat().st_size for file in found.files.values())
+    assert stored_bytes(tmp_path / "nowhere") == 0
+
+
+def test_contents_are_hashes_whatever_the_files_are_called(files: InputFiles, tmp_path: Path) -> None:
+    contents = hashed(files)["model.trunk"].contents
+    assert contents["model.safetensors"] == hashlib.sha256(b"weights").hexdigest()
+    shutil.copytree(tmp_path / "x", tmp_path / "y")
+    assert hashed(directory_files(tmp_path / "y"))["model.trunk"].contents == contents
+
+
+def test_what_is_unchanged_is_not_read_again(files: InputFiles, tmp_path: Path, reads: list[str]) -> None:
+    first = hashed(files)
+    assert sorted(reads) == ["head_config.json", "model.safetensors"]
+    write_records(tmp_path, first)
+    assert read_records(tmp_path) == first
+    reads.clear()
+    assert hashed(files, read_records(tmp_path)) == first
+    # A directory that was moved holds the same files.
+    (tmp_path / "x").rename(tmp_path / "moved")
+    moved = hashed(directory_files(tmp_path / "moved"), first)["model.trunk"]
+    assert (moved.contents, moved.location) == (first["model.trunk"].contents, str(tmp_path / "moved"))
+    assert reads == []
+
+
+def test_a_touched_file_alone_is_read_again(files: InputFiles, reads: list[str]) -> None:
+    first = hashed(files)
+    reads.clear()
+    os.utime(files.files["model.safetensors"])
+    again = hashed(files, first)["model.trunk"]
+    assert (reads, again.contents) == (["model.safetensors"], first["model.trunk"].contents)
+    assert again.files["model.safetensors"].status != first["model.trunk"].files["model.safetensors"].status
+
+
+def test_a_rewrite_of_the_same_size_with_its_old_time_is_found(files: InputFiles, reads: list[str]) -> None:
+    path, first = files.files["model.safetensors"], hashed(files)
+    before = path.stat()
+    path.write_text("WEIGHTS")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    now = path.stat()
+    assert (now.st_size, now.st_mtime_ns, now.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
+    contents = hashed(files, first)["model.trunk"].contents
+    assert changed_files(first["model.trunk"].contents, contents) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(("hashed_after_ns", "is_found"), [(0, True), (identity.TICK_NS, True), (3 * 10**9, False)])
+def test_a_rewrite_within_the_tick_of_the_last_write_is_found(
+    hashed_after_ns: int, is_found: bool, files: InputFiles
+) -> None:
+    """The status is that of the rewritten file, as if its clock had stood still; only long after a write it counts."""
+    path, first = files.files["model.safetensors"], hashed(files)["model.trunk"]
+    path.write_text("WEIGHTS")
+    status = FileStatus.of(path.stat())
+    record = replace(first.files["model.safetensors"], status=status, read_ns=status.ctime_ns + hashed_after_ns)
+    known = replace(first, files={**first.files, "model.safetensors": record})
+    contents = hashed(files, {"model.trunk": known})["model.trunk"].contents
+    assert changed_files(first.contents, contents) == (["model.safetensors"] if is_found else [])
+
+
+def test_a_file_behind_a_link_is_its_content_and_the_name_of_a_blob_proves_nothing(
+    files: InputFiles, tmp_path: Path
+) -> None:
+    blob = tmp_path / "blobs" / hashlib.sha256(b"weights").hexdigest()
+    blob.parent.mkdir()
+    files.files["model.safetensors"].rename(blob)
+    files.files["model.safetensors"].symlink_to(blob)
+    first = hashed(files)["model.trunk"].contents
+    assert first["model.safetensors"] == blob.name
+    files.files["model.safetensors"].write_text("WEIGHTS")
+    assert hashed(files)["model.trunk"].contents["model.safetensors"] == hashlib.sha256(b"WEIGHTS").hexdigest()
+
+
+def test_files_that_are_one_cost_one_hash(files: InputFiles, tmp_path: Path, reads: list[str]) -> None:
+    path = files.files["model.safetensors"]
+    os.link(path, tmp_path / "linked.safetensors")
+    found = hash_inputs(
+        {"a": files, "b": files, "c": InputFiles(tmp_path, {"w": tmp_path / "linked.safetensors"})}, {}, SILENT
+    )
+    assert sorted(reads) in (["head_config.json", "linked.safetensors"], ["head_config.json", "model.safetensors"])
+    assert found["a"].contents == found["b"].contents
+    assert found["c"].contents["w"] == found["a"].contents["model.safetensors"]
+
+
+def test_changes_are_named() -> None:
+    assert changed_files({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "4", "d": "5"}) == ["b", "c (gone)", "d (new)"]
+    assert changed_files({"a": "1"}, {"a": "1"}) == []
+
+
+def test_large_files_are_read_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_BLOCK_BYTES", 7)
+    (tmp_path / "head_config.json").write_bytes(bytes(range(100)))
+    contents = hashed(directory_files(tmp_path))["model.trunk"].contents
+    assert contents == {"head_config.json": hashlib.sha256(bytes(range(100))).hexdigest()}
+
+
+def test_a_file_that_is_being_written_is_refused(files: InputFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = files.files["model.safetensors"]
+
+    def writing(task: object, count: int) -> None:
+        with path.open("a") as file:
+            file.write("more")
+
+    monkeypatch.setattr(SILENT, "advance", writing)
+    monkeypatch.setattr(identity, "_BLOCK_BYTES", 4)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is being written to; expected files that nobody"):
+        hashed(InputFiles(files.location, {"model.safetensors": path}))
+
+
+def test_an_interrupt_leaves_large_files_unread(files: InputFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that reads a file ends at its next block."""
+    started, counts = threading.Event(), []
+
+    def slow(task: object, count: int) -> None:
+        counts.append(count)
+        started.set()
+        if len(counts) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(SILENT, "advance", slow)
+    monkeypatch.setattr(identity, "_BLOCK_BYTES", 1)
+    with pytest.raises(KeyboardInterrupt):
+        hashed(files)
+    assert len(counts) < len("weights{}")
+
+
+def test_a_missing_file_and_a_damaged_record_are_refused(files: InputFiles, tmp_path: Path) -> None:
+    gone = InputFiles(tmp_path, {"gone.json": tmp_path / "gone.json"})
+    with pytest.raises(CheckpointError, match=r"gone\.json: cannot be read \(No such file or directory\); expected"):
+        hashed(gone)
+    assert read_records(tmp_path) == {}
+    for text in ("{}", '{"inputs": {"a": {"files": {}}}}', '{"inputs": []}'):
+        (tmp_path / "inputs.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"inputs\.json: cannot be read \(.*; expected the record"):
+            read_records(tmp_path)
+
+
+def test_the_record_is_plain_and_whole(files: InputFiles, tmp_path: Path) -> None:
+    write_records(tmp_path, hashed(files))
+    written = json.loads((tmp_path / "inputs.json").read_text())["inputs"]["model.trunk"]
+    assert written["location"] == str(tmp_path / "x")
+    found = files.files["model.safetensors"].stat()
+    assert {**written["files"]["model.safetensors"], "read_ns": 0} == {
+        "sha256": hashlib.sha256(b"weights").hexdigest(),
+        "size": 7,
+        "mtime_ns": found.st_mtime_ns,
+        "ctime_ns": found.st_ctime_ns,
+        "inode": found.st_ino,
+        "device": found.st_dev,
+        "read_ns": 0,
+    }
+
+
+def later() -> int:
+    """Return a moment after every write so far, by the clock of files."""
+    return time.time_ns() + 10**9
+
+
+def test_files_older_than_a_moment_are_told_from_those_written_or_put_there_since(
+    files: InputFiles, tmp_path: Path
+) -> None:
+    moment = later()
+    assert written_since(files, moment) == []
+    path = files.files["model.safetensors"]
+    os.utime(path, ns=(moment, moment))
+    assert written_since(files, moment) == ["model.safetensors"]
+    # Its time set back, the file still was touched; a link made by an export is no write.
+    os.utime(path, ns=(0, 0))
+    touched = path.stat().st_ctime_ns
+    assert set(written_since(files, touched)) >= {"model.safetensors"}
+    os.link(path, tmp_path / "exported.safetensors")
+    assert "model.safetensors" not in written_since(files, touched)
+    # Another directory under the old name, all of it old.
+    moment = (tmp_path / "x").stat().st_mtime_ns + 1
+    (tmp_path / "y").symlink_to(tmp_path / "x")
+    linked = directory_files(tmp_path / "y")
+    assert "the directory" in written_since(linked, moment)

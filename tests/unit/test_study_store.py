@@ -1,0 +1,68 @@
+"""A study's directory belongs to its arms by their content, wherever they lie."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.progress import Progress
+
+from mtp_train.errors import ChangedInputError, OutputExistsError
+from mtp_train.study.store import Store
+from mtp_train.weights.identity import directory_files
+
+SILENT = Progress(disable=True)
+
+
+def arm(**fields: Any) -> dict[str, Any]:
+    plain = {"name": "a", "trunk": "x", "head": "own", "adapter": None, "quantization": None, "head_quantization": None}
+    return {"arms": [{**plain, **fields}]}
+
+
+def directory(path: Path, text: str) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "model.safetensors").write_text(text)
+    return path
+
+
+def opened(out: Path, identity: dict[str, Any], *inputs: Path) -> Store:
+    """Open a study up to what comes before its first measurement."""
+    store = Store(out, identity)
+    store.require_inputs({f"a: {path.name}": partial(directory_files, path) for path in inputs}, SILENT)
+    store.hash_inputs(SILENT)
+    return store
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"name": "b"}, {"head": "ngram"}, {"head": "model:y"}, {"head": "y"}, {"adapter": "y"}, {"quantization": "8bit"}],
+    ids=str,
+)
+def test_other_arms_are_refused_and_moved_ones_are_not(other: dict[str, Any], tmp_path: Path) -> None:
+    Store(tmp_path, arm()).claim()
+    Store(tmp_path, arm(trunk="elsewhere"))
+    with pytest.raises(OutputExistsError, match=r"another study \(its arms differ"):
+        Store(tmp_path, arm(**other))
+
+
+def test_an_input_that_was_none_is_refused(tmp_path: Path) -> None:
+    trunk, head = directory(tmp_path / "trunk", "1"), directory(tmp_path / "head", "1")
+    opened(tmp_path / "out", arm(), trunk).claim()
+    opened(tmp_path / "out", arm(), trunk)
+    with pytest.raises(ChangedInputError, match=r"a: head \(.*\) was none of them; expected"):
+        opened(tmp_path / "out", arm(), trunk, head)
+
+
+def test_a_record_that_a_kill_left_without_its_claim_is_not_the_next_ones(tmp_path: Path) -> None:
+    trunk = directory(tmp_path / "trunk", "1")
+    opened(tmp_path / "out", arm(), trunk).claim()
+    # Killed before the claim itself was written.
+    (tmp_path / "out" / "study.json").unlink()
+    directory(trunk, "2")
+    opened(tmp_path / "out", arm(), trunk).claim()
+    opened(tmp_path / "out", arm(), trunk)
+    directory(trunk, "1")
+    with pytest.raises(ChangedInputError, match=r"a: trunk \(.*trunk\): model\.safetensors; expected"):
+        opened(tmp_path / "out", arm(), trunk)
