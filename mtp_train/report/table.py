@@ -11,13 +11,16 @@ from rich.text import Text
 from mtp_train.report.schema import RunReport
 from mtp_train.report.wording import (
     COLUMNS,
+    GATE_COLUMNS,
     Arms,
     Headline,
     apart_sentence,
     arm_cells,
+    gate_rows,
     group_arms,
     headline,
     lossless_sentence,
+    power_sentence,
 )
 
 TONES = {"good": "green", "bad": "red", "neutral": "cyan"}
@@ -44,7 +47,20 @@ def arm_table(report: RunReport) -> Table:
 def summary(report: RunReport) -> RenderableType:
     """Return the verdict, the arms and the lossless check, ready for a rich console."""
     lossless = Text(f"Lossless: {lossless_sentence(report.lossless)}")
-    return Group(verdict_panel(headline(report)), arm_table(report), lossless)
+    return Group(verdict_panel(headline(report)), arm_table(report), *_gate(report), lossless)
+
+
+def _gate(report: RunReport) -> list[RenderableType]:
+    """Return what the gate found at each setting, and its power; nothing without a gate."""
+    rows = gate_rows(report.gate)
+    if not rows:
+        return []
+    table = plain_table(GATE_COLUMNS[0])
+    for column in GATE_COLUMNS[1:]:
+        table.add_column(column, justify="right", no_wrap=column.startswith("gain"))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return [Text("Gate", style="bold"), table, Text(f"{power_sentence(report.gate)}\n")]
 
 
 def verdict_panel(verdict: Headline) -> Panel:

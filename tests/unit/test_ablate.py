@@ -33,6 +33,7 @@ def counts(*accepted: int) -> list[PromptCounts]:
             accepted_per_pos=(number,),
             new_tokens=10 + number,
             seconds=1.0,
+            group=str(index),
         )
         for index, number in enumerate(accepted)
     ]
