@@ -141,7 +141,8 @@ def _judge(
         baseline_tau=tau(pair[1]),
         delta_tau_ci95=difference.ci95,
         verdict=verdict,
-        detectable_gain=None if spread is None else spread.detectable(level / num_settings),
+        # Heads without a difference anywhere have no spread, which tells nothing of the power.
+        detectable_gain=spread.detectable(level / num_settings) if spread is not None and spread.error else None,
         prompts=len(pair[0]),
         groups=num_groups(pair[0]),
     )

@@ -11,18 +11,21 @@ from rich.text import Text
 from mtp_train.report.schema import RunReport
 from mtp_train.report.wording import (
     COLUMNS,
-    GATE_COLUMNS,
+    GROUPS,
     Arms,
     Headline,
     apart_sentence,
     arm_cells,
-    gate_rows,
+    gate_lines,
     group_arms,
+    group_sentence,
     headline,
     lossless_sentence,
     power_sentence,
 )
 
+NARROW_COLUMNS = tuple(column for column in COLUMNS if column != GROUPS)
+"""What fits on 80 characters; the numbers of groups stand below the table."""
 TONES = {"good": "green", "bad": "red", "neutral": "cyan"}
 
 
@@ -30,12 +33,12 @@ def arm_table(report: RunReport) -> Table:
     """Return the arms side by side: like for like first, then other trunks, then recorded figures."""
     groups = group_arms(report)
     table = plain_table("arm")
-    for index, column in enumerate(COLUMNS):
+    for index, column in enumerate(NARROW_COLUMNS):
         table.add_column(column, justify="right", no_wrap=index == 0)
     _add_rows(table, groups.alike, "")
     _add_rows(table, groups.apart, " *")
     _add_rows(table, groups.recorded, " +")
-    notes = []
+    notes = [told] if (told := group_sentence(report.arms)) else []
     if groups.apart:
         notes.append(f"* {apart_sentence(groups)}")
     if groups.recorded:
@@ -47,20 +50,13 @@ def arm_table(report: RunReport) -> Table:
 def summary(report: RunReport) -> RenderableType:
     """Return the verdict, the arms and the lossless check, ready for a rich console."""
     lossless = Text(f"Lossless: {lossless_sentence(report.lossless)}")
-    return Group(verdict_panel(headline(report)), arm_table(report), *_gate(report), lossless)
+    return Group(verdict_panel(headline(report)), arm_table(report), _gate(report), lossless)
 
 
-def _gate(report: RunReport) -> list[RenderableType]:
-    """Return what the gate found at each setting, and its power; nothing without a gate."""
-    rows = gate_rows(report.gate)
-    if not rows:
-        return []
-    table = plain_table(GATE_COLUMNS[0])
-    for column in GATE_COLUMNS[1:]:
-        table.add_column(column, justify="right", no_wrap=column.startswith("gain"))
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return [Text("Gate", style="bold"), table, Text(f"{power_sentence(report.gate)}\n")]
+def _gate(report: RunReport) -> Text:
+    """Return what the gate found at each setting, and its power; empty without a gate."""
+    lines = gate_lines(report.gate)
+    return Text("\n".join([*lines, power_sentence(report.gate), ""]) if lines else "")
 
 
 def verdict_panel(verdict: Headline) -> Panel:
@@ -78,5 +74,6 @@ def plain_table(first: str) -> Table:
 
 def _add_rows(table: Table, arms: Arms, note: str) -> None:
     for name, arm in arms.items():
-        table.add_row(Text(name + note), *(Text(cell) for cell in arm_cells(arm)))
+        cells = dict(zip(COLUMNS, arm_cells(arm), strict=True))
+        table.add_row(Text(name + note), *(Text(cells[column]) for column in NARROW_COLUMNS))
     table.add_section()

@@ -13,9 +13,10 @@ from mtp_train.report.schema import ArmResult, Lossless, RunReport
 
 Arms = dict[str, ArmResult]
 
+GROUPS = "groups"
 COLUMNS = (
     "tau [95 %]",
-    "groups",
+    GROUPS,
     "by position",
     "tokens/s",
     "speedup",
@@ -138,7 +139,7 @@ GATE_COLUMNS = ("setting", "prompts", "groups", "baseline", "retrained", "gain [
 
 def gate_rows(gate: GateVerdict | None) -> list[tuple[str, ...]]:
     """Return what the gate found at each setting, under :data:`GATE_COLUMNS`."""
-    verdicts = {"above": "gain", "below": "loss", "neither": "not shown"}
+    verdicts = {"above": "gain shown", "below": "loss shown", "neither": "not shown"}
     return [
         (
             one.setting,
@@ -154,14 +155,34 @@ def gate_rows(gate: GateVerdict | None) -> list[tuple[str, ...]]:
     ]
 
 
+def gate_lines(gate: GateVerdict | None) -> list[str]:
+    """Return what the gate found at each setting, one line each."""
+    return [
+        f"Gate, {setting}: tau {before} to {after}, gain {interval} over {groups} groups: {verdict}"
+        for setting, _, groups, before, after, interval, verdict, _ in gate_rows(gate)
+    ]
+
+
+def group_sentence(arms: Mapping[str, ArmResult]) -> str:
+    """Say how many groups the intervals of arms rest on; empty where no arm has a known number."""
+    by_count: dict[int, list[str]] = {}
+    for name, arm in arms.items():
+        if arm.tau_ci95 is not None and arm.groups is not None:
+            by_count.setdefault(arm.groups, []).append(name)
+    if len(by_count) < 2:
+        told = "".join(f"{count} groups of prompts" for count in by_count)
+    else:
+        told = ", ".join(f"{count} groups ({' '.join(names)})" for count, names in by_count.items())
+    return f"Intervals are over {told}." if told else ""
+
+
 def power_sentence(gate: GateVerdict | None) -> str:
-    """Say how small a gain the gate would have seen; empty where it has no interval."""
-    if gate is None or gate.detectable_gain is None:
+    """Say how small a gain the gate would have seen at each setting; empty where it has no interval."""
+    settings = [one for one in (gate.settings if gate is not None else ()) if one.detectable_gain is not None]
+    seen = [f"{one.detectable_gain:.2f}" + (f" ({one.setting})" if len(settings) > 1 else "") for one in settings]
+    if not seen:
         return ""
-    return (
-        f"Power of the gate: with {gate.groups} groups it sees a true gain in tau of {gate.detectable_gain:.2f} with "
-        f"probability {POWER:g}."
-    )
+    return f"Power of the gate: it sees a true gain in tau of {', '.join(seen)} with probability {POWER:g}."
 
 
 def lossless_sentence(lossless: Lossless | None) -> str:

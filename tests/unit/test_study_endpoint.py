@@ -21,12 +21,12 @@ from mtp_train.acceptance import (
     repeated_ngram_share,
     tau,
 )
+from mtp_train.acceptance_intervals import pooled_tau_interval
 from mtp_train.data.regenerated import ask
 from mtp_train.errors import DataError
 from mtp_train.heads.trunk import Trunk
 from mtp_train.report.cells import ALL_TASKS, Cell
 from mtp_train.study.endpoint import Served, measure_endpoint
-from mtp_train.acceptance_intervals import pooled_tau_interval
 from mtp_train.study.records import TaskPrompt
 from openai_server import Reply, ReplyFn, openai_server, streamed
 from scripted import ScriptedDrafting, plain_texts, random_prompt

@@ -63,6 +63,7 @@ def comparison(first: str, second: str, delta: float, ci95: Interval | None, ove
         rule="greedy",
         delta_tau=delta,
         delta_tau_ci95=ci95,
+        groups=12,
         p_value=0.01,
         differs=True,
         same_trunk=True,
@@ -208,7 +209,15 @@ def test_a_head_that_is_as_good_as_vanilla_at_equal_entropy_is_not_called_stale(
 
 def point(label: str, tau: float, ci95: Interval | None) -> DriftPoint:
     return DriftPoint(
-        label=label, step=0, tokens=0, trunk_change=0.1, tau=tau, tau_ci95=ci95, overlap=0.5, target_entropy=1.0
+        label=label,
+        step=0,
+        tokens=0,
+        trunk_change=0.1,
+        tau=tau,
+        tau_ci95=ci95,
+        groups=12,
+        overlap=0.5,
+        target_entropy=1.0,
     )
 
 
