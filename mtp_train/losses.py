@@ -28,7 +28,9 @@ class LossTerms(NamedTuple):
     total: Tensor
     """Scalar fp32: sum over depths and rows of ``row_weight * loss``."""
     sum_K: Tensor
-    """fp32, detached: sum of the unweighted loss over each depth's rows whose weight is not 0."""
+    """fp32, detached: sum of the unweighted loss over each depth's counted rows."""
+    count_K: Tensor
+    """fp32: number of each depth's counted rows, those whose weight is not 0 after ``on_policy`` left rows out."""
 
 
 def depth_weights(num_depths: int, decay: float) -> list[float]:
@@ -147,7 +149,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         temperature: float,
         on_policy: bool,
         rows_in: RowsIn,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         gradient_KND = torch.zeros_like(student_KND)
         loss_KN = torch.zeros_like(row_weight_KN)
         hit_KN = torch.zeros_like(row_weight_KN, dtype=torch.bool)
@@ -173,12 +175,13 @@ class _FrozenHeadLoss(torch.autograd.Function):
             loss_KN, slope_KN = chain_losses(loss_KN, row_weight_KN)
         gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)
         ctx.save_for_backward(gradient_KND)
-        sum_K = (loss_KN * (row_weight_KN != 0)).sum(dim=1)
-        ctx.mark_non_differentiable(sum_K)
-        return (row_weight_KN * loss_KN).sum(), sum_K
+        counted_KN = row_weight_KN != 0
+        sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()
+        ctx.mark_non_differentiable(sum_K, count_K)
+        return (row_weight_KN * loss_KN).sum(), sum_K, count_K
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, _grad_sum_K: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_total: Tensor, *_grads_K: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_KND,) = ctx.saved_tensors
         return gradient_KND * grad_total, None, None, None, None, None, None, None, None, None
 
@@ -210,7 +213,7 @@ def frozen_head_loss(
         on_policy: Rows past a wrong draft of their start lose nothing, see :func:`survivors`.
         rows_in: See :func:`row_work`.
     """
-    total, sum_K = _FrozenHeadLoss.apply(
+    total, sum_K, count_K = _FrozenHeadLoss.apply(
         student_KND,
         teacher_ND.detach(),
         lm_head_VD.detach(),
@@ -222,4 +225,4 @@ def frozen_head_loss(
         on_policy,
         rows_in,
     )
-    return LossTerms(total, sum_K)
+    return LossTerms(total, sum_K, count_K)
