@@ -81,7 +81,7 @@ def unwrap(hint: Any) -> tuple[Any, bool, Bound | None]:
         if get_origin(hint) is Annotated:
             hint, bound = get_args(hint)
         else:
-            is_optional = True
+            is_optional = is_optional or NoneType in get_args(hint)
             inner = [argument for argument in get_args(hint) if argument is not NoneType]
             # The word of a OneOrMore stands beside its list.
             (hint,) = [argument for argument in inner if get_origin(argument) is not Literal] or inner

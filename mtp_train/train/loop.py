@@ -141,7 +141,9 @@ def take_steps(
             sequences = batch_fn(done)
             for group in run.optimizer.param_groups:
                 group["lr"] = learning_rate(run.recipe, done)
-            sums_2K, norm = optimise(run.wrapped, run.optimizer, run.accelerator, run.recipe, run.plan, sequences, cache)
+            sums_2K, norm = optimise(
+                run.wrapped, run.optimizer, run.accelerator, run.recipe, run.plan, sequences, cache
+            )
             told_to_stop = gather(run, sums_2K, sequences, sigterm.received)
             done += 1
             finish_step(run, done, norm, sequences, saves=told_to_stop)

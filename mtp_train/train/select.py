@@ -90,7 +90,7 @@ class Selection:
     def _sums(self, wrapped: nn.Module, num_depths: int, accelerator: Accelerator) -> DenseSums:
         world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
         zeros_K = torch.zeros(num_depths, device=device)
-        total = DenseSums(*[zeros_K] * 6, torch.zeros((), device=device))
+        total = DenseSums(zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, torch.zeros((), device=device))
         # As many calls for every process: where the trunk is in shards, they run it together.
         for first in range(0, len(self.sequences), world):
             index = first + rank

@@ -40,9 +40,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, *batches: AlignedRows) -> DenseMetr
     return dense_metrics(model, model, given, len(batches[0].student_KND))
 
 
-def rows(
-    p: list[list[float]], q: list[list[list[float]]], valid: list[str], starts: str | None = None
-) -> AlignedRows:
+def rows(p: list[list[float]], q: list[list[list[float]]], valid: list[str], starts: str | None = None) -> AlignedRows:
     """Give p of each row, q and validity (x) of each depth and row, and where decoding can begin a round (x)."""
     valid_KN = torch.tensor([[letter == "x" for letter in line] for line in valid])
     starts_N = torch.ones(len(p), dtype=torch.bool) if starts is None else torch.tensor([one == "x" for one in starts])

@@ -290,7 +290,7 @@ def test_the_loss_falls_and_every_step_is_logged(tmp_path: Path) -> None:
 
 
 def test_the_logged_loss_is_a_mean_over_the_targets_that_on_policy_counts(tmp_path: Path) -> None:
-    """Depth 2 counts only after a right draft, which a random head seldom makes: 0.0 would be its mean over the text."""
+    """Depth 2 counts after a right draft only, which a random head seldom makes: over the text its mean is near 0."""
     used = recipe(train__max_steps=1, train__lr=1e-9)
     logged = {}
     for on_policy in (False, True):
