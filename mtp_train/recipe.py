@@ -129,8 +129,7 @@ class RegenerateSpec:
     """Prompts answered side by side by the built-in decoder on each process; null is 16."""
     temperature: Annotated[float, Bound(min=0)] = 1.0
     """0 is greedy. Above 0 every prompt has a seed of its own, made from `seed` and recorded with the response. Sampled
-    responses teach a head to draft for sampling, and for greedy decoding as well as greedy ones do
-    (`inference/benchmarks/objectives.md`)."""
+    responses follow the distribution that sampling serves (`inference/benchmarks/objectives.md` compares)."""
     top_p: UpToOne = 1.0
     """Sample from the fewest tokens whose probabilities reach this sum."""
     top_k: Annotated[int, Bound(min=0)] = 0
