@@ -33,7 +33,8 @@ class GateSetting:
     verdict: Literal["above", "below", "neither"]
     """Where the deciding interval lies; ``above`` is by Holm's correction over the settings."""
     detectable_gain: float | None
-    """Smallest true gain in tau that the gate would have seen here with probability 0.8, alone among the settings."""
+    """Power: the smallest true gain in tau seen here with probability 0.8, at the strictest level of the correction;
+    None where heads differ nowhere or prompts are of a single group."""
     prompts: int
     groups: int
     """Groups that the interval leaves out one at a time."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from mtp_inference import Sampling
 from mtp_train.acceptance_gate import setting_name
+from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.recipe import EvaluateSection
 from mtp_train.weights.files import Checkpoint, read_json
 
@@ -41,7 +42,24 @@ GREEDY = ServedSetting()
 
 
 def served_settings(evaluate: EvaluateSection, trunk: Checkpoint) -> list[ServedSetting]:
-    """Return the settings of a recipe, ``auto`` resolved by the trunk's generation config, greedy first."""
+    """Return the settings of a recipe, ``auto`` resolved by the trunk's generation config, greedy first.
+
+    Raises:
+        CheckpointError: The generation config has a value that the decoder cannot sample with.
+    """
+    try:
+        settings = _settings(evaluate, trunk)
+        for setting in settings:
+            setting.sampling(0)
+    except (MtpError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{trunk.path / GENERATION_CONFIG_FILE}: {error} evaluate.temperature, top_p and top_k are read from it "
+            "where they are auto; name their values in the recipe, or correct the file."
+        ) from error
+    return settings
+
+
+def _settings(evaluate: EvaluateSection, trunk: Checkpoint) -> list[ServedSetting]:
     served = generation_settings(trunk)
     temperatures, top_ps, top_ks, rules = evaluate.temperature, evaluate.top_p, evaluate.top_k, evaluate.rule
     if isinstance(temperatures, str):
@@ -49,7 +67,8 @@ def served_settings(evaluate: EvaluateSection, trunk: Checkpoint) -> list[Served
     if isinstance(top_ps, str):
         top_ps = (float(served.get("top_p", 1.0)),)
     if isinstance(top_ks, str):
-        top_ks = (int(served.get("top_k", 0)),)
+        # Engines write -1 for all tokens.
+        top_ks = (max(0, int(served.get("top_k", 0))),)
     drafted: tuple[DraftRule, ...] = ("argmax",) if isinstance(rules, str) else rules
     sampled = [
         ServedSetting(temperature=temperature, top_p=top_p, top_k=top_k, rule=rule)

@@ -90,7 +90,7 @@ def simulate(num_groups: int, sizes: Sequence[int], spread: float, studies: int)
     """Return the shares of studies for one shape."""
     rng = np.random.default_rng(1000 * num_groups + len(sizes))
     noise = np.random.default_rng(1)
-    truth = tau(equal_heads(rng, 20_000, sizes, spread)[0])
+    truth = tau(equal_heads(rng, 5000, sizes, spread)[0])
     found = dict.fromkeys(("passed_groups", "passed_prompts", "passed_bootstrap", "covered_groups"), 0)
     for _ in range(studies):
         first, second = equal_heads(rng, num_groups, sizes, spread)

@@ -11,6 +11,7 @@ import pytest
 
 from mtp_inference.sampling import MIN_TEMPERATURE
 from mtp_train import recipe_rules
+from mtp_train.errors import CheckpointError
 from mtp_train.recipe import EvaluateSection
 from mtp_train.recipe_io import dump_recipe, recipe_from_mapping
 from mtp_train.serving import GREEDY, ServedSetting, left_out, served_settings
@@ -53,6 +54,17 @@ def test_what_a_generation_config_leaves_out_is_off(tmp_path: Path) -> None:
         GREEDY,
         ServedSetting(temperature=1.0, rule="argmax"),
     ]
+
+
+@pytest.mark.parametrize(
+    "odd", [{"top_p": 0.0}, {"temperature": "warm"}, {"temperature": 1e-5}, {"top_k": [20]}], ids=lambda one: str(one)
+)
+def test_a_generation_config_that_nothing_can_sample_with_is_refused_by_its_path(
+    tmp_path: Path, odd: dict[str, Any]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: .*name their values in the recipe"):
+        settings(tmp_path, {**QWEN, **odd})
+    assert settings(tmp_path, {**QWEN, "top_k": -1})[1].top_k == 0
 
 
 def test_a_value_takes_the_place_of_auto_field_by_field(tmp_path: Path) -> None:
