@@ -1,24 +1,19 @@
-"""Acceptance: the rule that counts it, the figures made of the counts, and the gate that rests on them.
+"""Acceptance: the rule that counts it, and the figures made of the counts.
 
 Words. A round drafts K tokens and accepts a prefix of them. ``accepted_per_pos[i]`` counts the rounds that accepted at
 least ``i + 1`` drafts. *Marginal* acceptance divides it by the rounds, *conditional* acceptance by its predecessor.
 ``tau`` is the mean number of tokens a round commits, bonus token included: ``1 + accepted / rounds``.
 
-Every interval resamples *prompts*, never rounds: the rounds of one prompt are alike, so that an interval over rounds
-is far too narrow. Two heads are compared on the same prompts, pair by pair. The percentiles are expanded for the few
-prompts there are (Hesterberg, "What teachers should know about the bootstrap", arXiv:1411.5279): with 5
-prompts the plain ones call an unchanged head better in 8 % of cases instead of 2.5 %.
+Intervals are in ``acceptance_intervals.py``, the gate that rests on them in ``acceptance_gate.py``.
 
-Shape letters: N rows, V vocabulary, K depths (K1 = K + 1), P prompts, R resamples.
+Shape letters: N rows, V vocabulary, K depths (K1 = K + 1), P prompts.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,6 +37,7 @@ class PromptCounts:
         accepted_per_pos: Rounds in which at least ``i + 1`` drafts were accepted, for i in 0..K-1.
         new_tokens: Tokens returned to the caller.
         seconds: Wall time of the decoding, or None where it was not taken.
+        group: What the prompt is held out with; intervals leave out whole groups.
     """
 
     prompt_id: str
@@ -50,6 +46,7 @@ class PromptCounts:
     accepted_per_pos: tuple[int, ...]
     new_tokens: int
     seconds: float | None
+    group: str
 
     def __post_init__(self) -> None:
         chain = (self.rounds, *self.accepted_per_pos, 0)
@@ -70,29 +67,16 @@ class PromptCounts:
         return sum(self.accepted_per_pos)
 
 
-@dataclass(frozen=True)
-class GateVerdict:
-    """Whether the retrained head may be exported, and why.
-
-    Attributes:
-        passed: True when the lower bound of the gain in tau lies above 0.
-        baseline: Arm the retrained head was compared with.
-        delta_tau_ci95: Paired 95 % interval of tau(retrained) - tau(baseline), whatever confidence the gate used; None
-            where there is none to state.
-        reason: One sentence with the figures that decided, without its full stop: a caller may add a command to copy.
-    """
-
-    passed: bool
-    baseline: str
-    delta_tau_ci95: Interval | None
-    reason: str
-
-
 def tau(counts: Sequence[PromptCounts]) -> float:
     """Return the mean tokens committed per round, pooled over prompts; 1.0 where nothing was drafted."""
     _require_prompts(counts)
     rounds = sum(c.rounds for c in counts)
     return 1.0 + sum(c.num_accepted_tokens for c in counts) / rounds if rounds else 1.0
+
+
+def num_groups(counts: Sequence[PromptCounts]) -> int:
+    """Return the number of groups that the prompts belong to."""
+    return len({c.group for c in counts})
 
 
 def acceptance_rate(counts: Sequence[PromptCounts]) -> float | None:
@@ -128,76 +112,31 @@ def conditional(counts: Sequence[PromptCounts]) -> list[float | None]:
     return [later / earlier if earlier else None for earlier, later in pairwise(chain)]
 
 
-def tau_interval(
-    counts: Sequence[PromptCounts], confidence: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> Interval | None:
-    """Return the bootstrap interval of tau over prompts; None for a single prompt, which shows no spread."""
-    weights_RP = _resampled_weights(len(counts), resamples, seed)
-    return _interval(_resampled_tau(counts, weights_RP), confidence, len(counts))
+def accepted_by_position(counts: Sequence[PromptCounts]) -> tuple[FloatArray, FloatArray]:
+    """Return what each prompt accepted at each position, shape (P, K), and its rounds, shape (P,).
+
+    Raises:
+        ValueError: There is no prompt, or prompts were decoded at several depths.
+    """
+    _require_prompts(counts)
+    return _accepted_PK(counts), np.array([c.rounds for c in counts], dtype=np.float64)
 
 
-def marginal_intervals(
-    counts: Sequence[PromptCounts], confidence: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> list[Interval | None]:
-    """Return the bootstrap interval over prompts of each entry of :func:`marginal`."""
-    weights_RP = _resampled_weights(len(counts), resamples, seed)
-    rounds_R = np.maximum(weights_RP @ _rounds_P(counts), 1)
-    shares_RK = (weights_RP @ _accepted_PK(counts)) / rounds_R[:, None]
-    return [_interval(shares_R, confidence, len(counts)) for shares_R in shares_RK.T]
-
-
-def delta_tau_interval(
-    a: Sequence[PromptCounts],
-    b: Sequence[PromptCounts],
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Interval | None:
-    """Return the paired bootstrap interval of ``tau(a) - tau(b)``: each resample takes the same prompts of both.
+def paired(a: Sequence[PromptCounts], b: Sequence[PromptCounts]) -> list[PromptCounts]:
+    """Return b in the order of a's prompts.
 
     Raises:
         ValueError: The two were not decoded on the same prompts.
     """
-    b = _paired(a, b)
-    weights_RP = _resampled_weights(len(a), resamples, seed)
-    return _interval(_resampled_tau(a, weights_RP) - _resampled_tau(b, weights_RP), confidence, len(a))
-
-
-def min_gate_prompts(confidence: float = 0.95) -> int:
-    """Return the fewest prompts that can show a gain: luck alone favours one head on all n with chance 2 ** -n."""
-    _require_confidence(confidence)
-    return max(2, math.ceil(-math.log2(1.0 - confidence)))
-
-
-def decide_gate(
-    retrained: Sequence[PromptCounts], baseline: Sequence[PromptCounts], baseline_name: str, confidence: float = 0.95
-) -> GateVerdict:
-    """Decide whether a retrained head is better than its baseline.
-
-    It passes when the lower bound of the paired, prompt-clustered interval of the gain in tau lies above 0, on at least
-    :func:`min_gate_prompts` prompts.
-
-    Args:
-        retrained: Counts of the retrained head.
-        baseline: Counts of the baseline on the same prompts.
-        baseline_name: The baseline's arm.
-        confidence: Confidence of the two-sided interval that decides.
-    """
-    needed = min_gate_prompts(confidence)
-    if not sum(c.rounds for c in retrained):
-        reason = "the retrained head decoded no round: there is nothing to judge it by. Raise evaluate.max_new_tokens"
-        return GateVerdict(False, baseline_name, None, reason)
-    ci95 = delta_tau_interval(retrained, baseline)
-    interval = delta_tau_interval(retrained, baseline, confidence)
-    figures = f"tau {tau(retrained):.2f} against {tau(baseline):.2f} ({baseline_name}) on {len(retrained)} prompts"
-    if interval is None or len(retrained) < needed:
-        reason = f"{figures}; {confidence:.4g} confidence needs at least {needed} prompts. Raise evaluate.prompts"
-        return GateVerdict(False, baseline_name, ci95, reason)
-    low, high = interval
-    passed = low > 0.0
-    rule = f"the {100 * confidence:.4g} % interval of the gain, [{low:+.3f}, {high:+.3f}],"
-    reason = f"{figures}: {rule} {'lies' if passed else 'does not lie'} above 0"
-    return GateVerdict(passed, baseline_name, ci95, reason)
+    by_id = {c.prompt_id: c for c in b}
+    names = [c.prompt_id for c in a]
+    if len(by_id) != len(b) or len(set(names)) != len(names) or by_id.keys() != set(names):
+        odd = sorted(by_id.keys() ^ set(names))
+        raise ValueError(
+            f"paired comparison: {len(a)} and {len(b)} prompts, {len(odd)} without a partner {odd[:3]}; expected each "
+            "prompt once in both. Decode both arms on the same prompts."
+        )
+    return [by_id[name] for name in names]
 
 
 def repeated_ngram_share(token_lists: Iterable[Sequence[int]], n: int = 8) -> float | None:
@@ -252,15 +191,6 @@ def _require_prompts(counts: Sequence[PromptCounts]) -> None:
         raise ValueError("acceptance: no prompts; expected at least one. Evaluate on more prompts.")
 
 
-def _require_confidence(confidence: float) -> None:
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence: {confidence}; expected a number between 0 and 1. Use 0.95.")
-
-
-def _rounds_P(counts: Sequence[PromptCounts]) -> FloatArray:
-    return np.array([c.rounds for c in counts], dtype=np.float64)
-
-
 def _accepted_PK(counts: Sequence[PromptCounts]) -> FloatArray:
     depths = sorted({len(c.accepted_per_pos) for c in counts if c.rounds})
     if len(depths) > 1:
@@ -271,54 +201,3 @@ def _accepted_PK(counts: Sequence[PromptCounts]) -> FloatArray:
     width = depths[0] if depths else 0
     # A prompt that ended at prefill has no round, and may bring no positions either.
     return np.array([c.accepted_per_pos if c.rounds else (0,) * width for c in counts], dtype=np.float64)
-
-
-def _paired(a: Sequence[PromptCounts], b: Sequence[PromptCounts]) -> list[PromptCounts]:
-    """Return b in the order of a's prompts."""
-    by_id = {c.prompt_id: c for c in b}
-    names = [c.prompt_id for c in a]
-    if len(by_id) != len(b) or len(set(names)) != len(names) or by_id.keys() != set(names):
-        odd = sorted(by_id.keys() ^ set(names))
-        raise ValueError(
-            f"paired comparison: {len(a)} and {len(b)} prompts, {len(odd)} without a partner {odd[:3]}; expected each "
-            "prompt once in both. Decode both arms on the same prompts."
-        )
-    return [by_id[name] for name in names]
-
-
-def _resampled_weights(num_prompts: int, resamples: int, seed: int) -> FloatArray:
-    """Draw how often each prompt occurs in each resample, shape (R, P)."""
-    if not num_prompts:
-        raise ValueError("interval: no prompts; expected at least one. Evaluate on more prompts.")
-    rng = np.random.default_rng(seed)
-    return rng.multinomial(num_prompts, np.full(num_prompts, 1.0 / num_prompts), size=resamples).astype(np.float64)
-
-
-def _resampled_tau(counts: Sequence[PromptCounts], weights_RP: FloatArray) -> FloatArray:
-    accepted_P = np.array([c.num_accepted_tokens for c in counts], dtype=np.float64)
-    # A resample without any round accepted nothing either: 1 + 0 / 1.
-    tau_R: FloatArray = 1.0 + (weights_RP @ accepted_P) / np.maximum(weights_RP @ _rounds_P(counts), 1.0)
-    return tau_R
-
-
-def _interval(values_R: FloatArray, confidence: float, num_prompts: int) -> Interval | None:
-    """Return the expanded percentile interval of bootstrap values over ``num_prompts`` prompts."""
-    _require_confidence(confidence)
-    if num_prompts < 2:
-        return None
-    # A bootstrap spreads like a normal with variance divided by n; the honest spread is a t with n - 1.
-    scale = math.sqrt(num_prompts / (num_prompts - 1)) * _t_quantile((1.0 + confidence) / 2.0, num_prompts - 1)
-    tail = NormalDist().cdf(-scale)
-    low, high = np.quantile(values_R, [tail, 1.0 - tail])
-    return float(low), float(high)
-
-
-def _t_quantile(share: float, freedom: int) -> float:
-    """Return Student's t quantile by its expansion in 1 / freedom (Abramowitz and Stegun 26.7.5)."""
-    z = NormalDist().inv_cdf(share)
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,18 @@ import torch
 from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
+from mtp_inference.draft import DrafterMaker
 from mtp_train.acceptance import (
-    GateVerdict,
     Interval,
     acceptance_rate,
     conditional,
-    decide_gate,
     marginal,
-    marginal_intervals,
+    num_groups,
     repeated_ngram_share,
     tau,
-    tau_interval,
 )
+from mtp_train.acceptance_gate import GateVerdict, Pair, decide_gate
+from mtp_train.acceptance_intervals import marginal_intervals, tau_interval
 from mtp_train.arms import PLAIN, ArmRun, own_text, run_arms
 from mtp_train.cures import graft_command
 from mtp_train.data.pack import collate, full_batches, pack_documents
@@ -37,13 +37,15 @@ from mtp_train.held_out import HELD_OUT, held_out_figures
 from mtp_train.inputs import Inputs
 from mtp_train.measuring import measured_together
 from mtp_train.recipe import Recipe
-from mtp_train.report.schema import ArmResult, Lossless, RunReport
+from mtp_train.report.schema import ArmResult, Lossless, RunCell, RunReport
+from mtp_train.serving import ServedSetting, left_out, served_settings
 from mtp_train.train.dense import DenseMetrics, dense_metrics
 from mtp_train.train.module import Batch
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import Checkpoint
 
 RETRAINED, VANILLA = "retrained", "vanilla"
+NO_DENSE = DenseMetrics([], [], None, [])
 GRAFT_INSTEAD = "The base's own head is not shown to be worse:"
 """What a refusal says before the command that grafts it."""
 
@@ -62,16 +64,36 @@ class MeasuredArms:
     """What the arms of a run did."""
 
     results: dict[str, ArmResult]
-    runs: dict[str, ArmRun]
-    """Those on the run's trunk."""
-    drafted: dict[str, ArmRun]
-    """Those that drafted, vanilla among them."""
+    served: dict[ServedSetting, dict[str, ArmRun]]
+    """By setting, the first one foremost, the arms on the run's trunk."""
+    vanilla: ArmRun | None
+    """The vanilla model with its own head, at the first setting."""
+    cells: tuple[RunCell, ...]
+    """Figures of the arms on the run's trunk at every setting but the first."""
     settings: dict[str, Any]
+
+    @property
+    def plain(self) -> ArmRun:
+        """The run's trunk without drafts, at the first setting."""
+        return next(iter(self.served.values()))[PLAIN]
+
+    @property
+    def drafted(self) -> dict[str, ArmRun]:
+        """Arms that drafted at the first setting, vanilla among them."""
+        first = next(iter(self.served.values()))
+        beside = {} if self.vanilla is None else {VANILLA: self.vanilla}
+        return {arm: run for arm, run in first.items() if arm != PLAIN} | beside
+
+    @property
+    def checked(self) -> list[ArmRun]:
+        """Everything that drafted, at every setting."""
+        _, *further = self.served.values()
+        return [*self.drafted.values(), *(run for runs in further for arm, run in runs.items() if arm != PLAIN)]
 
     @property
     def lossless(self) -> Lossless:
         """All comparisons with plain decoding."""
-        return lossless([*self.drafted.values()])
+        return lossless(self.checked)
 
     @property
     def marginal_ci95(self) -> dict[str, list[Interval | None]]:
@@ -84,20 +106,23 @@ def evaluate_run(
 ) -> Evaluation:
     """Decode, count and judge. The trunk's weights are given up at the end to make room for the vanilla one."""
     measured = measure_arms(recipe, run_dir, inputs, trunk, head_plans(recipe, run_dir, inputs), progress)
-    held_out = held_out_figures(inputs, measured.runs[PLAIN].outputs, training)
+    held_out = held_out_figures(inputs, measured.plain.outputs, training)
     # What was recorded is of heads of the trunk's own kind.
     recorded = recorded_arms(recipe.model.trunk) if recipe.head.kind == "mtp" else {}
     arms = {**measured.results, **recorded}
-    gate = judge(recipe, measured.runs, [*measured.drafted.values()])
+    gate = judge(recipe, measured.served, measured.checked)
     settings = {**measured.settings, HELD_OUT: held_out}
-    report = RunReport(arms=arms, lossless=measured.lossless, gate=gate, settings=settings)
+    report = RunReport(arms=arms, lossless=measured.lossless, gate=gate, settings=settings, cells=measured.cells)
     return Evaluation(report, gate, measured.marginal_ci95)
 
 
 def measure_arms(
     recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, plans: Mapping[str, HeadPlan], progress: Progress
 ) -> MeasuredArms:
-    """Decode and count with every head that is planned, and with the vanilla model where the recipe names it."""
+    """Decode and count with every head that is planned, and with the vanilla model where the recipe names it.
+
+    The arms on the run's trunk decode at every setting of the recipe, the vanilla model at the first one only.
+    """
     drafting = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
     names = {
         PLAIN: None,
@@ -105,23 +130,30 @@ def measure_arms(
         "native": recipe.model.trunk,
         RETRAINED: str(run_dir / "head"),
     }
-    runs, dense = measure(recipe, inputs, trunk, drafting, progress)
+    settings = served_settings(recipe.evaluate, inputs.finetune)
+    first, *further = settings
+    runs, dense = measure(recipe, inputs, trunk, drafting, first, progress)
     results = {
         arm: arm_result(run, recipe.model.trunk, names[arm], dense[arm], runs[PLAIN]) for arm, run in runs.items()
     }
-    drafted = {arm: run for arm, run in runs.items() if arm != PLAIN}
-    settings = evaluation_settings(recipe, inputs, trunk) | {
-        "captured_rounds": sum(run.captured_rounds for run in runs.values()),
+    served = {first: runs}
+    served |= {setting: decode(recipe, inputs, trunk, drafting, setting, progress) for setting in further}
+    cells = tuple(
+        run_cell(recipe, setting, arm, names[arm], served[setting]) for setting in further for arm in served[setting]
+    )
+    told = evaluation_settings(recipe, inputs, trunk, settings) | {
+        "captured_rounds": sum(run.captured_rounds for by_arm in served.values() for run in by_arm.values()),
         "target_entropy_median": dense[PLAIN].median_entropy,
     }
+    vanilla: ArmRun | None = None
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
         dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         trunk.drop_layers()
         trunk.to("meta")
-        results[VANILLA], drafted[VANILLA] = measure_vanilla(
-            recipe, run_dir, inputs, inputs.base, dtype, device, progress
+        results[VANILLA], vanilla = measure_vanilla(
+            recipe, run_dir, inputs, inputs.base, first, dtype, device, progress
         )
-    return MeasuredArms(results, runs, drafted, settings)
+    return MeasuredArms(results, served, vanilla, cells, told)
 
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
@@ -142,20 +174,39 @@ def _drafting(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> HeadDraft
     return HeadDrafting(head, plan.draft_vocab)
 
 
-def measure(
-    recipe: Recipe, inputs: Inputs, trunk: Trunk, drafting: Mapping[str, HeadDrafting], progress: Progress
-) -> tuple[dict[str, ArmRun], dict[str, DenseMetrics]]:
-    """Run every arm on one trunk, then the teacher-forced metrics on the trunk's own outputs."""
-    task = progress.add_task("decoding held-out prompts", total=len(inputs.held_out))
-    runs = run_arms(
+def decode(
+    recipe: Recipe,
+    inputs: Inputs,
+    trunk: Trunk,
+    drafting: Mapping[str, DrafterMaker],
+    setting: ServedSetting,
+    progress: Progress,
+) -> dict[str, ArmRun]:
+    """Run every arm on one trunk at one setting."""
+    task = progress.add_task(f"decoding held-out prompts ({setting.name})", total=len(inputs.held_out))
+    return run_arms(
         trunk,
         drafting,
         inputs.held_out,
         depth=draft_depth(recipe),
+        setting=setting,
         max_new_tokens=recipe.evaluate.max_new_tokens,
         eos_ids=inputs.eos_ids,
+        seed=recipe.seed,
         on_prompt=lambda: progress.advance(task),
     )
+
+
+def measure(
+    recipe: Recipe,
+    inputs: Inputs,
+    trunk: Trunk,
+    drafting: Mapping[str, HeadDrafting],
+    setting: ServedSetting,
+    progress: Progress,
+) -> tuple[dict[str, ArmRun], dict[str, DenseMetrics]]:
+    """Run every arm on one trunk, then the teacher-forced metrics on the trunk's own outputs."""
+    runs = decode(recipe, inputs, trunk, drafting, setting, progress)
     batches = dense_batches(recipe, inputs, runs[PLAIN].outputs, trunk)
     dense: dict[str, DenseMetrics] = {}
     for arm, maker in progress.track(drafting.items(), description="teacher-forced metrics"):
@@ -183,6 +234,22 @@ def dense_batches(recipe: Recipe, inputs: Inputs, outputs: Sequence[tuple[int, .
     ]
 
 
+def run_cell(
+    recipe: Recipe, setting: ServedSetting, arm: str, head_name: str | None, runs: Mapping[str, ArmRun]
+) -> RunCell:
+    """Return what an arm did at a setting; teacher-forced figures are taken at the first setting only."""
+    found = arm_result(runs[arm], recipe.model.trunk, head_name, NO_DENSE, runs[PLAIN])
+    return RunCell(
+        **asdict(replace(found, dense=None, overlap=None)),
+        arm=arm,
+        temperature=setting.temperature,
+        top_p=setting.top_p,
+        top_k=setting.top_k,
+        depth=0 if head_name is None else draft_depth(recipe),
+        rule=setting.rule,
+    )
+
+
 def arm_result(run: ArmRun, trunk_name: str, head_name: str | None, dense: DenseMetrics, plain: ArmRun) -> ArmResult:
     """Bring an arm's counts into the report's form."""
     drafted = head_name is not None
@@ -203,6 +270,7 @@ def arm_result(run: ArmRun, trunk_name: str, head_name: str | None, dense: Dense
         speedup=run.tokens_per_second / base_speed if base_speed else None,
         rounds=sum(count.rounds for count in run.counts),
         prompts=len(run.counts),
+        groups=num_groups(run.counts),
         measured_here=True,
     )
 
@@ -217,6 +285,7 @@ def measure_vanilla(
     run_dir: Path,
     inputs: Inputs,
     base: Checkpoint,
+    setting: ServedSetting,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
@@ -237,7 +306,7 @@ def measure_vanilla(
         offload_layers(trunk, recipe.model.offload, device, run_dir)
     native = _drafting(native_plan(base, recipe.head.convention), base, trunk)
     own = replace(inputs, held_out=inputs.home or inputs.held_out)
-    runs, dense = measure(recipe, own, trunk, {VANILLA: native}, progress)
+    runs, dense = measure(recipe, own, trunk, {VANILLA: native}, setting, progress)
     name = recipe.model.head_from or str(base.path)
     return arm_result(runs[VANILLA], name, name, dense[VANILLA], runs[PLAIN]), runs[VANILLA]
 
@@ -245,28 +314,36 @@ def measure_vanilla(
 def lossless(runs: Sequence[ArmRun]) -> Lossless:
     """Sum the comparisons with plain decoding."""
     return Lossless(
-        checked=sum(len(run.outputs) for run in runs),
+        checked=sum(run.checked for run in runs),
         identical=sum(run.identical for run in runs),
         near_tie_divergences=sum(run.near_ties for run in runs),
     )
 
 
-def judge(recipe: Recipe, runs: Mapping[str, ArmRun], checked: Sequence[ArmRun]) -> GateVerdict:
-    """Apply the gate: a decoder that changed an output, or a head that is not better, may not be exported."""
+def judge(
+    recipe: Recipe, served: Mapping[ServedSetting, Mapping[str, ArmRun]], checked: Sequence[ArmRun]
+) -> GateVerdict:
+    """Apply the gate: a decoder that changed an output, or a head that is not better, may not be exported.
+
+    Args:
+        recipe: Names the baseline and the confidence.
+        served: The arms on the run's trunk, by setting.
+        checked: Everything that drafted.
+    """
     baseline = recipe.gate_baseline
     broken = [prompt for run in checked for prompt in run.divergences]
     if broken:
         return GateVerdict(passed=False, baseline=baseline, delta_tau_ci95=None, reason=changed_output(broken))
-    verdict = decide_gate(runs[RETRAINED].counts, runs[baseline].counts, baseline, recipe.gate.confidence)
+    verdict = decide_gate(pairs(served, baseline), baseline, recipe.gate.confidence)
     if verdict.passed or baseline != "graft" or recipe.model.head_from is None:
         return verdict
     better = graft_command(recipe.model.trunk, recipe.model.head_from)
-    return GateVerdict(
-        passed=False,
-        baseline=baseline,
-        delta_tau_ci95=verdict.delta_tau_ci95,
-        reason=f"{verdict.reason}. {GRAFT_INSTEAD} {better}",
-    )
+    return replace(verdict, reason=f"{verdict.reason}. {GRAFT_INSTEAD} {better}")
+
+
+def pairs(served: Mapping[ServedSetting, Mapping[str, ArmRun]], baseline: str) -> dict[str, Pair]:
+    """Return what the gate compares at each setting."""
+    return {setting.name: (runs[RETRAINED].counts, runs[baseline].counts) for setting, runs in served.items()}
 
 
 def changed_output(prompts: Sequence[str]) -> str:
@@ -277,22 +354,34 @@ def changed_output(prompts: Sequence[str]) -> str:
     )
 
 
-def evaluation_settings(recipe: Recipe, inputs: Inputs, trunk: Trunk) -> dict[str, Any]:
-    """Say how everything was measured; figures of other settings do not compare."""
+def evaluation_settings(
+    recipe: Recipe, inputs: Inputs, trunk: Trunk, settings: Sequence[ServedSetting]
+) -> dict[str, Any]:
+    """Say how everything was measured; figures of other settings do not compare.
+
+    Sampling settings at the top are those of the first setting, which the arms are shown at.
+    """
+    first, ignored = settings[0], left_out(inputs.finetune)
     weight = trunk.lm_head_VD
     on_cuda = weight.device.type == "cuda"
     return {
         "trunk": recipe.model.trunk,
         "head_from": recipe.model.head_from,
-        "temperature": recipe.evaluate.temperature,
-        "draft_sampling": "argmax",
-        "verify_rule": "greedy",
+        "temperature": first.temperature,
+        "top_p": first.top_p,
+        "top_k": first.top_k,
+        "draft_sampling": "sampled" if first.rule == "sampled" else "argmax",
+        "verify_rule": "greedy" if first.rule == "greedy" else "rejection",
+        "judged": [setting.name for setting in settings],
+        **({"not_measured": ignored} if ignored else {}),
         "depth": draft_depth(recipe),
         "batch_size": 1,
         "max_new_tokens": recipe.evaluate.max_new_tokens,
         "prompts": len(inputs.held_out),
         "vanilla_prompts": home_source(recipe.model.head_from) if inputs.home else None,
+        "groups": len({prompt.group for prompt in inputs.held_out}),
         "dtype": str(weight.dtype).removeprefix("torch."),
+        "train_precision": recipe.train.precision,
         "offload": recipe.model.offload,
         "device": torch.cuda.get_device_name(weight.device) if on_cuda else str(weight.device),
         "threads": torch.get_num_threads(),

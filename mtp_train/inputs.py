@@ -35,6 +35,7 @@ from mtp_train.heads.offload import require_offload
 from mtp_train.heads.precision import held_dtype
 from mtp_train.heads.quantization import require_bitsandbytes, require_quantizable
 from mtp_train.recipe import Recipe
+from mtp_train.serving import served_settings
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.weights.adapter import (
     ADAPTER_CONFIG_FILE,
@@ -133,6 +134,8 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     require_arms(recipe, finetune)
     require_rows(recipe)
     require_draft_vocab(recipe, text_config.vocab_size)
+    # Raises where the trunk cannot be measured at the settings it is served with: before training, not after.
+    served_settings(recipe.evaluate, finetune)
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
     train_records, held_out_records = split_records(recipe, progress)
     held_out = evaluation_prompts(recipe, held_out_records, tokenizer)

@@ -28,7 +28,9 @@ class LossTerms(NamedTuple):
     total: Tensor
     """Scalar fp32: sum over depths and rows of ``row_weight * loss``."""
     sum_K: Tensor
-    """fp32, detached: sum of the unweighted loss over each depth's rows whose weight is not 0."""
+    """fp32, detached: sum of the unweighted loss over each depth's counted rows."""
+    count_K: Tensor
+    """fp32: number of each depth's counted rows, those whose weight is not 0 after ``on_policy`` left rows out."""
 
 
 def depth_weights(num_depths: int, decay: float) -> list[float]:
@@ -148,7 +150,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         on_policy: bool,
         rows_in: RowsIn,
         compute_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # Once for all chunks. The matrix may be held in fp32 for a step in bf16, or in bf16 on a CPU that lacks it.
         compute_dtype = compute_dtype or lm_head_VD.dtype
         lm_head_VD = lm_head_VD.to(compute_dtype)
@@ -178,12 +180,13 @@ class _FrozenHeadLoss(torch.autograd.Function):
             loss_KN, slope_KN = chain_losses(loss_KN, row_weight_KN)
         gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)
         ctx.save_for_backward(gradient_KND)
-        sum_K = (loss_KN * (row_weight_KN != 0)).sum(dim=1)
-        ctx.mark_non_differentiable(sum_K)
-        return (row_weight_KN * loss_KN).sum(), sum_K
+        counted_KN = row_weight_KN != 0
+        sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()
+        ctx.mark_non_differentiable(sum_K, count_K)
+        return (row_weight_KN * loss_KN).sum(), sum_K, count_K
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, _grad_sum_K: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_total: Tensor, *_grads_K: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_KND,) = ctx.saved_tensors
         return gradient_KND * grad_total, *[None] * 10
 
@@ -218,7 +221,7 @@ def frozen_head_loss(
         compute_dtype: What logits and their gradients are multiplied in; softmax and losses are in fp32. An output
             matrix held in another dtype is converted once for all rows. None for the matrix's own dtype.
     """
-    total, sum_K = _FrozenHeadLoss.apply(
+    total, sum_K, count_K = _FrozenHeadLoss.apply(
         student_KND,
         teacher_ND.detach(),
         lm_head_VD.detach(),
@@ -231,4 +234,4 @@ def frozen_head_loss(
         rows_in,
         compute_dtype,
     )
-    return LossTerms(total, sum_K)
+    return LossTerms(total, sum_K, count_K)

@@ -117,4 +117,4 @@ def _decode(
 ) -> dict[str, float]:
     decoder = SpeculativeDecoder(trunk, HeadDrafting(head), recipe.head.num_depths, inputs.eos_ids)
     results = decoder.generate(prompts, recipe.evaluate.max_new_tokens)
-    return {"decoded_tau": tau([result.counts(str(number)) for number, result in enumerate(results)])}
+    return {"decoded_tau": tau([result.counts(str(number), str(number)) for number, result in enumerate(results)])}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mtp_train.recipe_hints import Bound
+from mtp_train.recipe_hints import Bound, OneOrMore
 from mtp_train.recipe_sft import SftSection
 from mtp_train.recipe_study import StudySection
 
@@ -19,7 +19,7 @@ Share = Annotated[float, Bound(above=0, below=1)]
 Positive = Annotated[float, Bound(above=0)]
 UpToOne = Annotated[float, Bound(above=0, max=1)]
 Momentum = Annotated[float, Bound(min=0, below=1)]
-GreedyOnly = Annotated[float, Bound(min=0, max=0)]
+Auto = Literal["auto"]
 
 InitKind = Literal["native", "graft", "copy_last_layer", "random"]
 Arm = Literal["none", "graft", "native", "retrained", "vanilla"]
@@ -129,8 +129,7 @@ class RegenerateSpec:
     """Prompts answered side by side by the built-in decoder on each process; null is 16."""
     temperature: Annotated[float, Bound(min=0)] = 1.0
     """0 is greedy. Above 0 every prompt has a seed of its own, made from `seed` and recorded with the response. Sampled
-    responses teach a head to draft for sampling, and for greedy decoding as well as greedy ones do
-    (`inference/benchmarks/objectives.md`)."""
+    responses follow the distribution that sampling serves (`inference/benchmarks/objectives.md` compares)."""
     top_p: UpToOne = 1.0
     """Sample from the fewest tokens whose probabilities reach this sum."""
     top_k: Annotated[int, Bound(min=0)] = 0
@@ -276,8 +275,20 @@ class EvaluateSection:
     """What to compare: no head, the grafted, native or retrained head on the trunk, or `model.head_from` by itself."""
     prompts: Count = 64
     """Held-out prompts each arm decodes."""
-    temperature: GreedyOnly = 0.0
-    """Sampling temperature of the trunk."""
+    temperature: Annotated[tuple[Annotated[float, Bound(min=0)], ...] | Auto, OneOrMore(min=1)] = "auto"
+    """Sampling temperatures of the trunk; 0 is greedy. Each temperature above 0 is combined with every `top_p`, `top_k`
+    and `rule`, and the gate judges every combination. `auto`: 0, and the temperature of the trunk's
+    `generation_config.json` where that samples."""
+    top_p: Annotated[tuple[UpToOne, ...] | Auto, OneOrMore(min=1)] = "auto"
+    """Above temperature 0, sample from the fewest tokens whose probabilities reach this sum. `auto`: as
+    `generation_config.json` has it where that samples, else 1."""
+    top_k: Annotated[tuple[Annotated[int, Bound(min=0)], ...] | Auto, OneOrMore(min=1)] = "auto"
+    """Above temperature 0, sample from the k most probable tokens; 0 from all. `auto`: as `generation_config.json` has
+    it where that samples, else 0."""
+    rule: Annotated[tuple[Literal["argmax", "sampled"], ...] | Auto, OneOrMore(min=1)] = "auto"
+    """How drafts are made and verified above temperature 0: `argmax`, the head's first choice, whose text is compared
+    with plain sampling of the same seed; or `sampled`, drawn from the head's distribution and verified by rejection
+    sampling. `auto`: `argmax`, as most engines do."""
     max_new_tokens: Count = 256
     """Longest response, in tokens."""
     depth: Depth | None = None
@@ -293,7 +304,8 @@ class GateSection:
     baseline: Literal["auto", "graft", "native", "none"] = "auto"
     """The arm it must beat; `auto` takes the best head to be had without training, `none` where there is none."""
     confidence: Annotated[float, Bound(above=0.5, below=1)] = 0.95
-    """Confidence of the interval of the gain in tau that must lie above 0."""
+    """Confidence of the interval of the gain in tau that must lie above 0 at one setting of `evaluate` at least, by
+    Holm's correction over the settings, and may lie below 0 at none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

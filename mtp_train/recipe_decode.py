@@ -14,7 +14,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from types import NoneType
 from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
-from mtp_train.recipe_hints import default_of, describe, dotted, shown, unwrap, walk_fields
+from mtp_train.recipe_hints import AUTO, OneOrMore, default_of, describe, dotted, shown, unwrap, walk_fields
 
 T = TypeVar("T")
 
@@ -90,9 +90,12 @@ class Decoder:
         self._reject(spot, shown(value), describe(hint), f"Did you mean {near[0]}?" if near else None)
         return None
 
-    def _items(self, hint: Any, value: object, spot: _Spot) -> tuple[object, ...] | None:
+    def _items(self, hint: Any, value: object, spot: _Spot) -> object:
         inner, _, bound = unwrap(hint)
         hints = get_args(inner)
+        if isinstance(bound, OneOrMore) and not isinstance(value, list | tuple):
+            item = value if value == AUTO else self._value(hints[0], value, spot)
+            return item if item is None or item == AUTO else (item,)
         if not isinstance(value, list | tuple):
             holds_sections = is_dataclass(unwrap(hints[0])[0])
             cure = f"Write {spot.path}: [{value}]." if isinstance(value, str) and not holds_sections else None

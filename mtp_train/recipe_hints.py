@@ -28,8 +28,6 @@ class Bound:
 
     def describe(self) -> str:
         """Return the limits in words, to follow ``a number``."""
-        if self.min is not None and self.min == self.max:
-            return f"equal to {self.min:g}, the one choice there is"
         if self.min is not None and self.max is not None:
             return f"from {self.min:.10g} to {self.max:.10g}"
         words = [
@@ -43,6 +41,14 @@ class Bound:
             if limit is not None
         ]
         return " and ".join(words)
+
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneOrMore(Bound):
+    """Limit the number of items of a list that may also be written as one item, or as ``auto``."""
 
 
 def walk_fields(cls: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
@@ -75,8 +81,10 @@ def unwrap(hint: Any) -> tuple[Any, bool, Bound | None]:
         if get_origin(hint) is Annotated:
             hint, bound = get_args(hint)
         else:
-            is_optional = True
-            (hint,) = [argument for argument in get_args(hint) if argument is not NoneType]
+            is_optional = is_optional or NoneType in get_args(hint)
+            inner = [argument for argument in get_args(hint) if argument is not NoneType]
+            # The word of a OneOrMore stands beside its list.
+            (hint,) = [argument for argument in inner if get_origin(argument) is not Literal] or inner
     return hint, is_optional, bound
 
 
@@ -90,7 +98,9 @@ def describe(hint: Any) -> str:
         words = "a section"
     elif get_origin(inner) is tuple:
         items = get_args(inner)
-        if items[-1] is not Ellipsis:
+        if isinstance(bound, OneOrMore):
+            words = f"{AUTO}, {describe(items[0])}, or a list of such"
+        elif items[-1] is not Ellipsis:
             words = f"a list of {len(items)} items, each {describe(items[0])}"
         else:
             least = f"{bound.min:g} or more items" if bound is not None and bound.min else "items"

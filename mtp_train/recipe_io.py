@@ -16,6 +16,7 @@ from mtp_train.errors import RecipeError
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_decode import Decoder
 from mtp_train.recipe_docs import field_reference
+from mtp_train.recipe_hints import AUTO
 from mtp_train.recipe_rules import contradictions
 from mtp_train.recipe_yaml import apply_override, dump_yaml, parse_yaml
 
@@ -76,10 +77,17 @@ def _decode(data: object, overrides: Sequence[str], problems: list[str]) -> Reci
 def _plain(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as YAML and JSON know it: sections as dictionaries, tuples as lists."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
+    # Reads as it did before there were sections and settings that are left out: run directories of then go on.
     for section in ("study", "sft"):
         if plain[section] is None:
-            # Reads as it did before there were any: run directories of then go on.
             del plain[section]
+    evaluate = plain["evaluate"]
+    for name in ("top_p", "top_k", "rule"):
+        if evaluate[name] == AUTO:
+            del evaluate[name]
+    match evaluate["temperature"]:
+        case [one]:
+            evaluate["temperature"] = one
     return plain
 
 

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mtp_train.recipe import Recipe
+from mtp_train.recipe_hints import AUTO, shown
 from mtp_train.recipe_rules_kinds import KIND_RULES
 from mtp_train.recipe_rules_sft import SFT_RULES
 
 Check = Callable[[Recipe], Iterator[str]]
+MIN_TEMPERATURE = 1e-3
+"""Lowest temperature above 0 that the decoder samples at (``mtp_inference.sampling``)."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,29 @@ def _sources_can_be_answered(recipe: Recipe) -> Iterator[str]:
             yield (
                 f"data.sources.{index}.format: 'text' while data.regenerate is on; expected records with a prompt to "
                 "answer. Write data.regenerate: null, or use chats or prompt and response records."
+            )
+
+
+@_reads("evaluate.temperature", "evaluate.top_p", "evaluate.top_k", "evaluate.rule")
+def _settings_are_used(recipe: Recipe) -> Iterator[str]:
+    evaluate = recipe.evaluate
+    filters: dict[str, object] = {"top_p": evaluate.top_p, "top_k": evaluate.top_k, "rule": evaluate.rule}
+    for name, values in {"temperature": evaluate.temperature, **filters}.items():
+        if isinstance(values, tuple) and len(set(values)) < len(values):
+            yield f"evaluate.{name}: one of {list(values)} twice; expected each once. Remove the others."
+    temperatures = () if isinstance(evaluate.temperature, str) else evaluate.temperature
+    if temperatures and not any(temperatures):
+        for name, values in filters.items():
+            if values != AUTO:
+                yield (
+                    f"evaluate.{name}: {shown(values)} with evaluate.temperature: 0, which takes the most probable "
+                    "token whatever it says; expected auto. Leave it out, or add a temperature above 0."
+                )
+    for value in temperatures:
+        if 0.0 < value < MIN_TEMPERATURE:
+            yield (
+                f"evaluate.temperature: {value:g}; expected 0 or a number from {MIN_TEMPERATURE:g}. Write 0 for greedy "
+                "decoding."
             )
 
 

@@ -7,9 +7,10 @@ Texts are ``corpus``, the sources' own responses, and ``self``, the trunk's resp
 ``exact``, ``fastmtp`` and ``on_policy`` (exact, without what comes after a wrong draft). Everything else is the
 recipe's, the same for all: steps, learning rate, held-out prompts. A seed is another order of the training text.
 
-Acceptance is measured in decoding: greedily, and at temperature 1 with sampled drafts and rejection. Intervals are
-bootstrapped over prompts, of which each brings the rounds of all seeds; what the seeds spread is printed beside them.
-Heads and counts stay in the directory: a run that was cut off goes on.
+Acceptance is measured in decoding: greedily, and at temperature 1 with sampled drafts and rejection. Intervals of tau
+are over groups of prompts, of which each brings the rounds of all seeds. Those of a gain are over groups and seeds; a
+gain is marked as real where it survives Holm's correction over all gains. Heads and counts stay in the directory: a run
+that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from rich.table import Table
 
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
 from mtp_inference.sampling import Sampling
-from mtp_train.acceptance import Interval, PromptCounts, delta_tau_interval, tau, tau_interval
+from mtp_train.acceptance import Interval, PromptCounts, num_groups, paired, tau
+from mtp_train.acceptance_intervals import holm, tau_difference, tau_interval
 from mtp_train.data.records import Record
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.heads.attach import artifact_plan, build_head
@@ -46,6 +48,7 @@ from mtp_train.train.launch import make_accelerator
 from mtp_train.training import train_stage
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.writing import write_json
+from recorded_ablation import LEVEL, over_seeds, p_value, together
 
 LOSSES = ("ce", "kl", "reverse_kl", "tv", "lk", "e2e_tv")
 TEXTS = ("corpus", "self")
@@ -125,7 +128,8 @@ class Bench:
             for number, prompt in enumerate(self.inputs.held_out)
         ]
         results = decoder.generate(requests)
-        return [result.counts(prompt.id) for result, prompt in zip(results, self.inputs.held_out, strict=True)]
+        pairs = zip(results, self.inputs.held_out, strict=True)
+        return [result.counts(prompt.id, prompt.group) for result, prompt in pairs]
 
 
 def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
@@ -150,8 +154,8 @@ def _of(records: Sequence[Record], ids: set[str]) -> list[Record]:
 
 
 def stored(path: Path, measure: Callable[[], Counts]) -> Counts:
-    """Read counts, or measure and write them."""
-    if not path.exists():
+    """Read counts, or measure and write them; those of an earlier version, without groups, are measured again."""
+    if not path.exists() or '"group"' not in path.read_text(encoding="utf-8"):
         found = {str(temperature): [asdict(count) for count in counts] for temperature, counts in measure().items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found)
@@ -174,6 +178,7 @@ def pooled(seeds: Sequence[Sequence[PromptCounts]]) -> list[PromptCounts]:
             accepted_per_pos=tuple(map(sum, zip(*(one.accepted_per_pos for one in same), strict=True))),
             new_tokens=sum(one.new_tokens for one in same),
             seconds=None,
+            group=same[0].group,
         )
         for same in zip(*seeds, strict=True)
     ]
@@ -191,7 +196,13 @@ class Row:
     gain: float
     """tau less that of the reference."""
     gain_ci95: Interval | None
+    """Over groups and seeds; None with one of either."""
     gain_of_seeds: list[float]
+    groups: int
+    p_value: float | None
+    """Two-sided, of no gain, before the correction; None for the reference itself."""
+    survives: bool = False
+    """Whether the gain is real at 5 % over all gains of the ablation (Holm)."""
 
 
 def rows_of(found: dict[Cell, list[Counts]], reference: Cell) -> list[Row]:
@@ -203,6 +214,9 @@ def rows_of(found: dict[Cell, list[Counts]], reference: Cell) -> list[Row]:
         for cell, seeds in found.items():
             own_seeds = [counts[temperature] for counts in seeds]
             own = pooled(own_seeds)
+            gain_of_seeds = [tau(a) - tau(b) for a, b in zip(own_seeds, base_seeds, strict=True)]
+            difference = tau_difference(own, paired(own, base))
+            spread = None if difference.spread is None else together(difference.spread, over_seeds(gain_of_seeds))
             rows.append(
                 Row(
                     cell=cell.name,
@@ -211,17 +225,31 @@ def rows_of(found: dict[Cell, list[Counts]], reference: Cell) -> list[Row]:
                     tau_ci95=tau_interval(own),
                     tau_of_seeds=[tau(one) for one in own_seeds],
                     gain=tau(own) - tau(base),
-                    gain_ci95=delta_tau_interval(own, base),
-                    gain_of_seeds=[tau(a) - tau(b) for a, b in zip(own_seeds, base_seeds, strict=True)],
+                    gain_ci95=None if spread is None else spread.interval(difference.value, LEVEL),
+                    gain_of_seeds=gain_of_seeds,
+                    groups=num_groups(own),
+                    p_value=None if cell == reference else p_value(difference.value, spread),
                 )
             )
-    return rows
+    survives = holm([row.p_value for row in rows], LEVEL)
+    return [replace(row, survives=fell) for row, fell in zip(rows, survives, strict=True)]
 
 
 def table_of(rows: Sequence[Row], temperature: float, reference: Cell, graft: float) -> Table:
     """Show one temperature, the best first."""
     table = Table(title=f"temperature {temperature:g}; the head to begin with: tau {graft:.2f}")
-    for heading in ("text", "unroll", "loss", "tau", "95 %", "seeds", f"gain over {reference.name}", "95 %", "seeds"):
+    for heading in (
+        "text",
+        "unroll",
+        "loss",
+        "tau",
+        "95 %",
+        "seeds",
+        f"gain over {reference.name}",
+        "95 %",
+        "seeds",
+        "real",
+    ):
         table.add_column(heading)
     for row in sorted((row for row in rows if row.temperature == temperature), key=lambda row: -row.tau):
         table.add_row(
@@ -232,6 +260,7 @@ def table_of(rows: Sequence[Row], temperature: float, reference: Cell, graft: fl
             f"{row.gain:+.3f}",
             _span(row.gain_ci95, "+.3f"),
             _span((min(row.gain_of_seeds), max(row.gain_of_seeds)), "+.3f"),
+            "yes" if row.survives else "no",
         )
     return table
 
@@ -286,6 +315,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "reference": cells[0].name,
         "seeds": arguments.seeds,
         "prompts": len(bench.inputs.held_out),
+        "groups": {prompt.id: prompt.group for prompt in bench.inputs.held_out},
+        # Of every cell, temperature and seed: rounds and accepted drafts by prompt, for other statistics later.
+        "counts": {
+            cell.name: {
+                f"{temperature:g}": [
+                    [(one.rounds, one.num_accepted_tokens) for one in counts[temperature]] for counts in seeds
+                ]
+                for temperature in TEMPERATURES
+            }
+            for cell, seeds in found.items()
+        },
         "targets": {
             name: sum(int(document.loss_mask.sum()) for document in text) for name, text in bench.texts.items()
         },

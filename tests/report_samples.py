@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+from mtp_train.acceptance_gate import GateSetting
 from mtp_train.report import ArmResult, GateResult, Lossless, RunReport
+from mtp_train.report.schema import RunCell
 
 PLAIN = ArmResult(
     trunk="models/finetune",
@@ -22,6 +24,7 @@ PLAIN = ArmResult(
     speedup=1.0,
     rounds=None,
     prompts=48,
+    groups=12,
     measured_here=True,
 )
 RETRAINED = replace(
@@ -41,13 +44,46 @@ RETRAINED = replace(
 GRAFT = replace(RETRAINED, head="models/base", tau=1.33, tau_ci95=(1.29, 1.37), marginal=(0.24, 0.07), speedup=0.97)
 VANILLA = replace(RETRAINED, trunk="models/base", head="models/base", tau=2.41, target_entropy=1.21, speedup=1.58)
 CEILING = replace(RETRAINED, tau=3.58, measured_here=False, tokens_per_second=None, speedup=None)
-PASSED = GateResult(
-    passed=True, baseline="graft", delta_tau_ci95=(2.04, 2.18), reason="tau 3.44 against 1.33: the gain lies above 0"
+GREEDY = GateSetting(
+    setting="greedy",
+    tau=3.44,
+    baseline_tau=1.33,
+    delta_tau_ci95=(2.04, 2.18),
+    verdict="above",
+    detectable_gain=0.11,
+    prompts=48,
+    groups=12,
 )
+SERVED = replace(
+    GREEDY,
+    setting="temperature 0.6, top-p 0.95, argmax drafts",
+    tau=3.1,
+    baseline_tau=1.3,
+    delta_tau_ci95=(1.71, 1.9),
+    detectable_gain=0.16,
+)
+PASSED = GateResult(
+    passed=True,
+    baseline="graft",
+    delta_tau_ci95=(2.04, 2.18),
+    reason="tau 3.44 against 1.33: the gain lies above 0",
+    groups=12,
+    detectable_gain=0.11,
+    settings=(GREEDY, SERVED),
+)
+
+
+def served_cell(name: str, arm: ArmResult, tau: float) -> RunCell:
+    """Return an arm at the second setting."""
+    found = asdict(replace(arm, tau=tau, dense=None, overlap=None))
+    return RunCell(**found, arm=name, temperature=0.6, top_p=0.95, depth=3 if arm.head else 0, rule="argmax")
+
+
 SAMPLE = RunReport(
     arms={"none": PLAIN, "graft": GRAFT, "retrained": RETRAINED, "vanilla": VANILLA, "ceiling": CEILING},
     lossless=Lossless(checked=48, identical=48, near_tie_divergences=0),
     gate=PASSED,
     settings={"temperature": 0.0, "verify_rule": "greedy", "depth": 3, "device": {"name": "cpu", "threads": 2}},
+    cells=(served_cell("none", PLAIN, 1.0), served_cell("graft", GRAFT, 1.3), served_cell("retrained", RETRAINED, 3.1)),
 )
 EMPTY = RunReport(arms={}, lossless=None, gate=None, settings={})

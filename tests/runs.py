@@ -33,7 +33,7 @@ def write_inputs(directory: Path, family_name: str = "qwen3_5", num_records: int
                 {"role": "user", "content": f"say {number % 5}"},
                 {"role": "assistant", "content": f"{number} " * (3 + number % 4)},
             ]
-            file.write(json.dumps({"messages": messages, "group": f"g{number % 8}"}) + "\n")
+            file.write(json.dumps({"messages": messages, "group": f"g{number % 16}"}) + "\n")
     return directory
 
 

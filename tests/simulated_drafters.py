@@ -40,12 +40,14 @@ def rounds_by_accepted(
     return rng.multinomial(np.ceil(length_SP / committed_SP).astype(int), share_SPK1)
 
 
-def counts_of(rounds_PK1: Ints) -> list[PromptCounts]:
-    """Return what acceptance is computed from, one for each prompt."""
+def counts_of(rounds_PK1: Ints, groups: Sequence[str] = ()) -> list[PromptCounts]:
+    """Return what acceptance is computed from, one for each prompt; without groups each is one of its own."""
     reached_PK1 = rounds_PK1[:, ::-1].cumsum(axis=1)[:, ::-1]
     return [
-        PromptCounts(f"p{number}", rounds, DEPTH * rounds, tuple(accepted), 0, None)
-        for number, (rounds, *accepted) in enumerate(reached_PK1.tolist())
+        PromptCounts(f"p{number}", rounds, DEPTH * rounds, tuple(accepted), 0, None, group or f"p{number}")
+        for number, ((rounds, *accepted), group) in enumerate(
+            zip(reached_PK1.tolist(), groups or [""] * len(reached_PK1), strict=True)
+        )
     ]
 
 
@@ -64,6 +66,7 @@ def decoded(
     prompt_id: str = "p0",
     task: str = "one",
     *,
+    group: str | None = None,
     drafted: Sequence[int] | None = None,
     num_tokens: int | None = None,
     seconds: tuple[float, float] = (0.5, 2.0),
@@ -72,6 +75,7 @@ def decoded(
     num_tokens = 1 + len(accepted) + sum(accepted) if num_tokens is None else num_tokens
     return Decoded(
         prompt_id=prompt_id,
+        group=prompt_id if group is None else group,
         task=task,
         prompt_tokens=10,
         token_ids=tuple(range(num_tokens)),
@@ -88,6 +92,7 @@ def dense_of(entropies: Sequence[Floats], overlaps: Sequence[Floats], tasks: Seq
     overlap_1N = np.concatenate(overlaps)[None].astype(np.float32)
     return DenseRows(
         prompt_ids=np.array([f"p{index}" for index in range(len(entropies))]),
+        groups=np.array([f"p{index}" for index in range(len(entropies))]),
         tasks=np.array([tasks[index % len(tasks)] for index in range(len(entropies))]),
         prompt_N=np.repeat(np.arange(len(entropies)), [len(one) for one in entropies]),
         entropy_N=np.concatenate(entropies).astype(np.float32),

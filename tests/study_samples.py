@@ -76,6 +76,7 @@ def make_cell(arm: str, task: str, setting: Setting) -> Cell:
         speedup=tau / needed,
         rounds=rounds,
         prompts=prompts,
+        groups=prompts // 2,
         measured_here=True,
     )
 
@@ -112,6 +113,7 @@ def make_comparisons(
                         rule=setting.rule,
                         delta_tau=delta,
                         delta_tau_ci95=(delta - 0.18, delta + 0.17),
+                        groups=24 if task == ALL_TASKS else 8,
                         p_value=0.0002 if graft else 0.004,
                         differs=graft or task == ALL_TASKS,
                         same_trunk=TRUNKS[first] == TRUNKS[second],
@@ -151,6 +153,7 @@ STUDY = StudyReport(
             stop=2 * start or 16,
             tau=1 + 2 * rate + start / 400,
             tau_ci95=(0.9 + 2 * rate, 1.15 + 2 * rate + start / 400),
+            groups=20,
             rounds=300,
         )
         for arm, rate in RATES.items()
@@ -164,6 +167,7 @@ STUDY = StudyReport(
             high_nats=high,
             overlap=rate + 0.15 - 0.2 * low,
             overlap_ci95=(rate + 0.12 - 0.2 * low, rate + 0.18 - 0.2 * low),
+            groups=18,
             share=0.25,
         )
         for arm, rate in RATES.items()
@@ -222,6 +226,7 @@ STUDY = StudyReport(
             trunk_change=step / 5000,
             tau=2.4 - step / 120,
             tau_ci95=(2.3 - step / 120, 2.5 - step / 120),
+            groups=24,
             overlap=0.6 - step / 400,
             target_entropy=1.2 - step / 200,
         )

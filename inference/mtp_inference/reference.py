@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -112,7 +112,8 @@ def compare_sampled(
     """Say the same of a sampled text whose drafts were matched with the trunk's own draws (``verify.py``).
 
     With one seed it is plain sampling's text. Where they part, one uniform number picked two neighbouring tokens of the
-    distribution: a near tie if it lies at the edge of both.
+    distribution: a near tie if it lies at the edge of both. Rounding may also decide which token is the last that top-p
+    or top-k keeps, and each text may have met its own side of that edge.
 
     Args:
         tokens: New tokens of the decoder under test.
@@ -129,12 +130,39 @@ def compare_sampled(
         return Comparison("divergence", position)
     prefix = [*prompt_ids, *plain_tokens[:position]]
     logits_V = _logits_after(trunk, prefix)
+    draws = [_draw(*one, len(prefix)) for one in _near_filters(logits_V, sampling, near_tie_gap)]
+    gap = max(
+        min(_distance(number, sums_V, token) for number, sums_V in draws)
+        for token in (tokens[position], plain_tokens[position])
+    )
+    return Comparison("near_tie" if gap < near_tie_gap else "divergence", position, gap)
+
+
+def _draw(logits_V: Tensor, sampling: Sampling, position: int) -> tuple[float, Tensor]:
+    """Return the number that picks the token at a position, and the cumulative distribution that it picks from."""
     rows = SamplingRows.stack([sampling], logits_V.device)
     sums_V = probabilities(logits_V[None, None], rows)[0, 0].double().cumsum(-1)
-    place_11 = torch.tensor([[len(prefix)]], device=logits_V.device)
-    number = float(uniform(rows.seed_B, place_11, TOKEN)) * float(sums_V[-1])
-    gap = max(_distance(number, sums_V, token) for token in (tokens[position], plain_tokens[position]))
-    return Comparison("near_tie" if gap < near_tie_gap else "divergence", position, gap)
+    place_11 = torch.tensor([[position]], device=logits_V.device)
+    return float(uniform(rows.seed_B, place_11, TOKEN)) * float(sums_V[-1]), sums_V
+
+
+def _near_filters(logits_V: Tensor, sampling: Sampling, near_tie_gap: float) -> list[tuple[Tensor, Sampling]]:
+    """Return logits and settings, and those that filters could have met by rounding instead.
+
+    top-p reaches its sum a little earlier or later. Where the last token that top-k keeps and the next one are as good
+    as equal, top-k keeps the other one, or both.
+    """
+    top_ps = [sampling.top_p]
+    if sampling.top_p < 1.0:
+        top_ps += [max(sampling.top_p - near_tie_gap, 1e-6), min(sampling.top_p + near_tie_gap, 1.0)]
+    kept = [(logits_V, sampling.top_k)]
+    if 0 < sampling.top_k < len(logits_V):
+        p_V, order_V = (logits_V / sampling.temperature).softmax(-1).sort(descending=True)
+        last = slice(sampling.top_k - 1, sampling.top_k + 1)
+        if float(p_V[last][0] - p_V[last][1]) < near_tie_gap:
+            swapped_V = logits_V.index_copy(0, order_V[last], logits_V[order_V[last].flip(0)])
+            kept += [(swapped_V, sampling.top_k), (logits_V, sampling.top_k + 1)]
+    return [(logits, replace(sampling, top_p=top_p, top_k=top_k)) for top_p in top_ps for logits, top_k in kept]
 
 
 def _distance(number: float, sums_V: Tensor, token: int) -> float:

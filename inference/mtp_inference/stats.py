@@ -52,8 +52,14 @@ class GenerationResult:
         """Accepted drafts, bonus tokens excluded."""
         return sum(self.accepted_per_pos)
 
-    def counts(self, prompt_id: str) -> PromptCounts:
-        """Return what the statistics pool over prompts; its ``seconds`` are prefill and rounds together."""
+    def counts(self, prompt_id: str, group: str) -> PromptCounts:
+        """Return what the statistics pool over prompts; its ``seconds`` are prefill and rounds together.
+
+        Args:
+            prompt_id: Name of the prompt, the same for every arm.
+            group: What the prompt is held out with. Intervals leave out whole groups; a prompt of which nothing else is
+                known is a group of its own.
+        """
         return PromptCounts(
             prompt_id=prompt_id,
             rounds=self.rounds,
@@ -61,6 +67,7 @@ class GenerationResult:
             accepted_per_pos=self.accepted_per_pos,
             new_tokens=len(self.token_ids),
             seconds=self.seconds_prefill + self.seconds_decode,
+            group=group,
         )
 
 

@@ -1,6 +1,7 @@
 """The fields of a study's ``report.json``: those of a run's report, and what a grid of settings adds to them.
 
-A figure without a meaning is None here and null in the file. Every interval is a 95 % interval over prompts.
+A figure without a meaning is None here and null in the file. Every interval is a 95 % interval over groups of
+prompts.
 """
 
 from __future__ import annotations
@@ -12,26 +13,20 @@ from typing import Any
 
 from mtp_train.acceptance import Interval
 from mtp_train.errors import DataError
-from mtp_train.report.schema import ArmResult, RunReport, build, read_report
+from mtp_train.report.schema import RunCell, RunReport, build, read_report
 
 ALL_TASKS = "all"
 """The task of a cell that pools all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell(ArmResult):
+class Cell(RunCell):
     """One arm at one point of the grid."""
 
-    arm: str
     task: str
     """:data:`ALL_TASKS` for all together."""
-    temperature: float
     context_tokens: int | None
     """None: prompts as they are."""
-    depth: int
-    rule: str
-    """``none``, ``greedy``, ``argmax`` or ``sampled`` (``mtp_train.study.records.Rule``); ``served``: that of a server,
-    which does not tell."""
     tau_macro: float | None
     """Mean over prompts of each prompt's own tau; ``tau`` pools rounds, so that long texts weigh more."""
     accepted_histogram: tuple[int, ...] | None
@@ -55,7 +50,7 @@ class Cell(ArmResult):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmComparison:
-    """Two arms at one point of the grid, paired by prompt."""
+    """Two arms at one point of the grid, paired by prompt, with intervals over groups of prompts."""
 
     first: str
     second: str
@@ -67,6 +62,8 @@ class ArmComparison:
     delta_tau: float
     """tau(first) - tau(second)."""
     delta_tau_ci95: Interval | None
+    groups: int
+    """Groups of prompts that the intervals leave out one at a time."""
     p_value: float | None
     """Two-sided, of no difference; before the correction for many comparisons."""
     differs: bool
@@ -111,6 +108,8 @@ class PositionBin:
     """Behind the last."""
     tau: float
     tau_ci95: Interval | None
+    groups: int
+    """Groups whose outputs reach it."""
     rounds: int
     """Rounds that began there."""
 
@@ -126,6 +125,8 @@ class EntropyBin:
     """None: no limit."""
     overlap: float | None
     overlap_ci95: Interval | None
+    groups: int
+    """Groups that have such positions."""
     share: float
     """Of the arm's positions."""
 
@@ -208,6 +209,8 @@ class DriftPoint:
     """Relative change of the trunk's weights, ``|W - W0| / |W0|``."""
     tau: float
     tau_ci95: Interval | None
+    groups: int | None
+    """Groups of the prompts."""
     overlap: float | None
     target_entropy: float | None
 

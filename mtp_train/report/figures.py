@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_train.acceptance import Interval
 from mtp_train.report.schema import ArmResult, RunReport
-from mtp_train.report.wording import ArmGroups, group_arms
+from mtp_train.report.wording import ArmGroups, group_arms, over_groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,7 +102,8 @@ def render_figures(report: RunReport, marginal_ci95: MarginalIntervals) -> list[
     with_speed = [d for d in drawn if d.arm.speedup is not None]
     figures = []
     if with_tau:
-        caption = "Tokens committed per round (tau), with 95 % intervals over prompts. 1 is plain decoding."
+        over = over_groups(d.arm for d in with_tau if d.arm.tau_ci95)
+        caption = f"Tokens committed per round (tau), with 95 % intervals over {over}. 1 is plain decoding."
         figures.append(FigureFile(FIGURE_STEMS[0], caption, tau_figure(with_tau)))
     if with_shares:
         caption = "Share of rounds that accepted the draft at each position (marginal acceptance)."

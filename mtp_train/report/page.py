@@ -8,22 +8,26 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from mtp_train.acceptance_gate import setting_name
 from mtp_train.report.figures import FigureFile
 from mtp_train.report.schema import ArmResult, RunReport
 from mtp_train.report.template import PAGE, STYLE
 from mtp_train.report.wording import (
     COLUMNS,
+    GATE_COLUMNS,
     GLOSSARY,
     apart_sentence,
     arm_cells,
     capitalised,
     flatten,
     format_number,
+    gate_rows,
     group_arms,
     headline,
     held_out_sentence,
     key_figures,
     lossless_sentence,
+    power_sentence,
     recorded_sentence,
 )
 
@@ -42,11 +46,24 @@ def render_page(report: RunReport, figures: Sequence[FigureFile], provenance: Ma
         "recorded_sentence": recorded_sentence(groups),
         "held_out_sentence": held_out_sentence(report.settings),
         "figures": embedded(figures),
+        "served": served_groups(report),
         "gate": report.gate,
+        "gate_columns": GATE_COLUMNS,
+        "gate_rows": gate_rows(report.gate),
+        "power": power_sentence(report.gate),
         "gate_reason": capitalised(report.gate.reason) if report.gate else "",
         "glossary": GLOSSARY,
     }
     return fill(PAGE, STYLE, shared_values(report, trunk, provenance) | values)
+
+
+def served_groups(report: RunReport) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Return (setting, arms as the template takes them) of every setting but the first."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for cell in report.cells:
+        name = setting_name(cell.temperature, cell.top_p, cell.top_k, cell.rule)
+        found.setdefault(name, []).extend(arm_rows({cell.arm: cell}, "", focus="retrained"))
+    return list(found.items())
 
 
 def fill(template: str, style: str, values: Mapping[str, Any]) -> str:

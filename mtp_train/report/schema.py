@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from mtp_train.acceptance import GateVerdict, Interval
+from mtp_train.acceptance import Interval
+from mtp_train.acceptance_gate import GateSetting, GateVerdict
 from mtp_train.errors import DataError
 
 # The gate's verdict goes into the report as it was reached.
@@ -33,7 +34,7 @@ class ArmResult:
     tau: float | None
     """Mean tokens committed per round, bonus token included."""
     tau_ci95: Interval | None
-    """95 % interval of tau over prompts."""
+    """95 % interval of tau over groups of prompts."""
     acceptance_rate: float | None
     """Accepted over drafted tokens."""
     marginal: tuple[float, ...] | None
@@ -56,6 +57,8 @@ class ArmResult:
     """Decoding rounds, all prompts together."""
     prompts: int | None
     """Prompts decoded."""
+    groups: int | None = None
+    """Groups that the prompts belong to: what :attr:`tau_ci95` leaves out one at a time. None where nobody noted it."""
     measured_here: bool
     """False for a figure recorded elsewhere and shown for comparison."""
 
@@ -63,6 +66,21 @@ class ArmResult:
     def from_json(cls, raw: object, where: str) -> ArmResult:
         """Read one arm, as stored in a report or recorded beside one; ``where`` opens the error messages."""
         return build(cls, raw, where)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunCell(ArmResult):
+    """One arm at one setting."""
+
+    arm: str
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    depth: int
+    """Drafts a round."""
+    rule: str
+    """``greedy``, ``argmax`` or ``sampled`` (``mtp_train.study.records.Rule``); in a study ``none`` for plain decoding,
+    and ``served`` for the rule of a server, which does not tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +112,8 @@ class RunReport:
     """None where nothing was to be judged."""
     settings: Mapping[str, Any]
     """How it was measured: temperature, draft sampling, verify rule, depth, dtype, device, ..."""
+    cells: tuple[RunCell, ...] = ()
+    """What the arms did at further settings; :attr:`arms` has the first one's."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values; a number that is not finite becomes None."""
@@ -102,7 +122,11 @@ class RunReport:
     @classmethod
     def from_json(cls, raw: object, where: str) -> RunReport:
         """Read a report back; ``where`` opens the error messages."""
-        return cls(**cls._shared(_require_keys(raw, {f.name for f in fields(cls)}, where), where))
+        found = _require_fields(raw, cls, where)
+        cells = tuple(
+            build(RunCell, cell, f"{where}: cells.{number}") for number, cell in enumerate(found.get("cells", ()))
+        )
+        return cls(**cls._shared(found, where), cells=cells)
 
     @staticmethod
     def _shared(report: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -112,7 +136,7 @@ class RunReport:
         return {
             "arms": {name: ArmResult.from_json(arm, f"{where}: arms.{name}") for name, arm in arms.items()},
             "lossless": None if lossless is None else build(Lossless, lossless, f"{where}: lossless"),
-            "gate": None if gate is None else build(GateVerdict, gate, f"{where}: gate"),
+            "gate": None if gate is None else _gate(gate, f"{where}: gate"),
             "settings": _require_mapping(report["settings"], f"{where}: settings"),
         }
 
@@ -154,9 +178,21 @@ def _require_mapping(raw: object, where: str) -> dict[str, Any]:
     return raw
 
 
-def _require_keys(raw: object, names: set[str], where: str) -> dict[str, Any]:
+def _gate(raw: object, where: str) -> GateVerdict:
     found = _require_mapping(raw, where)
-    odd = sorted(names ^ found.keys())
+    settings = [
+        build(GateSetting, setting, f"{where}.settings.{number}")
+        for number, setting in enumerate(found.get("settings", ()))
+    ]
+    return replace(build(GateVerdict, {**found, "settings": []}, where), settings=tuple(settings))
+
+
+def _require_fields(raw: object, record: Any, where: str) -> dict[str, Any]:
+    """Return an object that has the fields of a dataclass; those with a default may be missing, as in older files."""
+    found = _require_mapping(raw, where)
+    names = {field.name for field in fields(record)}
+    needed = {field.name for field in fields(record) if field.default is MISSING}
+    odd = sorted((needed - found.keys()) | (found.keys() - names))
     if odd:
         raise DataError(
             f"{where}: fields missing or unknown: {', '.join(odd)}; expected exactly {', '.join(sorted(names))}. "
@@ -166,8 +202,8 @@ def _require_keys(raw: object, names: set[str], where: str) -> dict[str, Any]:
 
 
 def build(record: type[Record], raw: object, where: str) -> Record:
-    """Make a dataclass of a JSON object that has exactly its fields; lists become tuples, at any depth."""
-    found = _require_keys(raw, {f.name for f in fields(cast(Any, record))}, where)
+    """Make a dataclass of a JSON object that has its fields and no others; lists become tuples, at any depth."""
+    found = _require_fields(raw, record, where)
     make: Callable[..., Record] = record
     return make(**{key: _frozen(value) for key, value in found.items()})
 

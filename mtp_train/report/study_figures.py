@@ -29,7 +29,7 @@ from mtp_train.report.figures import (
     write_value,
 )
 from mtp_train.report.study_slices import Slices, slice_report
-from mtp_train.report.wording import format_number, format_seconds, format_speedup
+from mtp_train.report.wording import format_number, format_seconds, format_speedup, over_groups
 from mtp_train.study.records import Setting
 
 FIGURE_STEM = re.compile(r"(tau|marginal_acceptance|depth|context|output_position|entropy|costs|drift|tasks_\d+)")
@@ -45,10 +45,12 @@ def render_study_figures(report: StudyReport) -> list[FigureFile]:
     drawn = [Drawn(arm, "", looks[arm], cell) for arm, cell in slices.pooled().items() if cell.tau is not None]
     figures = []
     if len(drawn) > 1:
-        caption = "Tokens committed per round (tau), with 95 % intervals over prompts. 1 is plain decoding."
+        over = over_groups(d.arm for d in drawn)
+        caption = f"Tokens committed per round (tau), with 95 % intervals over {over}. 1 is plain decoding."
         figures.append(FigureFile("tau", caption, tau_figure(drawn)))
     if with_shares := [d for d in drawn if d.arm.marginal]:
-        caption = "Share of rounds that accepted the draft at each position (marginal acceptance), with 95 % intervals."
+        caption = "Share of rounds that accepted the draft at each position (marginal acceptance), with 95 % intervals "
+        caption += f"over {over_groups(d.arm for d in with_shares)}."
         intervals = {arm: cell.marginal_ci95 or () for arm, cell in slices.pooled().items()}
         figures.append(FigureFile("marginal_acceptance", caption, marginal_figure(with_shares, intervals)))
     figures += _heat_maps(slices)
@@ -137,7 +139,8 @@ def _context(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
     if len(settings) < 2 or not series:
         return None
     ticks = ["own" if s.context_tokens is None else f"{s.context_tokens:,}" for s in settings]
-    caption = "Tau by tokens of context, with 95 % intervals. Own: the prompts as they are."
+    over = over_groups(slices.pooled().values())
+    caption = f"Tau by tokens of context, with 95 % intervals over {over}. Own: the prompts as they are."
     return FigureFile("context", caption, _curves(series, ticks, "tokens of context", "tokens per round (tau)"))
 
 
@@ -161,7 +164,8 @@ def _output(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
         if any(row.arm == arm for row in bins)
     ]
     ticks = [f"{start:,}-\n{stop - 1:,}" for start, stop in stretches]
-    caption = "Tau of the rounds that begin in each stretch of the output, with 95 % intervals."
+    over = over_groups(bins)
+    caption = f"Tau of the rounds that begin in each stretch of the output, with 95 % intervals over {over}."
     return FigureFile("output_position", caption, _curves(series, ticks, "new token", "tokens per round (tau)"))
 
 
@@ -186,7 +190,10 @@ def _entropy(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
     if not series:
         return None
     ticks = [f"{start:g}" for start in starts]
-    caption = "Overlap of head and trunk at depth 1, where the trunk is equally uncertain. A better head lies higher."
+    caption = (
+        "Overlap of head and trunk at depth 1, where the trunk is equally uncertain, with 95 % intervals over "
+        f"{over_groups(row for row in bins if row.groups)}. A better head lies higher."
+    )
     return FigureFile("entropy", caption, _curves(series, ticks, "target entropy in nats, from", "overlap at depth 1"))
 
 
@@ -235,7 +242,8 @@ def _drift(slices: Slices) -> FigureFile | None:
     ):
         if len(points) > 1:
             series = Series(Subject("untouched head", "", LOOKS["graft"]), [(x, p.tau, p.tau_ci95) for x, p in points])
-            caption = "Tau of an untouched head while its trunk is fine-tuned, with 95 % intervals."
+            over = over_groups(point for _, point in points)
+            caption = f"Tau of an untouched head while its trunk is fine-tuned, with 95 % intervals over {over}."
             return FigureFile("drift", caption, _curves([series], None, label, "tokens per round (tau)"))
     return None
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mtp_train.report.cells import ALL_TASKS, Cell
 from mtp_train.report.study_slices import Slices
 from mtp_train.report.study_wording import RULE_WORDS, depth_words, difference_words, pair_words, signed
 from mtp_train.report.wording import (
+    count_words,
     format_estimate,
+    format_groups,
     format_number,
     format_seconds,
     format_shares,
@@ -61,6 +63,7 @@ MAX_INTERVALS = 3
 
 _CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
     "tau [95 %]": format_tau,
+    "groups": format_groups,
     "macro": lambda cell: format_number(cell.tau_macro, 2),
     "by position": lambda cell: format_shares(cell.marginal),
     "overlap": lambda cell: format_shares((cell.overlap or ())[:1]),
@@ -71,7 +74,7 @@ _CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
     "tau needed": lambda cell: format_number(cell.break_even_tau, 2),
     "speedup": lambda cell: format_speedup(cell.speedup),
 }
-TASK_COLUMNS = ("tau [95 %]", "macro", "by position", "overlap", "entropy", "speedup")
+TASK_COLUMNS = ("tau [95 %]", "groups", "macro", "by position", "overlap", "entropy", "speedup")
 
 
 def task_grid(slices: Slices) -> Grid | None:
@@ -90,7 +93,7 @@ def temperature_grid(slices: Slices) -> Grid | None:
 def depth_grid(slices: Slices) -> Grid | None:
     """Return every depth, all tasks; None where there is only one."""
     points = [(depth_words(s.depth), ALL_TASKS, s) for s in slices.depths()]
-    columns = ("tau [95 %]", "tau needed", "round", "speedup")
+    columns = ("tau [95 %]", "groups", "tau needed", "round", "speedup")
     return _point_grid(slices, "drafts", points, columns) if len(points) > 1 else None
 
 
@@ -98,7 +101,7 @@ def context_grid(slices: Slices) -> Grid | None:
     """Return every context length, all tasks; None where there is only one."""
     labels = ["own" if s.context_tokens is None else f"{s.context_tokens:,}" for s in slices.contexts()]
     points = [(label, ALL_TASKS, s) for label, s in zip(labels, slices.contexts(), strict=True)]
-    columns = ("tau [95 %]", "by position", "prompt tokens", "prefill", "speedup")
+    columns = ("tau [95 %]", "groups", "by position", "prompt tokens", "prefill", "speedup")
     return _point_grid(slices, "context", points, columns) if len(points) > 1 else None
 
 
@@ -107,8 +110,12 @@ def tau_matrix(slices: Slices) -> Grid | None:
     if slices.headline is None or len(slices.tasks) < 2:
         return None
     show = format_tau if len(slices.arms) <= MAX_INTERVALS else lambda cell: format_number(cell.tau, 2)
+    by_task = {task: slices.drafting(task, slices.headline) for task in slices.tasks}
     texts = {
-        task: {arm: show(cell) for arm, cell in slices.drafting(task, slices.headline).items()} for task in slices.tasks
+        _task_words(task, [cell.groups for cell in cells.values() if cell.tau_ci95]): {
+            arm: show(cell) for arm, cell in cells.items()
+        }
+        for task, cells in by_task.items()
     }
     return make_matrix("task", slices.arms, {"": {task: by_arm for task, by_arm in texts.items() if by_arm}})
 
@@ -120,6 +127,7 @@ def difference_grid(slices: Slices) -> Grid | None:
             pair_words(row),
             (
                 signed(row.delta_tau, row.delta_tau_ci95),
+                str(row.groups),
                 _p_value(row.p_value),
                 "yes" if row.differs else "no",
                 signed(row.delta_overlap_at_equal_entropy, row.delta_overlap_at_equal_entropy_ci95, 3),
@@ -129,7 +137,7 @@ def difference_grid(slices: Slices) -> Grid | None:
         for row in slices.comparisons()
         if row.task == ALL_TASKS
     ]
-    columns = ("first - second", "tau [95 %]", "p", "real", "overlap at equal entropy", "in words")
+    columns = ("first - second", "tau [95 %]", "groups", "p", "real", "overlap at equal entropy", "in words")
     return make_grid(columns, {"": rows}, prose=True)
 
 
@@ -139,7 +147,7 @@ def difference_matrix(slices: Slices) -> Grid | None:
     for row in slices.comparisons():
         if row.task != ALL_TASKS:
             text = signed(row.delta_tau, row.delta_tau_ci95) if row.differs else "not shown"
-            texts.setdefault(row.task, {})[pair_words(row)] = text
+            texts.setdefault(_task_words(row.task, [row.groups]), {})[pair_words(row)] = text
     pairs = dict.fromkeys(pair for by_pair in texts.values() for pair in by_pair)
     return make_matrix("task", tuple(pairs), {"": texts})
 
@@ -153,13 +161,20 @@ def drift_grid(slices: Slices) -> Grid | None:
                 format_number(point.tokens, 0),
                 format_number(point.trunk_change, 4),
                 format_estimate(point.tau, point.tau_ci95),
+                format_number(point.groups, 0),
                 format_number(point.overlap, 2),
                 format_number(point.target_entropy, 2),
             ),
         )
         for point in slices.report.drift
     ]
-    return make_grid(("trunk", "tokens", "change of weights", "tau [95 %]", "overlap", "entropy"), {"": rows})
+    return make_grid(("trunk", "tokens", "change of weights", "tau [95 %]", "groups", "overlap", "entropy"), {"": rows})
+
+
+def _task_words(task: str, groups: Iterable[int | None]) -> str:
+    """Name a task with the number of groups that its intervals rest on."""
+    known = [count for count in groups if count is not None]
+    return f"{task} ({count_words(known)})" if known else task
 
 
 def _point_grid(slices: Slices, name: str, points: Sequence[Point], columns: Sequence[str]) -> Grid | None:

@@ -160,8 +160,8 @@ def _trunk_notes(report: StudyReport) -> tuple[str, ...]:
 
 def _difference_notes(slices: Slices) -> tuple[str, ...]:
     return (
-        f"Paired by prompt, first arm minus second. {count_real(slices)} of the report's comparisons are real, at 5 % "
-        "over all of them together (Holm). Other settings are in comparisons.csv.",
+        f"Paired by prompt, over groups of prompts, first arm minus second. {count_real(slices)} of the report's "
+        "comparisons are real, at 5 % over all of them together (Holm). Other settings are in comparisons.csv.",
     )
 
 

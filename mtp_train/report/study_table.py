@@ -22,6 +22,7 @@ from mtp_train.report.study_wording import (
 from mtp_train.report.table import TONES, plain_table, verdict_panel
 from mtp_train.report.wording import (
     capitalised,
+    format_groups,
     format_number,
     format_shares,
     format_speedup,
@@ -54,11 +55,12 @@ def _finding(finding: Finding) -> Text:
 
 def _arms(slices: Slices) -> Table:
     table = plain_table("arm")
-    for column in ("tau [95 %]", "by position", "speedup", "entropy"):
+    for column in ("tau [95 %]", "groups", "by position", "speedup", "entropy"):
         table.add_column(column, justify="right", no_wrap=column == "tau [95 %]")
     for name, arm in slices.report.arms.items():
         cells = (
             format_tau(arm),
+            format_groups(arm),
             format_shares(arm.marginal),
             format_speedup(arm.speedup),
             format_number(arm.target_entropy, 2),
@@ -69,7 +71,8 @@ def _arms(slices: Slices) -> Table:
 
 def _differences(slices: Slices) -> Text:
     lines = [
-        f"{pair_words(row)}: {signed(row.delta_tau, row.delta_tau_ci95)}: {difference_words(row)}"
+        f"{pair_words(row)}: {signed(row.delta_tau, row.delta_tau_ci95)} over {row.groups} groups: "
+        f"{difference_words(row)}"
         for row in slices.comparisons()
         if row.task == ALL_TASKS
     ]

@@ -32,7 +32,8 @@ _ADDED = (
     ("tau needed", "Break-even: the tau at which a round, with all it costs, is as fast as plain decoding."),
     (
         "real",
-        "The difference passes a test paired by prompt, at 5 % over all comparisons together (Holm's correction).",
+        "The difference passes a test paired by prompt, over groups of prompts, at 5 % over all comparisons together "
+        "(Holm's correction).",
     ),
     ("the head", "Compared where both arms meet the same target entropies: an easier text alone does not count."),
     ("own context", "Prompts as they are. A context of 512 is the same prompts with text before them."),
@@ -85,7 +86,7 @@ def ranked_arms(slices: Slices) -> list[tuple[str, Cell, float]]:
 
 
 def _one_arm(name: str, cell: Cell, tau: float) -> Headline:
-    detail = f"Tau {format_tau(cell)} over {cell.prompts or 0} prompts"
+    detail = f"Tau {format_tau(cell)} over {cell.prompts or 0} prompts of {cell.groups or 0} groups"
     if cell.speedup is None:
         return Headline("neutral", f"{name} commits {tau:.2f} tokens a round", f"{detail}.")
     title = f"{name} drafts at {format_speedup(cell.speedup)} the speed without drafts"

@@ -11,16 +11,22 @@ from rich.text import Text
 from mtp_train.report.schema import RunReport
 from mtp_train.report.wording import (
     COLUMNS,
+    GROUPS,
     Arms,
     Headline,
     apart_sentence,
     arm_cells,
+    gate_lines,
     group_arms,
+    group_sentence,
     headline,
     held_out_sentence,
     lossless_sentence,
+    power_sentence,
 )
 
+NARROW_COLUMNS = tuple(column for column in COLUMNS if column != GROUPS)
+"""What fits on 80 characters; the numbers of groups stand below the table."""
 TONES = {"good": "green", "bad": "red", "neutral": "cyan"}
 
 
@@ -28,12 +34,12 @@ def arm_table(report: RunReport) -> Table:
     """Return the arms side by side: like for like first, then other trunks, then recorded figures."""
     groups = group_arms(report)
     table = plain_table("arm")
-    for index, column in enumerate(COLUMNS):
+    for index, column in enumerate(NARROW_COLUMNS):
         table.add_column(column, justify="right", no_wrap=index == 0)
     _add_rows(table, groups.alike, "")
     _add_rows(table, groups.apart, " *")
     _add_rows(table, groups.recorded, " +")
-    notes = []
+    notes = [told] if (told := group_sentence(report.arms)) else []
     if groups.apart:
         notes.append(f"* {apart_sentence(groups, report.settings)}")
     if groups.recorded:
@@ -44,11 +50,17 @@ def arm_table(report: RunReport) -> Table:
 
 def summary(report: RunReport) -> RenderableType:
     """Return the verdict, the arms and the lossless check, ready for a rich console."""
-    parts: list[RenderableType] = [verdict_panel(headline(report)), arm_table(report)]
+    parts: list[RenderableType] = [verdict_panel(headline(report)), arm_table(report), _gate(report)]
     parts.append(Text(f"Lossless: {lossless_sentence(report.lossless)}"))
     if held_out := held_out_sentence(report.settings):
         parts.append(Text(f"Held out: {held_out}"))
     return Group(*parts)
+
+
+def _gate(report: RunReport) -> Text:
+    """Return what the gate found at each setting, and its power; empty without a gate."""
+    lines = gate_lines(report.gate)
+    return Text("\n".join([*lines, power_sentence(report.gate), ""]) if lines else "")
 
 
 def verdict_panel(verdict: Headline) -> Panel:
@@ -66,5 +78,6 @@ def plain_table(first: str) -> Table:
 
 def _add_rows(table: Table, arms: Arms, note: str) -> None:
     for name, arm in arms.items():
-        table.add_row(Text(name + note), *(Text(cell) for cell in arm_cells(arm)))
+        cells = dict(zip(COLUMNS, arm_cells(arm), strict=True))
+        table.add_row(Text(name + note), *(Text(cells[column]) for column in NARROW_COLUMNS))
     table.add_section()

@@ -174,6 +174,11 @@ _BODY = """\
 {{ arm_table(recorded) }}
 {% endif -%}
 
+{% for setting, arms in served -%}
+<h2>The same at {{ setting }}</h2>
+{{ arm_table(arms) }}
+{% endfor -%}
+
 {% if figures -%}
 <h2>Figures</h2>
 {{ figure_row(figures) }}
@@ -190,10 +195,19 @@ _GATE = """\
 {% if gate -%}
 <h2>The gate</h2>
 <p>{{ "Passed" if gate.passed else "Refused" }} against {{ gate.baseline }}. {{ gate_reason }}</p>
-{% if gate.delta_tau_ci95 -%}
-<p>Gain in tau, paired by prompt: 95 % interval
-[{{ "%+.3f"|format(gate.delta_tau_ci95[0]) }}, {{ "%+.3f"|format(gate.delta_tau_ci95[1]) }}].
-The gate passes when the lower bound lies above 0.</p>
+{% if gate_rows -%}
+<div class="scroll"><table class="positions">
+<thead><tr>{% for column in gate_columns %}<th>{{ column }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for row in gate_rows -%}
+<tr>{% for cell in row %}{% if loop.first %}<th scope="row">{{ cell }}</th>{% else %}<td>{{ cell }}</td>{% endif %}
+{%- endfor %}</tr>
+{% endfor -%}
+</tbody>
+</table></div>
+<p>{{ power }} The gate passes when the interval of the gain, paired by prompt and over groups of prompts, lies above 0
+at one setting at least (Holm's correction over the settings) and below 0 at none. The last column is the gain that
+would be seen with probability 0.8.</p>
 {% endif -%}
 {% endif -%}
 

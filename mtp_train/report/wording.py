@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from mtp_train.acceptance import Interval
+from mtp_train.acceptance_gate import GateVerdict
+from mtp_train.acceptance_intervals import POWER
 from mtp_train.report.schema import ArmResult, Lossless, RunReport
 
 Arms = dict[str, ArmResult]
 
+GROUPS = "groups"
 COLUMNS = (
     "tau [95 %]",
+    GROUPS,
     "by position",
     "tokens/s",
     "speedup",
@@ -29,7 +33,12 @@ GLOSSARY = (
     ("conditional", "The same among the rounds that accepted the position before."),
     ("dense", "Teacher-forced acceptance at every position of the trunk's own text: comparable across depths."),
     ("overlap", "Mean of sum min(p, q): the acceptance that rejection sampling at temperature 1 would reach."),
-    ("[95 %]", "Interval over prompts. Rounds of one prompt are alike, so that more rounds alone do not narrow it."),
+    (
+        "[95 %]",
+        "Interval over groups of prompts. Rounds of one prompt are alike, and so are prompts of one group, so more of "
+        "them alone do not narrow it.",
+    ),
+    ("groups", "Groups of prompts that are held out whole: a module, a conversation, a file."),
     ("speedup", "Tokens per second over those of the same trunk in the same decoder without drafts."),
     ("repeats", "Share of 8-grams that already occurred in the same output. Loops are easy to draft and inflate tau."),
     ("entropy", "How uncertain the trunk is about its next token, in nats. A lower entropy is easier to draft."),
@@ -139,6 +148,57 @@ def key_figures(report: RunReport) -> list[tuple[str, str]]:
     return figures
 
 
+GATE_COLUMNS = ("setting", "prompts", "groups", "baseline", "retrained", "gain [95 %]", "verdict", "would see")
+
+
+def gate_rows(gate: GateVerdict | None) -> list[tuple[str, ...]]:
+    """Return what the gate found at each setting, under :data:`GATE_COLUMNS`."""
+    verdicts = {"above": "gain shown", "below": "loss shown", "neither": "not shown"}
+    return [
+        (
+            one.setting,
+            str(one.prompts),
+            str(one.groups),
+            f"{one.baseline_tau:.2f}",
+            f"{one.tau:.2f}",
+            "-" if one.delta_tau_ci95 is None else "[{:+.2f}, {:+.2f}]".format(*one.delta_tau_ci95),
+            verdicts[one.verdict],
+            "-" if one.detectable_gain is None else f"+{one.detectable_gain:.2f}",
+        )
+        for one in (gate.settings if gate is not None else ())
+    ]
+
+
+def gate_lines(gate: GateVerdict | None) -> list[str]:
+    """Return what the gate found at each setting, one line each."""
+    return [
+        f"Gate, {setting}: tau {before} to {after}, gain {interval} over {groups} groups: {verdict}"
+        for setting, _, groups, before, after, interval, verdict, _ in gate_rows(gate)
+    ]
+
+
+def group_sentence(arms: Mapping[str, ArmResult]) -> str:
+    """Say how many groups the intervals of arms rest on; empty where no arm has a known number."""
+    by_count: dict[int, list[str]] = {}
+    for name, arm in arms.items():
+        if arm.tau_ci95 is not None and arm.groups is not None:
+            by_count.setdefault(arm.groups, []).append(name)
+    if len(by_count) < 2:
+        told = "".join(f"{count} groups of prompts" for count in by_count)
+    else:
+        told = ", ".join(f"{count} groups ({' '.join(names)})" for count, names in by_count.items())
+    return f"Intervals are over {told}." if told else ""
+
+
+def power_sentence(gate: GateVerdict | None) -> str:
+    """Say how small a gain the gate would have seen at each setting; empty where it has no interval."""
+    settings = [one for one in (gate.settings if gate is not None else ()) if one.detectable_gain is not None]
+    seen = [f"{one.detectable_gain:.2f}" + (f" ({one.setting})" if len(settings) > 1 else "") for one in settings]
+    if not seen:
+        return ""
+    return f"Power of the gate: it sees a true gain in tau of {', '.join(seen)} with probability {POWER:g}."
+
+
 def lossless_sentence(lossless: Lossless | None) -> str:
     """Say whether decoding with drafts gave the text of plain decoding."""
     if lossless is None or not lossless.checked:
@@ -218,6 +278,7 @@ def arm_cells(arm: ArmResult) -> tuple[str, ...]:
     """Return an arm's row under :data:`COLUMNS`."""
     return (
         format_tau(arm),
+        format_groups(arm),
         format_shares(arm.marginal),
         format_number(arm.tokens_per_second, 1),
         format_speedup(arm.speedup),
@@ -229,6 +290,32 @@ def arm_cells(arm: ArmResult) -> tuple[str, ...]:
 def format_tau(arm: ArmResult) -> str:
     """Print tau with its interval where there is one."""
     return format_estimate(arm.tau, arm.tau_ci95)
+
+
+def format_groups(arm: ArmResult) -> str:
+    """Print the number of groups that an interval of tau rests on, or a dash."""
+    return format_number(None if arm.tau_ci95 is None else arm.groups, 0)
+
+
+def count_words(groups: Iterable[int]) -> str:
+    """Say how many groups intervals rest on: ``12 groups``, or ``10 to 12 groups``; at least one count."""
+    known = sorted(set(groups))
+    return f"{' to '.join(str(count) for count in dict.fromkeys((known[0], known[-1])))} groups"
+
+
+class HasGroups(Protocol):
+    """A figure that knows the number of its groups."""
+
+    @property
+    def groups(self) -> int | None:
+        """Groups of prompts; None where nobody noted it."""
+        ...
+
+
+def over_groups(figures: Iterable[HasGroups]) -> str:
+    """Say what the intervals of some figures rest on, to follow ``over``."""
+    known = [figure.groups for figure in figures if figure.groups is not None]
+    return f"{count_words(known)} of prompts" if known else "groups of prompts"
 
 
 def format_estimate(value: float | None, interval: Interval | None) -> str:

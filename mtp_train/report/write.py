@@ -16,6 +16,7 @@ from mtp_train.report.page import render_page
 from mtp_train.report.schema import REPORT_FILE, ArmResult, RunReport
 
 MARGINAL_CI95 = "marginal_ci95"
+SAMPLING = ("temperature", "top_p", "top_k", "draft_sampling")
 PER_POSITION = ("marginal", "conditional", "dense", "overlap")
 
 
@@ -73,9 +74,16 @@ def replace_report(
 
 
 def csv_text(report: RunReport) -> str:
-    """Return one row per arm, with the columns of :func:`flat_table`."""
-    rows = [{"arm": name, **asdict(arm)} for name, arm in report.arms.items()]
-    return flat_table(["arm", *(field.name for field in fields(ArmResult))], rows).csv()
+    """Return one row per arm, then one per arm and further setting, with the columns of :func:`flat_table`."""
+    # Recorded arms have settings of their own, and older reports do not state them.
+    first = {name: report.settings.get(name) for name in SAMPLING}
+    first["rule"] = "greedy" if report.settings.get("verify_rule") == "greedy" else first["draft_sampling"]
+    of_arms = [
+        {"arm": name, **(first if arm.measured_here else dict.fromkeys(first)), **asdict(arm)}
+        for name, arm in report.arms.items()
+    ]
+    columns = ["arm", *(field.name for field in fields(ArmResult)), "temperature", "top_p", "top_k", "rule"]
+    return flat_table(columns, [*of_arms, *map(asdict, report.cells)]).csv()
 
 
 @dataclass(frozen=True)

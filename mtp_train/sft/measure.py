@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.progress import Progress
 
-from mtp_train.acceptance import GateVerdict, decide_gate
-from mtp_train.arms import PLAIN, ArmRun
+from mtp_train.acceptance_gate import GateVerdict, decide_gate
+from mtp_train.arms import ArmRun
 from mtp_train.cures import retrain_native_command
-from mtp_train.evaluation import RETRAINED, MeasuredArms, changed_output, measure_arms
+from mtp_train.evaluation import RETRAINED, MeasuredArms, changed_output, measure_arms, pairs
 from mtp_train.heads.attach import HeadPlan, artifact_plan, graft_plan
 from mtp_train.heads.trunk import Trunk
 from mtp_train.held_out import HELD_OUT, held_out_figures
@@ -19,6 +19,7 @@ from mtp_train.inputs import Inputs
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_sft import SftSection
 from mtp_train.report.schema import RunReport
+from mtp_train.serving import ServedSetting
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import Checkpoint
 
@@ -73,23 +74,27 @@ def measure_tuned(
     measured = measure_arms(tuned.recipe, run_dir, tuned.inputs, trunk, plans, progress)
     gate = None
     if sft.head == "beside":
-        gate = judge_beside(measured.runs, measured.drafted, tuned.recipe.gate.confidence)
+        gate = judge_beside(measured.served, measured.checked, tuned.recipe.gate.confidence)
     settings = {
         **measured.settings,
-        HELD_OUT: held_out_figures(tuned.inputs, measured.runs[PLAIN].outputs, tuned.inputs.documents),
+        HELD_OUT: held_out_figures(tuned.inputs, measured.plain.outputs, tuned.inputs.documents),
         "fine_tuned": "all weights" if sft.lora is None else f"LoRA, rank {sft.lora.r}",
         "head": sft.head,
         "next": retrain_native_command(tuned.recipe.model.trunk),
     }
-    report = RunReport(arms=measured.results, lossless=measured.lossless, gate=gate, settings=settings)
+    report = RunReport(
+        arms=measured.results, lossless=measured.lossless, gate=gate, settings=settings, cells=measured.cells
+    )
     return report, measured
 
 
-def judge_beside(runs: Mapping[str, ArmRun], drafted: Mapping[str, ArmRun], confidence: float) -> GateVerdict:
+def judge_beside(
+    served: Mapping[ServedSetting, Mapping[str, ArmRun]], checked: Sequence[ArmRun], confidence: float
+) -> GateVerdict:
     """Say whether the export gets the head that was trained beside the trunk; the reason says which it gets."""
-    broken = [prompt for run in drafted.values() for prompt in run.divergences]
+    broken = [prompt for run in checked for prompt in run.divergences]
     if broken:
         return GateVerdict(passed=False, baseline=GRAFT, delta_tau_ci95=None, reason=changed_output(broken))
-    verdict = decide_gate(runs[RETRAINED].counts, runs[GRAFT].counts, GRAFT, confidence)
+    verdict = decide_gate(pairs(served, GRAFT), GRAFT, confidence)
     told = "trained beside the trunk" if verdict.passed else "from before, which is not shown to be worse"
     return replace(verdict, reason=f"{verdict.reason}. The export has the head {told}")

@@ -54,7 +54,7 @@ def advise(cells: Iterable[Cell], arm: str, flags: Flags) -> tuple[Advice, ...]:
 
     It is the depth with the best measured speedup among those that pay beyond doubt, and 0 where none does. A depth
     pays beyond doubt where it was faster, prefill included, and its rounds commit more tokens than they cost plain
-    ones also at the lower bound of tau's interval over prompts: ``tau_ci95[0] > break_even_tau``. Round times are means
+    ones also at the lower bound of tau's interval: ``tau_ci95[0] > break_even_tau``. Round times are means
     over all rounds of a cell, taken in turns with plain decoding, and vary little; what could have come out otherwise
     is which prompts were asked, and that interval says how much. A single prompt proves nothing.
 

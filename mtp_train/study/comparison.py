@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
-import numpy as np
-
-from mtp_train.acceptance import FloatArray, PromptCounts
+from mtp_train.acceptance_intervals import holm, tau_difference
 from mtp_train.report.cells import ALL_TASKS, ArmComparison
 from mtp_train.study.entropy import EntropySums, fine_edges, overlap_difference
-from mtp_train.study.jackknife import Difference, holm, judge_difference
 from mtp_train.study.records import Setting
 from mtp_train.study.statistics import MeasuredArm
 
@@ -41,26 +38,6 @@ def compare_arms(arms: Sequence[MeasuredArm]) -> tuple[ArmComparison, ...]:
         for comparison in _compare(first, second, setting, sums)
     ]
     return _corrected(found)
-
-
-def tau_difference(first: Sequence[PromptCounts], second: Sequence[PromptCounts]) -> Difference:
-    """Return ``tau(first) - tau(second)`` of the same prompts in the same order, each pooled over them."""
-    totals_P4 = np.array(
-        [
-            (a.num_accepted_tokens, a.rounds, b.num_accepted_tokens, b.rounds)
-            for a, b in zip(first, second, strict=True)
-        ],
-        dtype=np.float64,
-    )
-    total_4 = totals_P4.sum(axis=0)
-    weight_P = (totals_P4[:, 1::2] / np.maximum(total_4[1::2], 1.0)).mean(axis=1)
-    return judge_difference(float(_difference(total_4)), _difference(total_4 - totals_P4), weight_P)
-
-
-def _difference(totals_X4: FloatArray) -> FloatArray:
-    # Where nothing was decoded nothing was accepted: 0 / 1.
-    accepted_X: FloatArray = totals_X4[..., ::2] / np.maximum(totals_X4[..., 1::2], 1.0)
-    return accepted_X[..., 0] - accepted_X[..., 1]
 
 
 def _compare(first: MeasuredArm, second: MeasuredArm, setting: Setting, sums: Sums) -> list[ArmComparison]:
@@ -89,6 +66,7 @@ def _compare(first: MeasuredArm, second: MeasuredArm, setting: Setting, sums: Su
                 rule=setting.rule,
                 delta_tau=delta.value,
                 delta_tau_ci95=delta.ci95,
+                groups=delta.groups,
                 p_value=delta.p_value,
                 differs=False,
                 same_trunk=first.trunk == second.trunk,

@@ -1,4 +1,4 @@
-"""Teacher-forced acceptance by target, kept by prompt: what intervals over prompts and the entropy control rest on.
+"""Teacher-forced acceptance by target, kept by prompt: what intervals and the entropy control rest on.
 
 The trunk's own plain outputs go through the one MTP forward as in ``mtp_train.train.dense``, each prompt on its own.
 
@@ -39,6 +39,8 @@ class DenseRows:
 
     prompt_ids: NDArray[np.str_]
     """The prompts, shape (P,); also those without a position here."""
+    groups: NDArray[np.str_]
+    """Of each prompt, shape (P,): intervals leave out whole groups."""
     tasks: NDArray[np.str_]
     """Of each prompt, shape (P,)."""
     prompt_N: NDArray[np.int64]
@@ -118,6 +120,7 @@ def dense_rows(
         parts = [_text_rows(trunk, run, text, num_depths, temperature or 1.0, draft_vocab_R) for text in texts]
     return DenseRows(
         prompt_ids=np.array([prompt.id for prompt in decoded], dtype=np.str_),
+        groups=np.array([prompt.group for prompt in decoded], dtype=np.str_),
         tasks=np.array([prompt.task for prompt in decoded], dtype=np.str_),
         prompt_N=np.repeat(np.arange(len(parts)), [part.valid_KN.shape[1] for part in parts]),
         entropy_N=np.concatenate([part.entropy_N for part in parts]),

@@ -17,7 +17,8 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
-from mtp_train.acceptance import tau, tau_interval
+from mtp_train.acceptance import num_groups, tau
+from mtp_train.acceptance_intervals import tau_interval
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation import dense_batches, draft_depth
 from mtp_train.heads.attach import build_head, graft_plan, native_plan
@@ -150,7 +151,7 @@ def measure_point(
     depth = draft_depth(recipe)
     decoder = SpeculativeDecoder(trunk, HeadDrafting(head), depth, inputs.eos_ids)
     results = decoder.generate([list(one.prompt_ids) for one in inputs.held_out], recipe.evaluate.max_new_tokens)
-    counts = [result.counts(prompt.id) for prompt, result in zip(inputs.held_out, results, strict=True)]
+    counts = [result.counts(prompt.id, prompt.group) for prompt, result in zip(inputs.held_out, results, strict=True)]
     batches = dense_batches(recipe, inputs, [tuple(result.token_ids) for result in results], trunk)
     dense = dense_metrics(trunk, head, batches, 1)
     return DriftPoint(
@@ -160,6 +161,7 @@ def measure_point(
         trunk_change=change,
         tau=tau(counts),
         tau_ci95=tau_interval(counts),
+        groups=num_groups(counts),
         overlap=dense.overlap[0] if dense.overlap else None,
         target_entropy=dense.target_entropy,
     )

@@ -6,7 +6,7 @@ averaged with weights ``a b / (a + b)`` of the shares a and b that the arms have
 and Haenszel do (J. National Cancer Institute 22, 1959): a bin that only one arm meets counts nothing and one that an
 arm hardly meets hardly anything, and where the arms meet the same entropies the result is the plain difference.
 
-Shapes: P prompts, B bins, N target positions, X sets of prompts.
+Shapes: P prompts, G groups of prompts, B bins, N target positions, X sets of prompts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtp_train.acceptance import FloatArray
+from mtp_train.acceptance_intervals import Difference, judge_difference, sum_by_group
 from mtp_train.study.dense import DenseRows
-from mtp_train.study.jackknife import Difference, judge_difference
 
 ENTROPY_EDGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0)
 """Lower ends of the bins in nats; the last has no upper end."""
@@ -34,6 +34,7 @@ class EntropySums:
     """Depth 1's positions of each prompt, by the entropy of their target."""
 
     prompt_ids: tuple[str, ...]
+    groups: tuple[str, ...]
     tasks: tuple[str, ...]
     counts_PB: FloatArray
     overlaps_PB: FloatArray
@@ -52,6 +53,7 @@ class EntropySums:
 
         return cls(
             tuple(rows.prompt_ids.tolist()),
+            tuple(rows.groups.tolist()),
             tuple(rows.tasks.tolist()),
             summed(None),
             summed(rows.overlap_KN[0, first_N]),
@@ -82,15 +84,17 @@ def overlap_difference(first: EntropySums, second: EntropySums, task: str | None
         None where the arms have less than ``MIN_COMMON_SHARE`` of their positions in bins of like entropy.
     """
     known = set(second.prompt_ids)
-    tasks = zip(first.prompt_ids, first.tasks, strict=True)
-    common = [one for one, its_task in tasks if one in known and task in (None, its_task)]
+    of_first = zip(first.prompt_ids, first.groups, first.tasks, strict=True)
+    group_of = {one: group for one, group, its_task in of_first if one in known and task in (None, its_task)}
+    common = list(group_of)
     pair_P4B = np.concatenate([first.of_prompts(common), second.of_prompts(common)], axis=1)
     total_4B = pair_P4B.sum(axis=0)
     if not total_4B[0].any() or not total_4B[2].any() or _common_share(total_4B) < MIN_COMMON_SHARE:
         return None
-    count_P2 = pair_P4B[:, ::2].sum(axis=-1)
-    weight_P = (count_P2 / count_P2.sum(axis=0)).mean(axis=1)
-    return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_P4B), weight_P)
+    pair_G4B = sum_by_group(pair_P4B, list(group_of.values()))
+    count_G2 = pair_G4B[:, ::2].sum(axis=-1)
+    weight_G = (count_G2 / count_G2.sum(axis=0)).mean(axis=1)
+    return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), weight_G)
 
 
 def _common_share(total_4B: FloatArray) -> float:

@@ -89,7 +89,7 @@ def untrained_prompts(
     if len(unseen) < 2:
         raise DataError(
             f"study.suite: {suite} has {len(every)} prompts, {len(unseen)} of them not trained on; expected at least "
-            "2, as intervals are over prompts. Name another suite, or null for the held-out prompts."
+            "2, as intervals are over groups of prompts. Name another suite, or null for the held-out prompts."
         )
     by_task: dict[str, list[TaskPrompt]] = {}
     for prompt in unseen:

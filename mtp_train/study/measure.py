@@ -11,12 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from mtp_inference import GenerationResult, Request, Sampling, SpeculativeDecoder
 from mtp_inference.draft import DrafterMaker
-from mtp_inference.reference import compare_sampled
-from mtp_train.arms import compare_greedy
+from mtp_train.arms import compare_with_plain
 from mtp_train.data.regenerated import noise_seed
 from mtp_train.heads.trunk import Trunk
 from mtp_train.study.records import Decoded, Rule, Setting, TaskPrompt
@@ -24,8 +21,6 @@ from mtp_train.study.store import Store
 from mtp_train.study.suites import load_suite, suite_prompts
 
 WARM_UP_TOKENS = 8
-TIE_OF_DRAWS, LOW_PRECISION_TIE_OF_DRAWS = 1e-4, 1e-2
-"""How far a uniform number may lie beside a token's stretch of the distribution, where rounding decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +176,7 @@ def _record(prompt: TaskPrompt, result: GenerationResult, seconds: float, num_ro
     prefill = result.seconds_prefill / num_rows
     return Decoded(
         prompt_id=prompt.id,
+        group=prompt.group,
         task=prompt.task,
         prompt_tokens=len(prompt.prompt_ids),
         token_ids=tuple(result.token_ids),
@@ -195,11 +191,6 @@ def _record(prompt: TaskPrompt, result: GenerationResult, seconds: float, num_ro
 def _compared(
     trunk: Trunk, prompt: TaskPrompt, drafted: Decoded, plain: Decoded, setting: Setting, seed: int
 ) -> Decoded:
-    texts = (drafted.token_ids, plain.token_ids, trunk, prompt.prompt_ids)
-    if setting.temperature == 0.0:
-        comparison = compare_greedy(*texts)
-    else:
-        sampling = Sampling(temperature=setting.temperature, seed=noise_seed(prompt.id, seed))
-        exact = trunk.lm_head_VD.dtype is torch.float32
-        comparison = compare_sampled(*texts, sampling, TIE_OF_DRAWS if exact else LOW_PRECISION_TIE_OF_DRAWS)
+    sampling = Sampling(temperature=setting.temperature, seed=noise_seed(prompt.id, seed))
+    comparison = compare_with_plain(drafted.token_ids, plain.token_ids, trunk, prompt.prompt_ids, sampling)
     return replace(drafted, same_as_plain=comparison.verdict)

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from mtp_train.acceptance import Interval, PromptCounts
+from mtp_train.acceptance_intervals import Difference, tau_difference
 from mtp_train.recipe_study import StudySection
 from mtp_train.report.cells import (
     ALL_TASKS,
@@ -27,9 +28,7 @@ from mtp_train.report.cells import (
     StudyReport,
     negated,
 )
-from mtp_train.study.comparison import tau_difference
 from mtp_train.study.entropy import EntropySums, fine_edges, overlap_difference
-from mtp_train.study.jackknife import Difference
 from mtp_train.study.records import Setting
 from mtp_train.study.statistics import MeasuredArm
 
@@ -68,8 +67,8 @@ def levels_on_shared_prompts(report: StudyReport, head: str, settings: Sequence[
     for setting in settings:
         one = comparison_of(report, head, VANILLA, setting)
         delta, ci95 = one.delta_overlap_at_equal_entropy, one.delta_overlap_at_equal_entropy_ci95
-        overlap = None if delta is None else Difference(delta, ci95, None)
-        found.append(Level(setting, Difference(one.delta_tau, one.delta_tau_ci95, one.p_value), overlap))
+        overlap = None if delta is None else Difference(delta, ci95, None, one.groups)
+        found.append(Level(setting, Difference(one.delta_tau, one.delta_tau_ci95, one.p_value, one.groups), overlap))
     return found
 
 
@@ -93,17 +92,20 @@ def _unmet(counts: PromptCounts) -> PromptCounts:
 
 def _over_all(first: EntropySums, second: EntropySums) -> tuple[EntropySums, EntropySums]:
     """Return both over the prompts of both, without a position where a prompt is the other's."""
-    ids, tasks = first.prompt_ids + second.prompt_ids, first.tasks + second.tasks
+    ids, groups = first.prompt_ids + second.prompt_ids, first.groups + second.groups
+    tasks = first.tasks + second.tasks
     none_of_first, none_of_second = np.zeros_like(second.counts_PB), np.zeros_like(first.counts_PB)
     return (
         EntropySums(
             ids,
+            groups,
             tasks,
             np.concatenate([first.counts_PB, none_of_first]),
             np.concatenate([first.overlaps_PB, none_of_first]),
         ),
         EntropySums(
             ids,
+            groups,
             tasks,
             np.concatenate([none_of_second, second.counts_PB]),
             np.concatenate([none_of_second, second.overlaps_PB]),
@@ -201,7 +203,7 @@ def beats_graft(report: StudyReport, head: str, setting: Setting) -> Finding:
         tone_of(one.delta_tau_ci95),
         f"Retraining beats the grafted head on the distilled trunk ({_where(setting)})",
         f"tau {_number(mine.tau)} against {_number(theirs.tau)}: "
-        f"{_difference(Difference(one.delta_tau, one.delta_tau_ci95, None), 2)}.",
+        f"{_difference(Difference(one.delta_tau, one.delta_tau_ci95, None, one.groups), 2)}.",
     )
 
 
@@ -232,9 +234,9 @@ def went_stale(drift: Sequence[DriftPoint]) -> list[Finding]:
         _finding(
             tone,
             "Fine-tuning the trunk makes an untouched head stale (greedy)",
-            f"{before.label}: tau {before.tau:.2f}{_interval(before.tau_ci95, 2)}, overlap "
+            f"{before.label}: tau {before.tau:.2f}{_interval(before.tau_ci95, before.groups, 2)}, overlap "
             f"{_number(before.overlap)}, entropy {_number(before.target_entropy)} nats. {after.label}: tau "
-            f"{after.tau:.2f}{_interval(after.tau_ci95, 2)}, overlap {_number(after.overlap)}, entropy "
+            f"{after.tau:.2f}{_interval(after.tau_ci95, after.groups, 2)}, overlap {_number(after.overlap)}, entropy "
             f"{_number(after.target_entropy)} nats, weights changed by {100 * (after.trunk_change or 0):.1f} %.",
         )
     ]
@@ -248,7 +250,7 @@ def objectives_differ(report: StudyReport, first: str, other: str, setting: Sett
         tone_of(one.delta_tau_ci95),
         f"A head trained towards {first} drafts better than one towards {other} ({_where(setting)})",
         f"tau {_number(mine.tau)} against {_number(theirs.tau)}: "
-        f"{_difference(Difference(one.delta_tau, one.delta_tau_ci95, None), 2)}.",
+        f"{_difference(Difference(one.delta_tau, one.delta_tau_ci95, None, one.groups), 2)}.",
     )
 
 
@@ -283,14 +285,14 @@ def _text(setting: Setting) -> str:
 
 
 def _difference(difference: Difference, decimals: int) -> str:
-    return f"{difference.value:+.{decimals}f}{_interval(difference.ci95, decimals, sign='+')}"
+    return f"{difference.value:+.{decimals}f}{_interval(difference.ci95, difference.groups, decimals, sign='+')}"
 
 
-def _interval(interval: Interval | None, decimals: int, sign: str = "") -> str:
+def _interval(interval: Interval | None, groups: int | None, decimals: int, sign: str = "") -> str:
     if interval is None:
-        return " (too few prompts for an interval)"
+        return " (too few groups for an interval)"
     low, high = (f"{bound:{sign}.{decimals}f}" for bound in interval)
-    return f" [{low}, {high}]"
+    return f" [{low}, {high}]{'' if groups is None else f' over {groups} groups'}"
 
 
 def _number(value: float | None) -> str:

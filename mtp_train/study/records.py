@@ -7,11 +7,12 @@ line.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from mtp_train.acceptance import PromptCounts
 from mtp_train.data.prompts import Prompt
+from mtp_train.errors import DataError
 
 Rule = Literal["none", "greedy", "argmax", "sampled"]
 """How drafts are made and verified. ``none``: no drafts. ``greedy``: temperature 0, the longest prefix equal to the
@@ -54,6 +55,8 @@ class Decoded:
     """One prompt, decoded by one arm under one setting."""
 
     prompt_id: str
+    group: str
+    """What the prompt is held out with: intervals leave out whole groups."""
     task: str
     prompt_tokens: int
     token_ids: tuple[int, ...]
@@ -79,6 +82,7 @@ class Decoded:
             accepted_per_pos=tuple(sum(one > position for one in self.accepted) for position in range(depth)),
             new_tokens=len(self.token_ids),
             seconds=self.seconds_prefill + self.seconds_decode,
+            group=self.group,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -87,6 +91,16 @@ class Decoded:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Decoded:
-        """Read back what :meth:`to_json` returned."""
+        """Read back what :meth:`to_json` returned.
+
+        Raises:
+            DataError: Another version wrote it.
+        """
+        names = {field.name for field in fields(cls)}
+        if raw.keys() != names:
+            raise DataError(
+                f"a measured prompt: fields missing or unknown: {', '.join(sorted(names ^ raw.keys()))}; expected "
+                "those of this version. Measure into another directory, or go on with the version that wrote this one."
+            )
         make: Callable[..., Decoded] = cls
         return make(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})

@@ -239,7 +239,7 @@ def _enough_prompts(grid: Grid, tokenizer: Any) -> Prompts:
         if len(some) < 2:
             raise DataError(
                 f"--contexts {context}: {len(some)} prompts of {grid.suite} fit; expected at least 2, as intervals are "
-                "over prompts. Ask for a longer context, or for more prompts."
+                "over groups of prompts. Ask for a longer context, or for more prompts."
             )
     return prompts
 

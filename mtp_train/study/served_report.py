@@ -7,7 +7,7 @@ time, stands in the document.
 Where a server does not tell what it accepts, its decoding speed is taken from responses of two lengths to the same
 prompt: ``(n2 - n1) / (d2 - d1)``, n tokens in d seconds *behind the first piece*. Milliseconds a token of one response
 are confounded by prefill, and by how many tokens its first piece held, which such a server does not say either; both
-are the same in the two, and drop out. Intervals are over prompts, as those of in-process arms.
+are the same in the two, and drop out. Intervals are over groups of prompts, as those of in-process arms.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from mtp_train.acceptance import Interval, repeated_ngram_share
+from mtp_train.acceptance_intervals import pooled_tau_interval, ratio_interval, sum_by_group
 from mtp_train.report.cells import Cell
 from mtp_train.report.schema import ArmResult
-from mtp_train.study.jackknife import pooled_tau_interval, ratio_interval
 from mtp_train.study.served_asking import Answered
 from mtp_train.study.served_metrics import NOTHING, SpecCounts
 
@@ -74,6 +74,7 @@ def make_cell(
         tokens_per_second=_ratio(sum(one.tokens for one in answered), sum(one.streamed.seconds for one in answered)),
         speedup=None,
         prompts=len(answered),
+        groups=len(set(_groups(units))),
         measured_here=True,
         new_tokens=sum(one.tokens for one in answered),
         mean_prompt_tokens=sum(len(one.prompt.prompt_ids) for one in answered) / len(answered),
@@ -100,13 +101,14 @@ def _acceptance(units: Sequence[Unit], counts: SpecCounts | None, drafts: bool |
     if counts is None or not counts.rounds:
         plain = 1.0 if drafts is False or counts is not None else None
         return {**none, "tau": plain, "tau_macro": plain, "rounds": None, "draft_tokens": 0, "accepted_tokens": 0}
-    single = [unit.counts for unit in units if unit.counts is not None and len(unit.answered) == 1]
+    alone = [unit for unit in units if len(unit.answered) == 1]
+    single = [unit.counts for unit in alone if unit.counts is not None]
     by_prompt = len(single) == len(units)
     reached = counts.accepted_per_pos
     chain = None if reached is None else (counts.rounds, *reached)
     return {
         "tau": counts.tau,
-        "tau_ci95": _tau_interval(single, counts.depth) if by_prompt else None,
+        "tau_ci95": _tau_interval(single, _groups(alone), counts.depth) if by_prompt else None,
         "tau_macro": float(np.mean([one.tau for one in single if one.rounds])) if by_prompt else None,
         "acceptance_rate": _ratio(counts.accepted_tokens, counts.draft_tokens),
         "marginal": None if reached is None else tuple(share / counts.rounds for share in reached),
@@ -118,9 +120,15 @@ def _acceptance(units: Sequence[Unit], counts: SpecCounts | None, drafts: bool |
     }
 
 
-def _tau_interval(counts: Sequence[SpecCounts], depth: int) -> Interval | None:
-    accepted_P, rounds_P = np.array([(one.accepted_tokens, one.rounds) for one in counts], dtype=np.float64).T
-    return pooled_tau_interval(accepted_P, rounds_P, depth)
+def _tau_interval(counts: Sequence[SpecCounts], groups: Sequence[str], depth: int) -> Interval | None:
+    totals_P2 = np.array([(one.accepted_tokens, one.rounds) for one in counts], dtype=np.float64)
+    accepted_G, rounds_G = sum_by_group(totals_P2, groups).T
+    return pooled_tau_interval(accepted_G, rounds_G, depth)
+
+
+def _groups(units: Sequence[Unit]) -> list[str]:
+    """Return the group of every response's prompt."""
+    return [one.prompt.group for unit in units for one in unit.answered]
 
 
 def _round_seconds(answered: Sequence[Answered], counts: SpecCounts | None) -> float | None:
@@ -155,18 +163,21 @@ def two_lengths(short: Sequence[Answered], long: Sequence[Answered]) -> dict[str
     """
     first = {one.prompt.id: one for one in short}
     pairs = [(first[one.prompt.id], one) for one in long if one.prompt.id in first]
-    tokens, seconds = [], []
+    tokens, seconds, groups = [], [], []
     for brief, whole in pairs:
         if brief.seconds_decode is None or whole.seconds_decode is None or whole.tokens <= brief.tokens:
             continue
         tokens.append(whole.tokens - brief.tokens)
         seconds.append(whole.seconds_decode - brief.seconds_decode)
+        groups.append(whole.prompt.group)
     if not tokens or sum(seconds) <= 0.0:
         return None
-    interval = ratio_interval(np.array(seconds), np.array(tokens, dtype=np.float64), 0.0, math.inf)
+    seconds_G, tokens_G = sum_by_group(np.array([seconds, tokens], dtype=np.float64).T, groups).T
+    interval = ratio_interval(seconds_G, tokens_G, 0.0, math.inf)
     known = interval is not None and interval[0] > 0.0
     return {
         "prompts": len(tokens),
+        "groups": len(tokens_G),
         "tokens": sum(tokens),
         "ms_per_token": 1000.0 * sum(seconds) / sum(tokens),
         "ms_per_token_ci95": [1000.0 * limit for limit in interval] if interval is not None else None,

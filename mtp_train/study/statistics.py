@@ -10,7 +10,7 @@ where each round drafts, all of its figures are these.
 Speed: tokens per second count every returned token over all wall time, prefill included, as in a run's report; the
 time of a round leaves prefill out. So ``speedup`` says what a user waits for and ``break_even_tau`` what rounds cost.
 
-Shapes: K depths, N target positions, P prompts.
+Shapes: K depths, N target positions, P prompts, G groups of prompts, B bins.
 """
 
 from __future__ import annotations
@@ -22,20 +22,25 @@ from typing import NamedTuple
 import numpy as np
 
 from mtp_train.acceptance import (
-    FloatArray,
-    Interval,
     PromptCounts,
     acceptance_rate,
     conditional,
     marginal,
+    num_groups,
     repeated_ngram_share,
     tau,
+)
+from mtp_train.acceptance_intervals import (
+    marginal_intervals,
+    pooled_tau_interval,
+    ratio_interval,
+    sum_by_group,
+    tau_interval,
 )
 from mtp_train.report.cells import ALL_TASKS, Cell, EntropyBin, PositionBin
 from mtp_train.report.schema import ArmResult
 from mtp_train.study.dense import DenseRows
 from mtp_train.study.entropy import ENTROPY_EDGES, EntropySums
-from mtp_train.study.jackknife import pooled_tau_interval, ratio_interval
 from mtp_train.study.records import Decoded, Setting
 
 POSITION_EDGES = (0, *(8 << doubling for doubling in range(24)))
@@ -113,18 +118,20 @@ def entropy_bins(arm: MeasuredArm) -> tuple[EntropyBin, ...]:
         if arm.head is None or context_tokens is not None:
             continue
         sums = EntropySums.of(rows, ENTROPY_EDGES)
+        counts_GB, overlaps_GB = (sum_by_group(one, sums.groups) for one in (sums.counts_PB, sums.overlaps_PB))
         for number, low in enumerate(ENTROPY_EDGES):
-            met_P = sums.counts_PB[:, number] > 0
-            counts_P, overlaps_P = sums.counts_PB[met_P, number], sums.overlaps_PB[met_P, number]
+            met_G = counts_GB[:, number] > 0
+            counts_G, overlaps_G = counts_GB[met_G, number], overlaps_GB[met_G, number]
             found.append(
                 EntropyBin(
                     arm=arm.name,
                     temperature=temperature,
                     low_nats=low,
                     high_nats=ENTROPY_EDGES[number + 1] if number + 1 < len(ENTROPY_EDGES) else None,
-                    overlap=float(overlaps_P.sum() / counts_P.sum()) if len(counts_P) else None,
-                    overlap_ci95=ratio_interval(overlaps_P, counts_P, 0.0, 1.0) if len(counts_P) else None,
-                    share=float(counts_P.sum() / max(sums.counts_PB.sum(), 1.0)),
+                    overlap=float(overlaps_G.sum() / counts_G.sum()) if len(counts_G) else None,
+                    overlap_ci95=ratio_interval(overlaps_G, counts_G, 0.0, 1.0) if len(counts_G) else None,
+                    groups=len(counts_G),
+                    share=float(counts_G.sum() / max(counts_GB.sum(), 1.0)),
                 )
             )
     return tuple(found)
@@ -169,7 +176,7 @@ def _result(part: _Part) -> ArmResult:
         trunk=arm.trunk,
         head=arm.head,
         tau=tau(counts),
-        tau_ci95=pooled_tau_interval(*_accepted_and_rounds(counts), setting.depth) if drafts else None,
+        tau_ci95=tau_interval(counts) if drafts else None,
         acceptance_rate=acceptance_rate(counts),
         marginal=tuple(marginal(counts)) if drafts else None,
         conditional=tuple(conditional(counts)) if drafts else None,
@@ -181,6 +188,7 @@ def _result(part: _Part) -> ArmResult:
         speedup=_over_plain(part, _tokens_per_second),
         rounds=sum(count.rounds for count in counts),
         prompts=len(decoded),
+        groups=num_groups(counts),
         measured_here=True,
     )
 
@@ -197,7 +205,7 @@ def _cell(part: _Part) -> Cell:
         context_tokens=setting.context_tokens,
         depth=setting.depth,
         rule=setting.rule,
-        marginal_ci95=_marginal_intervals(counts, setting.depth) if drafts else None,
+        marginal_ci95=tuple(marginal_intervals(counts)) if drafts else None,
         tau_macro=_macro(counts),
         accepted_histogram=_histogram(decoded, setting.depth) if drafts else None,
         draft_tokens=sum(count.num_draft_tokens for count in counts),
@@ -219,20 +227,6 @@ def _macro(counts: Sequence[PromptCounts]) -> float | None:
     """Return the mean of the prompts' own tau; prompts that ended with their first token have none."""
     own = [tau([count]) for count in counts if count.rounds]
     return _mean(own) if own else None
-
-
-def _accepted_and_rounds(counts: Sequence[PromptCounts]) -> tuple[FloatArray, FloatArray]:
-    accepted_P, rounds_P = np.array([(one.num_accepted_tokens, one.rounds) for one in counts], dtype=np.float64).T
-    return accepted_P, rounds_P
-
-
-def _marginal_intervals(counts: Sequence[PromptCounts], depth: int) -> tuple[Interval | None, ...]:
-    accepted_PK = np.array([one.accepted_per_pos for one in counts], dtype=np.float64)
-    rounds_P = np.array([one.rounds for one in counts], dtype=np.float64)
-    return tuple(
-        ratio_interval(accepted_PK[:, position], rounds_P, 0.0, 1.0) if rounds_P.any() else None
-        for position in range(depth)
-    )
 
 
 def _histogram(decoded: Sequence[Decoded], depth: int) -> tuple[int, ...]:
@@ -287,10 +281,11 @@ def _position_bins(arm: MeasuredArm, setting: Setting) -> list[PositionBin]:
     accepted_PB = np.array(
         [np.bincount(bin_R, one.accepted, minlength=size) for bin_R, one in zip(bins, decoded, strict=True)]
     )
+    rounds_GB, accepted_GB = (sum_by_group(one, [d.group for d in decoded]) for one in (rounds_PB, accepted_PB))
     found = []
-    for number in np.flatnonzero(rounds_PB.any(axis=0)).tolist():
-        met_P = rounds_PB[:, number] > 0
-        rounds_P, accepted_P = rounds_PB[met_P, number], accepted_PB[met_P, number]
+    for number in np.flatnonzero(rounds_GB.any(axis=0)).tolist():
+        met_G = rounds_GB[:, number] > 0
+        rounds_G, accepted_G = rounds_GB[met_G, number], accepted_GB[met_G, number]
         found.append(
             PositionBin(
                 arm=arm.name,
@@ -299,9 +294,10 @@ def _position_bins(arm: MeasuredArm, setting: Setting) -> list[PositionBin]:
                 rule=setting.rule,
                 start=POSITION_EDGES[number],
                 stop=POSITION_EDGES[number + 1],
-                tau=1.0 + float(accepted_P.sum() / rounds_P.sum()),
-                tau_ci95=pooled_tau_interval(accepted_P, rounds_P, setting.depth),
-                rounds=int(rounds_P.sum()),
+                tau=1.0 + float(accepted_G.sum() / rounds_G.sum()),
+                tau_ci95=pooled_tau_interval(accepted_G, rounds_G, setting.depth),
+                groups=len(rounds_G),
+                rounds=int(rounds_G.sum()),
             )
         )
     return found

@@ -36,7 +36,7 @@ class DenseMetrics:
     median_entropy: float | None = None
     """Median entropy of p at these targets: how templated the text is."""
     tau_greedy: float | None = None
-    """Tokens a round of greedy decoding, if a round began at every target alike."""
+    """Tokens a round of greedy decoding, if a round began at every token of a response alike."""
     tau_sampled: float | None = None
     """Tokens a round of sampling at temperature 1, likewise."""
 
@@ -49,8 +49,8 @@ class DenseMetrics:
             overlap=_ratios(sums.overlapped_K, targets_K),
             target_entropy=float(sums.entropy / targets_K[0]) if targets_K[0] else None,
             num_targets=[int(count) for count in targets_K],
-            tau_greedy=_tau(sums.chained_K, targets_K),
-            tau_sampled=_tau(sums.chained_overlap_K, targets_K),
+            tau_greedy=_tau(sums.chained_K, sums.reached_K),
+            tau_sampled=_tau(sums.chained_overlap_K, sums.reached_K),
         )
 
 
@@ -78,7 +78,7 @@ def _ratios(sums_K: Tensor, counts_K: Tensor) -> list[float | None]:
     return [float(total / count) if count else None for total, count in zip(sums_K, counts_K, strict=True)]
 
 
-def _tau(chained_K: Tensor, targets_K: Tensor) -> float | None:
+def _tau(chained_K: Tensor, reached_K: Tensor) -> float | None:
     """Return 1 + the sum of the marginal shares."""
-    shares = [share for share in _ratios(chained_K, targets_K) if share is not None]
+    shares = [share for share in _ratios(chained_K, reached_K) if share is not None]
     return 1.0 + sum(shares) if shares else None

@@ -38,9 +38,12 @@ class DenseSums(NamedTuple):
     overlapped_K: Tensor
     """``sum_v min(p, q)``."""
     chained_K: Tensor
-    """Targets where this depth and all before it, from the same start, agreed: those that greedy decoding accepts."""
+    """Drafts of :attr:`reached_K` where this depth and all before it agreed: those that greedy decoding accepts."""
     chained_overlap_K: Tensor
-    """The product of this depth's overlap and those before it, from the same start: what sampling accepts there."""
+    """The product of this depth's overlap and those before it, of the same drafts: what sampling accepts there."""
+    reached_K: Tensor
+    """Drafts that decoding can meet: the round begins after a token of the response, and no depth before lacks a
+    target. A round that begins inside the prompt is none: the first token comes from prefill."""
     targets_K: Tensor
     entropy: Tensor
     """Of p at depth 1's targets, nats, a scalar."""
@@ -94,11 +97,13 @@ def sum_figures(rows: AlignedRows, figures: TargetFigures) -> DenseSums:
     valid_KN = rows.valid_KN
     agreed_KN, overlap_KN, entropy_N = figures
     valid_KS, agreed_KS, overlap_KS = (to_starts(one) for one in (valid_KN, agreed_KN, overlap_KN))
+    reached_KS = valid_KS.cumprod(0) * rows.starts_N
     return DenseSums(
         agreed_K=(agreed_KN & valid_KN).sum(1).float(),
         overlapped_K=(overlap_KN * valid_KN).sum(1),
-        chained_K=(agreed_KS.cumprod(0) * valid_KS).sum(1).float(),
-        chained_overlap_K=(overlap_KS.cumprod(0) * valid_KS).sum(1),
+        chained_K=(agreed_KS.cumprod(0) * reached_KS).sum(1).float(),
+        chained_overlap_K=(overlap_KS.cumprod(0) * reached_KS).sum(1),
+        reached_K=reached_KS.sum(1).float(),
         targets_K=valid_KN.sum(1).float(),
         entropy=entropy_N[valid_KN[0]].sum(),
     )

@@ -141,8 +141,10 @@ def take_steps(
             sequences = batch_fn(done)
             for group in run.optimizer.param_groups:
                 group["lr"] = learning_rate(run.recipe, done)
-            sums_K, norm = optimise(run.wrapped, run.optimizer, run.accelerator, run.recipe, run.plan, sequences, cache)
-            told_to_stop = gather(run, sums_K, sequences, sigterm.received)
+            sums_2K, norm = optimise(
+                run.wrapped, run.optimizer, run.accelerator, run.recipe, run.plan, sequences, cache
+            )
+            told_to_stop = gather(run, sums_2K, sequences, sigterm.received)
             done += 1
             finish_step(run, done, norm, sequences, saves=told_to_stop)
             on_step(done)
@@ -168,11 +170,14 @@ def optimise(
     sequences: Sequence[PackedSequence],
     cache: HiddenCache | None = None,
 ) -> tuple[Tensor, float]:
-    """Do one optimiser step over the ranks' shares of ``sequences``; return this rank's loss sums and the norm.
+    """Do one optimiser step over the ranks' shares of ``sequences``.
 
     Losses are divided by the number of targets of the whole step, whatever rank or micro-batch they fall in, so the
     gradient is the same for every world size and accumulation. The wrapper's averaging over ranks and accelerate's
     over micro-batches are multiplied out again.
+
+    Returns:
+        Each depth's loss sum and number of counted targets on this rank, shape (2, K), and the norm.
     """
     num_depths = recipe.head.num_depths
     totals = [sum(column) for column in zip(*(count_targets(one, num_depths) for one in sequences), strict=True)]
@@ -182,7 +187,7 @@ def optimise(
         [rounds * weight / max(1, total) for weight, total in zip(weights, totals, strict=True)],
         device=accelerator.device,
     )
-    sums_K = torch.zeros(num_depths, device=accelerator.device)
+    sums_2K = torch.zeros(2, num_depths, device=accelerator.device)
     norm = 0.0
     for micro in range(plan.accumulation):
         own = list(sequences[plan.share(micro, accelerator.process_index)])
@@ -197,25 +202,25 @@ def optimise(
                 None if cache is None else cache.rows(own).to(accelerator.device),
             )
             accelerator.backward(terms.total)
-            sums_K += terms.sum_K
+            sums_2K += torch.stack([terms.sum_K, terms.count_K])
             if accelerator.sync_gradients:
                 norm = clip_gradient(accelerator, wrapped, recipe.train.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-    return sums_K, norm
+    return sums_2K, norm
 
 
-def gather(run: Run, sums_K: Tensor, sequences: Sequence[PackedSequence], told_to_stop: bool) -> bool:
+def gather(run: Run, sums_2K: Tensor, sequences: Sequence[PackedSequence], told_to_stop: bool) -> bool:
     """Add one step's sums over all ranks to the window; return whether any rank was told to stop."""
-    told_1 = torch.tensor([float(told_to_stop)], device=sums_K.device)
-    *all_K, told = run.accelerator.reduce(torch.cat([sums_K, told_1]), reduction="sum").tolist()
-    num_depths = len(all_K)
-    for sequence in sequences:
-        for depth, count in enumerate(count_targets(sequence, num_depths)):
-            run.window.targets_K[depth] += count
-        run.window.tokens += int((sequence.document_T >= 0).sum())
+    told_1 = torch.tensor([float(told_to_stop)], device=sums_2K.device)
+    *sums, told = run.accelerator.reduce(torch.cat([sums_2K.flatten(), told_1]), reduction="sum").tolist()
+    num_depths = sums_2K.shape[1]
     for depth in range(num_depths):
-        run.window.loss_sum_K[depth] += all_K[depth]
+        run.window.loss_sum_K[depth] += sums[depth]
+        # Not the targets of the text: objective.on_policy leaves some out.
+        run.window.targets_K[depth] += sums[num_depths + depth]
+    for sequence in sequences:
+        run.window.tokens += int((sequence.document_T >= 0).sum())
     return told > 0
 
 

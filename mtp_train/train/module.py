@@ -39,6 +39,8 @@ class AlignedRows(NamedTuple):
     teacher_ND: Tensor
     targets_N: Tensor
     valid_KN: Tensor
+    starts_N: Tensor
+    """bool, at start rows: whether decoding can begin a round there, as the token after it is a target itself."""
 
 
 def aligned_rows(
@@ -85,6 +87,8 @@ def aligned_rows(
         trunk.normed(hidden_BTD).flatten(0, 1),
         shift_left(batch.tokens_BT, 1, 0).flatten(),
         align_to_targets(valid).flatten(1, 2),
+        # Depth 0 would predict the token that depth 1 reads.
+        valid_targets(batch.document_BT, batch.loss_mask_BT, 0).flatten(),
     )
 
 

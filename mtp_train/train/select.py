@@ -84,7 +84,8 @@ class Selection:
         wrapped.train()
         if metrics.tau_greedy is None:
             raise TrainingError(
-                "train.select.share: the text kept from training has no target; expected at least one. Raise it."
+                "train.select.share: no round of decoding can begin in the text kept from training; expected at least "
+                "one response of two tokens. Raise it."
             )
         return figures
 
@@ -92,7 +93,7 @@ class Selection:
     def _sums(self, wrapped: nn.Module, num_depths: int, accelerator: Accelerator) -> DenseSums:
         world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
         zeros_K = torch.zeros(num_depths, device=device)
-        total = DenseSums(zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, torch.zeros((), device=device))
+        total = DenseSums(zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, torch.zeros((), device=device))
         # As many calls for every process: where the trunk is in shards, they run it together.
         for together in full_batches(self.sequences, world * self.sequences_per_call):
             own = together[rank * self.sequences_per_call :][: self.sequences_per_call]

@@ -19,10 +19,10 @@ from rich.progress import Progress
 from demo_maker.table import LONGEST, TableDrafting, make_table
 from demo_maker.texts import Texts
 from mtp_inference import HeadDrafting
-from mtp_train.arms import PLAIN, run_arms
+from mtp_train.arms import PLAIN
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.evaluation import arm_result, draft_depth, evaluation_settings, measure
+from mtp_train.evaluation import arm_result, decode, evaluation_settings, measure
 from mtp_train.heads.attach import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.trunk import Trunk
@@ -30,6 +30,7 @@ from mtp_train.inputs import Inputs, gather_inputs
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import load_recipe
 from mtp_train.report.schema import ArmResult
+from mtp_train.serving import GREEDY
 from mtp_train.stages import load_run_trunk, make_documents
 from mtp_train.train.dense import DenseMetrics
 from mtp_train.train.launch import make_accelerator
@@ -100,14 +101,13 @@ def _record(arm: str, recipe: Recipe, recording: Recording) -> tuple[dict[str, A
         train_stage(recipe, run_dir, inputs, trunk, documents, recording.accelerator, recording.progress)
         plan = artifact_plan(load_artifact(run_dir / "head"))
         head = build_head(plan, text_config_of(inputs.finetune), dtype=trunk.lm_head_VD.dtype).eval()
-        runs, dense = measure(recipe, inputs, trunk, {arm: HeadDrafting(head)}, recording.progress)
+        runs, dense = measure(recipe, inputs, trunk, {arm: HeadDrafting(head)}, GREEDY, recording.progress)
         recording.target_entropy = dense[arm].target_entropy
         result = arm_result(runs[arm], recipe.model.trunk, f"recorded:{arm}", dense[arm], runs[PLAIN])
     # Speed is of the machine and the moment: recorded, it would stand beside figures it does not compare with.
     recorded = replace(result, measured_here=False, tokens_per_second=None, speedup=None)
     facts = {"documents": len(documents), "tokens": sum(len(document.input_ids) for document in documents)}
-    groups = len({prompt.group for prompt in inputs.held_out})
-    told = {**evaluation_settings(recipe, inputs, trunk), "groups": groups, "data": DATA[arm], **facts}
+    told = {**evaluation_settings(recipe, inputs, trunk, [GREEDY]), "data": DATA[arm], **facts}
     return asdict(recorded), told
 
 
@@ -115,15 +115,8 @@ def _measure_table(
     recipe: Recipe, inputs: Inputs, trunk: Trunk, documents: Sequence[Document], recording: Recording
 ) -> ArmResult:
     """Decode with a static n-gram table of the documents; the text is the trunk's, whatever drafts it."""
-    runs = run_arms(
-        trunk,
-        {NGRAM: TableDrafting(make_table(documents))},
-        inputs.held_out,
-        depth=draft_depth(recipe),
-        max_new_tokens=recipe.evaluate.max_new_tokens,
-        eos_ids=inputs.eos_ids,
-        on_prompt=lambda: None,
-    )
+    table = TableDrafting(make_table(documents))
+    runs = decode(recipe, inputs, trunk, {NGRAM: table}, GREEDY, recording.progress)
     dense = DenseMetrics([], [], recording.target_entropy, [])
     return arm_result(runs[NGRAM], recipe.model.trunk, f"recorded:{NGRAM}", dense, runs[PLAIN])
 

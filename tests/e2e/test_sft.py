@@ -21,7 +21,7 @@ import mtp_train.sft.train
 from checkpoints import same, split
 from fine_tunes import LORA, SAVE_STEPS, STEPS, tuning
 from launching import COMMAND_LINE, head, metrics, outcome, start
-from mtp_train.acceptance import GateVerdict
+from mtp_train.acceptance_gate import GateVerdict
 from mtp_train.commands.graft import export
 from mtp_train.errors import StoppedError, TrainingError
 from mtp_train.recipe_io import dump_recipe

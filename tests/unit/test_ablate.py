@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def counts(*accepted: int) -> list[PromptCounts]:
             accepted_per_pos=(number,),
             new_tokens=10 + number,
             seconds=1.0,
+            group=str(index),
         )
         for index, number in enumerate(accepted)
     ]
@@ -54,9 +56,54 @@ def test_prompts_are_pooled_over_seeds_and_compared_with_their_own() -> None:
     assert (rows[1].gain, rows[0].gain) == (pytest.approx(0.1), 0.0)
     assert rows[1].gain_of_seeds == pytest.approx([0.1, 0.1])
     assert rows[1].gain_ci95 is not None
+    # No spread over groups or seeds, by hand: nothing to judge a gain by.
     assert rows[1].gain_ci95 == pytest.approx((0.1, 0.1))
+    assert (rows[0].p_value, rows[0].groups) == (None, 4)
     assert rows[1].tau_ci95 is not None
     assert rows[1].tau_ci95[1] - rows[1].tau_ci95[0] > 0.3
+
+
+def test_gains_are_judged_over_groups_and_seeds() -> None:
+    """Equal over groups, a gain that comes and goes with the seed is not real; nor with a seed is one of few groups."""
+    from ablate import Cell, rows_of
+
+    reference, other = Cell("kl", "self", "exact"), Cell("ce", "self", "exact")
+    base = [counts(*[3, 4, 5, 4] * 5)] * 3
+
+    def judged(*seeds: list[PromptCounts]) -> Any:
+        found = {reference: [{0.0: one, 1.0: one} for one in base], other: [{0.0: one, 1.0: one} for one in seeds]}
+        return next(row for row in rows_of(found, reference) if row.cell == other.name)
+
+    sure = judged(*[counts(*[5, 6, 7, 7] * 5)] * 2, counts(*[5, 6, 7, 8] * 5))
+    assert sure.survives
+    by_seed = judged(counts(*[3, 4, 5, 4] * 5), counts(*[3, 4, 5, 5] * 5), counts(*[8, 8, 8, 9] * 5))
+    assert by_seed.gain > 0.1
+    assert not by_seed.survives
+    in_two_groups = [
+        [replace(one, group=f"g{number % 2}") for number, one in enumerate(some)] for some in (base[0], seeds_of_gain())
+    ]
+    found = {cell: [{0.0: some, 1.0: some}] * 3 for cell, some in zip((reference, other), in_two_groups, strict=True)}
+    few = next(row for row in rows_of(found, reference) if row.cell == other.name)
+    assert (few.groups, few.survives) == (2, False)
+    assert few.gain == pytest.approx(judged(*[seeds_of_gain()] * 3).gain)
+    assert judged(*[seeds_of_gain()] * 3).survives
+
+
+def seeds_of_gain() -> list[PromptCounts]:
+    return counts(*[5, 6, 7, 8] * 4, 5, 6, 7, 7)
+
+
+def test_a_record_of_intervals_over_prompts_is_judged_with_its_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    import recorded_ablation
+
+    record = SCRIPTS.parent / "inference" / "benchmarks" / "objectives.json"
+    found = recorded_ablation.main([str(record)])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
+    survivors = {one["cell"] for one in found if one["survives"]}
+    assert {f"{text}-exact-{loss}" for text in ("self", "corpus") for loss in ("tv", "e2e_tv")} < survivors
+    assert "self-exact-ce" not in survivors
+    # Standard errors of groups, by the one ratio that is known, leave nothing of it.
+    assert not any(one["survives"] for one in recorded_ablation.main([str(record), "--widen", "2.4", "--groups", "6"]))
 
 
 @pytest.fixture

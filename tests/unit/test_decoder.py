@@ -130,7 +130,7 @@ def test_each_row_drafts_as_deep_as_its_request_says(trunk: Trunk, texts: Texts)
 
 
 def test_results_pool_as_prompt_counts(scripted: Decode) -> None:
-    pooled = scripted([2, 0, 3], max_new_tokens=6).counts("a")
+    pooled = scripted([2, 0, 3], max_new_tokens=6).counts("a", "a")
     assert (pooled.prompt_id, pooled.rounds, pooled.num_draft_tokens, pooled.new_tokens) == ("a", 3, 9, 6)
     assert pooled.accepted_per_pos == (2, 2, 1)
     assert pooled.seconds is not None

@@ -13,7 +13,8 @@ from mtp_train.data.pack import collate, count_targets, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.train import dense
 from mtp_train.train.dense import DenseMetrics, dense_metrics
-from mtp_train.train.module import AlignedRows, Batch
+from mtp_train.train.dense_sums import dense_sums
+from mtp_train.train.module import AlignedRows, Batch, aligned_rows
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 A, B, C, UNIFORM = [0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1], [0.25] * 4
@@ -39,10 +40,12 @@ def measure(monkeypatch: pytest.MonkeyPatch, *batches: AlignedRows) -> DenseMetr
     return dense_metrics(model, model, given, len(batches[0].student_KND))
 
 
-def rows(p: list[list[float]], q: list[list[list[float]]], valid: list[str]) -> AlignedRows:
-    """Give p of each row, q and validity (x) of each depth and row."""
+def rows(p: list[list[float]], q: list[list[list[float]]], valid: list[str], starts: str | None = None) -> AlignedRows:
+    """Give p of each row, q and validity (x) of each depth and row, and where decoding can begin a round (x)."""
     valid_KN = torch.tensor([[letter == "x" for letter in line] for line in valid])
-    return AlignedRows(torch.tensor(q).log(), torch.tensor(p).log(), torch.zeros(len(p), dtype=torch.long), valid_KN)
+    starts_N = torch.ones(len(p), dtype=torch.bool) if starts is None else torch.tensor([one == "x" for one in starts])
+    targets_N = torch.zeros(len(p), dtype=torch.long)
+    return AlignedRows(torch.tensor(q).log(), torch.tensor(p).log(), targets_N, valid_KN, starts_N)
 
 
 def test_figures_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +60,8 @@ def test_figures_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_head_that_says_what_the_trunk_says_is_perfect(monkeypatch: pytest.MonkeyPatch) -> None:
     p = torch.softmax(3 * torch.randn(700, 4), dim=-1)
-    perfect = AlignedRows(p.log().repeat(2, 1, 1), p.log(), torch.zeros(700), torch.ones(2, 700, dtype=torch.bool))
+    every = torch.ones(2, 700, dtype=torch.bool)
+    perfect = AlignedRows(p.log().repeat(2, 1, 1), p.log(), torch.zeros(700), every, every[0])
     metrics = measure(monkeypatch, perfect)
     assert metrics.num_targets == [700, 700]
     assert metrics.agreement == [1.0, 1.0]
@@ -90,6 +94,57 @@ def test_a_draft_counts_in_tau_only_where_those_before_it_are_accepted(monkeypat
     assert both.tau_greedy == pytest.approx(1 + 2 / 3 + 1 / 2)
     neither = measure(monkeypatch, rows(p, [[A, B, B, A], [A, A, A, A]], [".xxx", "..xx"]))
     assert neither.tau_greedy == pytest.approx(1 + 1 / 3)
+
+
+def test_rounds_inside_the_prompt_are_no_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens ``P P P P a b c``: four of prompt, three of response; the head is right everywhere.
+
+    Rows 0 to 6 follow tokens P P P P a b c. Targets b and c are met by depth 1 from rows 3 and 4 (after the first
+    response token, which prefill gives, is read) and c by depth 2 from row 3. Depth 1 from row 2 would draft a, depth
+    2 from row 1 too, and depth 2 from row 2 would draft b: rounds that decoding never has.
+    """
+    valid = ["...xxx.", "...xxx."]  # targets a, b, c sit at rows 3, 4, 5, for depth 1 and depth 2 alike
+    perfect = [[A] * 7, [A] * 7]
+    found = measure(monkeypatch, rows([A] * 7, perfect, valid, starts="...xxx."))
+    assert found.num_targets == [3, 3]
+    assert found.agreement == [1.0, 1.0]
+    assert (found.tau_greedy, found.tau_sampled) == (3.0, pytest.approx(3.0))
+    # A miss at row 4 costs depth 1 from row 3, and depth 2 from there with it; not a round from row 2.
+    missed = [[A, A, A, A, B, A, A], [A] * 7]
+    assert measure(monkeypatch, rows([A] * 7, missed, valid, starts="...xxx.")).tau_greedy == 1 + 1 / 2 + 0 / 1
+
+
+@pytest.mark.parametrize("prompt_length", [1, 2, 6])
+def test_tau_of_a_short_answer_is_what_rounds_from_each_of_its_tokens_accept(prompt_length: int) -> None:
+    """A head that is right everywhere commits depth + 1 tokens a round, however short answers are."""
+    num_depths, answer = 3, 4
+    trunk = tiny_trunk("qwen3_5")
+    length = prompt_length + answer
+    document = Document(tuple(range(1, 1 + length)), tuple(i >= prompt_length for i in range(length)), "g", "d")
+    batch = Batch(*collate(pack_documents([document], 16, pack=True, seed=0, epoch=0)).values())
+    found = aligned_rows(trunk, tiny_head(trunk), batch, num_depths)
+    right = found._replace(student_KND=found.teacher_ND.expand_as(found.student_KND).clone())
+    head: Any = SharedOutput()
+    sums = dense_sums(right, trunk, head)
+    metrics = DenseMetrics.of(sums)
+    # Rounds begin after the answer's tokens 1 to 3; depth 1, 2 and 3 have 3, 2 and 1 of them to meet.
+    assert sums.reached_K.tolist() == [3.0, 2.0, 1.0]
+    # The control: over all targets of the text, rounds inside the prompt would be misses.
+    if prompt_length > num_depths:
+        assert 1.0 + float((sums.chained_K / sums.targets_K).sum()) == 1.0 + (3 + 2 + 1) / 4
+    assert metrics.tau_greedy == pytest.approx(1.0 + num_depths)
+    assert metrics.tau_sampled == pytest.approx(1.0 + num_depths, abs=1e-4)
+
+
+class SharedOutput:
+    """A head that has no output matrix of its own."""
+
+    def module_for(self, _depth: int) -> SharedOutput:
+        return self
+
+    def project(self, state: Tensor, shared: Any) -> Tensor:
+        found: Tensor = shared(state)
+        return found
 
 
 def test_rows_without_a_target_count_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

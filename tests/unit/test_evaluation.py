@@ -13,6 +13,7 @@ from mtp_train.data.prompts import Prompt
 from mtp_train.evaluation import arm_result, draft_depth, judge, lossless
 from mtp_train.recipe import Recipe
 from mtp_train.report.schema import ArmResult, Lossless
+from mtp_train.serving import GREEDY
 from mtp_train.train.dense import DenseMetrics
 from runs import tiny_recipe
 
@@ -26,7 +27,7 @@ def recipe(**overrides: Any) -> Recipe:
 
 def counts(prompt_id: str, rounds: int, accepted: tuple[int, ...], seconds: float = 1.0) -> PromptCounts:
     drafted, committed = rounds * len(accepted), 1 + rounds + sum(accepted)
-    return PromptCounts(prompt_id, rounds, drafted, accepted, committed, seconds)
+    return PromptCounts(prompt_id, rounds, drafted, accepted, committed, seconds, group=prompt_id)
 
 
 def planted(accepted: list[tuple[int, int]], rounds: int = 10) -> ArmRun:
@@ -51,28 +52,32 @@ def runs(retrained: list[tuple[int, int]], baseline: list[tuple[int, int]], name
 
 def test_a_better_head_passes() -> None:
     arms = runs(STRONG, WEAK)
-    verdict = judge(recipe(), arms, list(arms.values()))
+    verdict = judge(recipe(), {GREEDY: arms}, list(arms.values()))
     assert (verdict.passed, verdict.baseline) == (True, "graft")
     assert verdict.delta_tau_ci95 is not None
     assert verdict.delta_tau_ci95[0] > 0
     assert "mtp-train graft" not in verdict.reason
 
 
-@pytest.mark.parametrize("retrained", [WEAK, [(1, 0)] * 8], ids=["the same", "worse"])
+@pytest.mark.parametrize(
+    ("retrained", "found"),
+    [(WEAK, "does not lie above 0"), ([(1, 0)] * 8, "lies below 0")],
+    ids=["the same", "worse"],
+)
 def test_a_head_that_is_no_better_is_refused_with_the_command_for_the_better_one(
-    retrained: list[tuple[int, int]],
+    retrained: list[tuple[int, int]], found: str
 ) -> None:
     arms = runs(retrained, WEAK)
-    verdict = judge(recipe(), arms, list(arms.values()))
+    verdict = judge(recipe(), {GREEDY: arms}, list(arms.values()))
     assert not verdict.passed
-    assert "does not lie above 0. The base's own head is not shown to be worse: " in verdict.reason
+    assert f"{found}. The base's own head is not shown to be worse: " in verdict.reason
     assert verdict.reason.endswith("mtp-train graft in/finetune --from in/base --out in/finetune-mtp")
 
 
 def test_other_baselines_have_no_command_to_name() -> None:
     native = recipe(head__init="native", model__head_from=None, evaluate__arms=["none", "native", "retrained"])
     arms = runs(WEAK, STRONG, "native")
-    verdict = judge(native, arms, list(arms.values()))
+    verdict = judge(native, {GREEDY: arms}, list(arms.values()))
     assert (verdict.passed, verdict.baseline) == (False, "native")
     assert "(native)" in verdict.reason
     assert "mtp-train" not in verdict.reason
@@ -90,7 +95,7 @@ def test_other_baselines_have_no_command_to_name() -> None:
 )
 def test_the_automatic_baseline_is_the_best_head_without_training(overrides: dict[str, Any], baseline: str) -> None:
     arms = {name: planted(WEAK) for name in ("none", "graft", "native")} | {"retrained": planted(STRONG)}
-    assert judge(recipe(**overrides), arms, []).baseline == baseline
+    assert judge(recipe(**overrides), {GREEDY: arms}, []).baseline == baseline
 
 
 @pytest.mark.parametrize("arm", ["graft", "retrained", "vanilla"])
@@ -99,7 +104,7 @@ def test_an_output_that_decoding_changed_refuses_whatever_the_gain(arm: str) -> 
     checked = [*arms.values(), planted(WEAK)]
     broken = checked[["graft", "retrained", "vanilla"].index(arm)]
     broken.divergences = ["chats.jsonl#4", "chats.jsonl#9"]
-    verdict = judge(recipe(), arms, checked)
+    verdict = judge(recipe(), {GREEDY: arms}, checked)
     assert (verdict.passed, verdict.delta_tau_ci95) == (False, None)
     assert "changed the output of 2 prompts (chats.jsonl#4 first), and no near tie explains it" in verdict.reason
 
@@ -107,14 +112,14 @@ def test_an_output_that_decoding_changed_refuses_whatever_the_gain(arm: str) -> 
 def test_a_near_tie_refuses_nothing() -> None:
     arms = runs(STRONG, WEAK)
     arms["retrained"].identical, arms["retrained"].near_ties = 7, 1
-    assert judge(recipe(), arms, list(arms.values())).passed
+    assert judge(recipe(), {GREEDY: arms}, list(arms.values())).passed
 
 
 def test_too_few_prompts_are_refused_however_good_they_look() -> None:
     arms = runs(STRONG[:4], WEAK[:4])
-    verdict = judge(recipe(), arms, list(arms.values()))
+    verdict = judge(recipe(), {GREEDY: arms}, list(arms.values()))
     assert not verdict.passed
-    assert "needs at least 5 prompts. Raise evaluate.prompts" in verdict.reason
+    assert "needs prompts of at least 5 groups. Raise evaluate.prompts" in verdict.reason
 
 
 # The figures
@@ -144,6 +149,7 @@ def test_figures_of_an_arm_are_pooled_over_its_prompts() -> None:
         speedup=(14 / 0.5) / (10 / 1.0),
         rounds=6,
         prompts=2,
+        groups=2,
         measured_here=True,
     )
 

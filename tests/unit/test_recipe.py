@@ -50,7 +50,8 @@ def test_smallest_recipe_takes_every_default() -> None:
     assert recipe.data.regenerate is None
     assert (recipe.objective.loss, recipe.objective.temperature, recipe.objective.depth_decay) == ("auto", 1.0, 0.6)
     assert (recipe.train.betas, recipe.train.precision, recipe.train.schedule) == ((0.9, 0.95), "auto", "cosine")
-    assert (recipe.evaluate.temperature, recipe.evaluate.depth) == (0.0, None)
+    assert (recipe.evaluate.temperature, recipe.evaluate.top_p, recipe.evaluate.rule) == ("auto",) * 3
+    assert recipe.evaluate.depth is None
     assert (recipe.gate.baseline, recipe.gate.confidence) == ("auto", 0.95)
     assert (recipe.export.enabled, recipe.export.link) == (True, "hard")
     assert (recipe.track.wandb, recipe.track.project) == ("offline", "mtp-train")
@@ -93,7 +94,6 @@ def test_every_field_has_a_docstring() -> None:
         (Bound(above=0, below=1), [0.5], [0, 1], "above 0 and below 1"),
         (Bound(above=0, max=1), [1, 0.1], [0, 1.1], "above 0 and up to 1"),
         (Bound(min=0, below=1), [0, 0.99], [1, -0.1], "of 0 or more and below 1"),
-        (Bound(min=0, max=0), [0], [0.1, -1], "equal to 0, the one choice there is"),
     ],
 )
 def test_bound_admits_what_it_describes(bound: Bound, inside: list[float], outside: list[float], words: str) -> None:
@@ -112,7 +112,13 @@ def test_bound_admits_what_it_describes(bound: Bound, inside: list[float], outsi
         ("objective.temperature=0", "objective.temperature: 0; expected a number above 0."),
         ("objective.depth_decay=1.01", "objective.depth_decay: 1.01; expected a number above 0 and up to 1."),
         ("gate.confidence=0.5", "gate.confidence: 0.5; expected a number above 0.5 and below 1."),
-        ("evaluate.temperature=0.7", "evaluate.temperature: 0.7; expected a number equal to 0, the one choice"),
+        ("evaluate.temperature=-1", "evaluate.temperature: -1; expected a number of 0 or more."),
+        ("evaluate.temperature=[]", "evaluate.temperature: a list of 0; expected auto, a number of 0 or more, or a"),
+        ("evaluate.temperature=[0, hot]", "evaluate.temperature.1: 'hot' (text); expected a number of 0 or more."),
+        ("evaluate.temperature=0.0001", "evaluate.temperature: 0.0001; expected 0 or a number from 0.001."),
+        ("evaluate.temperature=[1, 1.0]", "evaluate.temperature: one of [1.0, 1.0] twice; expected each once."),
+        ("evaluate.rule=greedy", "evaluate.rule: 'greedy'; expected one of argmax, sampled."),
+        ("evaluate.top_p=[1.0, 1.1]", "evaluate.top_p.1: 1.1; expected a number above 0 and up to 1."),
         ("train.betas=[0.9, 1.0]", "train.betas.1: 1.0; expected a number of 0 or more and below 1."),
         ("train.betas=[0.9]", "train.betas: a list of 1; expected a list of 2 items, each a number of 0 or more"),
         ("data.sources=[]", "data.sources: a list of 0; expected a list of 1 or more items, each a section."),

@@ -62,7 +62,9 @@ def test_page_says_verdict_lossless_settings_and_provenance() -> None:
     for expected in (
         "The retrained head beats the graft",
         "48 of 48 outputs equal plain decoding",
-        "[+2.040, +2.180]",
+        "[+2.04, +2.18]",
+        "it sees a true gain in tau of 0.11 (greedy)",
+        "The same at temperature 0.6, top-p 0.95, argmax drafts",
         "device.threads",
         "versions.torch",
         "How to read this",

@@ -25,7 +25,7 @@ def test_report_reads_back_as_it_was_written(report: RunReport) -> None:
 
 def test_report_has_the_promised_fields() -> None:
     raw = stored(SAMPLE)
-    assert set(raw) == {"arms", "lossless", "gate", "settings"}
+    assert set(raw) == {"arms", "lossless", "gate", "settings", "cells"}
     assert set(raw["arms"]["retrained"]) == {
         "trunk",
         "head",
@@ -42,10 +42,32 @@ def test_report_has_the_promised_fields() -> None:
         "speedup",
         "rounds",
         "prompts",
+        "groups",
         "measured_here",
     }
+    setting = {"arm", "temperature", "top_p", "top_k", "rule", "depth"}
+    assert [set(cell) for cell in raw["cells"]] == [set(raw["arms"]["retrained"]) | setting] * 3
     assert set(raw["lossless"]) == {"checked", "identical", "near_tie_divergences"}
-    assert set(raw["gate"]) == {"passed", "baseline", "delta_tau_ci95", "reason"}
+    assert set(raw["gate"]) == {
+        *("passed", "baseline", "delta_tau_ci95", "reason", "groups", "detectable_gain", "settings")
+    }
+    assert [one["setting"] for one in raw["gate"]["settings"]] == [
+        "greedy",
+        "temperature 0.6, top-p 0.95, argmax drafts",
+    ]
+
+
+def test_an_older_report_reads_without_what_came_later() -> None:
+    raw = stored(SAMPLE)
+    del raw["cells"]
+    for name in ("groups", "detectable_gain", "settings"):
+        del raw["gate"][name]
+    for arm in raw["arms"].values():
+        del arm["groups"]
+    read = RunReport.from_json(raw, "old.json")
+    assert read.gate is not None
+    assert (read.gate.passed, read.gate.groups, read.cells) == (True, None, ())
+    assert read.arms["retrained"].groups is None
 
 
 def test_figures_without_a_meaning_are_null() -> None:

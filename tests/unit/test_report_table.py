@@ -25,9 +25,26 @@ def test_arms_that_do_not_compare_are_marked_and_explained() -> None:
     text = printed(arm_table(SAMPLE))
     assert line_of(text, "vanilla").startswith("vanilla *")
     assert line_of(text, "ceiling").startswith("ceiling +")
+    assert "Intervals are over 12 groups of prompts." in text
     assert "* Another trunk" in text
     assert "+ Recorded earlier" in text
     assert "Another trunk" not in printed(arm_table(replace(SAMPLE, arms={"retrained": RETRAINED})))
+
+
+def test_numbers_of_groups_are_told_by_arm_where_they_differ() -> None:
+    recorded = {**SAMPLE.arms, "ceiling": replace(SAMPLE.arms["ceiling"], groups=6)}
+    text = " ".join(printed(arm_table(replace(SAMPLE, arms=recorded))).split())
+    assert "Intervals are over 12 groups (graft retrained vanilla), 6 groups (ceiling)." in text
+    unknown = {"retrained": replace(RETRAINED, groups=None)}
+    assert "Intervals" not in printed(arm_table(replace(SAMPLE, arms=unknown)))
+
+
+def test_summary_says_what_the_gate_found_and_would_have_seen() -> None:
+    text = " ".join(printed(summary(SAMPLE)).split())
+    assert "Gate, greedy: tau 1.33 to 3.44, gain [+2.04, +2.18] over 12 groups: gain shown" in text
+    assert "temperature 0.6, top-p 0.95, argmax drafts: tau 1.30 to 3.10, gain [+1.71, +1.90] over 12 groups" in text
+    assert "a true gain in tau of 0.11 (greedy), 0.16 (temperature 0.6, top-p 0.95, argmax drafts) with" in text
+    assert "Power" not in printed(summary(EMPTY))
 
 
 def test_summary_says_verdict_and_lossless() -> None:

@@ -98,9 +98,9 @@ def test_key_figures_are_before_after_and_speed() -> None:
 
 
 def test_arm_cells_print_one_value_a_column() -> None:
-    assert arm_cells(RETRAINED) == ("3.44 [3.38, 3.50]", ".88 .82 .74", "1,691.2", "2.21x", "0.2 %", "0.38")
+    assert arm_cells(RETRAINED) == ("3.44 [3.38, 3.50]", "12", ".88 .82 .74", "1,691.2", "2.21x", "0.2 %", "0.38")
     assert len(COLUMNS) == len(arm_cells(RETRAINED))
-    assert arm_cells(CEILING)[2:4] == ("-", "-")
+    assert arm_cells(CEILING)[3:5] == ("-", "-")
 
 
 def test_settings_are_flattened_in_order() -> None:

@@ -47,7 +47,17 @@ def test_new_report_replaces_every_file(tmp_path: Path) -> None:
 
 
 def test_csv_has_one_row_an_arm_and_one_column_a_figure() -> None:
-    rows = {row["arm"]: row for row in csv.DictReader(io.StringIO(csv_text(SAMPLE)))}
+    first, served = SAMPLE.arms, [cell.arm for cell in SAMPLE.cells]
+    lines = list(csv.DictReader(io.StringIO(csv_text(SAMPLE))))
+    assert [line["arm"] for line in lines] == [*first, *served]
+    assert [(line["temperature"], line["top_p"], line["tau"]) for line in lines[-2:]] == [
+        ("0.6", "0.95", "1.3"),
+        ("0.6", "0.95", "3.1"),
+    ]
+    rows = {line["arm"]: line for line in lines[: len(first)]}
+    assert (rows["retrained"]["groups"], rows["retrained"]["temperature"]) == ("12", "0.0")
+    assert rows["retrained"]["rule"] == "greedy"
+    assert rows["ceiling"]["rule"] == ""
     assert list(rows) == ["none", "graft", "retrained", "vanilla", "ceiling"]
     assert list(rows["none"])[:8] == [
         *("arm", "trunk", "head", "tau", "tau_ci95_low", "tau_ci95_high", "acceptance_rate", "marginal_1")

@@ -8,10 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from mtp_train.acceptance_intervals import (
+    Difference,
+    holm,
+    holm_levels,
+    judge_difference,
+    t_quantile,
+    tau_difference,
+    two_sided_p,
+)
 from mtp_train.report.cells import ALL_TASKS, ArmComparison
-from mtp_train.study.comparison import compare_arms, tau_difference
+from mtp_train.study.comparison import compare_arms
 from mtp_train.study.entropy import ENTROPY_EDGES, FINER, fine_edges
-from mtp_train.study.jackknife import Difference, holm, judge_difference, t_quantile, two_sided_p
 from mtp_train.study.records import Decoded, Setting
 from mtp_train.study.statistics import MeasuredArm
 from simulated_drafters import DEPTH, Floats, Ints, counts_of, decoded, decoded_of, dense_of, rounds_by_accepted
@@ -113,6 +121,8 @@ def test_holm_by_hand() -> None:
     assert holm([0.013, 0.001], 0.05) == [True, True]
     assert holm([0.013, 0.014, 0.014, 0.014], 0.05) == [False] * 4
     assert holm([], 0.05) == []
+    assert holm_levels([0.04, 0.012, None, 0.015, 0.9], 0.04) == [0.01, 0.01, 0.0, 0.01, 0.01]
+    assert holm_levels([0.03, 0.001], 0.04) == [0.04, 0.02]
 
 
 @pytest.mark.parametrize(
@@ -128,13 +138,13 @@ def test_students_t_as_in_tables(freedom: int, t: float) -> None:
 def test_prompts_without_spread() -> None:
     """Nothing to tell a spread by; what favours one arm on all of five prompts may be luck, and on 20 is not."""
     same = [counts_of(np.array([[1, 2, 3, 4]] * 20))] * 2
-    assert tau_difference(*same) == Difference(0.0, (0.0, 0.0), 1.0)
+    assert dataclasses.replace(tau_difference(*same), spread=None) == Difference(0.0, (0.0, 0.0), 1.0, 20)
     worse = counts_of(np.array([[4, 3, 2, 1]] * 20))
     assert tau_difference(same[0][:5], worse[:5]).p_value == pytest.approx(2 / 32)
     assert tau_difference(same[0], worse).p_value == pytest.approx(2.0**-19)
-    assert tau_difference(same[0][:1], worse[:1]) == Difference(pytest.approx(1.0), None, None)
+    assert tau_difference(same[0][:1], worse[:1]) == Difference(pytest.approx(1.0), None, None, 1)
     silent = counts_of(np.zeros((3, 4), int))
-    assert tau_difference(silent, silent) == Difference(0.0, None, None)
+    assert tau_difference(silent, silent) == Difference(0.0, None, None, 0)
     assert tau_difference(same[0][:5] + silent, worse[:5] + silent).p_value == pytest.approx(2 / 32)
 
 
@@ -188,7 +198,7 @@ def control(first: MeasuredArm, second: MeasuredArm) -> tuple[ArmComparison, Dif
     comparison = compare_arms([first, second])[0]
     value = comparison.delta_overlap_at_equal_entropy
     assert value is not None
-    return comparison, Difference(value, comparison.delta_overlap_at_equal_entropy_ci95, None)
+    return comparison, Difference(value, comparison.delta_overlap_at_equal_entropy_ci95, None, comparison.groups)
 
 
 def mean_overlap(measured: MeasuredArm) -> float:

@@ -21,12 +21,12 @@ from mtp_train.acceptance import (
     repeated_ngram_share,
     tau,
 )
+from mtp_train.acceptance_intervals import pooled_tau_interval
 from mtp_train.data.regenerated import ask
 from mtp_train.errors import DataError
 from mtp_train.heads.trunk import Trunk
 from mtp_train.report.cells import ALL_TASKS, Cell
 from mtp_train.study.endpoint import Served, measure_endpoint
-from mtp_train.study.jackknife import pooled_tau_interval
 from mtp_train.study.records import TaskPrompt
 from openai_server import Reply, ReplyFn, openai_server, streamed
 from scripted import ScriptedDrafting, plain_texts, random_prompt
@@ -101,7 +101,7 @@ def in_process(
         (result,) = decoder.generate(
             [Request(prompt_ids=prompt.prompt_ids, max_new_tokens=NEW_TOKENS, sampling=sampling)]
         )
-        counts.append(result.counts(prompt.id))
+        counts.append(result.counts(prompt.id, prompt.group))
         texts.append(tuple(result.token_ids))
     return counts, texts
 
@@ -255,7 +255,7 @@ def test_rounds_that_are_not_told_are_inferred(trunk: Trunk, drafting: ScriptedD
     assert found.document["acceptance_from"] == "responses, rounds inferred"
     assert "Start llama-server with --metrics" in found.document["warnings"][0]
     # Drafts accepted past the limit, which no token shows, make it high here.
-    assert found.cells[0].tau >= tau([result.counts("p") for result in results])
+    assert found.cells[0].tau >= tau([result.counts("p", "p") for result in results])
 
 
 @pytest.mark.parametrize(

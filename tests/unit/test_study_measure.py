@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder
 from mtp_inference.draft import DrafterMaker
 from mtp_inference.other_drafters import NgramDrafting
 from mtp_inference.reference import compare_sampled
+from mtp_inference.sampling import TOKEN, SamplingRows, probabilities, uniform
 from mtp_train.data.regenerated import noise_seed
 from mtp_train.errors import OutputExistsError
 from mtp_train.heads.trunk import Trunk
@@ -208,3 +212,53 @@ def test_a_sampled_text_that_parts_at_an_edge_is_a_near_tie(
     assert gap > 0.0
     assert compare_sampled(other, text, trunk, prompt.prompt_ids, sampling, gap * 1.01).verdict == "near_tie"
     assert compare_sampled(other, text, trunk, prompt.prompt_ids, sampling, gap * 0.99).verdict == "divergence"
+
+
+class Fixed:
+    """A trunk that gives the same logits after every text."""
+
+    lm_head_VD = torch.zeros(4, 1)
+
+    def __init__(self, *p: float) -> None:
+        self.logits_V = torch.tensor(p).log()
+
+    def hidden(self, tokens_1T: Tensor) -> Tensor:
+        return tokens_1T[..., None]
+
+    def logits(self, _hidden: Tensor) -> Tensor:
+        return self.logits_V
+
+
+def drawn_from(p: Sequence[float], number: float) -> int:
+    """Return the token in whose stretch of the distribution a number in 0..1 lies."""
+    return int(np.searchsorted(np.cumsum(p) / sum(p), number, side="right"))
+
+
+@pytest.mark.parametrize(
+    ("p", "filters", "kept", "verdict"),
+    [
+        # The last three of 0.9, 0.1 and so on: rounding decides whether the sum of top-p is reached before the last.
+        ((0.5, 0.1, 0.1, 0.3), {"top_p": 0.9}, [(0.5, 0.0, 0.1, 0.3), (0.5, 0.1, 0.1, 0.3)], "near_tie"),
+        ((0.5, 0.12, 0.1, 0.28), {"top_p": 0.85}, [(0.5, 0.12, 0.1, 0.28)], "divergence"),
+        # The second and the third are equal but for rounding: top-k 3 keeps either, or both.
+        ((0.2, 0.1, 0.1 + 1e-6, 0.6), {"top_k": 3}, [(0.2, 0.1, 0.0, 0.6), (0.2, 0.1, 0.1, 0.6)], "near_tie"),
+        ((0.2, 0.1, 0.15, 0.55), {"top_k": 3}, [(0.2, 0.1, 0.0, 0.55)], "divergence"),
+    ],
+    ids=["top-p at its edge", "top-p elsewhere", "top-k at its edge", "top-k elsewhere"],
+)
+def test_a_filter_that_rounding_moves_is_a_near_tie(
+    p: tuple[float, ...], filters: dict[str, Any], kept: list[tuple[float, ...]], verdict: str
+) -> None:
+    """A text drawn from the tokens that a filter could have kept by rounding is no fault; from others it is."""
+    trunk: Any = Fixed(*p)
+    verdicts = set()
+    for seed in range(60):
+        sampling = Sampling(temperature=1.0, seed=seed, **filters)
+        seed_1 = torch.tensor([seed])
+        number = float(uniform(seed_1, torch.tensor([[1]]), TOKEN))
+        p_V = probabilities(trunk.logits_V[None, None], SamplingRows.stack([sampling], "cpu"))[0, 0]
+        here = drawn_from(p_V.tolist(), number)
+        for other in kept:
+            if (there := drawn_from(other, number)) != here:
+                verdicts.add(compare_sampled([there], [here], trunk, [0], sampling, 1e-4).verdict)
+    assert verdicts == {verdict}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mtp_train.acceptance import Interval
+from mtp_train.acceptance_intervals import Difference
 from mtp_train.recipe_study import StudySection
 from mtp_train.report.cells import ALL_TASKS, ArmComparison, Cell, DriftPoint, StudyReport
 from mtp_train.study.dense import DenseRows
-from mtp_train.study.jackknife import Difference
 from mtp_train.study.protocol import (
     CLAIM,
     GRAFT,
@@ -63,6 +63,7 @@ def comparison(first: str, second: str, delta: float, ci95: Interval | None, ove
         rule="greedy",
         delta_tau=delta,
         delta_tau_ci95=ci95,
+        groups=12,
         p_value=0.01,
         differs=True,
         same_trunk=True,
@@ -124,7 +125,7 @@ def test_an_interval_confirms_refutes_or_leaves_open(interval: Interval | None, 
 def test_the_prediction_is_judged_raw_and_at_equal_entropy(
     tau: tuple[float, Interval], overlap: tuple[float, Interval], tones: list[str]
 ) -> None:
-    level = Level(GREEDY, Difference(*tau, None), Difference(*overlap, None))
+    level = Level(GREEDY, Difference(*tau, None, 12), Difference(*overlap, None, 12))
     found = back_at_vanilla(USUAL, level, STUDY)
     assert [one.tone for one in found] == tones
     assert found[0].statement == "Back at the vanilla level by tau (greedy)."
@@ -137,7 +138,7 @@ def test_the_prediction_is_judged_raw_and_at_equal_entropy(
 
 
 def test_texts_with_no_entropy_in_common_are_not_compared_at_equal_entropy() -> None:
-    level = Level(GREEDY, Difference(0.5, (0.2, 0.8), None), None)
+    level = Level(GREEDY, Difference(0.5, (0.2, 0.8), None, 12), None)
     assert len(back_at_vanilla(USUAL, level, STUDY)) == 1
 
 
@@ -153,14 +154,14 @@ def test_texts_with_no_entropy_in_common_are_not_compared_at_equal_entropy() -> 
     ],
 )
 def test_the_prediction_needs_every_measure(overlap: tuple[float, Interval], tone: str, said: str) -> None:
-    level = Level(GREEDY, Difference(0.5, (0.2, 0.8), None), Difference(*overlap, None))
+    level = Level(GREEDY, Difference(0.5, (0.2, 0.8), None, 12), Difference(*overlap, None, 12))
     first = find(USUAL, STUDY, [level], [], ())[0]
     assert (first.tone, first.evidence) == (tone, said)
     assert first.statement.endswith("brings acceptance back to the vanilla level.")
 
 
 def test_a_prediction_that_every_measure_refutes_is_refuted() -> None:
-    level = Level(GREEDY, Difference(-0.5, (-0.8, -0.2), None), Difference(-0.1, (-0.12, -0.08), None))
+    level = Level(GREEDY, Difference(-0.5, (-0.8, -0.2), None, 12), Difference(-0.1, (-0.12, -0.08), None, 12))
     assert find(USUAL, STUDY, [level], [], ())[0].tone == "bad"
     assert prediction([]).evidence == "Not measured."
 
@@ -177,7 +178,7 @@ def test_a_comparison_is_found_whichever_way_round_it_was_made() -> None:
 
 def test_every_claim_is_put_to_the_test_the_prediction_first() -> None:
     (level,) = levels_on_shared_prompts(USUAL, KL, [GREEDY])
-    stale = Level(GREEDY, Difference(-1.1, (-1.2, -1.0), None), Difference(-0.3, (-0.4, -0.2), None))
+    stale = Level(GREEDY, Difference(-1.1, (-1.2, -1.0), None, 12), Difference(-0.3, (-0.4, -0.2), None, 12))
     drift = (point("step 0", 2.5, (2.4, 2.6)), point("step 9", 1.4, (1.3, 1.5)))
     found = find(USUAL, STUDY, [level], [stale], drift)
     assert [(one.tone, one.statement.split(" (")[0].split(":")[0]) for one in found] == [
@@ -199,14 +200,24 @@ def test_a_graft_that_is_better_refutes_retraining() -> None:
 
 def test_a_head_that_is_as_good_as_vanilla_at_equal_entropy_is_not_called_stale() -> None:
     for interval, tone in (((0.1, 0.3), "bad"), ((-0.1, 0.1), "neutral"), ((-0.3, -0.1), "good")):
-        (found,) = is_stale(Level(GREEDY, Difference(-1.0, (-1.2, -0.8), None), Difference(0.0, interval, None)))
+        (found,) = is_stale(
+            Level(GREEDY, Difference(-1.0, (-1.2, -0.8), None, 12), Difference(0.0, interval, None, 12))
+        )
         assert found.tone == tone
-    assert is_stale(Level(GREEDY, Difference(-1.0, (-1.2, -0.8), None), None)) == []
+    assert is_stale(Level(GREEDY, Difference(-1.0, (-1.2, -0.8), None, 12), None)) == []
 
 
 def point(label: str, tau: float, ci95: Interval | None) -> DriftPoint:
     return DriftPoint(
-        label=label, step=0, tokens=0, trunk_change=0.1, tau=tau, tau_ci95=ci95, overlap=0.5, target_entropy=1.0
+        label=label,
+        step=0,
+        tokens=0,
+        trunk_change=0.1,
+        tau=tau,
+        tau_ci95=ci95,
+        groups=12,
+        overlap=0.5,
+        target_entropy=1.0,
     )
 
 
@@ -234,6 +245,7 @@ def arm(name: str, prompts: list[str], accepted: list[int], entropy: float, over
     decoded = [
         Decoded(
             prompt_id=prompt,
+            group=prompt,
             task="t",
             prompt_tokens=4,
             token_ids=tuple(range(20)),
@@ -247,6 +259,7 @@ def arm(name: str, prompts: list[str], accepted: list[int], entropy: float, over
     ]
     rows = DenseRows(
         prompt_ids=np.array(prompts),
+        groups=np.array(prompts),
         tasks=np.array(["t"] * len(prompts)),
         prompt_N=np.repeat(np.arange(len(prompts)), 10),
         entropy_N=np.full(10 * len(prompts), entropy, np.float32),

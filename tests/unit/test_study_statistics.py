@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from mtp_train.acceptance_intervals import ratio_interval
 from mtp_train.report.cells import ALL_TASKS, Cell
-from mtp_train.study.jackknife import ratio_interval
 from mtp_train.study.records import Decoded, Setting
 from mtp_train.study.statistics import (
     MeasuredArm,

@@ -19,8 +19,13 @@ def test_verdict_is_whole() -> None:
 
 def test_every_arm_and_task_has_one_line() -> None:
     lines = [line.split() for line in TEXT.splitlines()]
-    assert ["distilled+retrained", *("2.95", "[2.80,", "3.09]", ".80", ".64", ".51", "2.17x", "0.38")] in lines
-    assert ["coding", *("2.86", "[2.71,", "3.00]", "1.72", "[1.57,", "1.86]", "3.24", "[3.09,", "3.38]")] in lines
+    assert ["distilled+retrained", *("2.95", "[2.80,", "3.09]", "24", ".80", ".64", ".51", "2.17x", "0.38")] in lines
+    assert [
+        "coding",
+        "(8",
+        "groups)",
+        *("2.86", "[2.71,", "3.00]", "1.72", "[1.57,", "1.86]", "3.24", "[3.09,", "3.38]"),
+    ] in lines
 
 
 def test_differences_advice_and_lossless_check_are_told() -> None:
@@ -28,7 +33,7 @@ def test_differences_advice_and_lossless_check_are_told() -> None:
     for expected in (
         "Temperature 0, greedy, 3 drafts a round, own context",
         "18 of 24 are real",
-        "vanilla+native - distilled+retrained: -0.34 [-0.52, -0.17]: tau differs, head does not",
+        "vanilla+native - distilled+retrained: -0.34 [-0.52, -0.17] over 24 groups: tau differs, head does not",
         "all tasks 3 (1.72x) none 3 (2.02x)",
         "718 of 720 outputs equal plain decoding",
     ):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mtp_train.data.pack import PackedSequence, collate, global_batches, pack_documents
+from mtp_train.data.pack import PackedSequence, collate, count_targets, global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.heads.step import unroll
@@ -42,9 +42,13 @@ def recipe(**overrides: Any) -> Recipe:
     return tiny_recipe(Path("anywhere"), Path("anywhere"), **{**settings, **overrides})
 
 
-def training_module(family_name: str = "qwen3_5", kind: LossKind = "kl", temperature: float = 1.0) -> HeadTraining:
+def training_module(
+    family_name: str = "qwen3_5", kind: LossKind = "kl", temperature: float = 1.0, *, on_policy: bool = False
+) -> HeadTraining:
     trunk = tiny_trunk(family_name)
-    return HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind=kind, temperature=temperature)
+    return HeadTraining(
+        trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind=kind, temperature=temperature, on_policy=on_policy
+    )
 
 
 def make_documents(*lengths: int, seed: int = 0) -> list[Document]:
@@ -85,7 +89,9 @@ def one_step(
     wrapped, optimizer = accelerator.prepare(module, torch.optim.SGD(module.head.parameters(), lr=0.0))
     optimizer.optimizer.register_step_pre_hook(keep_gradient)
     wrapped.train()
-    sums_K, norm = optimise(wrapped, optimizer, accelerator, used, plan, sequences)
+    (sums_K, count_K), norm = optimise(wrapped, optimizer, accelerator, used, plan, sequences)
+    targets = zip(*(count_targets(one, NUM_DEPTHS) for one in sequences), strict=True)
+    assert count_K.tolist() == [sum(column) for column in targets]
     squares = sum(float(value.double().square().sum()) for value in gradient.values())
     assert norm == pytest.approx(math.sqrt(squares), rel=1e-4)
     return gradient, sums_K
@@ -241,14 +247,16 @@ def test_what_is_no_target_and_read_by_none_gives_nothing(kind: LossKind) -> Non
     assert (found_K > sums_K).all()
 
 
-def run_training(directory: Path, used: Recipe, *, stop_after: int | None = None) -> HeadTraining:
+def run_training(
+    directory: Path, used: Recipe, *, stop_after: int | None = None, on_policy: bool = False
+) -> HeadTraining:
     """Train as the pipeline does, on eight documents for ever; ``stop_after`` kills the run."""
 
     def on_step(done: int) -> None:
         if done == stop_after:
             raise KeyboardInterrupt
 
-    module = training_module()
+    module = training_module(on_policy=on_policy)
     plan = make_plan(used, 1)
     train_head(
         module,
@@ -279,6 +287,18 @@ def test_the_loss_falls_and_every_step_is_logged(tmp_path: Path) -> None:
     by_depth = [lines[0][f"loss_depth_{depth}"] for depth in (1, 2, 3)]
     assert lines[0]["loss"] == pytest.approx(sum(map(math.prod, zip(weights, by_depth, strict=True))))
     assert (lines[0]["wrapper"], lines[0]["world_size"]) == ("HeadTraining", 1)
+
+
+def test_the_logged_loss_is_a_mean_over_the_targets_that_on_policy_counts(tmp_path: Path) -> None:
+    """Depth 2 counts after a right draft only, which a random head seldom makes: over the text its mean is near 0."""
+    used = recipe(train__max_steps=1, train__lr=1e-9)
+    logged = {}
+    for on_policy in (False, True):
+        run_training(tmp_path / str(on_policy), used, on_policy=on_policy)
+        logged[on_policy] = read_metrics(tmp_path / str(on_policy))[0]
+    assert logged[True]["loss_depth_1"] == pytest.approx(logged[False]["loss_depth_1"], rel=1e-5)
+    found = logged[True]["loss_depth_2"]
+    assert found is None or found > 0.5 * logged[False]["loss_depth_2"] > 0
 
 
 def test_the_recipes_numbers_reach_the_optimiser(tmp_path: Path) -> None:

@@ -152,6 +152,10 @@ def test_on_policy_leaves_out_what_comes_after_a_wrong_draft(kind: LossKind) -> 
     torch.testing.assert_close(gradient, expected_gradient)
     all_rows, _ = loss_and_gradient(training_module(kind=kind, draft_vocab=FEW), batch)
     assert all_rows.sum_K[1] > 1.1 * terms.sum_K[1]
+    # What the log divides by: the control counts the targets of the text, which on_policy left out.
+    assert terms.count_K.tolist() == reached_KN.sum(1).tolist()
+    assert all_rows.count_K.tolist() == valid_KN.sum(1).tolist()
+    assert terms.count_K[1] < all_rows.count_K[1]
 
 
 @torch.no_grad()

@@ -106,7 +106,7 @@ class OurArm:
                 results[chunk.index] = chunk.result
         seconds = now(device) - started
         ordered = [results[index] for index in range(len(group))]
-        counts = tuple(result.counts(str(index)) for index, result in enumerate(ordered))
+        counts = tuple(result.counts(str(index), str(index)) for index, result in enumerate(ordered))
         return Run(prefilled - started, seconds, [result.token_ids for result in ordered], counts)
 
 

@@ -1,0 +1,147 @@
+"""Intervals over groups: whole groups move together, and their number is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from mtp_train.acceptance import PromptCounts, marginal, paired, tau
+from mtp_train.acceptance_intervals import (
+    Spread,
+    marginal_intervals,
+    sum_by_group,
+    t_quantile,
+    tau_difference,
+    tau_interval,
+)
+
+
+def counts(prompt_id: str, rounds: int, *accepted: int, group: str | None = None) -> PromptCounts:
+    committed = 1 + rounds + sum(accepted)
+    return PromptCounts(prompt_id, rounds, rounds * len(accepted), accepted, committed, None, group or prompt_id)
+
+
+def decoded(
+    shares: np.ndarray, seed: int, rounds: int = 40, depth: int = 3, groups: Sequence[str] = ()
+) -> list[PromptCounts]:
+    """Simulate prompts whose rounds accept each next draft with the prompt's own chance."""
+    rng = np.random.default_rng(seed)
+    result = []
+    for i, share in enumerate(shares):
+        lengths = np.minimum(rng.geometric(1.0 - share, size=rounds) - 1, depth)
+        accepted = (int((lengths > pos).sum()) for pos in range(depth))
+        result.append(counts(f"p{i}", rounds, *accepted, group=groups[i] if groups else None))
+    return result
+
+
+def difficulty(num_prompts: int, seed: int = 7) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(0.2, 0.8, size=num_prompts)
+
+
+def width(interval: tuple[float, float] | None) -> float:
+    assert interval is not None
+    return interval[1] - interval[0]
+
+
+def alone(prompts: Sequence[PromptCounts]) -> list[PromptCounts]:
+    """Return the same prompts, each in a group of its own: the wrong statistic for correlated prompts."""
+    return [dataclasses.replace(one, group=one.prompt_id) for one in prompts]
+
+
+def test_sums_by_group_keep_order_and_axes() -> None:
+    values_PK = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    assert sum_by_group(values_PK, ["b", "a", "b"]).tolist() == [[6.0, 8.0], [3.0, 4.0]]
+    assert sum_by_group(values_PK[:, 0], ["x", "x", "x"]).tolist() == [9.0]
+
+
+def test_interval_holds_tau() -> None:
+    prompts = decoded(difficulty(30), seed=1)
+    interval = tau_interval(prompts)
+    assert interval is not None
+    assert interval[0] < tau(prompts) < interval[1]
+
+
+def test_one_group_has_no_interval_however_many_prompts() -> None:
+    one = decoded(difficulty(8), seed=1, groups=["g"] * 8)
+    assert tau_interval(one) is None
+    assert marginal_intervals(one) == [None] * 3
+    assert tau_difference(one, one).ci95 is None
+    assert tau_interval(alone(one)) is not None
+
+
+def test_no_rounds_have_no_interval() -> None:
+    assert tau_interval([counts("a", 0), counts("b", 0)]) is None
+    with pytest.raises(ValueError, match="no prompts"):
+        tau_interval([])
+
+
+def test_interval_of_a_mean_is_students() -> None:
+    """With one round each, tau is a mean: its interval is mean +- t * s / sqrt(n); t = 2.262 for 10 groups."""
+    accepted = [0, 3, 1, 2, 2, 1, 3, 0, 2, 1]
+    prompts = [counts(f"p{i}", 1, *(int(length > pos) for pos in range(3))) for i, length in enumerate(accepted)]
+    half = 2.262 * float(np.std(accepted, ddof=1)) / math.sqrt(10)
+    assert tau_interval(prompts) == pytest.approx((2.5 - half, 2.5 + half), abs=1e-3)
+
+
+def test_groups_count_and_not_their_prompts() -> None:
+    """Ten groups of one prompt, and the same ten with every prompt cut into four: the interval is the same."""
+    whole = [counts(f"p{i}", 40, 4 * (i + 1), 2 * i) for i in range(10)]
+    parts = [
+        counts(f"p{i}.{part}", 10, (i + 1), *([i // 2 + (part < 2 and i % 2)]), group=f"p{i}")
+        for i in range(10)
+        for part in range(4)
+    ]
+    assert tau(parts) == pytest.approx(tau(whole))
+    assert tau_interval(parts) == pytest.approx(tau_interval(whole))
+    # The control: prompts as if they were independent give half the width.
+    assert width(tau_interval(alone(parts))) < 0.55 * width(tau_interval(parts))
+
+
+def test_marginal_intervals_hold_the_marginals() -> None:
+    prompts = [*decoded(difficulty(30), seed=1), counts("ended", 0)]
+    intervals = marginal_intervals(prompts)
+    assert len(intervals) == 3
+    for share, interval in zip(marginal(prompts), intervals, strict=True):
+        assert interval is not None
+        assert interval[0] < share < interval[1]
+
+
+def test_pairing_narrows_the_interval_of_the_gain() -> None:
+    shares = difficulty(30)
+    before, after = decoded(shares, seed=1), decoded(shares + 0.05, seed=2)
+    unpaired = math.hypot(width(tau_interval(before)), width(tau_interval(after)))
+    assert width(tau_difference(after, before).ci95) < 0.6 * unpaired
+
+
+def test_pairing_follows_prompt_names_not_order() -> None:
+    before, after = decoded(difficulty(12), seed=1), decoded(difficulty(12), seed=2)
+    assert paired(after, before[::-1]) == before
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [("xy", "xz"), ("xy", "x"), ("xx", "xx"), ("xy", "xyy")],
+    ids=["other prompt", "missing prompt", "twice in both", "twice in one"],
+)
+def test_unlike_prompts_are_not_paired(a: str, b: str) -> None:
+    with pytest.raises(ValueError, match="Decode both arms on the same prompts"):
+        paired([counts(name, 4, 2) for name in a], [counts(name, 4, 2) for name in b])
+
+
+def test_a_difference_tells_its_groups() -> None:
+    shares, groups = difficulty(12), [f"g{i % 4}" for i in range(12)]
+    found = tau_difference(decoded(shares, seed=1, groups=groups), decoded(shares, seed=2, groups=groups))
+    assert found.groups == 4
+    assert found.spread is not None
+    assert found.spread.freedom == 3
+
+
+def test_detectable_gain_by_hand() -> None:
+    """t of 5 degrees of freedom: 2.571 at 5 % two-sided, 0.920 at 20 % one-sided."""
+    assert Spread(0.1, 5).detectable(0.05) == pytest.approx(0.1 * (2.5706 + 0.9195), abs=1e-4)
+    assert t_quantile(5, 0.4) == pytest.approx(0.9195, abs=1e-4)
+    assert t_quantile(1, 0.01) == pytest.approx(63.657, abs=1e-2)

@@ -1,0 +1,136 @@
+"""Settings that a run is judged at: the recipe's, or those of the trunk's generation config."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_inference.sampling import MIN_TEMPERATURE
+from mtp_train import recipe_rules
+from mtp_train.errors import CheckpointError
+from mtp_train.recipe import EvaluateSection
+from mtp_train.recipe_io import dump_recipe, recipe_from_mapping
+from mtp_train.serving import GREEDY, ServedSetting, left_out, served_settings
+
+QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+@dataclasses.dataclass
+class Trunk:
+    path: Path
+
+
+def settings(tmp_path: Path, config: dict[str, Any] | None = None, **evaluate: Any) -> list[ServedSetting]:
+    if config is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    trunk: Any = Trunk(tmp_path)
+    return served_settings(EvaluateSection(arms=("none", "retrained"), **evaluate), trunk)
+
+
+def test_auto_is_greedy_and_what_the_generation_config_samples_with(tmp_path: Path) -> None:
+    assert settings(tmp_path, QWEN) == [
+        GREEDY,
+        ServedSetting(temperature=0.6, top_p=0.95, top_k=20, rule="argmax"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [None, {}, {"do_sample": False, "temperature": 0.6}, {"temperature": 0.6}, {"do_sample": True, "temperature": 0.0}],
+    ids=["no file", "empty", "greedy", "do_sample left out", "temperature 0"],
+)
+def test_auto_is_greedy_alone_where_the_trunk_is_not_served_with_sampling(
+    tmp_path: Path, config: dict[str, Any] | None
+) -> None:
+    assert settings(tmp_path, config) == [GREEDY]
+
+
+def test_what_a_generation_config_leaves_out_is_off(tmp_path: Path) -> None:
+    assert settings(tmp_path, {"do_sample": True, "temperature": None}) == [
+        GREEDY,
+        ServedSetting(temperature=1.0, rule="argmax"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "odd", [{"top_p": 0.0}, {"temperature": "warm"}, {"temperature": 1e-5}, {"top_k": [20]}], ids=lambda one: str(one)
+)
+def test_a_generation_config_that_nothing_can_sample_with_is_refused_by_its_path(
+    tmp_path: Path, odd: dict[str, Any]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: .*name their values in the recipe"):
+        settings(tmp_path, {**QWEN, **odd})
+    assert settings(tmp_path, {**QWEN, "top_k": -1})[1].top_k == 0
+
+
+def test_a_value_takes_the_place_of_auto_field_by_field(tmp_path: Path) -> None:
+    assert settings(tmp_path, QWEN, temperature=(0.8,)) == [
+        ServedSetting(temperature=0.8, top_p=0.95, top_k=20, rule="argmax")
+    ]
+    assert settings(tmp_path, QWEN, temperature=(0.0,)) == [GREEDY]
+    assert settings(tmp_path, QWEN, top_k=(0,), rule=("sampled",))[1] == ServedSetting(
+        temperature=0.6, top_p=0.95, rule="sampled"
+    )
+
+
+def test_lists_are_combined_and_greedy_comes_first_and_once(tmp_path: Path) -> None:
+    found = settings(tmp_path, None, temperature=(1.0, 0.0, 0.6), top_p=(1.0, 0.9), rule=("argmax", "sampled"))
+    assert found[0] == GREEDY
+    assert [(one.temperature, one.top_p, one.rule) for one in found[1:]] == [
+        (temperature, top_p, rule)
+        for temperature in (1.0, 0.6)
+        for top_p in (1.0, 0.9)
+        for rule in ("argmax", "sampled")
+    ]
+    assert len({one.name for one in found}) == 9
+
+
+def test_what_is_served_and_not_measured_is_named(tmp_path: Path) -> None:
+    trunk: Any = Trunk(tmp_path)
+    settings(tmp_path, {**QWEN, "repetition_penalty": 1.05, "min_p": 0.0})
+    assert left_out(trunk) == {"repetition_penalty": 1.05}
+    settings(tmp_path, {"do_sample": False, "repetition_penalty": 1.05})
+    assert left_out(trunk) == {}
+
+
+def test_the_recipe_knows_the_decoders_lowest_temperature() -> None:
+    assert recipe_rules.MIN_TEMPERATURE == MIN_TEMPERATURE
+
+
+RAW: dict[str, Any] = {
+    "run_dir": "run",
+    "model": {"trunk": "finetune", "head_from": "base"},
+    "data": {"sources": [{"path": "chats.jsonl"}]},
+    "train": {"max_steps": 10, "tokens_per_step": 512, "lr": 0.001},
+    "evaluate": {"arms": ["none", "graft", "retrained"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "temperature"),
+    [("0.0", (0.0,)), ("[0, 0.6]", (0.0, 0.6)), ("auto", "auto"), ("1", (1.0,))],
+)
+def test_a_value_a_list_or_auto(written: str, temperature: object) -> None:
+    recipe = recipe_from_mapping(RAW, [f"evaluate.temperature={written}"])
+    assert recipe.evaluate.temperature == temperature
+    assert recipe_from_mapping(RAW, [f"evaluate.temperature={written}", "evaluate.top_k=auto"]) == recipe
+
+
+def test_a_recipe_of_a_greedy_run_is_written_as_it_was_before_there_were_settings() -> None:
+    """Run directories compare the resolved recipe as text: an older greedy run goes on."""
+    dumped = dump_recipe(recipe_from_mapping(RAW, ["evaluate.temperature=0.0"]))
+    assert "  temperature: 0.0\n" in dumped
+    assert not any(f"\n  {name}:" in dumped for name in ("top_p", "top_k", "rule"))
+    kept = dump_recipe(recipe_from_mapping(RAW, ["evaluate.temperature=[0, 0.6]", "evaluate.top_p=0.9"]))
+    assert "top_p:\n    - 0.9" in kept
+
+
+@pytest.mark.parametrize("field", ["top_p=0.9", "top_k=20", "rule=sampled"])
+def test_filters_need_a_temperature_to_filter(field: str) -> None:
+    with pytest.raises(Exception, match=r"with evaluate\.temperature: 0, which takes the most probable token"):
+        recipe_from_mapping(RAW, ["evaluate.temperature=0", f"evaluate.{field}"])
+    assert recipe_from_mapping(RAW, ["evaluate.temperature=[0, 0.6]", f"evaluate.{field}"])
