@@ -15,6 +15,7 @@ from mtp_inference.draft import DrafterMaker
 from mtp_train.errors import DataError
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
+from mtp_train.heads.whole import require_whole_trunk
 from mtp_train.inputs import eos_token_ids, load_tokenizer
 from mtp_train.report.cells import ArmCosts, Latency, StudyReport, load_study
 from mtp_train.report.schema import REPORT_FILE, build
@@ -137,6 +138,8 @@ def measure_study(
 def _open(specs: Sequence[ArmSpec], progress: Progress) -> list[OpenArm]:
     require_distinct(specs)
     arms = [open_arm(spec) for spec in specs]
+    for checkpoint, family in {arm.checkpoint.path: (arm.checkpoint, arm.family) for arm in arms}.values():
+        require_whole_trunk(checkpoint, family)
     for checkpoint in _checkpoints(arms):
         require_finite_checkpoint(checkpoint, progress)
     return arms

@@ -214,6 +214,14 @@ def is_scale(key: str, tensors: Iterable[str]) -> bool:
     )
 
 
+def lacks_scales(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether a weight is stored in FP8 and nothing beside it says by what to multiply it."""
+    if tensors[key].dtype not in FP8_DTYPES or packed_weight(key) is not None or is_scale(key, tensors):
+        return False
+    of_weight = (f"{key}_{suffix}" for suffix in ("scale_inv", "scale", "scales"))
+    return scale_of(key, tensors) is None and not any(scale in tensors for scale in of_weight)
+
+
 def is_packed(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
     """Whether a weight is stored in FP4, two values in a byte."""
     return tensors[key].dtype == _FP4_DTYPE and scale_of(key, tensors) is not None
