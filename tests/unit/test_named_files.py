@@ -1,4 +1,4 @@
-"""A checkpoint is read from the files that it names, inside of its directory, and copied without what links bring in."""
+"""A checkpoint is read from the files that it names inside its directory. Copies follow no other links."""
 
 from __future__ import annotations
 
