@@ -61,6 +61,8 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
     head = OWN if request.head is None and depth else request.head
     arm = open_arm(ArmSpec("generate", request.checkpoint, head, request.adapter))
     require_whole_trunk(arm.checkpoint, arm.family)
+    if arm.draft_model is not None and depth:
+        require_whole_trunk(arm.draft_model)
     for one in (arm.checkpoint, *(arm.draft_checkpoints if depth else ())):
         require_finite_checkpoint(one, progress)
     tokenizer = load_tokenizer(arm.checkpoint, trust_remote_code=False)

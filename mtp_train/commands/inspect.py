@@ -23,7 +23,7 @@ from mtp_train.families import Family
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.heads.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk
-from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE
+from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, merge_command
 from mtp_train.weights.change import paired_rows, shared_tensors, squared_change
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.finite import find_non_finite
@@ -230,6 +230,8 @@ def find_cure(
 ) -> str | None:
     """Return the next command, None where nothing is wrong."""
     path = str(checkpoint.path)
+    if problems and problems == adapter_problems(checkpoint):
+        return merge_command(path, path)
     if problems:
         return f"hf download CHECKPOINT --local-dir {shlex.quote(path)}"
     donor = str(base.path) if base is not None else named_base(checkpoint.path) or "BASE"

@@ -140,17 +140,30 @@ def diagnose_trunk(
     if model is None:
         return TrunkDiagnosis(dtype_errors=dtype_errors)
     if quant_method(checkpoint.config) is None:
-        # Those that are integers in the model as well, such as tables of experts by token, are right.
-        whole = {name.rpartition(".")[2] for name, value in model.state_dict().items() if not value.is_floating_point()}
         dtype_errors += tuple(
             f"{key}: found {tensors[key].dtype}, expected a floating-point dtype"
-            for key in sorted(_plain_keys(tensors))
-            if not TORCH_DTYPES[tensors[key].dtype].is_floating_point
-            and not is_packed(key, tensors)
-            and key.rpartition(".")[2] not in whole
+            for key in _whole_numbers(tensors, model)
         )
     missing, misshapen = _match(checkpoint, family, model, tensors)
     return TrunkDiagnosis(missing, misshapen, dtype_errors)
+
+
+def _whole_numbers(tensors: Mapping[str, TensorInfo], model: Any) -> list[str]:
+    """Return the keys of integers and booleans that stand where the model has floating-point parameters.
+
+    The last parts of names tell: tables of experts by token are integers in the model as well, and positions of a
+    vision tower are no parameters.
+    """
+    state = model.state_dict().items()
+    floats = {name.rpartition(".")[2] for name, value in state if value.is_floating_point()}
+    floats -= {name.rpartition(".")[2] for name, value in state if not value.is_floating_point()}
+    return [
+        key
+        for key in sorted(_plain_keys(tensors))
+        if not TORCH_DTYPES[tensors[key].dtype].is_floating_point
+        and not is_packed(key, tensors)
+        and key.rpartition(".")[2] in floats
+    ]
 
 
 def _model_without_weights(checkpoint: Checkpoint, family: Family, trust_remote_code: bool) -> Any | None:

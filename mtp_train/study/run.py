@@ -138,7 +138,9 @@ def measure_study(
 def _open(specs: Sequence[ArmSpec], progress: Progress) -> list[OpenArm]:
     require_distinct(specs)
     arms = [open_arm(spec) for spec in specs]
-    for checkpoint, family in {arm.checkpoint.path: (arm.checkpoint, arm.family) for arm in arms}.values():
+    trunks = {arm.checkpoint.path: (arm.checkpoint, arm.family) for arm in arms}
+    trunks |= {arm.draft_model.path: (arm.draft_model, arm.draft_model.family) for arm in arms if arm.draft_model}
+    for checkpoint, family in trunks.values():
         require_whole_trunk(checkpoint, family)
     for checkpoint in _checkpoints(arms):
         require_finite_checkpoint(checkpoint, progress)

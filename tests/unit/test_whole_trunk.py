@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +141,14 @@ def test_the_same_checkpoint_undamaged_is_healthy_and_taken(saved: Path, tmp_pat
         assert main([str(word) for word in argv[:-1]] + [f"{argv[-1]}{number}"]) == 0
 
 
+def test_the_cure_of_an_adapter_beside_a_model_works(base: Path, capfd: Capture) -> None:
+    write_adapter(base, base, target_modules=["q_proj"])
+    cure = shlex.split(document(["inspect", base], capfd)["cure"])
+    assert cure[:2] == ["mtp-train", "merge"]
+    assert main(cure[1:]) == 0
+    assert document(["inspect", cure[-1]], capfd)["status"] == "healthy"
+
+
 def test_a_trunk_s_damage_does_not_hide_that_its_head_is_gone(base: Path, capfd: Capture) -> None:
     without(LAYER, *(key for key in load_file(base / SINGLE_FILE) if key.startswith("mtp.")))(base)
     found = document(["inspect", base], capfd)
@@ -216,13 +225,16 @@ def packed(path: Path, key: str) -> None:
     rewrite(path, pack)
 
 
-def in_fp8(path: Path, key: str) -> None:
-    scales = key.removesuffix("weight") + "weight_scale_inv"
+def in_fp8(path: Path, key: str, scales: str = "weight_scale_inv") -> None:
     stored_as(key, torch.float8_e4m3fn)(path)
-    rewrite(path, lambda tensors: tensors.update({scales: torch.ones(1, 1)}))
+    rewrite(path, lambda tensors: tensors.update({key.removesuffix("weight") + scales: torch.ones(1, 1)}))
 
 
-@pytest.mark.parametrize(("store", "method"), [(packed, "awq"), (in_fp8, "fp8")])
+def in_fp8_by_row(path: Path, key: str) -> None:
+    in_fp8(path, key, "weight_scale")
+
+
+@pytest.mark.parametrize(("store", "method"), [(packed, "awq"), (in_fp8, "fp8"), (in_fp8_by_row, "compressed-tensors")])
 def test_a_quantised_trunk_is_whole_and_its_other_damage_is_seen(
     store: Callable[[Path, str], None], method: str, base: Path, capfd: Capture
 ) -> None:
@@ -234,6 +246,12 @@ def test_a_quantised_trunk_is_whole_and_its_other_damage_is_seen(
     without("model.layers.2.mlp.down_proj.weight", "model.norm.weight")(base)
     found = document(["inspect", base], capfd)
     assert found["trunk_missing_keys"] == ["model.layers.2.mlp.down_proj.weight", "model.norm.weight"]
+
+
+def test_integers_that_are_no_weights_are_no_damage(base: Path, capfd: Capture) -> None:
+    positions = {"model.visual.embeddings.position_ids": torch.arange(4)}
+    rewrite(base, lambda tensors: tensors.update(positions))
+    assert document(["inspect", base], capfd)["status"] == "healthy"
 
 
 # Headers
