@@ -68,6 +68,7 @@ def require_exportable(trunk: Checkpoint, kind: HeadKind, adapter: Path | None) 
             directory holds links that are not copied.
     """
     layout = layout_of(trunk)
+    # Raises where a link is in the way of copying.
     source_files(trunk)
     changed = {} if adapter is None else plan_changes(trunk, layout, read_adapter(adapter))
     if kind == "mtp":

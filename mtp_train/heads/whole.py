@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations import deepspeed
 
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family
@@ -136,16 +137,29 @@ def diagnose_trunk(
         for key in sorted(tensors)
         if lacks_scales(key, tensors)
     )
-    model = _model_without_weights(checkpoint, family, trust_remote_code)
-    if model is None:
-        return TrunkDiagnosis(dtype_errors=dtype_errors)
+    with _without_deepspeed():
+        model = _model_without_weights(checkpoint, family, trust_remote_code)
+        if model is None:
+            return TrunkDiagnosis(dtype_errors=dtype_errors)
+        missing, misshapen = _match(checkpoint, family, model, tensors)
     if quant_method(checkpoint.config) is None:
         dtype_errors += tuple(
             f"{key}: found {tensors[key].dtype}, expected a floating-point dtype"
             for key in _whole_numbers(tensors, model)
         )
-    missing, misshapen = _match(checkpoint, family, model, tensors)
     return TrunkDiagnosis(missing, misshapen, dtype_errors)
+
+
+@contextmanager
+def _without_deepspeed() -> Iterator[None]:
+    """Keep transformers from partitioning a model as DeepSpeed's ZeRO-3 asks for: it has no weights."""
+    config = None if deepspeed._hf_deepspeed_config_weak_ref is None else deepspeed._hf_deepspeed_config_weak_ref()
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if config is not None:
+            deepspeed.set_hf_deepspeed_config(config)
 
 
 def _whole_numbers(tensors: Mapping[str, TensorInfo], model: Any) -> list[str]:

@@ -307,7 +307,7 @@ def _files_under(root: Path, directory: Path, weights: Set[Path]) -> Iterator[Pa
 
 
 def _require_known_link(root: Path, link: Path) -> None:
-    """Raise a CheckpointError for a link, unless it leads to a file that the checkpoint names or into hub's blobs."""
+    """Raise a CheckpointError for a link, unless it is of a model's own files or leads into the hub cache's blobs."""
     real_root = root.resolve()
     if link.is_file():
         # In the hub's cache every file of snapshots/REVISION is a link into blobs, two directories up.
@@ -316,7 +316,7 @@ def _require_known_link(root: Path, link: Path) -> None:
             return
     found = "a link to a directory" if link.is_dir() else "a link"
     raise CheckpointError(
-        f"{link}: {found}, which could bring in files of anything; expected links only to weights, config, tokenizer "
+        f"{link}: {found}, which could bring in files from anywhere; expected links only to weights, config, tokenizer "
         "and processor files, or into the hub cache's blobs. Put the file in the place of the link, or remove the link."
     )
 

@@ -228,11 +228,17 @@ def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInf
             for key in handle.keys():  # noqa: SIM118 - a safetensors handle is not a dict
                 piece = handle.get_slice(key)
                 found[key] = TensorInfo(name or path.name, piece.get_dtype(), tuple(piece.get_shape()))
-            return found
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path}: truncated or damaged ({error}); expected a whole safetensors file. Download or copy it again."
         ) from None
+    strange = next((key for key, info in found.items() if info.dtype not in TORCH_DTYPES), None)
+    if strange is not None:
+        raise CheckpointError(
+            f"{path}: {strange} is stored as {found[strange].dtype}, which is not read here; expected one of "
+            f"{', '.join(TORCH_DTYPES)}. Use a checkpoint in one of these dtypes."
+        )
+    return found
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -301,7 +307,12 @@ def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path / INDEX_FILE}: has no weight_map; expected key -> file. Restore the index.")
-    named = {key: named_file(path, file, named_by=path / INDEX_FILE) for key, file in weight_map.items()}
+    files: dict[Any, str] = {}
+    for file in weight_map.values():
+        # A large mixture's index has tens of thousands of entries, and few files.
+        if not isinstance(file, str) or file not in files:
+            files[file] = named_file(path, file, named_by=path / INDEX_FILE)
+    named = {key: files[file] for key, file in weight_map.items()}
     missing = sorted({file for file in named.values() if not (path / file).is_file()})
     if missing:
         raise CheckpointError(

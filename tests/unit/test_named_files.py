@@ -235,27 +235,27 @@ def test_files_that_a_checkpoint_names_may_be_links(base: Path, tmp_path: Path, 
 
 def link_of_a_file(base: Path, outside: Path) -> str:
     (base / "notes.txt").symlink_to(outside / "secret")
-    return r"notes\.txt: a link, which could bring in files of anything"
+    return r"notes\.txt: a link, which could bring in files from anywhere"
 
 
 def link_of_weights_that_no_index_names(base: Path, outside: Path) -> str:
     (base / "consolidated.safetensors").symlink_to(base / SHARDS[0])
-    return r"consolidated\.safetensors: a link, which could bring in files of anything"
+    return r"consolidated\.safetensors: a link, which could bring in files from anywhere"
 
 
 def link_of_a_directory(base: Path, outside: Path) -> str:
     (base / "more").symlink_to(outside)
-    return r"more: a link to a directory, which could bring in files of anything"
+    return r"more: a link to a directory, which could bring in files from anywhere"
 
 
 def loop_of_directories(base: Path, outside: Path) -> str:
     (base / "more").symlink_to(base)
-    return r"more: a link to a directory, which could bring in files of anything"
+    return r"more: a link to a directory, which could bring in files from anywhere"
 
 
 def loop_of_a_link(base: Path, outside: Path) -> str:
     (base / "tokenizer.model").symlink_to(base / "tokenizer.model")
-    return r"tokenizer\.model: a link, which could bring in files of anything"
+    return r"tokenizer\.model: a link, which could bring in files from anywhere"
 
 
 LINKS = [link_of_a_file, link_of_weights_that_no_index_names, link_of_a_directory, loop_of_directories, loop_of_a_link]

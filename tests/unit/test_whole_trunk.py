@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations import deepspeed
 
 from adapters import write_adapter
 from checkpoints import save_stripped, save_with_head, set_fields
@@ -208,6 +209,22 @@ def test_loading_refuses_a_misshapen_trunk_by_its_tensor(base: Path) -> None:
     misshapen(base)
     with pytest.raises(CheckpointError, match=rf"trunk weight {LAYER} is \[47, 32\], config\.json makes it \[48, 32\]"):
         load_trunk(base, opened.family, dtype="auto")
+
+
+def test_a_launch_with_zero_3_is_checked_like_any_other(base: Path) -> None:
+    class Config:
+        def is_zero3(self) -> bool:
+            return True
+
+    config = Config()
+    deepspeed.set_hf_deepspeed_config(config)
+    try:
+        assert diagnose_trunk(open_checkpoint(base)).problems == ()
+        misshapen(base)
+        assert diagnose_trunk(open_checkpoint(base)).shape_errors
+        assert deepspeed.is_deepspeed_zero3_enabled()
+    finally:
+        deepspeed.unset_hf_deepspeed_config()
 
 
 # Quantised trunks
