@@ -19,7 +19,7 @@ from mtp_train.cli import main
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from mtp_train.weights.files import open_checkpoint
-from runs import LEARNS, document, tree, write_recipe
+from runs import LEARNS, document, refusal, tree, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 
@@ -46,14 +46,6 @@ def test_an_adapter_decodes_unmerged_as_it_does_merged(
     assert tokens([base, "--adapter", adapter, "--depth", "3"], capfd) == expected
     assert tokens([merged, "--depth", "3"], capfd) == expected
     assert tokens([base, "--depth", "0"], capfd) != expected
-
-
-def refusal(argv: list[Any], capfd: Capture) -> str:
-    capfd.readouterr()
-    assert main([str(word) for word in argv]) == 2
-    message = capfd.readouterr().err
-    assert re.fullmatch(r"mtp-train: [^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+\.\n", message)
-    return message
 
 
 @pytest.mark.parametrize("command", ["inspect", "graft", "export", "merge", "generate", "run"])

@@ -22,7 +22,7 @@ from mtp_train.errors import CheckpointError
 from mtp_train.heads.trunk import load_trunk
 from mtp_train.weights.export import source_files
 from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
-from runs import document, tree, write_inputs
+from runs import document, refusal, tree, write_inputs
 
 Capture = pytest.CaptureFixture[str]
 SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -54,14 +54,6 @@ def nest(path: Path, directory: str = "weights/fp32") -> Path:
         save_file(decoy, path / name, {"format": "pt"})
     rename_in_index(path, lambda file: f"{directory}/{file}")
     return path
-
-
-def refusal(argv: list[Any], capfd: Capture) -> str:
-    capfd.readouterr()
-    assert main([str(word) for word in argv]) == 2
-    message = capfd.readouterr().err
-    assert re.fullmatch(r"mtp-train: [^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+\.\n", message), message
-    return message
 
 
 def generated(path: Path, capfd: Capture) -> Any:

@@ -25,7 +25,7 @@ from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.trunk import load_trunk
 from mtp_train.heads.whole import diagnose_trunk, require_whole_trunk
 from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
-from runs import document
+from runs import document, refusal
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 
 Capture = pytest.CaptureFixture[str]
@@ -97,14 +97,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         r"adapter_config\.json beside the model, which transformers applies",
     ),
 }
-
-
-def refusal(argv: list[Any], capfd: Capture) -> str:
-    capfd.readouterr()
-    assert main([str(word) for word in argv]) == 2
-    message = capfd.readouterr().err
-    assert re.fullmatch(r"mtp-train: [^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+\.\n", message), message
-    return message
 
 
 def takers(path: Path, out: Path) -> list[list[Any]]:
