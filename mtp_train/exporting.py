@@ -14,7 +14,7 @@ from mtp_train.weights.adapted import write_adapted
 from mtp_train.weights.adapter import read_adapter
 from mtp_train.weights.artifact import Artifact
 from mtp_train.weights.draft_checkpoint import DraftForm, require_readable, write_draft_checkpoint
-from mtp_train.weights.export import LinkMode
+from mtp_train.weights.export import LinkMode, source_files
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.merge import plan_changes
 
@@ -64,9 +64,12 @@ def require_exportable(trunk: Checkpoint, kind: HeadKind, adapter: Path | None) 
     """Check what can be known of an export before anything is trained.
 
     Raises:
-        CheckpointError: The adapter cannot be merged, or nobody reads such a draft model for this trunk.
+        CheckpointError: The adapter cannot be merged, nobody reads such a draft model for this trunk, or the trunk's
+            directory holds links that are not copied.
     """
     layout = layout_of(trunk)
+    # Raises where a link is in the way of copying.
+    source_files(trunk)
     changed = {} if adapter is None else plan_changes(trunk, layout, read_adapter(adapter))
     if kind == "mtp":
         return

@@ -34,6 +34,7 @@ from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.offload import require_offload
 from mtp_train.heads.precision import held_dtype
 from mtp_train.heads.quantization import require_bitsandbytes, require_quantizable
+from mtp_train.heads.whole import require_whole_trunk
 from mtp_train.recipe import Recipe
 from mtp_train.serving import served_settings
 from mtp_train.train.plan import Plan, make_plan
@@ -150,6 +151,8 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     adapter = locate_adapter(recipe.model.adapter, recipe.model.trunk) if recipe.model.adapter else None
     if recipe.export.enabled:
         require_exportable(finetune, recipe.head.kind, adapter)
+    for checkpoint in [finetune] if base is None or "vanilla" not in recipe.evaluate.arms else [finetune, base]:
+        require_whole_trunk(checkpoint, trust_remote_code=recipe.model.trust_remote_code)
     for checkpoint in [finetune] if base is None else [finetune, base]:
         require_finite_checkpoint(checkpoint, progress)
     return Inputs(

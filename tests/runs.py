@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,15 @@ TINY_RESCUE = overrides_of(
     track__wandb="off",
 )
 """A rescue on ``write_inputs`` in a few seconds."""
+
+
+def refusal(argv: list[Any], capfd: pytest.CaptureFixture[str]) -> str:
+    """Run a command that must exit 2 with one message: where, found, expected, what to do. Return the message."""
+    capfd.readouterr()
+    assert main([str(word) for word in argv]) == 2
+    message = capfd.readouterr().err
+    assert re.fullmatch(r"mtp-train: [^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+\.\n", message), message
+    return message
 
 
 def document(argv: list[Any], capfd: pytest.CaptureFixture[str], exit_code: int = 0) -> Any:

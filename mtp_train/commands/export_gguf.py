@@ -9,7 +9,9 @@ from rich.progress import Progress
 from mtp_train.commands.graft import head_to_export, refuse_draft_model, refuse_with_adapter
 from mtp_train.families.gguf import gguf_head_for
 from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.whole import require_whole_trunk
 from mtp_train.inputs import load_tokenizer
+from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.gguf_file import GgufKind, write_gguf
 from mtp_train.weights.gguf_tensors import gguf_tensors
 from mtp_train.weights.native import native_head_of
@@ -39,6 +41,9 @@ def export_gguf(source: Path, out: Path, *, kind: GgufKind, progress: Progress) 
     refuse_draft_model(found)
     refuse_with_adapter(source, found)
     trunk, layout = found.trunk, layout_of(found.trunk)
+    require_whole_trunk(trunk)
+    # The file repeats parts of the trunk only, but stands beside all of it.
+    require_finite_checkpoint(trunk, progress)
     # A checkpoint's own head may be stored in FP8; here it is wanted in plain floats.
     head = native_head_of(trunk, layout, layout) if found.artifact is None else found.head
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))

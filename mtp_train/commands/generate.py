@@ -14,6 +14,7 @@ from mtp_inference.chooser import DraftSampling
 from mtp_inference.requests import MtpMode
 from mtp_train.data.chat import chat_prompt_tokens, raw_tokens
 from mtp_train.errors import DataError
+from mtp_train.heads.whole import require_whole_trunk
 from mtp_train.inputs import eos_token_ids, load_tokenizer
 from mtp_train.study.arms import OWN, ArmSpec, load_arm_trunk, load_drafting, local_device, open_arm
 from mtp_train.weights.files import Checkpoint
@@ -59,6 +60,9 @@ def generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
     # Plain decoding needs no head, but a drafter that is named may be what says how to load its trunk.
     head = OWN if request.head is None and depth else request.head
     arm = open_arm(ArmSpec("generate", request.checkpoint, head, request.adapter))
+    require_whole_trunk(arm.checkpoint, arm.family)
+    if arm.draft_model is not None and depth:
+        require_whole_trunk(arm.draft_model)
     for one in (arm.checkpoint, *(arm.draft_checkpoints if depth else ())):
         require_finite_checkpoint(one, progress)
     tokenizer = load_tokenizer(arm.checkpoint, trust_remote_code=False)

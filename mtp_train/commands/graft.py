@@ -14,6 +14,7 @@ from mtp_train.errors import CheckpointError, GateRefusedError
 from mtp_train.exporting import write_export
 from mtp_train.heads.attach import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.whole import require_whole_trunk
 from mtp_train.inputs import is_head_directory, open_location, refuse_adapter
 from mtp_train.model_card import write_card, write_graft_card
 from mtp_train.recipe_io import load_recipe
@@ -52,6 +53,7 @@ def graft(finetune: str, base: str, out: Path, *, link: LinkMode, progress: Prog
     trunk, donor = open_location(finetune), open_location(base)
     refuse_existing(out, what="the checkpoint")
     plan = graft_plan(trunk, donor, "auto")
+    require_whole_trunk(trunk)
     require_finite_checkpoint(trunk, progress)
     require_finite_checkpoint(donor, progress)
     write_checkpoint(trunk, plan.layout, plan.template, out, link=link)
@@ -96,6 +98,7 @@ def export(
     refuse_existing(out, what="the checkpoint")
     found = head_to_export(source, progress)
     trunk, head = found.trunk, found.head
+    require_whole_trunk(trunk)
     require_finite_checkpoint(trunk, progress)
     if head_only:
         refuse_draft_model(found)

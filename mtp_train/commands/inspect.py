@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -20,13 +22,16 @@ from mtp_train.cures import (
 from mtp_train.families import Family
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
-from mtp_train.weights.change import shared_tensors, squared_change
+from mtp_train.heads.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk
+from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, merge_command
+from mtp_train.weights.change import paired_rows, shared_tensors, squared_change
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.finite import find_non_finite
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import native_head_of, plain_tensor, require_same_trunk_shape, trunk_tensors
+from mtp_train.weights.writing import PendingTensor
 
-Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "quantised", "stripped", "none"]
+Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "quantised", "stripped", "none", "damaged"]
 SUGGESTED_DEPTH = 3
 
 
@@ -54,7 +59,15 @@ class Inspection:
     missing_keys: tuple[str, ...]
     unexpected_keys: tuple[str, ...]
     shape_errors: tuple[str, ...]
+    dtype_errors: tuple[str, ...]
+    """Of the head: ``key: found DTYPE, expected ..``."""
+    trunk_missing_keys: tuple[str, ...]
+    """Parameters of the decoder, by transformers' names, that no stored tensor gives."""
+    trunk_shape_errors: tuple[str, ...]
+    trunk_dtype_errors: tuple[str, ...]
     non_finite_keys: tuple[str, ...]
+    problems: tuple[str, ...]
+    """Why ``generate``, ``export`` and ``push`` refuse the checkpoint, a phrase each, whatever its head's status."""
     trunk_changed: TrunkChange | None
     serves: dict[str, str]
     cure: str | None
@@ -80,12 +93,14 @@ def inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progress
     base_head = base is not None and bool(diagnose_head(base).found_keys)
     if base is not None:
         require_same_trunk_shape(checkpoint, layout, base, layout_of(base))
-    status = head_status(diagnosis, base_head)
+    trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
     change = compare_trunks(checkpoint, layout, base, progress) if base is not None else None
     stale = None
     if base is not None and change is not None and diagnosis.found_keys:
         stale = change.share_of_tensors > 0 and _same_head(checkpoint, layout, base)
     non_finite = tuple(find_non_finite(checkpoint, progress))
+    problems = (*trunk.problems, *non_finite_problems(non_finite), *adapter_problems(checkpoint))
+    status = whole_status(head_status(diagnosis, base_head), problems)
     return Inspection(
         checkpoint=str(checkpoint.path),
         family=layout.family.name,
@@ -96,17 +111,40 @@ def inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progress
         missing_keys=diagnosis.missing_keys if status != "none" else (),
         unexpected_keys=diagnosis.unexpected_keys,
         shape_errors=diagnosis.shape_errors,
+        dtype_errors=diagnosis.dtype_errors,
+        trunk_missing_keys=trunk.missing_keys,
+        trunk_shape_errors=trunk.shape_errors,
+        trunk_dtype_errors=trunk.dtype_errors,
         non_finite_keys=non_finite,
+        problems=problems,
         trunk_changed=change,
-        serves=serving_commands(checkpoint, diagnosis, status),
-        cure=find_cure(checkpoint, base, status, stale),
-        runs_here=_runs_here(layout.family, diagnosis),
+        serves=serving_commands(checkpoint, diagnosis, status, problems),
+        cure=find_cure(checkpoint, base, status, stale, problems),
+        runs_here=_runs_here(layout.family, diagnosis, problems),
     )
 
 
-def _runs_here(family: Family, diagnosis: HeadDiagnosis) -> str:
+def non_finite_problems(keys: Sequence[str]) -> tuple[str, ...]:
+    """Return the phrase for tensors with NaN or infinities; nothing where there are none."""
+    return (f"NaN or infinite values: {first_of(keys)}",) if keys else ()
+
+
+def adapter_problems(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the phrase for an adapter in a model's directory; nothing where there is none."""
+    beside = (checkpoint.path / ADAPTER_CONFIG_FILE).is_file()
+    return (f"{ADAPTER_CONFIG_FILE} beside the model, which transformers applies and engines do not",) if beside else ()
+
+
+def whole_status(of_head: Status, problems: Sequence[str]) -> Status:
+    """Return the status of a checkpoint from its head's, which counts where the head is not there or incomplete."""
+    return "damaged" if problems and of_head in ("healthy", "undeclared", "quantised") else of_head
+
+
+def _runs_here(family: Family, diagnosis: HeadDiagnosis, problems: Sequence[str]) -> str:
     if family.borrowed is None:
         return f"no: {family.why_not_run}"
+    if problems:
+        return f"no: {problems[0]}"
     return f"no: {diagnosis.describe()}" if diagnosis.quantised else "yes"
 
 
@@ -142,13 +180,23 @@ def _same_head(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint) -> 
     tensors = native_head_of(base, base_layout, layout).tensors
     return all(
         pending.key in checkpoint.tensors
-        and torch.equal(plain_tensor(checkpoint, pending.key, pending.key).load(), pending.load())
+        and checkpoint.tensors[pending.key].shape == pending.shape
+        and _same_values(plain_tensor(checkpoint, pending.key, pending.key), pending)
         for pending in tensors
     )
 
 
-def serving_commands(checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: Status) -> dict[str, str]:
+def _same_values(ours: PendingTensor, theirs: PendingTensor) -> bool:
+    pairs = paired_rows(ours.parts(), theirs.parts())
+    return all(torch.equal(mine.to(other.dtype), other) for mine, other in pairs)
+
+
+def serving_commands(
+    checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: Status, problems: Sequence[str] = ()
+) -> dict[str, str]:
     """Return, per engine, the command that serves the checkpoint with its head, or why none does."""
+    if problems:
+        return dict.fromkeys(checkpoint.family.engines, f"no: {problems[0]}")
     if status != "healthy":
         reason = {
             "undeclared": "no: the head is there but config.json does not declare it",
@@ -173,9 +221,19 @@ def holds_layers(checkpoint: Checkpoint) -> bool:
     return any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout))
 
 
-def find_cure(checkpoint: Checkpoint, base: Checkpoint | None, status: Status, stale: bool | None) -> str | None:
+def find_cure(
+    checkpoint: Checkpoint,
+    base: Checkpoint | None,
+    status: Status,
+    stale: bool | None,
+    problems: Sequence[str] = (),
+) -> str | None:
     """Return the next command, None where nothing is wrong."""
     path = str(checkpoint.path)
+    if problems and problems == adapter_problems(checkpoint):
+        return merge_command(path, path)
+    if problems:
+        return f"hf download CHECKPOINT --local-dir {shlex.quote(path)}"
     donor = str(base.path) if base is not None else named_base(checkpoint.path) or "BASE"
     if status in ("declared_but_missing", "stripped", "partial", "quantised"):
         return graft_command(path, donor)
@@ -198,6 +256,10 @@ def render(inspection: Inspection) -> str:
         ("missing", inspection.missing_keys),
         ("unexpected", inspection.unexpected_keys),
         ("shape", inspection.shape_errors),
+        ("dtype", inspection.dtype_errors),
+        ("trunk missing", inspection.trunk_missing_keys),
+        ("trunk shape", inspection.trunk_shape_errors),
+        ("trunk dtype", inspection.trunk_dtype_errors),
         ("NaN or infinite", inspection.non_finite_keys),
     ):
         if keys:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from rich.progress import Progress
 
-from mtp_train.commands.inspect import SUGGESTED_DEPTH, Inspection
+from mtp_train.commands.inspect import SUGGESTED_DEPTH, Inspection, non_finite_problems, whole_status
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import assistant_for
 from mtp_train.heads.assistant import diagnose_assistant
@@ -73,20 +73,29 @@ def drafter_inspection(
         note: What it is.
     """
     path = shlex.quote(str(checkpoint.path))
+    non_finite = tuple(find_non_finite(checkpoint, progress))
+    problems = non_finite_problems(non_finite)
+    whole = diagnosis.complete and not problems
+    reason = problems[0] if diagnosis.complete and problems else diagnosis.describe()
     return Inspection(
         checkpoint=str(checkpoint.path),
         family=family,
         declared_modules=diagnosis.declared_modules,
         present_modules=diagnosis.present_modules,
-        status="healthy" if diagnosis.complete else "partial",
+        status=whole_status("healthy" if diagnosis.complete else "partial", problems),
         stale=None,
         missing_keys=diagnosis.missing_keys,
         unexpected_keys=diagnosis.unexpected_keys,
         shape_errors=diagnosis.shape_errors,
-        non_finite_keys=tuple(find_non_finite(checkpoint, progress)),
+        dtype_errors=diagnosis.dtype_errors,
+        trunk_missing_keys=(),
+        trunk_shape_errors=(),
+        trunk_dtype_errors=(),
+        non_finite_keys=non_finite,
+        problems=problems,
         trunk_changed=None,
-        serves=dict(serves) if diagnosis.complete else dict.fromkeys(serves, f"no: {diagnosis.describe()}"),
-        cure=None if diagnosis.complete else f"hf download {what} --local-dir {path}",
+        serves=dict(serves) if whole else dict.fromkeys(serves, f"no: {reason}"),
+        cure=None if whole else f"hf download {what} --local-dir {path}",
         runs_here=f"{runs_here} mtp-train generate TRUNK --head {path}",
         note=note,
     )

@@ -11,6 +11,7 @@ from rich.progress import Progress
 from mtp_train.commands.inspect import SUGGESTED_DEPTH
 from mtp_train.cures import attach_command, graft_command, retrain_command
 from mtp_train.heads.diagnose import layout_of
+from mtp_train.heads.whole import require_whole_trunk
 from mtp_train.inputs import open_location
 from mtp_train.model_card import write_merge_card
 from mtp_train.run_dir import checkpoint_identity
@@ -82,6 +83,7 @@ def merge(checkpoint: str, adapter: str, out: Path, *, link: LinkMode, progress:
     source = open_location(checkpoint)
     layout = layout_of(source)
     changes = plan_changes(source, layout, lora)
+    require_whole_trunk(source, adapter_beside=True)
     require_finite_checkpoint(source, progress)
     merged = write_merged(source, layout, changes, out, link=link, progress=progress)
     depths = SUGGESTED_DEPTH if merged.head_keys else None

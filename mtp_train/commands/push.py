@@ -12,12 +12,13 @@ from rich.progress import Progress
 from mtp_train.commands.inspect import head_status
 from mtp_train.cures import export_command, graft_command, named_base
 from mtp_train.errors import CheckpointError, MtpError
-from mtp_train.heads.diagnose import diagnose_head
+from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model
+from mtp_train.heads.whole import holds_trunk, require_whole_trunk
 from mtp_train.inputs import refuse_adapter
 from mtp_train.model_card import CARD_FILE
 from mtp_train.weights.export import source_files
-from mtp_train.weights.files import open_checkpoint
+from mtp_train.weights.files import Checkpoint, open_checkpoint
 from mtp_train.weights.finite import require_finite_checkpoint
 
 COMMIT_MESSAGE = "Upload a checkpoint with its MTP head (mtp-train)"
@@ -74,8 +75,8 @@ def push(export: Path, repo: str, *, yes: bool, progress: Progress) -> Upload:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise MtpError(f"{repo}: {error}; expected the name of a repository. Write OWNER/NAME.") from None
-    _require_healthy(export, progress)
-    files = {str(file.relative_to(export)): file.stat().st_size for file in source_files(export)}
+    checkpoint = _require_healthy(export, progress)
+    files = {str(file.relative_to(export)): file.stat().st_size for file in source_files(checkpoint)}
     if not yes:
         return Upload(str(export), repo, files, uploaded=False, url=None)
     api = HfApi()
@@ -94,14 +95,14 @@ def push(export: Path, repo: str, *, yes: bool, progress: Progress) -> Upload:
     return Upload(str(export), repo, files, uploaded=True, url=str(commit.commit_url))
 
 
-def _require_healthy(export: Path, progress: Progress) -> None:
+def _require_healthy(export: Path, progress: Progress) -> Checkpoint:
     refuse_adapter(export, str(export))
     checkpoint = open_checkpoint(export)
     draft = draft_model(checkpoint)
     if draft is not None:
         _require_whole(draft)
         require_finite_checkpoint(checkpoint, progress)
-        return
+        return checkpoint
     diagnosis = diagnose_head(checkpoint)
     status = head_status(diagnosis, base_has_head=False)
     if status != "healthy":
@@ -109,7 +110,11 @@ def _require_healthy(export: Path, progress: Progress) -> None:
         cure = export_command(str(export)) if undeclared else graft_command(str(export), named_base(export) or "BASE")
         found = "its config does not declare the head that it holds" if undeclared else diagnosis.describe()
         raise CheckpointError(f"{export}: {found}; expected a checkpoint with a healthy head. Run '{cure}' first.")
+    # A head alone is a draft model for its trunk, which is pushed on its own.
+    if holds_trunk(checkpoint, layout_of(checkpoint)):
+        require_whole_trunk(checkpoint)
     require_finite_checkpoint(checkpoint, progress)
+    return checkpoint
 
 
 def _require_whole(draft: DraftModel) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import trunk_config
-from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 from mtp_train.weights.keymap import HeadLayout, Mapped
-from mtp_train.weights.quantised import is_scale, method_of, packed_weight, plain_shape
+from mtp_train.weights.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class HeadDiagnosis:
     unexpected_keys: tuple[str, ...]
     shape_errors: tuple[str, ...]
     """``key: found [..], expected [..]``."""
+    dtype_errors: tuple[str, ...] = ()
+    """``key: found DTYPE, expected ..``: what cannot be read as floating-point weights."""
     packed_keys: tuple[str, ...] = ()
     """Quantised weights in a form that is not read here, and what belongs to them; the weights count as there."""
     method: str | None = None
@@ -49,7 +52,7 @@ class HeadDiagnosis:
 
     @property
     def _damaged(self) -> bool:
-        return bool(self.missing_keys or self.unexpected_keys or self.shape_errors)
+        return bool(self.missing_keys or self.unexpected_keys or self.shape_errors or self.dtype_errors)
 
     def describe(self) -> str:
         """Say in one phrase what is wrong with the head, for an error message."""
@@ -57,6 +60,8 @@ class HeadDiagnosis:
             return f"holds no head tensors (config declares {self.declared_modules} module(s))"
         if self.shape_errors:
             return f"head shape mismatch: {self.shape_errors[0]} ({len(self.shape_errors)} in all)"
+        if self.dtype_errors:
+            return f"head dtype: {self.dtype_errors[0]} ({len(self.dtype_errors)} in all)"
         if self.unexpected_keys:
             named = ", ".join(f"{key}{self._nearest(key)}" for key in self.unexpected_keys[:3])
             return f"unknown head keys {named} ({len(self.unexpected_keys)} in all)"
@@ -138,9 +143,31 @@ def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -
 
 def head_shapes(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, torch.Size]:
     """Return the names and shapes of our head's parameters and buffers for a config; allocates nothing."""
+    return {name: value.shape for name, value in _empty_head(family, text_config, num_modules).items()}
+
+
+def _empty_head(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, Tensor]:
     with torch.device("meta"):
         head = MtpHead(family, text_config, num_modules=num_modules, convention=family.default)
-    return {name: value.shape for name, value in head.state_dict().items()}
+    return head.state_dict()
+
+
+def _dtype_errors(
+    checkpoint: Checkpoint, mapped: Mapping[str, Mapped | None], head: Mapping[str, Tensor] | None, packed: Set[str]
+) -> tuple[str, ...]:
+    """Return the head's tensors that are stored in whole numbers, or in FP8 without scales; packed ones left out."""
+    tensors, errors = checkpoint.tensors, []
+    for key, entry in sorted(mapped.items()):
+        dtype = tensors[key].dtype
+        known = None if head is None or entry is None else head.get(entry.ours)
+        is_whole = known is not None and not known.is_floating_point()
+        if key in packed or is_packed(key, tensors) or is_whole:
+            continue
+        if not TORCH_DTYPES[dtype].is_floating_point:
+            errors.append(f"{key}: found {dtype}, expected a floating-point dtype")
+        elif lacks_scales(key, tensors):
+            errors.append(f"{key}: found {dtype} without scales, expected scales beside it")
+    return tuple(errors)
 
 
 def _diagnose_by_rules(
@@ -171,8 +198,11 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     # What the tensors are compared with: the declared count, or what is there where the count was lost.
     num_modules = max(declared, len(present), 1)
     if layout.family.borrowed is None:
-        return _diagnose_by_rules(layout, declared, found, mapped, num_modules)
-    needed = layout.native_shapes(head_shapes(layout.family, text_config_of(checkpoint), num_modules))
+        diagnosis = _diagnose_by_rules(layout, declared, found, mapped, num_modules)
+        of_packed = {weight for key in found if (weight := packed_weight(key)) is not None}
+        return replace(diagnosis, dtype_errors=_dtype_errors(checkpoint, mapped, None, of_packed))
+    head = _empty_head(layout.family, text_config_of(checkpoint), num_modules)
+    needed = layout.native_shapes({name: value.shape for name, value in head.items()})
     packed = {key: weight for key in mapped if (weight := packed_weight(key)) in needed}
     weights = set(packed.values())
     shape_errors = tuple(
@@ -187,6 +217,7 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
         missing_keys=tuple(sorted(set(needed) - set(found) - weights)),
         unexpected_keys=tuple(sorted(key for key in mapped if key not in needed and key not in packed)),
         shape_errors=shape_errors,
+        dtype_errors=_dtype_errors(checkpoint, mapped, head, packed.keys() | weights),
         packed_keys=tuple(sorted(packed)),
         method=method_of(checkpoint) if packed else None,
     )

@@ -33,6 +33,7 @@ from mtp_train.weights.draft_checkpoint import (
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead, stored_tensor
+from mtp_train.weights.quantised import PLAIN_DTYPES
 
 # What others keep too: their embedding, and the tokens of a Medusa head's rows.
 EMBED_KEY, TOKENS_KEY = "embed_tokens.weight", "token_map"
@@ -163,6 +164,11 @@ def diagnose_draft(draft: DraftModel) -> HeadDiagnosis:
             f"{key}: found {list(found[key])}, expected {list(shape)}"
             for key, shape in needed.items()
             if key in found and tuple(found[key]) != tuple(shape)
+        ),
+        dtype_errors=tuple(
+            f"{key}: found {info.dtype}, expected a floating-point dtype"
+            for key, info in draft.checkpoint.tensors.items()
+            if key not in (OFFSETS_KEY, CHOSEN_KEY, TOKENS_KEY) and info.dtype not in PLAIN_DTYPES
         ),
     )
 

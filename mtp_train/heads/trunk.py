@@ -18,8 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, Family
+from mtp_train.heads.adapter import put_on
 from mtp_train.heads.quantization import Quantization, packing
 from mtp_train.heads.sdpa import without_cudnn_attention
+from mtp_train.weights.adapter import refuse_embedded_adapter
 from mtp_train.weights.files import open_checkpoint
 
 
@@ -277,8 +279,9 @@ def load_trunk(
         trust_remote_code: Whether code beside the weights may run.
 
     Raises:
-        CheckpointError: Weights of the trunk are missing or do not fit.
+        CheckpointError: Weights of the trunk are missing or do not fit, or the adapter does not.
     """
+    refuse_embedded_adapter(path)
     # Not named in vain: transformers takes a None for what the checkpoint says, and leaves its packed weights out.
     packed: dict[str, Any] = {}
     if quantization is not None:
@@ -291,6 +294,8 @@ def load_trunk(
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            # Named below, with the missing ones.
+            ignore_mismatched_sizes=True,
             low_cpu_mem_usage=True,
             **packed,
         )
@@ -300,9 +305,14 @@ def load_trunk(
             f"{path}: trunk weights {', '.join(missing[:5])} are missing ({len(missing)} in all); expected every "
             "weight of the decoder. Point model.trunk at the complete checkpoint."
         )
+    misshapen = sorted(info["mismatched_keys"])
+    if misshapen:
+        key, found, expected = misshapen[0]
+        raise CheckpointError(
+            f"{path}: trunk weight {key} is {list(found)}, config.json makes it {list(expected)} ({len(misshapen)} in "
+            "all); expected weights and config of one save. Restore the original files."
+        )
     if adapter is not None:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, str(adapter))
+        model = put_on(model, adapter)
     model.requires_grad_(False)
     return Trunk(model if quantization else model.to(device), family).eval()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich.progress import Progress
+
 from mtp_train.data.groups import join_near_duplicates
 from mtp_train.data.prompts import Prompt, choose_evenly
 from mtp_train.data.records import Record, content_group
@@ -14,6 +16,7 @@ from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.errors import DataError
 from mtp_train.heads.attach import graft_plan
+from mtp_train.heads.whole import require_whole_trunk
 from mtp_train.inputs import Inputs, open_location, prompts_of, split_records
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_study import Objective, StudySection
@@ -21,6 +24,7 @@ from mtp_train.study.records import TaskPrompt
 from mtp_train.study.suites import load_suite, suite_prompts
 from mtp_train.training import HIDDEN
 from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.finite import require_finite_checkpoint
 
 HELD_OUT_TASK, HOME_TASK = "held-out", "vanilla's own"
 
@@ -53,6 +57,8 @@ def gather_study(recipe: Recipe, study: StudySection, inputs: Inputs) -> StudyIn
     for checkpoint in checkpoints.values():
         # Raises where the base's head does not fit.
         graft_plan(checkpoint, inputs.base, recipe.head.convention)
+        require_whole_trunk(checkpoint, trust_remote_code=recipe.model.trust_remote_code)
+        require_finite_checkpoint(checkpoint, Progress(disable=True))
     training, _ = split_records(recipe)
     documents: list[Document] = []
     if drift is not None and drift.fine_tune is not None:

@@ -16,6 +16,7 @@ from mtp_inference.draft import DrafterMaker
 from mtp_train.errors import DataError
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.trunk import Trunk
+from mtp_train.heads.whole import require_whole_trunk
 from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location
 from mtp_train.report.cells import ArmCosts, Latency, StudyReport, load_study
 from mtp_train.report.schema import REPORT_FILE, build
@@ -110,7 +111,7 @@ def run_study(
     store.require_inputs(_inputs(arms, server), progress)
     if (out / REPORT_FILE).is_file():
         return load_study(out / REPORT_FILE)
-    _require_finite(arms, progress)
+    _require_sound(arms, progress)
     store.hash_inputs(progress)
     served = None if server is None else ask(server, grid, progress)
     found = _measure_all(arms, _Study(grid, store, progress, costs, prompts))
@@ -138,7 +139,7 @@ def measure_study(
     arms = _open(specs)
     store = Store(out, _identity(arms, grid, False, prompts, None))
     store.require_inputs(_inputs(arms, None), progress)
-    _require_finite(arms, progress)
+    _require_sound(arms, progress)
     store.hash_inputs(progress)
     return _measure_all(arms, _Study(grid, store, progress, False, prompts))
 
@@ -148,7 +149,11 @@ def _open(specs: Sequence[ArmSpec]) -> list[OpenArm]:
     return [open_arm(spec) for spec in specs]
 
 
-def _require_finite(arms: Sequence[OpenArm], progress: Progress) -> None:
+def _require_sound(arms: Sequence[OpenArm], progress: Progress) -> None:
+    trunks = {arm.checkpoint.path: (arm.checkpoint, arm.family) for arm in arms}
+    trunks |= {arm.draft_model.path: (arm.draft_model, arm.draft_model.family) for arm in arms if arm.draft_model}
+    for checkpoint, family in trunks.values():
+        require_whole_trunk(checkpoint, family)
     for checkpoint in _checkpoints(arms):
         require_finite_checkpoint(checkpoint, progress)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.errors import CheckpointError
-from mtp_train.weights.files import Checkpoint, locate_checkpoint, read_json, scan_safetensors
+from mtp_train.weights.files import TORCH_DTYPES, Checkpoint, locate_checkpoint, read_json, scan_safetensors
 from mtp_train.weights.finite import require_finite_checkpoint
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -47,6 +47,47 @@ _UNMERGEABLE = {
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 Kind = Literal["linear", "embedding", "experts"]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_rank(value: Any) -> bool:
+    return _is_number(value) and value == int(value) and value > 0
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _is_pattern(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check for a mapping from regular expressions to values."""
+
+    def holds(value: Any) -> bool:
+        if not isinstance(value, dict):
+            return value is None
+        try:
+            return all(re.compile(pattern) and of(one) for pattern, one in value.items())
+        except re.error:
+            return False
+
+    return holds
+
+
+# Fields of a LoRA adapter's config that are read here, what each has to be, and how to call that.
+_FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("r", _is_rank, "a rank, 1 or more"),
+    ("lora_alpha", _is_number, "a number"),
+    ("rank_pattern", _is_pattern(_is_rank), "a mapping from patterns of module names to ranks"),
+    ("alpha_pattern", _is_pattern(_is_number), "a mapping from patterns of module names to numbers"),
+    *((name, _is_flag, "true or false") for name in ("use_rslora", "use_dora", "fan_in_fan_out")),
+    (
+        "target_parameters",
+        lambda value: value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
+        "a list of parameter names",
+    ),
+)
 
 
 class AdapterWeights:
@@ -135,6 +176,15 @@ def is_adapter(path: Path) -> bool:
     return (path / ADAPTER_CONFIG_FILE).is_file() and not (path / "config.json").is_file()
 
 
+def refuse_embedded_adapter(path: Path) -> None:
+    """Raise a CheckpointError where an adapter is in a model's directory: transformers puts it on, engines do not."""
+    if (path / ADAPTER_CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{path}: holds {ADAPTER_CONFIG_FILE} beside the model, which transformers applies in silence and engines "
+            "do not; expected a model alone. Move the adapter to a directory of its own, and name that as the adapter."
+        )
+
+
 def merge_command(checkpoint: str, adapter: str) -> str:
     """Return the command that merges a LoRA adapter into a checkpoint."""
     out = f"{checkpoint.rstrip('/').rsplit(':', 1)[-1]}-merged"
@@ -145,21 +195,27 @@ def locate_adapter(location: str, trunk: str) -> Path:
     """Return the directory of an adapter that is put on a trunk unmerged.
 
     Raises:
-        CheckpointError: There is none, or its names are those of a vision-language model, which the text model that is
-            loaded here would pass over in silence.
+        CheckpointError: There is none, its config or weights are damaged, incomplete or not finite, or its names are
+            those of a vision-language model, which the text model that is loaded here would pass over in silence.
     """
     path = locate_checkpoint(location)
     if not (path / ADAPTER_CONFIG_FILE).is_file():
         raise CheckpointError(
             f"{location}: no {ADAPTER_CONFIG_FILE}; expected a peft adapter directory or a hub id. Check the spelling."
         )
-    keys = scan_safetensors(path / ADAPTER_FILE)
+    config = _read_config(path)
+    weights = _open_weights(path, config)
+    keys = weights.stored.tensors
     wrapped = next((key for key in keys if "language_model." in key or ".visual." in key), None)
     if wrapped is not None:
         raise CheckpointError(
             f"{location}: adapts {wrapped}, a module of the vision-language model; expected names of the text model, "
             f"which is all that is loaded here. Run '{merge_command(trunk, location)}' and use the result."
         )
+    # Other kinds of adapter are checked by the names that peft gives their tensors, when they are put on.
+    if config["peft_type"] == "LORA":
+        for (module, _), parts in _group(weights)[0].items():
+            _require_whole(weights, config, module, parts)
     return path
 
 
@@ -170,9 +226,41 @@ def read_adapter(path: Path) -> Adapter:
         CheckpointError: It is no LoRA adapter, its weights are missing, damaged, not finite or of another rank than it
             says, or it does something that a merged weight cannot do.
     """
-    config = read_json(path / ADAPTER_CONFIG_FILE)
+    config = _read_config(path)
     _require_mergeable(path, config)
     weights = _open_weights(path, config)
+    groups, replacements = _group(weights)
+    names = _parameter_names(path, config, groups)
+    pairs, steps = [], {}
+    for place, parts in groups.items():
+        _require_whole(weights, config, place[0], parts)
+        pair = _pair(weights, config, place[0], names[place], parts)
+        pairs.append(pair)
+        if "lora_B_bias" in parts.keys:
+            steps[f"{pair.module}.bias"] = pair.scale * weights.load(parts.keys["lora_B_bias"])
+    return Adapter(path, weights, tuple(pairs), steps, replacements, bool(config.get("ensure_weight_tying")))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Read an adapter's config, and check the fields that its weights are read by."""
+    file = path / ADAPTER_CONFIG_FILE
+    config = read_json(file)
+    if not isinstance(config.get("peft_type"), str):
+        raise CheckpointError(
+            f"{file}: peft_type {config.get('peft_type')!r}; expected the kind of a peft adapter, such as LORA. "
+            "Restore the original, or save the adapter again."
+        )
+    for name, holds, expected in _FIELDS if config["peft_type"] == "LORA" else ():
+        if not holds(config.get(name)):
+            raise CheckpointError(
+                f"{file}: {name} is {config.get(name)!r}; expected {expected}. Restore the original, or save the "
+                "adapter again."
+            )
+    return config
+
+
+def _group(weights: AdapterWeights) -> tuple[dict[tuple[str, int], _Parts], dict[str, str]]:
+    """Return the low-rank tensors by module and by how deep peft wrapped it, and what takes a parameter's place."""
     groups: dict[tuple[str, int], _Parts] = {}
     replacements: dict[str, str] = {}
     for key in weights.stored.tensors:
@@ -184,16 +272,7 @@ def read_adapter(path: Path) -> Adapter:
         depth = match["wraps"].count(".base_layer")
         parts = groups.setdefault((match["module"], depth), _Parts())
         parts.keys[match["part"] + ("_bias" if match["field"] == "bias" else "")] = key
-    names = _parameter_names(path, config, groups)
-    pairs, steps = [], {}
-    for place, parts in groups.items():
-        pair = _pair(weights, config, place[0], names[place], parts)
-        pairs.append(pair)
-        if "lora_B_bias" in parts.keys:
-            steps[f"{pair.module}.bias"] = pair.scale * weights.load(parts.keys["lora_B_bias"])
-    if not pairs and not replacements:
-        raise CheckpointError(f"{path}: holds no tensor; expected a LoRA adapter. Save it again.")
-    return Adapter(path, weights, tuple(pairs), steps, replacements, bool(config.get("ensure_weight_tying")))
+    return groups, replacements
 
 
 def _require_mergeable(path: Path, config: Mapping[str, Any]) -> None:
@@ -226,6 +305,14 @@ def _open_weights(path: Path, config: Mapping[str, Any]) -> AdapterWeights:
             f"{ADAPTER_FILE}. Save it once with safetensors in a place you trust."
         )
     stored = Checkpoint(path, config, None, scan_safetensors(file))
+    if not stored.tensors:
+        raise CheckpointError(f"{file}: holds no tensor; expected an adapter's weights. Save it again.")
+    whole = next((key for key, info in stored.tensors.items() if not TORCH_DTYPES[info.dtype].is_floating_point), None)
+    if whole is not None:
+        raise CheckpointError(
+            f"{file}: {whole} is stored as {stored.tensors[whole].dtype}; expected floating-point weights. Save the "
+            "adapter again."
+        )
     require_finite_checkpoint(stored, Progress(disable=True))
     return AdapterWeights(stored)
 
@@ -255,16 +342,31 @@ def _is_targeted(config: Mapping[str, Any], name: str) -> bool:
     return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
 
 
-def _pair(weights: AdapterWeights, config: Mapping[str, Any], module: str, parameter: str, parts: _Parts) -> LowRank:
-    path, infos = weights.stored.path, weights.stored.tensors
-    embedding = "lora_embedding_A" in parts.keys
-    a, b = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
+def _matrices(parts: _Parts) -> tuple[str, str]:
+    embedding = any(part.startswith("lora_embedding") for part in parts.keys)
+    return ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
+
+
+def _require_whole(weights: AdapterWeights, config: Mapping[str, Any], module: str, parts: _Parts) -> None:
+    """Check that a module's adapter has both matrices, and DoRA's magnitudes exactly where the config says DoRA."""
+    file, (a, b) = weights.stored.path / ADAPTER_FILE, _matrices(parts)
     if not {a, b} <= parts.keys.keys():
         alone = next(iter(parts.keys.values()))
         raise CheckpointError(
-            f"{path / ADAPTER_FILE}: {alone} stands alone; expected both {a} and {b} of {module}. Save the adapter "
-            "again."
+            f"{file}: {alone} stands alone; expected both {a} and {b} of {module}. Save the adapter again."
         )
+    if bool(config.get("use_dora")) != ("lora_magnitude_vector" in parts.keys):
+        found = "no lora_magnitude_vector" if config.get("use_dora") else "a lora_magnitude_vector"
+        raise CheckpointError(
+            f"{file}: {found} for {module}, while {ADAPTER_CONFIG_FILE} sets use_dora = {config.get('use_dora')!r}; "
+            "expected magnitudes for every module with DoRA, and none without. Save the adapter again."
+        )
+
+
+def _pair(weights: AdapterWeights, config: Mapping[str, Any], module: str, parameter: str, parts: _Parts) -> LowRank:
+    path, infos = weights.stored.path, weights.stored.tensors
+    a, b = _matrices(parts)
+    embedding = a == "lora_embedding_A"
     down, up = infos[parts.keys[a]].shape, infos[parts.keys[b]].shape
     if len(down) != 2 or len(up) != 2:
         raise CheckpointError(
@@ -277,7 +379,7 @@ def _pair(weights: AdapterWeights, config: Mapping[str, Any], module: str, param
     # peft looks ranks up by the module's name, or by the parameter's where that was targeted itself.
     name = f"{module}.{parameter}" if _is_targeted(config, f"{module}.{parameter}") else module
     rank = int(_pattern_value(config.get("rank_pattern"), name, config["r"]))
-    alpha = float(_pattern_value(config.get("alpha_pattern"), name, config.get("lora_alpha", rank)))
+    alpha = float(_pattern_value(config.get("alpha_pattern"), name, config["lora_alpha"]))
     if down[0] % rank or (kind != "experts" and down[0] != rank) or down[0] != up[1]:
         raise CheckpointError(
             f"{path / ADAPTER_FILE}: {module} has {a} {list(down)} and {b} {list(up)}; expected rank "

@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +49,11 @@ from mtp_train.weights.writing import (
 
 HEAD_FILE = "model-mtp.safetensors"
 LinkMode = Literal["hard", "copy"]
+# Files beside the weights that a model, its tokenizer or its processor is loaded from.
+_NAMED = re.compile(
+    r".*config\.json|model\.safetensors\.index\.json|tokenizer.*\.(?:json|model)|spiece\.model|.*\.tiktoken"
+    r"|(?:vocab|added_tokens|special_tokens_map)\.(?:json|txt)|merges\.txt|chat_template.*\.(?:json|jinja)"
+)
 
 
 def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path, *, link: LinkMode) -> None:
@@ -72,9 +77,10 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
     added_to = _new_file(source)
     renames = _shard_names(source, additions)
     documents = patched_documents(source, layout, head)
+    files = source_files(source)
     with new_directory(out, what="the checkpoint") as directory:
         skipped = {INDEX_FILE, *documents}
-        for file in source_files(source.path):
+        for file in files:
             relative = file.relative_to(source.path)
             target = directory / renames.get(str(relative), str(relative))
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -274,15 +280,45 @@ def _index(
     }
 
 
-def source_files(path: Path) -> Iterator[Path]:
-    """Yield the files a copy needs: no hidden ones, no pickles, no training checkpoints in subdirectories."""
-    for entry in sorted(path.iterdir()):
-        if entry.name.startswith((".", "checkpoint-")):
+def source_files(source: Checkpoint) -> list[Path]:
+    """Return the files a copy needs: the weights, and what is beside them, in the order of their paths.
+
+    Left out are hidden files, pickles, training checkpoints and other models in subdirectories.
+
+    Raises:
+        CheckpointError: A link is among them that the checkpoint does not name: it could lead anywhere.
+    """
+    # Weights count wherever they are: their directories may be named like those that are left out.
+    weights = {source.path / info.file for info in source.tensors.values()}
+    return sorted(weights.union(_files_under(source.path, source.path, weights)))
+
+
+def _files_under(root: Path, directory: Path, weights: Set[Path]) -> Iterator[Path]:
+    for entry in sorted(directory.iterdir()):
+        if entry.name.startswith((".", "checkpoint-")) or entry.suffix in PICKLE_SUFFIXES or entry in weights:
             continue
-        if entry.is_dir():
-            yield from source_files(entry) if not (entry / CONFIG_FILE).exists() else ()
-        elif entry.suffix not in PICKLE_SUFFIXES:
+        if entry.is_symlink():
+            _require_known_link(root, entry)
             yield entry
+        elif entry.is_dir():
+            yield from _files_under(root, entry, weights) if not (entry / CONFIG_FILE).exists() else ()
+        elif entry.is_file():
+            yield entry
+
+
+def _require_known_link(root: Path, link: Path) -> None:
+    """Raise a CheckpointError for a link, unless it is of a model's own files or leads into the hub cache's blobs."""
+    real_root = root.resolve()
+    if link.is_file():
+        # In the hub's cache every file of snapshots/REVISION is a link into blobs, two directories up.
+        blobs = real_root.parents[1] / "blobs" if real_root.parent.name == "snapshots" else None
+        if (link.parent == root and _NAMED.fullmatch(link.name)) or link.resolve().parent == blobs:
+            return
+    found = "a link to a directory" if link.is_dir() else "a link"
+    raise CheckpointError(
+        f"{link}: {found}, which could bring in files from anywhere; expected links only to weights, config, tokenizer "
+        "and processor files, or into the hub cache's blobs. Put the file in the place of the link, or remove the link."
+    )
 
 
 def place_file(file: Path, target: Path, link: LinkMode) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 OWN_CONFIG_FILE = "params.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Shards of transformers' distributed save, which it loads before any other weights.
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 # safetensors' names for the dtypes that weights come in.
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -56,6 +60,7 @@ class TensorInfo:
     """Where a tensor is and what it looks like; ``dtype`` in safetensors' spelling."""
 
     file: str
+    """Path of the file inside the checkpoint, as a POSIX path."""
     dtype: str
     shape: tuple[int, ...]
 
@@ -152,12 +157,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        CheckpointError: The file is missing or not a JSON object.
+        CheckpointError: The file is missing, cannot be read or is not a JSON object.
     """
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; expected it in the checkpoint. Check the path.") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({os.strerror(error.errno or 0)}); expected a JSON file. Restore the file."
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}); expected an object. Restore the file.") from None
     if not isinstance(parsed, dict):
@@ -165,8 +174,48 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed
 
 
-def scan_safetensors(path: Path) -> dict[str, TensorInfo]:
+def named_file(directory: Path, name: object, *, named_by: Path) -> str:
+    """Return the path, relative to a checkpoint's directory, of a file that the checkpoint names.
+
+    The file itself may be a link, as in the hub's cache. The directories on the way to it may not.
+
+    Args:
+        directory: The checkpoint.
+        name: The name as its index or config gives it.
+        named_by: The file that contains the name, for messages.
+
+    Raises:
+        CheckpointError: The name leads outside of the checkpoint or through a link to a directory, or the link is
+            broken.
+    """
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    if not parts or ".." in parts or parts[0].startswith("/") or "\\" in "".join(parts):
+        raise CheckpointError(
+            f"{named_by}: names {name!r}; expected the path of a file inside {directory}, without '..'. Restore the "
+            "original, or put the file into the checkpoint and name it there."
+        )
+    for depth in range(1, len(parts)):
+        parent = directory.joinpath(*parts[:depth])
+        if parent.is_symlink():
+            raise CheckpointError(
+                f"{parent}: a link to a directory; expected a directory of the checkpoint itself. Put the directory in "
+                "the place of the link."
+            )
+    file = directory.joinpath(*parts)
+    if file.is_symlink() and not file.is_file():
+        raise CheckpointError(
+            f"{file}: a link that leads to no file; expected one of the checkpoint's files. Put the file in the place "
+            "of the link, or download it again."
+        )
+    return "/".join(parts)
+
+
+def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInfo]:
     """List the tensors of one safetensors file from its header.
+
+    Args:
+        path: The file.
+        name: Its path inside the checkpoint; None for its own name.
 
     Raises:
         CheckpointError: The file is missing, truncated or not safetensors.
@@ -178,12 +227,18 @@ def scan_safetensors(path: Path) -> dict[str, TensorInfo]:
             found = {}
             for key in handle.keys():  # noqa: SIM118 - a safetensors handle is not a dict
                 piece = handle.get_slice(key)
-                found[key] = TensorInfo(path.name, piece.get_dtype(), tuple(piece.get_shape()))
-            return found
+                found[key] = TensorInfo(name or path.name, piece.get_dtype(), tuple(piece.get_shape()))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path}: truncated or damaged ({error}); expected a whole safetensors file. Download or copy it again."
         ) from None
+    strange = next((key for key, info in found.items() if info.dtype not in TORCH_DTYPES), None)
+    if strange is not None:
+        raise CheckpointError(
+            f"{path}: {strange} is stored as {found[strange].dtype}, which is not read here; expected one of "
+            f"{', '.join(TORCH_DTYPES)}. Use a checkpoint in one of these dtypes."
+        )
+    return found
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -197,8 +252,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path}: not a directory; expected a checkpoint directory or a hub id (owner/name). Check the spelling."
         )
+    named_file(path, CONFIG_FILE, named_by=path)
     config = _read_config(path)
+    _refuse_other_weights(path, config)
     # transformers reads the single file first where both exist, and so do we.
+    for name in (SINGLE_FILE, INDEX_FILE):
+        named_file(path, name, named_by=path)
     if (path / SINGLE_FILE).is_file():
         return Checkpoint(path, config, None, scan_safetensors(path / SINGLE_FILE))
     if (path / INDEX_FILE).is_file():
@@ -231,24 +290,52 @@ def _read_config(path: Path) -> dict[str, Any]:
     return configs[path]
 
 
+def _refuse_other_weights(path: Path, config: RawConfig) -> None:
+    """Refuse a checkpoint of which transformers would load other files than the index or the single file."""
+    explicit = config.get("transformers_weights")
+    sharded = next((file.name for file in sorted(path.iterdir()) if _DISTRIBUTED.fullmatch(file.name)), None)
+    found = f"config.json sets transformers_weights = {explicit!r}" if explicit is not None else None
+    found = f"holds {sharded}, a shard of a distributed save" if sharded is not None else found
+    if found is not None:
+        raise CheckpointError(
+            f"{path}: {found}, which transformers loads in the place of the other weights and engines do not; expected "
+            f"{SINGLE_FILE} or {INDEX_FILE} alone. Keep one set of weights, under these names."
+        )
+
+
 def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path / INDEX_FILE}: has no weight_map; expected key -> file. Restore the index.")
-    missing = sorted({file for file in weight_map.values() if not (path / file).is_file()})
+    files: dict[Any, str] = {}
+    for file in weight_map.values():
+        # A large mixture's index has tens of thousands of entries, and few files.
+        if not isinstance(file, str) or file not in files:
+            files[file] = named_file(path, file, named_by=path / INDEX_FILE)
+    named = {key: files[file] for key, file in weight_map.items()}
+    missing = sorted({file for file in named.values() if not (path / file).is_file()})
     if missing:
         raise CheckpointError(
             f"{path / INDEX_FILE}: names {', '.join(missing[:3])}, which is not there ({len(missing)} missing in all); "
             "expected every shard beside the index. Download the missing shards."
         )
-    stored = {file: scan_safetensors(path / file) for file in sorted(set(weight_map.values()))}
-    absent = sorted(key for key, file in weight_map.items() if key not in stored[file])
+    stored = {file: scan_safetensors(path / file, file) for file in sorted(set(named.values()))}
+    absent = sorted(key for key, file in named.items() if key not in stored[file])
     if absent:
         raise CheckpointError(
-            f"{path / INDEX_FILE}: lists {absent[0]} in {weight_map[absent[0]]}, which does not hold it ({len(absent)} "
+            f"{path / INDEX_FILE}: lists {absent[0]} in {named[absent[0]]}, which does not hold it ({len(absent)} "
             "such keys); expected index and shards of one save. Download both again."
         )
-    return {key: stored[file][key] for key, file in weight_map.items()}
+    # Loaders read every tensor of a shard, whether the index lists it or not; the last shard's counts.
+    read = {key: info for infos in stored.values() for key, info in infos.items()}
+    twice = sorted(key for key, file in named.items() if read[key].file != file)
+    if twice:
+        raise CheckpointError(
+            f"{path / INDEX_FILE}: lists {twice[0]} in {named[twice[0]]}, and {read[twice[0]].file} holds another one, "
+            f"which transformers loads ({len(twice)} such keys); expected index and shards of one save. Download both "
+            "again."
+        )
+    return {key: read[key] for key in (*named, *(key for key in read if key not in named))}
 
 
 def locate_checkpoint(name: str) -> Path:

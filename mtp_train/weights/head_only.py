@@ -30,9 +30,10 @@ def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, ou
     tensors = [stored_tensor(source, key, key) for key in sorted(source.tensors) if key.startswith(ends)]
     tensors += [*head.tensors, *shared_tensors(source, layout, head)]
     documents = patched_documents(source, layout, head)
+    files = source_files(source)
     with new_directory(out, what="the head") as directory:
         write_safetensors(directory / SINGLE_FILE, tensors)
-        for file in source_files(source.path):
+        for file in files:
             kept = file.parent == source.path and file.suffix not in _WEIGHT_SUFFIXES and file.name != INDEX_FILE
             if kept and file.name not in documents:
                 shutil.copyfile(file, directory / file.name)

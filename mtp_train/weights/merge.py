@@ -83,7 +83,7 @@ def write_merged(
         by_file.setdefault(source.tensors[key].file, {})[key] = change
     # Beside a model transformers would put the adapter on a second time.
     left_out = {ADAPTER_CONFIG_FILE, ADAPTER_FILE}
-    files = [file for file in source_files(source.path) if file.name not in left_out]
+    files = [file for file in source_files(source) if file.name not in left_out]
     with new_directory(out, what="the checkpoint") as directory:
         for file in progress.track(files, description="merging"):
             relative = file.relative_to(source.path)

@@ -47,6 +47,9 @@ _PACKED = re.compile(
 # What transformers keeps of stacked experts, which have no ".weight": MXFP4's two halves; the scales of FP8.
 _PACKED_STACK = re.compile(r"(?P<weight>.+\.experts\.\w+_proj)_(?:blocks|scales|scale_inv)")
 
+_UNPACKED = re.compile(r".+\.weight|.+\.experts\.\w+_proj")
+"""The weight of a layer, or that of stacked experts."""
+
 
 @dataclass(frozen=True)
 class _Method:
@@ -212,6 +215,15 @@ def is_scale(key: str, tensors: Iterable[str]) -> bool:
     return any(
         key.endswith(f".{suffix}") and key.removesuffix(suffix) + "weight" in tensors for suffix in SCALE_SUFFIXES
     )
+
+
+def lacks_scales(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether a weight is stored in FP8 and nothing beside it says by what to multiply it."""
+    if tensors[key].dtype not in FP8_DTYPES or not _UNPACKED.fullmatch(key):
+        return False
+    # "weight_scale" is one number, or one for each row, where "weight_scale_inv" is one for each block.
+    of_weight = (f"{key}_{suffix}" for suffix in ("scale_inv", "scale", "scales"))
+    return scale_of(key, tensors) is None and not any(scale in tensors for scale in of_weight)
 
 
 def is_packed(key: str, tensors: Mapping[str, TensorInfo]) -> bool:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from adapters import rename_keys, rewrite_config, write_adapter
 from checkpoints import all_tensors
 from mtp_train.cli import main
 from mtp_train.heads.diagnose import layout_of
+from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from mtp_train.weights.files import open_checkpoint
-from runs import LEARNS, document, tree, write_recipe
+from runs import LEARNS, document, refusal, tree, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 
@@ -41,14 +46,6 @@ def test_an_adapter_decodes_unmerged_as_it_does_merged(
     assert tokens([base, "--adapter", adapter, "--depth", "3"], capfd) == expected
     assert tokens([merged, "--depth", "3"], capfd) == expected
     assert tokens([base, "--depth", "0"], capfd) != expected
-
-
-def refusal(argv: list[Any], capfd: Capture) -> str:
-    capfd.readouterr()
-    assert main([str(word) for word in argv]) == 2
-    message = capfd.readouterr().err
-    assert re.fullmatch(r"mtp-train: [^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+\.\n", message)
-    return message
 
 
 @pytest.mark.parametrize("command", ["inspect", "graft", "export", "merge", "generate", "run"])
@@ -88,6 +85,114 @@ def test_an_adapter_that_would_not_be_put_on_is_refused(
         assert f"mtp-train merge {base} --adapter {adapter} --out" in message
     message = refusal(["generate", base, "--adapter", tmp_path / "nowhere", "--prompt", "x"], capfd)
     assert "nowhere: no adapter_config.json; expected a peft adapter directory" in message
+
+
+def rewrite_tensors(adapter: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change an adapter's tensors in place."""
+    tensors = load_file(adapter / ADAPTER_FILE)
+    change(tensors)
+    save_file(tensors, adapter / ADAPTER_FILE, {"format": "pt"})
+
+
+def lose_matrices(adapter: Path) -> None:
+    rewrite_tensors(adapter, lambda tensors: [tensors.pop(key) for key in [*tensors] if "lora_B" in key])
+
+
+def lose_one_module(adapter: Path) -> None:
+    rewrite_tensors(adapter, lambda tensors: [tensors.pop(key) for key in [*tensors] if "layers.3.self_attn" in key])
+
+
+def poison(adapter: Path) -> None:
+    rewrite_tensors(adapter, lambda tensors: next(iter(tensors.values())).view(-1)[:1].fill_(float("nan")))
+
+
+def write_another(adapter: Path, **settings: Any) -> None:
+    """Put another adapter in the place of this one, for the checkpoint that this one is for."""
+    base = json.loads((adapter / ADAPTER_CONFIG_FILE).read_text())["base_model_name_or_path"]
+    write_adapter(Path(base), adapter, target_modules=["q_proj"], **settings)
+
+
+def lose_magnitudes(adapter: Path) -> None:
+    write_another(adapter, use_dora=True)
+    rewrite_tensors(adapter, lambda tensors: [tensors.pop(key) for key in [*tensors] if "magnitude" in key])
+
+
+def deny_dora(adapter: Path) -> None:
+    write_another(adapter, use_dora=True)
+    rewrite_config(adapter, use_dora=False)
+
+
+def write_config(adapter: Path, text: str) -> None:
+    (adapter / ADAPTER_CONFIG_FILE).write_text(text)
+
+
+# What is done to an adapter of q_proj and up_proj, and the message that must name it.
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "lora_A alone": (lose_matrices, r"lora_A\.weight stands alone; expected both lora_A and lora_B"),
+    "no tensors": (lambda path: rewrite_tensors(path, dict.clear), "holds no tensor; expected"),
+    "NaN": (poison, "holds NaN or infinite values"),
+    "integers": (
+        lambda path: rewrite_tensors(path, lambda found: found.update({key: found[key].int() for key in found})),
+        "is stored as I32; expected floating-point weights",
+    ),
+    "DoRA without magnitudes": (lose_magnitudes, r"no lora_magnitude_vector for .*, while .* sets use_dora = True"),
+    "magnitudes without DoRA": (deny_dora, r"a lora_magnitude_vector for .*, while .* sets use_dora = False"),
+    "renamed modules": (
+        lambda path: rename_keys(path, ".mlp.", ".ffn."),
+        r"holds nothing for \S*mlp\.up_proj\S*, which its config adapts|holds \S*ffn.up_proj\S*, for which"
+        r"|adapts \S*ffn\.up_proj\.weight, for which",
+    ),
+    "a module's tensors gone": (
+        lose_one_module,
+        r"holds nothing for \S*layers\.3\.self_attn\.q_proj\S*, which its config",
+    ),
+    "more than the config says": (
+        lambda path: rewrite_config(path, target_modules=["q_proj"]),
+        r"holds \S*up_proj\S*, for which the trunk has no adapted module",
+    ),
+    "another rank": (lambda path: rewrite_config(path, r=3), r"peft cannot put it on the trunk .*size mismatch|rank 3"),
+    "a config that is no JSON": (lambda path: write_config(path, "{"), "adapter_config.json: not valid JSON"),
+    "a config without a kind": (lambda path: write_config(path, "{}"), "peft_type None; expected the kind of a peft"),
+    "an unknown kind": (
+        lambda path: rewrite_config(path, peft_type="LARO"),
+        "peft cannot put it on the trunk|peft_type 'LARO'; expected LORA",
+    ),
+    "a rank of text": (lambda path: rewrite_config(path, r="eight"), "r is 'eight'; expected a rank, 1 or more"),
+    "no alpha": (lambda path: rewrite_config(path, lora_alpha=None), "lora_alpha is None; expected a number"),
+    "patterns of text": (
+        lambda path: rewrite_config(path, rank_pattern="4"),
+        "rank_pattern is '4'; expected a mapping",
+    ),
+    "no targets": (lambda path: rewrite_config(path, target_modules=["nothing"]), "peft cannot put it on the trunk"),
+}
+MERGED_ANYWAY = ("a module's tensors gone", "more than the config says", "no targets")
+"""Merging needs no more than the tensors that are there."""
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_an_adapter_that_would_not_take_effect_is_refused_merged_or_not(
+    name: str, pristine: Path, adapter: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    damage, message = DAMAGES[name]
+    base, out = pristine / "base", tmp_path / "out"
+    damage(adapter)
+    assert re.search(message, refusal(["generate", base, "--adapter", adapter, "--prompt", "x"], capfd))
+    if name not in MERGED_ANYWAY:
+        assert re.search(message, refusal(["merge", base, "--adapter", adapter, "--out", out], capfd))
+
+
+@pytest.mark.parametrize("name", ["NaN", "renamed modules"])
+def test_a_run_and_a_plan_refuse_such_an_adapter_before_training(
+    name: str, pristine: Path, adapter: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    damage, message = DAMAGES[name]
+    damage(adapter)
+    for exports in (True, False):
+        recipe = write_recipe(tmp_path / "recipe.yaml", pristine, tmp_path / "run", export__enabled=exports)
+        argv = ["run", recipe, f"model.trunk={pristine / 'base'}", f"model.adapter={adapter}"]
+        assert re.search(message, refusal(argv, capfd))
+        assert not (tmp_path / "run" / "state").exists()
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_a_head_trained_on_an_adapter_is_exported_with_the_adapter_merged(

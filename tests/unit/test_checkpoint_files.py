@@ -45,6 +45,13 @@ def test_a_truncated_file_is_refused(checkpoint: Path) -> None:
         open_checkpoint(checkpoint)
 
 
+def test_a_dtype_that_torch_cannot_hold_is_refused_by_its_name(checkpoint: Path) -> None:
+    header = json.dumps({"x": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    (checkpoint / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+    with pytest.raises(CheckpointError, match="x is stored as F4, which is not read here; expected one of F64, "):
+        open_checkpoint(checkpoint)
+
+
 def test_an_index_that_names_a_missing_shard_is_refused(checkpoint: Path) -> None:
     shard(checkpoint)
     (checkpoint / "model-00002-of-00003.safetensors").unlink()

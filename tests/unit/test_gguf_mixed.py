@@ -15,6 +15,7 @@ import torch
 
 from checkpoints import all_tensors
 from gguf_files import checkpoint_with_head, exported, metadata, values
+from mtp_train.commands import export_gguf
 from mtp_train.families import FAMILIES
 from mtp_train.families.engines import engine_commands
 from tiny import ALL_FAMILIES
@@ -183,7 +184,11 @@ def as_released(path: Path, family_name: str) -> Path:
 
 
 @pytest.mark.parametrize("family_name", NAMES)
-def test_a_released_config_is_described_block_by_block(family_name: str, tmp_path: Path) -> None:
+def test_a_released_config_is_described_block_by_block(
+    family_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Some released fields are of other sizes than the tiny trunk.
+    monkeypatch.setattr(export_gguf, "require_whole_trunk", lambda trunk: None)
     found = metadata(exported(as_released(tmp_path / "tuned", family_name), tmp_path / "out"))
     arch = found["general.architecture"]
     expected = EXPECTED[family_name]

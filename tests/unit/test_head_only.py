@@ -14,6 +14,8 @@ from mtp_train.cli import main
 from mtp_train.heads.attach import build_head, native_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
+from mtp_train.weights.head_only import write_head_only
+from mtp_train.weights.native import native_head_of
 from runs import document, tree
 from tiny import ALL_FAMILIES, FAMILY_NAMES
 
@@ -79,7 +81,9 @@ def test_a_wrapper_that_names_the_lm_head_too_keeps_it(tmp_path: Path) -> None:
     tensors = load_file(base / SINGLE_FILE)
     renamed = {key.replace("lm_head.", "language_model.lm_head."): value for key, value in tensors.items()}
     save_file(renamed, base / SINGLE_FILE)
-    assert main(["export", str(base), "--out", str(out), "--head-only"]) == 0
+    checkpoint = open_checkpoint(base)
+    layout = layout_of(checkpoint)
+    write_head_only(checkpoint, layout, native_head_of(checkpoint, layout, layout), out)
     assert "language_model.lm_head.weight" in all_tensors(out)
 
 

@@ -1,0 +1,299 @@
+"""A checkpoint is read from the files that it names inside its directory. Copies follow no other links."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapters import write_adapter
+from checkpoints import all_tensors, same, shard
+from mtp_train.cli import main
+from mtp_train.errors import CheckpointError
+from mtp_train.heads.trunk import load_trunk
+from mtp_train.weights.export import source_files
+from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from runs import document, refusal, tree, write_inputs
+
+Capture = pytest.CaptureFixture[str]
+SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def base(saved: Path, tmp_path: Path) -> Path:
+    """A base in three shards."""
+    return shard(Path(shutil.copytree(saved / "base", tmp_path / "base")))
+
+
+def rename_in_index(path: Path, rename: Callable[[str], Any]) -> None:
+    index = json.loads((path / INDEX_FILE).read_text())
+    index["weight_map"] = {key: rename(file) for key, file in index["weight_map"].items()}
+    (path / INDEX_FILE).write_text(json.dumps(index))
+
+
+def nest(path: Path, directory: str = "weights/fp32") -> Path:
+    """Move the shards into a subdirectory, and leave decoys under their old names."""
+    (path / directory).mkdir(parents=True)
+    for name in SHARDS:
+        decoy = {key: value + 1 for key, value in load_file(path / name).items()}
+        (path / name).rename(path / directory / name)
+        save_file(decoy, path / name, {"format": "pt"})
+    rename_in_index(path, lambda file: f"{directory}/{file}")
+    return path
+
+
+def generated(path: Path, capfd: Capture) -> Any:
+    return document(["generate", path, "--prompt", "say 1", "--max-new-tokens", "6"], capfd)["requests"]
+
+
+# Names
+
+
+@pytest.mark.parametrize("directory", ["weights/fp32", "checkpoint-1"])
+def test_a_shard_in_a_subdirectory_is_read_as_named_by_us_and_by_transformers(
+    directory: str, base: Path, capfd: Capture
+) -> None:
+    expected, text = all_tensors(base), generated(base, capfd)
+    nest(base, directory)
+    assert same(all_tensors(base), expected)
+    opened = open_checkpoint(base)
+    embedding = load_trunk(base, opened.family, dtype="auto").causal_lm.get_input_embeddings().weight
+    assert torch.equal(embedding, expected["model.embed_tokens.weight"])
+    assert document(["inspect", base], capfd)["status"] == "healthy"
+    assert generated(base, capfd) == text
+    # A decoy that is not finite is not read either.
+    decoy = load_file(base / SHARDS[0])
+    save_file({key: value * float("nan") for key, value in decoy.items()}, base / SHARDS[0], {"format": "pt"})
+    assert document(["inspect", base], capfd)["non_finite_keys"] == []
+
+
+@pytest.mark.parametrize("directory", ["weights/fp32", "checkpoint-1"])
+def test_copies_keep_the_layout_of_subdirectories(directory: str, base: Path, saved: Path, tmp_path: Path) -> None:
+    expected = all_tensors(nest(base, directory))
+    # Beside another model's config a directory is left out, but for the weights that are named.
+    (base / directory / "config.json").write_text("{}")
+    assert main(["export", str(base), "--out", str(tmp_path / "export")]) == 0
+    fine_tune = nest(shard(Path(shutil.copytree(saved / "finetune", tmp_path / "tuned"))), directory)
+    trunk = all_tensors(fine_tune)
+    assert main(["graft", str(fine_tune), "--from", str(base), "--out", str(tmp_path / "graft")]) == 0
+    write_adapter(saved / "base", tmp_path / "lora", target_modules=["q_proj"])
+    words = ["merge", base, "--adapter", tmp_path / "lora", "--out", tmp_path / "merge"]
+    assert main([str(word) for word in words]) == 0
+    for name in ("export", "graft", "merge"):
+        assert {file.name for file in (tmp_path / name / directory).glob("*.safetensors")} == set(SHARDS)
+    assert same(all_tensors(tmp_path / "export"), expected)
+    grafted = all_tensors(tmp_path / "graft")
+    assert same({key: grafted[key] for key in trunk}, trunk)
+    merged = all_tensors(tmp_path / "merge")
+    changed = {key for key, value in merged.items() if not torch.equal(value, expected[key])}
+    assert changed == {key for key in merged if key.endswith("q_proj.weight") and not key.startswith("mtp.")}
+
+
+def commands(base: Path, saved: Path, tmp_path: Path) -> dict[str, list[Any]]:
+    out = tmp_path / "out"
+    return {
+        "inspect": ["inspect", base],
+        "graft": ["graft", saved / "finetune", "--from", base, "--out", out],
+        "merge": ["merge", base, "--adapter", tmp_path / "lora", "--out", out],
+        "export": ["export", base, "--out", out],
+        "gguf": ["export", base, "--gguf", "f16", "--out", out],
+        "generate": ["generate", base, "--prompt", "say 1"],
+        "evaluate": ["evaluate", base, "--out", out],
+        "push": ["push", base, "someone/model"],
+    }
+
+
+OUTSIDE: dict[str, Callable[[Path, str], Any]] = {
+    "a parent": lambda path, file: f"../outside/{file}",
+    "a way back in": lambda path, file: f"../{path.name}/{file}",
+    "an absolute path": lambda path, file: str(path / file),
+    "no name": lambda path, file: None,
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_name_that_leads_outside_of_the_checkpoint_is_refused_by_every_command(
+    name: str, base: Path, saved: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    shutil.copytree(base, tmp_path / "outside")
+    write_adapter(saved / "base", tmp_path / "lora", target_modules=["q_proj"])
+    rename_in_index(base, lambda file: OUTSIDE[name](base, file))
+    for argv in commands(base, saved, tmp_path).values():
+        message = refusal(argv, capfd)
+        assert f"{INDEX_FILE}: names " in message
+        assert f"expected the path of a file inside {base}, without '..'" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_two_shards_hold_is_refused_where_transformers_loads_the_other(base: Path) -> None:
+    key = "model.norm.weight"
+    holder = json.loads((base / INDEX_FILE).read_text())["weight_map"][key]
+    value = load_file(base / holder)[key]
+    for other in [name for name in SHARDS if name != holder]:
+        tensors = load_file(base / other)
+        save_file(tensors | {key: value + 1}, base / other, {"format": "pt"})
+        if other > holder:
+            with pytest.raises(CheckpointError, match=rf"lists {key} in {holder}, and {other} holds another one"):
+                open_checkpoint(base)
+        else:
+            assert torch.equal(open_checkpoint(base).read(key), value)
+        save_file(tensors, base / other, {"format": "pt"})
+
+
+def test_a_tensor_of_a_shard_that_the_index_does_not_list_is_seen_as_loaders_see_it(base: Path) -> None:
+    index = json.loads((base / INDEX_FILE).read_text())
+    del index["weight_map"]["mtp.norm.weight"]
+    expected = all_tensors(base)
+    (base / INDEX_FILE).write_text(json.dumps(index))
+    assert same(all_tensors(base), expected)
+
+
+@pytest.mark.parametrize("found", ["transformers_weights", "distributed save"])
+def test_weights_that_transformers_alone_would_load_are_refused(found: str, base: Path) -> None:
+    if found == "transformers_weights":
+        config = json.loads((base / "config.json").read_text()) | {found: SHARDS[0]}
+        (base / "config.json").write_text(json.dumps(config))
+    else:
+        shutil.copyfile(base / SHARDS[0], base / "shard-00000-model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match=f"{found}.*, which transformers loads in the place of the other weights"):
+        open_checkpoint(base)
+
+
+# Links
+
+
+def into_hub_cache(path: Path, cache: Path) -> Path:
+    """Store a checkpoint as the hub's cache does: blobs by hash, and a snapshot of links to them."""
+    repo = cache / "models--someone--model"
+    snapshot = repo / "snapshots" / "0123abc"
+    (repo / "blobs").mkdir(parents=True)
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            name = hashlib.sha256(file.read_bytes()).hexdigest()
+            shutil.copyfile(file, repo / "blobs" / name)
+            link = snapshot / file.relative_to(path)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(os.path.relpath(repo / "blobs" / name, link.parent))
+    return snapshot
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
+    nested: bool, base: Path, saved: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    expected = all_tensors(nest(base) if nested else base)
+    (base / "assets").mkdir()
+    for name in ("README.md", "assets/figure.png"):
+        (base / name).write_text(name)
+    snapshot = into_hub_cache(base, tmp_path / "hub")
+    assert all(file.is_symlink() for file in snapshot.rglob("*") if not file.is_dir())
+    assert same(all_tensors(snapshot), expected)
+    assert document(["inspect", snapshot], capfd)["status"] == "healthy"
+    assert generated(snapshot, capfd) == generated(base, capfd)
+    pushed = document(["push", snapshot, "someone/model"], capfd)["files"]
+    assert {"README.md", "assets/figure.png", INDEX_FILE} <= pushed.keys()
+    argv = ["graft", saved / "finetune", "--from", snapshot, "--out", tmp_path / "graft"]
+    assert main([str(word) for word in argv]) == 0
+    assert main(["export", str(snapshot), "--out", str(tmp_path / "out")]) == 0
+    assert not any(file.is_symlink() for file in (tmp_path / "out").rglob("*"))
+    assert (tmp_path / "out" / "assets" / "figure.png").read_text() == "assets/figure.png"
+    assert same(all_tensors(tmp_path / "out"), expected)
+
+
+def test_files_that_a_checkpoint_names_may_be_links(base: Path, tmp_path: Path, capfd: Capture) -> None:
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for file in base.iterdir():
+        (linked / file.name).symlink_to(file)
+    assert same(all_tensors(linked), all_tensors(base))
+    assert generated(linked, capfd) == generated(base, capfd)
+    assert main(["export", str(linked), "--out", str(tmp_path / "out")]) == 0
+    assert not any(file.is_symlink() for file in (tmp_path / "out").rglob("*"))
+
+
+def link_of_a_file(base: Path, outside: Path) -> str:
+    (base / "notes.txt").symlink_to(outside / "secret")
+    return r"notes\.txt: a link, which could bring in files from anywhere"
+
+
+def link_of_weights_that_no_index_names(base: Path, outside: Path) -> str:
+    (base / "consolidated.safetensors").symlink_to(base / SHARDS[0])
+    return r"consolidated\.safetensors: a link, which could bring in files from anywhere"
+
+
+def link_of_a_directory(base: Path, outside: Path) -> str:
+    (base / "more").symlink_to(outside)
+    return r"more: a link to a directory, which could bring in files from anywhere"
+
+
+def loop_of_directories(base: Path, outside: Path) -> str:
+    (base / "more").symlink_to(base)
+    return r"more: a link to a directory, which could bring in files from anywhere"
+
+
+def loop_of_a_link(base: Path, outside: Path) -> str:
+    (base / "tokenizer.model").symlink_to(base / "tokenizer.model")
+    return r"tokenizer\.model: a link, which could bring in files from anywhere"
+
+
+LINKS = [link_of_a_file, link_of_weights_that_no_index_names, link_of_a_directory, loop_of_directories, loop_of_a_link]
+
+
+@pytest.mark.parametrize("add", LINKS)
+def test_any_other_link_is_refused_where_files_are_copied_and_does_not_hinder_reading(
+    add: Callable[[Path, Path], str], base: Path, saved: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_text("secret")
+    write_adapter(saved / "base", tmp_path / "lora", target_modules=["q_proj"])
+    message = add(base, tmp_path / "outside")
+    before = tree(tmp_path)
+    graft = ["graft", base, "--from", saved / "base", "--out", tmp_path / "out"]
+    head_only = ["export", base, "--head-only", "--out", tmp_path / "out"]
+    argvs = commands(base, saved, tmp_path)
+    for argv in (argvs["export"], argvs["merge"], argvs["push"], head_only, graft):
+        assert re.search(message, refusal(argv, capfd))
+    assert tree(tmp_path) == before
+    assert document(["inspect", base], capfd)["status"] == "healthy"
+
+
+def test_hidden_files_pickles_and_training_checkpoints_may_be_links_as_nobody_copies_them(
+    base: Path, tmp_path: Path
+) -> None:
+    names = {file.name for file in source_files(open_checkpoint(base))}
+    for name in (".cache", "optimizer.pt", "checkpoint-latest"):
+        (base / name).symlink_to(tmp_path)
+    assert {file.name for file in source_files(open_checkpoint(base))} == names
+
+
+@pytest.mark.parametrize("directory", ["weights", "weights/fp32"])
+def test_weights_behind_a_link_to_a_directory_are_refused(directory: str, base: Path, tmp_path: Path) -> None:
+    nest(base)
+    (base / directory).rename(tmp_path / "elsewhere")
+    (base / directory).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=rf"{directory}: a link to a directory; expected a directory of the"):
+        open_checkpoint(base)
+
+
+@pytest.mark.parametrize("name", ["config.json", SINGLE_FILE, INDEX_FILE, SHARDS[1]])
+def test_a_link_that_leads_nowhere_is_refused_by_its_name(name: str, base: Path, capfd: Capture) -> None:
+    (base / name).unlink(missing_ok=True)
+    (base / name).symlink_to(base / name)
+    assert f"{name}: a link that leads to no file" in refusal(["inspect", base], capfd)
+    (base / name).unlink()
+    (base / name).symlink_to("nowhere")
+    assert f"{name}: a link that leads to no file" in refusal(["inspect", base], capfd)

@@ -1,0 +1,278 @@
+"""A checkpoint that cannot be used is not called healthy, and no command takes it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations import deepspeed
+
+from adapters import write_adapter
+from checkpoints import save_stripped, save_with_head, set_fields
+from gguf_files import checkpoint_with_head
+from mtp_train.cli import main
+from mtp_train.errors import CheckpointError
+from mtp_train.heads.diagnose import layout_of
+from mtp_train.heads.trunk import load_trunk
+from mtp_train.heads.whole import diagnose_trunk, require_whole_trunk
+from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
+from runs import document, refusal
+from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
+
+Capture = pytest.CaptureFixture[str]
+Tensors = dict[str, Tensor]
+LAYER = "model.layers.1.mlp.up_proj.weight"
+EMBEDDING, LM_HEAD, HEAD = "model.embed_tokens.weight", "lm_head.weight", "mtp.fc.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint_with_head(tmp_path_factory.mktemp("saved") / "base", "qwen3_5")
+
+
+@pytest.fixture
+def base(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "base"))
+
+
+def rewrite(path: Path, change: Callable[[Tensors], Any]) -> None:
+    """Change the tensors of a single-file checkpoint in place."""
+    tensors = load_file(path / SINGLE_FILE)
+    change(tensors)
+    save_file(tensors, path / SINGLE_FILE, {"format": "pt"})
+
+
+def stored_as(key: str, dtype: torch.dtype) -> Callable[[Path], None]:
+    return lambda path: rewrite(path, lambda tensors: tensors.update({key: tensors[key].to(dtype)}))
+
+
+def without(*keys: str) -> Callable[[Path], None]:
+    return lambda path: rewrite(path, lambda tensors: [tensors.pop(key) for key in keys])
+
+
+def poisoned(key: str) -> Callable[[Path], None]:
+    return lambda path: rewrite(path, lambda tensors: tensors[key].view(-1)[:1].fill_(float("nan")))
+
+
+def misshapen(path: Path) -> None:
+    rewrite(path, lambda tensors: tensors.update({LAYER: tensors[LAYER][:-1].clone()}))
+
+
+def layer_gone(path: Path) -> None:
+    keys = [key for key in load_file(path / SINGLE_FILE) if key.startswith("model.layers.2.")]
+    assert len(keys) > 5
+    without(*keys)(path)
+
+
+# What is done to a checkpoint with a head, its status then, and what every message names.
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "integer head": (stored_as(HEAD, torch.int64), "partial", rf"{HEAD}: found I64, expected a floating-point dtype"),
+    "bool head": (stored_as(HEAD, torch.bool), "partial", rf"{HEAD}: found BOOL, expected a floating-point dtype"),
+    "FP8 head without scales": (stored_as(HEAD, torch.float8_e4m3fn), "partial", rf"{HEAD}.* F8_E4M3 without scales"),
+    "integer trunk": (stored_as(LAYER, torch.int32), "damaged", rf"{LAYER}: found I32, expected a floating-point"),
+    "FP8 trunk without scales": (stored_as(LAYER, torch.float8_e4m3fn), "damaged", rf"{LAYER}.* F8_E4M3 without"),
+    "missing tensor": (without(LAYER), "damaged", rf"trunk weights missing: {LAYER}"),
+    "missing layer": (layer_gone, "damaged", r"trunk weights missing: model\.layers\.2\.\S+ \(\d+ in all\)"),
+    "misshapen layer": (misshapen, "damaged", rf"trunk shape mismatch: {LAYER}: found \[47, 32\], expected \[48, 32\]"),
+    "untied without lm_head": (without(LM_HEAD), "damaged", rf"trunk weights missing: {LM_HEAD}"),
+    "another vocabulary": (
+        lambda path: set_fields(path, {"vocab_size": 271}),
+        "damaged",
+        r"trunk shape mismatch: \S+: found \[272, 32\], expected \[271, 32\] \(2 in all\)",
+    ),
+    "NaN in the trunk": (poisoned(LAYER), "damaged", rf"NaN or infinite values: {LAYER}|{LAYER} holds NaN"),
+    "NaN in the head": (poisoned(HEAD), "damaged", rf"NaN or infinite values: {HEAD}|{HEAD} holds NaN"),
+    "an adapter beside": (
+        lambda path: write_adapter(path, path, target_modules=["q_proj"]),
+        "damaged",
+        r"adapter_config\.json beside the model, which transformers applies",
+    ),
+}
+
+
+def takers(path: Path, out: Path) -> list[list[Any]]:
+    """Commands that need a whole checkpoint with its head."""
+    return [
+        ["generate", path, "--prompt", "say 1", "--max-new-tokens", "2"],
+        ["push", path, "someone/model"],
+        ["export", path, "--out", out],
+        ["export", path, "--head-only", "--out", out],
+        ["export", path, "--gguf", "f16", "--out", out],
+    ]
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_reported_by_inspect_and_refused_by_every_command(
+    name: str, base: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    damage, status, message = DAMAGES[name]
+    damage(base)
+    found = document(["inspect", base], capfd)
+    assert found["status"] == status
+    reported = [*found["problems"], *found["dtype_errors"]]
+    assert any(re.search(message, one) for one in reported), reported
+    assert all(text.startswith("no: ") for text in found["serves"].values())
+    assert found["cure"] is not None
+    for argv in takers(base, tmp_path / "out"):
+        assert re.search(message, refusal(argv, capfd))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_checkpoint_undamaged_is_healthy_and_taken(saved: Path, tmp_path: Path, capfd: Capture) -> None:
+    found = document(["inspect", saved], capfd)
+    assert (found["status"], found["problems"], found["cure"]) == ("healthy", [], None)
+    for number, argv in enumerate(takers(saved, tmp_path / "out")):
+        assert main([str(word) for word in argv[:-1]] + [f"{argv[-1]}{number}"]) == 0
+
+
+def test_the_cure_of_an_adapter_beside_a_model_works(base: Path, capfd: Capture) -> None:
+    write_adapter(base, base, target_modules=["q_proj"])
+    cure = shlex.split(document(["inspect", base], capfd)["cure"])
+    assert cure[:2] == ["mtp-train", "merge"]
+    assert main(cure[1:]) == 0
+    assert document(["inspect", cure[-1]], capfd)["status"] == "healthy"
+
+
+def test_a_trunk_s_damage_does_not_hide_that_its_head_is_gone(base: Path, capfd: Capture) -> None:
+    without(LAYER, *(key for key in load_file(base / SINGLE_FILE) if key.startswith("mtp.")))(base)
+    found = document(["inspect", base], capfd)
+    assert found["status"] == "declared_but_missing"
+    assert found["trunk_missing_keys"] == [LAYER]
+    # A head does not cure it.
+    assert found["cure"] == f"hf download CHECKPOINT --local-dir {base}"
+    graft = ["graft", base, "--from", base, "--out", f"{base}-mtp"]
+    assert "head" in refusal(graft, capfd)
+
+
+def test_a_head_alone_has_no_trunk_to_miss(saved: Path, tmp_path: Path, capfd: Capture) -> None:
+    assert main(["export", str(saved), "--head-only", "--out", str(tmp_path / "head")]) == 0
+    found = document(["inspect", tmp_path / "head"], capfd)
+    assert (found["status"], found["problems"]) == ("healthy", [])
+    assert main(["push", str(tmp_path / "head"), "someone/model"]) == 0
+
+
+# Families
+
+
+def a_matrix_of_a_layer(path: Path) -> str:
+    """Return the key of a trunk matrix in the middle of a checkpoint."""
+    opened = open_checkpoint(path)
+    layout = layout_of(opened)
+    keys = [
+        key
+        for key, info in sorted(opened.tensors.items())
+        if len(info.shape) > 1 and "layers." in key and not layout.is_head_key(key)
+    ]
+    return keys[len(keys) // 2]
+
+
+@pytest.mark.parametrize("family_name", ALL_FAMILIES)
+def test_a_trunk_of_every_family_is_whole_until_a_tensor_is_lost_or_cut(family_name: str, tmp_path: Path) -> None:
+    path = save_stripped(tiny_trunk(family_name), tmp_path / "trunk")
+    require_whole_trunk(open_checkpoint(path))
+    key = a_matrix_of_a_layer(path)
+    value = load_file(path / SINGLE_FILE)[key]
+    rewrite(path, lambda tensors: tensors.pop(key))
+    assert diagnose_trunk(open_checkpoint(path)).problems
+    rewrite(path, lambda tensors: tensors.update({key: value[..., :-1].clone()}))
+    assert diagnose_trunk(open_checkpoint(path)).shape_errors
+
+
+def test_one_expert_of_another_shape_is_named(tmp_path: Path, capfd: Capture) -> None:
+    trunk = tiny_trunk("glm4_moe")
+    path = save_with_head(trunk, tiny_head(trunk), tmp_path / "base")
+    key = "model.layers.2.mlp.experts.1.up_proj.weight"
+    rewrite(path, lambda tensors: tensors.update({key: tensors[key][:-1].clone()}))
+    assert any(f"{key}: found " in one for one in document(["inspect", path], capfd)["trunk_shape_errors"])
+
+
+def test_loading_refuses_a_misshapen_trunk_by_its_tensor(base: Path) -> None:
+    opened = open_checkpoint(base)
+    load_trunk(base, opened.family, dtype="auto")
+    misshapen(base)
+    with pytest.raises(CheckpointError, match=rf"trunk weight {LAYER} is \[47, 32\], config\.json makes it \[48, 32\]"):
+        load_trunk(base, opened.family, dtype="auto")
+
+
+def test_a_launch_with_zero_3_is_checked_like_any_other(base: Path) -> None:
+    class Config:
+        def is_zero3(self) -> bool:
+            return True
+
+    config = Config()
+    deepspeed.set_hf_deepspeed_config(config)
+    try:
+        assert diagnose_trunk(open_checkpoint(base)).problems == ()
+        misshapen(base)
+        assert diagnose_trunk(open_checkpoint(base)).shape_errors
+        assert deepspeed.is_deepspeed_zero3_enabled()
+    finally:
+        deepspeed.unset_hf_deepspeed_config()
+
+
+# Quantised trunks
+
+
+def packed(path: Path, key: str) -> None:
+    """Store a matrix as four-bit methods do."""
+
+    def pack(tensors: Tensors) -> None:
+        module, shape = key.removesuffix("weight"), tensors.pop(key).shape
+        tensors[f"{module}qweight"] = torch.ones(shape[1], shape[0] // 8, dtype=torch.int32)
+        tensors[f"{module}qzeros"] = torch.ones(1, shape[0] // 8, dtype=torch.int32)
+        tensors[f"{module}scales"] = torch.ones(1, shape[0], dtype=torch.float16)
+
+    rewrite(path, pack)
+
+
+def in_fp8(path: Path, key: str, scales: str = "weight_scale_inv") -> None:
+    stored_as(key, torch.float8_e4m3fn)(path)
+    rewrite(path, lambda tensors: tensors.update({key.removesuffix("weight") + scales: torch.ones(1, 1)}))
+
+
+def in_fp8_by_row(path: Path, key: str) -> None:
+    in_fp8(path, key, "weight_scale")
+
+
+@pytest.mark.parametrize(("store", "method"), [(packed, "awq"), (in_fp8, "fp8"), (in_fp8_by_row, "compressed-tensors")])
+def test_a_quantised_trunk_is_whole_and_its_other_damage_is_seen(
+    store: Callable[[Path, str], None], method: str, base: Path, capfd: Capture
+) -> None:
+    store(base, LAYER)
+    config = json.loads((base / "config.json").read_text()) | {"quantization_config": {"quant_method": method}}
+    (base / "config.json").write_text(json.dumps(config))
+    found = document(["inspect", base], capfd)
+    assert (found["status"], found["problems"]) == ("healthy", [])
+    without("model.layers.2.mlp.down_proj.weight", "model.norm.weight")(base)
+    found = document(["inspect", base], capfd)
+    assert found["trunk_missing_keys"] == ["model.layers.2.mlp.down_proj.weight", "model.norm.weight"]
+
+
+def test_integers_that_are_no_weights_are_no_damage(base: Path, capfd: Capture) -> None:
+    positions = {"model.visual.embeddings.position_ids": torch.arange(4)}
+    rewrite(base, lambda tensors: tensors.update(positions))
+    assert document(["inspect", base], capfd)["status"] == "healthy"
+
+
+# Headers
+
+
+def test_inspect_reads_headers_and_blocks_and_no_tensor_whole(
+    base: Path, saved: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(checkpoint: Checkpoint, key: str) -> Tensor:
+        raise AssertionError(f"{key} was read whole")
+
+    monkeypatch.setattr(Checkpoint, "read", refuse)
+    assert document(["inspect", base, "--base", saved], capfd)["stale"] is False
+    rewrite(base, lambda tensors: tensors[LAYER].add_(0.1))
+    assert document(["inspect", base, "--base", saved], capfd)["stale"] is True
