@@ -123,7 +123,7 @@ def _read(
         else:
             names, num_rows = table.column_names, len(table)
             rows = table if max_records is None else table.select(range(min(max_records, num_rows)))
-    # A stream lets StopIteration out on a file without a row.
+    # The JSON builder lets StopIteration out on a file without a row.
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
         if files is not None and all(_is_empty(file) for file in files):
             raise _empty(name) from error
