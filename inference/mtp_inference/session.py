@@ -18,11 +18,11 @@ import torch
 from mtp_inference.batch import BAD_DRAFTER, BAD_TRUNK, RoundPlan, padded_stops
 from mtp_inference.capture import Outcome, Rounds
 from mtp_inference.depth import DepthController, RoundCosts, batch_depth
-from mtp_inference.non_finite import Source, non_finite_error
 from mtp_inference.requests import Chunk, Request
 from mtp_inference.stats import GenerationResult, Round, accepted_per_pos
 from mtp_inference.text import TextStream
 from mtp_train.errors import MtpError
+from mtp_train.heads.non_finite import Source, non_finite_error
 
 MAX_PREFILL_TOKENS = 16384
 """Prompt tokens that are prefilled together, beyond a first prompt of any length."""

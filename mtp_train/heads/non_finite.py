@@ -1,6 +1,6 @@
 """Find what made logits NaN or infinite: the request is run again without a cache, every module watched.
 
-A round reports such logits with its outcome (see :mod:`mtp_inference.batch`), so that a healthy one never waits.
+The decoder reports such logits with the outcome of a round, so that a healthy one never waits.
 """
 
 from __future__ import annotations
