@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from mtp_inference import Request, Sampling, SpeculativeDecoder
-from mtp_inference.sampling import SamplingRows, probabilities
+from mtp_inference.sampling import distribution_of
 from mtp_train.data.answers import AnswerFit, fit_of
 from mtp_train.data.checked import CheckedStore, JudgeFn
 from mtp_train.data.endpoint import Endpoint, read_api_key
@@ -151,13 +151,13 @@ def judge_of(settings: RegenerateSpec, trunk: Trunk, eos_ids: Collection[int]) -
     sampling = Sampling(
         temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k, min_p=settings.min_p
     )
-    rows = SamplingRows.stack([sampling], trunk.lm_head_VD.device)
+    distribution = distribution_of(sampling, trunk.lm_head_VD.device)
 
     def judge(read: Sequence[RegeneratedRow]) -> AnswerFit:
         return fit_of(
             trunk,
             [(row.prompt_ids, row.response_ids) for row in read],
-            lambda logits_TV: probabilities(logits_TV[None], rows)[0],
+            distribution,
             is_greedy=settings.temperature == 0.0,
             eos_ids=eos_ids,
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from mtp_train.data.answers import AnswerFit
 from mtp_train.data.responses import RegeneratedRow, RegeneratedStore, rows_after
@@ -15,6 +17,7 @@ from mtp_train.weights.writing import write_text
 CHECK_EVERY, SAMPLE = 1000, 32
 """Responses of a block, and how many of them the trunk reads."""
 MARK_SUFFIX = ".checked"
+Row = TypeVar("Row")
 JudgeFn = Callable[[Sequence[RegeneratedRow]], AnswerFit]
 
 
@@ -62,19 +65,19 @@ class CheckedStore:
     def _check(self, path: Path, rows: Sequence[RegeneratedRow]) -> None:
         readable = [row for row in rows if row.response_ids]
         if readable:
-            # Spread over the block: a server may be another from some response on.
-            stretches = [
-                readable[part * len(readable) // SAMPLE : (part + 1) * len(readable) // SAMPLE]
-                for part in range(SAMPLE)
-            ]
-            drawn = random.Random(f"{path.name} {rows[0].id} {len(rows)}")
-            fit = self._judge([drawn.choice(stretch) for stretch in stretches if stretch])
+            fit = self._judge(spread(readable, f"{path.name} {rows[0].id} {len(rows)}"))
             if not fit.is_trunks:
                 kept = _marked(path)
                 os.truncate(path, kept)
                 raise _not_the_trunks(self._url, fit, len(rows), sum(1 for _ in rows_after(path, 0)))
         if rows:
             write_text(_mark(path), f"{path.stat().st_size}\n")
+
+
+def spread(rows: Sequence[Row], seed: str) -> list[Row]:
+    """Return a sample of rows, one from each stretch: a server may be another from some row on."""
+    drawn, bounds = random.Random(seed), [part * len(rows) // SAMPLE for part in range(SAMPLE + 1)]
+    return [drawn.choice(rows[start:end]) for start, end in pairwise(bounds) if end > start]
 
 
 def _mark(path: Path) -> Path:

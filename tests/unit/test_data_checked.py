@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from byte_tokenizer import byte_tokenizer
-from mtp_inference.sampling import Sampling, SamplingRows, probabilities
+from mtp_inference.sampling import Sampling, distribution_of
 from mtp_train.data import checked
 from mtp_train.data.answers import AnswerFit, allowance, fit_of
 from mtp_train.data.checked import CheckedStore, JudgeFn
@@ -29,7 +29,7 @@ EOS = int(TOKENIZER.eos_token_id)
 VOCAB_SIZE = 259
 PROMPTS = [Prompt(f"f#{number:02d}", "g", (10 + number, 20, 30)) for number in range(18)]
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
+SAMPLED = {"temperature": 0.4, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
 EVERY = 6
 
 
@@ -50,14 +50,14 @@ def other() -> Trunk:
 
 
 def judge_of(trunk: Trunk, sampling: dict[str, Any]) -> JudgeFn:
-    rows = SamplingRows.stack([Sampling(**sampling)], torch.device("cpu"))
+    distribution = distribution_of(Sampling(**sampling), torch.device("cpu"))
 
     def judge(read: Sequence[RegeneratedRow]) -> AnswerFit:
         with DECODING:
             return fit_of(
                 trunk,
                 [(row.prompt_ids, row.response_ids) for row in read],
-                lambda logits_TV: probabilities(logits_TV[None], rows)[0],
+                distribution,
                 is_greedy=sampling["temperature"] == 0.0,
                 eos_ids=[EOS],
             )
