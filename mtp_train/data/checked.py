@@ -25,7 +25,7 @@ class CheckedStore:
     """A process's store, and how much of it has been checked.
 
     Responses are on the disk at once, so that a kill loses none; a mark beside their file holds the length up to which
-    they are checked. What lies behind it is checked with what comes next.
+    they are checked.
 
     Args:
         store: The process's.
@@ -54,7 +54,7 @@ class CheckedStore:
             self.check()
 
     def check(self) -> None:
-        """Check the rows since the last check.
+        """Check the rows since the last check, those of an earlier call that was killed among them.
 
         Raises:
             DataError: Their sample is not the trunk's: they are dropped.

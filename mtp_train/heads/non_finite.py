@@ -46,8 +46,8 @@ def non_finite_error(source: Source, trunk: Trunk, drafter: object, token_ids: S
     place = f"{name}: its logits after {len(token_ids)} tokens are NaN or infinite ({dtype})"
     if found is None:
         return CheckpointError(
-            f"{place}, and a forward over the same tokens without a cache is finite; expected finite logits. Report "
-            "this with the prompt, or decode without drafts (depth 0)."
+            f"{place}, and a forward without a cache does not show where they come from; expected finite logits. Load "
+            "the model in a dtype of larger range, or report this with the prompt."
         )
     return CheckpointError(
         f"{place}; expected finite logits. {found}. Restore its weights, or load the model in a dtype of larger range."
