@@ -74,10 +74,18 @@ def connected(reply: ReplyFn) -> Iterator[Endpoint]:
         endpoint.close()
 
 
-def answer(directory: Path, trunk: Trunk, reply: ReplyFn, sampling: dict[str, Any], proves: bool = False) -> int:
+def answer(
+    directory: Path,
+    trunk: Trunk,
+    reply: ReplyFn,
+    sampling: dict[str, Any],
+    *,
+    proves: bool = False,
+    judge: JudgeFn | None = None,
+) -> int:
     store = RegeneratedStore(directory)
     with connected(reply) as endpoint:
-        watched = CheckedStore(store, judge_of(trunk, sampling), endpoint.url)
+        watched = CheckedStore(store, judge or judge_of(trunk, sampling), endpoint.url)
         watched.check()
         if proves:
             probe(endpoint, trunk, PROMPTS[:1], seq_len_tokens=32)
@@ -128,10 +136,14 @@ def test_a_server_of_the_trunk_is_left_alone(sampling: dict[str, Any], trunk: Tr
     assert answer(tmp_path, trunk, served_by(trunk, [EOS]), sampling, proves=True) == 18
 
 
-def test_a_server_with_a_temperature_of_its_own_is_noticed(trunk: Trunk, tmp_path: Path) -> None:
+def test_a_server_with_a_temperature_of_its_own_is_noticed(
+    trunk: Trunk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked, "CHECK_EVERY", 12)
+    monkeypatch.setattr(checked, "SAMPLE", 12)
     own = served_by(trunk, [EOS])
     with pytest.raises(DataError, match="answers that are not the trunk's"):
-        answer(tmp_path, trunk, lambda payload: own(payload | GREEDY), SAMPLED)
+        answer(tmp_path, trunk, lambda payload: own(payload | GREEDY), {**SAMPLED, "temperature": 0.6})
 
 
 def test_what_a_kill_left_unchecked_is_checked_first(trunk: Trunk, other: Trunk, tmp_path: Path) -> None:
@@ -142,18 +154,8 @@ def test_what_a_kill_left_unchecked_is_checked_first(trunk: Trunk, other: Trunk,
         raise Killed
 
     store = RegeneratedStore(tmp_path)
-    with connected(served_by(other, [EOS])) as endpoint, pytest.raises(Killed):
-        regenerate_served(
-            PROMPTS[:EVERY],
-            CheckedStore(store, dies, endpoint.url),
-            endpoint,
-            GREEDY,
-            seq_len_tokens=64,
-            max_new_tokens=32,
-            eos_ids={EOS},
-            seed=0,
-            on_prompt=lambda done, total: None,
-        )
+    with pytest.raises(Killed):
+        answer(tmp_path, trunk, served_by(other, [EOS]), GREEDY, judge=dies)
     assert len(store.rows()) == EVERY, "a kill loses none"
     # With another number of processes the first one checks the file.
     again = RegeneratedStore(tmp_path, world=2)
