@@ -110,7 +110,7 @@ class Batch:
         running_R = (room_R > 1) & ~(stop_RN == first_R[:, None]).any(-1)
         self.active_B[rows] = running_R
         self.length_B[rows] = num_tokens * running_R
-        return torch.where(logits_R1V.amax(-1)[:, 0].isfinite(), first_R, BAD_TRUNK)
+        return first_R.masked_fill(_is_bad(logits_R1V.amax(-1))[:, 0], BAD_TRUNK)
 
     @torch.inference_mode()
     def run_round(self, plan: RoundPlan) -> Tensor:
@@ -184,14 +184,16 @@ def _flagged(kept_B: Tensor, logits_BTV: Tensor, drafts: Drafts) -> Tensor:
 
     The largest logit says so in one pass: it is NaN where any is. Minus infinity alone stands for tokens left out.
     """
+    told_B = kept_B
     if drafts.peak_BK is not None:
-        is_fine_B = drafts.peak_BK.isfinite().all(-1) | (kept_B == 0)
-        told_B = torch.where(is_fine_B, kept_B, BAD_DRAFTER)
-    else:
-        told_B = kept_B
+        told_B = told_B.masked_fill(_is_bad(drafts.peak_BK).any(-1) & (kept_B > 0), BAD_DRAFTER)
     is_read_BT = torch.arange(logits_BTV.shape[1], device=kept_B.device) < kept_B[:, None]
-    is_bad_B = (~logits_BTV.amax(-1).isfinite() & is_read_BT).any(-1)
-    return torch.where(is_bad_B, BAD_TRUNK, told_B)
+    return told_B.masked_fill((_is_bad(logits_BTV.amax(-1)) & is_read_BT).any(-1), BAD_TRUNK)
+
+
+def _is_bad(peak: Tensor) -> Tensor:
+    # Fewer kernels than isfinite's.
+    return ~(peak.abs() < torch.inf)
 
 
 def padded_stops(stops: Sequence[frozenset[int]], width: int) -> list[list[int]]:
