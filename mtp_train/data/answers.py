@@ -50,6 +50,11 @@ class AnswerFit(NamedTuple):
         """Whether the answers can be the trunk's."""
         return abs(self.found - self.expected) <= self.allowed
 
+    @property
+    def can_tell(self) -> bool:
+        """Whether tokens that the trunk finds impossible would have been noticed."""
+        return self.allowed < self.expected
+
 
 def allowance(variance: float, rate: float = FALSE_ALARM) -> float:
     """Return what a sum of martingale differences of at most 1 exceeds, on either side, with probability ``rate``."""

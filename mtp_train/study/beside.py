@@ -77,8 +77,14 @@ def judged(served: Served, trunk: Trunk, eos_ids: Collection[int]) -> Served:
             is_greedy=temperature == 0.0,
             eos_ids=eos_ids,
         )
-        found.append({"temperature": temperature, **fit._asdict(), "are_the_trunks": fit.is_trunks})
-        if not fit.is_trunks:
+        verdict = fit.is_trunks if fit.can_tell or not fit.is_trunks else None
+        found.append({"temperature": temperature, **fit._asdict(), "are_the_trunks": verdict})
+        if verdict is None:
+            warnings.append(
+                f"{fit.tokens} tokens at temperature {temperature:g} are too few to tell whether they are the trunk's: "
+                "ask more prompts, or for longer responses."
+            )
+        elif not verdict:
             warnings.append(
                 f"Its answers at temperature {temperature:g} are not the trunk's: over {fit.answers} of them the trunk "
                 f"gives the tokens a mean probability of {fit.found:.3f}, and its own {fit.expected:.3f} within "
