@@ -6,8 +6,9 @@
 
 The head learns to draft what the model says at that moment: in every training forward it reads the hidden states that
 the trainer's own forward made, and is drawn to the model's own distribution (KL). Nothing flows back into the model,
-whose training stays what it was, bit for bit: gradients of the head's loss in the trunk are known to hurt it. Whatever
-the model saves (see ``preserve.py``) then holds the head as it is by then; its loss stands in the trainer's logs.
+whose training stays what it was, bit for bit: gradients of the head's loss in the trunk are known to hurt it. Its
+modules, config and random numbers are left alone; hooks are on it only while ``train()`` runs. Whatever the model
+saves (see ``preserve.py``) then holds the head as it is by then; its loss stands in the trainer's logs.
 
 Shapes: B rows, T tokens, K depths.
 """
@@ -15,6 +16,7 @@ Shapes: B rows, T tokens, K depths.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shutil
 from pathlib import Path
@@ -76,6 +78,17 @@ def train_head_beside(
     callback = HeadBeside(trainer.model, lr=lr, num_depths=num_depths, depth_decay=depth_decay)
     # Before all others: what it adds to the logs is then there for whoever writes them.
     trainer.callback_handler.callbacks.insert(0, callback)
+    train = trainer.train
+
+    @functools.wraps(train)
+    def train_and_release(*arguments: Any, **named: Any) -> Any:
+        try:
+            return train(*arguments, **named)
+        finally:
+            # An interrupted training does not call on_train_end.
+            callback.release()
+
+    trainer.train = train_and_release
 
 
 class HeadBeside(TrainerCallback):
@@ -85,13 +98,15 @@ class HeadBeside(TrainerCallback):
         self.model, self.lr = inside(model), lr
         base = kept_base(model)
         self.plan: HeadPlan = native_plan(base, "auto")
-        self.head = build_head(self.plan, text_config_of(base), dtype=torch.float32).to(self.model.device)
+        with unchanged_random_state(self.model.device):
+            self.head = build_head(self.plan, text_config_of(base), dtype=torch.float32).to(self.model.device)
         if self.head.unroll != "recursive":
             num_depths = min(num_depths, len(self.head.blocks))
         for module in set(self.head.blocks) - {self.head.module_for(depth + 1) for depth in range(num_depths)}:
             module.requires_grad_(False)
         # With peft's wrapper, by which a trunk tells that its model wears an adapter.
-        self.trunk = Trunk(extract_model_from_parallel(model, keep_torch_compile=False), base.family)
+        unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
+        self.trunk = Trunk(unwrapped, base.family, is_view=True)
         self.weight_K = torch.tensor(depth_weights(num_depths, depth_decay), device=self.model.device)
         self.named = {name: value for name, value in self.head.named_parameters() if value.requires_grad}
         self.optimizer = torch.optim.AdamW(self.named.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -121,11 +136,17 @@ class HeadBeside(TrainerCallback):
                 f"train_head_beside: the model is in shards ({shards}); expected it whole in every process. Train the "
                 "head after it: recipes/retrain_head.yaml does so in shards."
             )
+        # A trainer that retries with smaller batches begins again without an end.
+        self.release()
+        self.optimizer.zero_grad()
+        self._micro_batches = 0
+        self.window.zero_()
         self.head.to(self.model.device).train()
-        decoder = self.trunk.decoder
+        self.trunk.listen()
+        self.trunk.show_layers(self.head.trunk_layers)
         self._hooks = [
             self.model.register_forward_pre_hook(self._keep_arguments, with_kwargs=True),
-            decoder.register_forward_hook(self._learn, with_kwargs=True),
+            self.trunk.decoder.register_forward_hook(self._learn, with_kwargs=True),
         ]
         if state.global_step:
             self.restore(Path(args.output_dir) / f"checkpoint-{state.global_step}")
@@ -134,16 +155,28 @@ class HeadBeside(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         """Stop listening; take the head of the checkpoint that the trainer took."""
-        for hook in self._hooks:
-            hook.remove()
+        self.release()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self.restore(Path(state.best_model_checkpoint))
+
+    def release(self) -> None:
+        """Remove every hook from the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._arguments = {}
+        self.trunk.release()
 
     def _keep_arguments(self, _model: nn.Module, _inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._arguments = named
 
     def _learn(self, decoder: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Add the gradient of one forward's loss."""
+        # A head with dropout draws random numbers that the model's own dropout would have drawn next.
+        with unchanged_random_state(self.model.device):
+            self._add_gradient(decoder, inputs, named, output)
+
+    def _add_gradient(self, decoder: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         hidden_BTD = self.trunk.last_state(output).detach()
         outer, self._arguments = self._arguments, {}
         tokens_BT = inputs[0] if inputs else named.get("input_ids")
@@ -260,6 +293,13 @@ class HeadBeside(TrainerCallback):
             self.optimizer.state[value] = {
                 field: entry if field == "step" else entry.to(value.device) for field, entry in moments.items()
             }
+
+
+def unchanged_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Put torch's random state back afterwards, on the CPU and on a device."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 def shards_model(state: AcceleratorState) -> str | None:

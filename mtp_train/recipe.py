@@ -140,7 +140,8 @@ class RegenerateSpec:
     """Responses in which more than this share of the 8-grams occurred before are not trained on; null keeps them."""
     endpoint: str | None = None
     """The server's address up to and with its version, such as `http://localhost:8000/v1`. It must serve the trunk: its
-    answers to a few prompts are compared with what the trunk would say. A run goes on at another address."""
+    answers to a few prompts are compared with what the trunk would say, then a sample of every thousand answers. A run
+    goes on at another address."""
     model: str | None = None
     """What the server calls the trunk; null where it serves one model."""
     concurrency: Count | None = None

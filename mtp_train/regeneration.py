@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,10 +11,13 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from mtp_inference import Request, Sampling, SpeculativeDecoder
+from mtp_inference.sampling import distribution_of
+from mtp_train.data.answers import AnswerFit, fit_of
+from mtp_train.data.checked import CheckedStore, JudgeFn
 from mtp_train.data.endpoint import Endpoint, read_api_key
 from mtp_train.data.prompts import choose_prompts
 from mtp_train.data.regenerated import Question, fitting_prompts, regenerate
-from mtp_train.data.responses import RegeneratedStore, ResponseCounts, settings_key
+from mtp_train.data.responses import RegeneratedRow, RegeneratedStore, ResponseCounts, settings_key
 from mtp_train.data.served import PROBE_PROMPTS, missing_prompts, probe, regenerate_served
 from mtp_train.data.tokenize import Document
 from mtp_train.heads.trunk import Trunk
@@ -180,6 +183,25 @@ def answer_by_decoder(
     )
 
 
+def judge_of(settings: RegenerateSpec, trunk: Trunk, eos_ids: Collection[int]) -> JudgeFn:
+    """Return a function that lets the trunk read responses which were drawn as the recipe says."""
+    sampling = Sampling(
+        temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k, min_p=settings.min_p
+    )
+    distribution = distribution_of(sampling, trunk.lm_head_VD.device)
+
+    def judge(read: Sequence[RegeneratedRow]) -> AnswerFit:
+        return fit_of(
+            trunk,
+            [(row.prompt_ids, row.response_ids) for row in read],
+            distribution,
+            is_greedy=settings.temperature == 0.0,
+            eos_ids=eos_ids,
+        )
+
+    return judge
+
+
 def answer_by_server(
     recipe: Recipe,
     settings: RegenerateSpec,
@@ -199,6 +221,10 @@ def answer_by_server(
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     room = recipe.data.seq_len_tokens
+    judge = judge_of(settings, trunk, inputs.eos_ids)
+    # What a kill left unchecked is checked first: prompts whose responses are dropped are missing again.
+    checked = CheckedStore(store, judge, str(settings.endpoint), others=store.files_of_others() if rank == 0 else ())
+    checked.check()
     missing = missing_prompts(inputs.prompts, store, seq_len_tokens=room, rank=rank, world=world)
     if not missing:
         return ""
@@ -216,7 +242,7 @@ def answer_by_server(
         agreement = probe(endpoint, trunk, asked, seq_len_tokens=room)
         counts = regenerate_served(
             missing,
-            store,
+            checked,
             endpoint,
             sampling_of(settings),
             seq_len_tokens=room,

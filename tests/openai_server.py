@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from mtp_inference import SpeculativeDecoder
+from mtp_inference import Sampling, SpeculativeDecoder
 from mtp_train.heads.trunk import Trunk
 
 
@@ -38,6 +38,9 @@ class Served:
     """Where each payload went."""
 
 
+DECODING = threading.Lock()
+"""Held while a server decodes: the decoder replaces functions of transformers meanwhile, for every thread."""
+
 ReplyFn = Callable[[dict[str, Any]], Reply]
 
 
@@ -60,12 +63,14 @@ def streamed(*events: Mapping[str, Any] | str, cut_off: bool = False) -> Reply:
 
 
 def served_by(trunk: Trunk, eos_ids: Sequence[int]) -> ReplyFn:
-    """Return a function that answers as a server of a trunk would: token ids for token ids, greedily."""
-    decoder, lock = SpeculativeDecoder(trunk, None, 0, eos_ids), threading.Lock()
+    """Return a function that answers as a server of a trunk would: token ids for token ids."""
+    decoder = SpeculativeDecoder(trunk, None, 0, eos_ids)
 
     def reply(payload: dict[str, Any]) -> Reply:
-        with lock:
-            (result,) = decoder.generate([payload["prompt"]], payload["max_tokens"])
+        top_k = max(payload["top_k"], 0)
+        named = {name: payload[name] for name in ("temperature", "top_p", "min_p", "seed")}
+        with DECODING:
+            (result,) = decoder.generate([payload["prompt"]], payload["max_tokens"], Sampling(top_k=top_k, **named))
         return completion(
             finish_reason=result.finish_reason,
             token_ids=list(result.token_ids),

@@ -7,6 +7,7 @@ a wrong state shows.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import transformers
@@ -56,7 +57,15 @@ def tiny_trunk(
     name: str, seed: int = 0, tied: bool = False, vocab_size: int = VOCAB_SIZE, num_layers: int | None = None
 ) -> Trunk:
     """Return a trunk of a few thousand parameters, fp32 on CPU, frozen and in eval mode."""
-    family = _family(name)
+    model = tiny_model(name, seed, tied, vocab_size, num_layers)
+    return Trunk(model.requires_grad_(False).eval(), family_of(name))
+
+
+def tiny_model(
+    name: str, seed: int = 0, tied: bool = False, vocab_size: int = VOCAB_SIZE, num_layers: int | None = None
+) -> Any:
+    """Return the model of a tiny trunk as transformers makes it, in training mode."""
+    family = family_of(name)
     config = tiny_config(name, tied, vocab_size, num_layers)
     if family.trunk_class is not None:
         model = family.trunk_class.model_class()(config.get_text_config())
@@ -65,7 +74,7 @@ def tiny_trunk(
         model = auto.from_config(config)
     _randomize(model, seed)
     model.tie_weights()
-    return Trunk(model.requires_grad_(False).eval(), family)
+    return model
 
 
 def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int | None = None) -> MtpHead:
@@ -113,7 +122,8 @@ def head_of(trunk: Trunk, unroll: Unroll, num_modules: int) -> MtpHead:
     return chained_head(trunk, num_modules, drafts_only=unroll == "chained_drafts")
 
 
-def _family(name: str) -> Family:
+def family_of(name: str) -> Family:
+    """Return the record of a family."""
     return next(family for family in FAMILIES if family.name == name)
 
 

@@ -29,6 +29,8 @@ from mtp_train.heads.trunk import Trunk
 from mtp_train.heads.widen import Scratch, widened
 
 NO_TOKEN = -1
+BAD_TRUNK, BAD_DRAFTER = -1, -2
+"""In the place of a number of tokens: whose logits are NaN or infinite."""
 
 
 class Widening(NamedTuple):
@@ -121,7 +123,7 @@ class Batch:
 
     @torch.inference_mode()
     def prefill(self, rows: slice, prompt_RT: Tensor, room_R: Tensor, stop_RN: Tensor) -> Tensor:
-        """Run prompts of one length and commit their first tokens, (R,)."""
+        """Run prompts of one length and commit their first tokens, (R,); ``BAD_TRUNK`` where logits are not finite."""
         # Without a drafter the last chunk is all that is read.
         hidden = deque[Tensor](maxlen=1 if self.drafter is None else None)
         with self._widened(self.widening.prefill):
@@ -136,7 +138,8 @@ class Batch:
     def _begin(self, rows: slice, prompt_RT: Tensor, room_R: Tensor, stop_RN: Tensor, hidden_RTD: Tensor) -> Tensor:
         num_tokens = prompt_RT.shape[1]
         self.chooser.read_prompts(rows, prompt_RT)
-        first_R = self.chooser.first(rows, self.trunk.logits(hidden_RTD[:, -1:]), num_tokens)
+        logits_R1V = self.trunk.logits(hidden_RTD[:, -1:])
+        first_R = self.chooser.first(rows, logits_R1V, num_tokens)
         if self.drafter is not None:
             self.drafter.start(rows, hidden_RTD, prompt_RT, first_R)
         self.last_B[rows] = first_R
@@ -145,15 +148,16 @@ class Batch:
         running_R = (room_R > 1) & ~(stop_RN == first_R[:, None]).any(-1)
         self.active_B[rows] = running_R
         self.length_B[rows] = num_tokens * running_R
-        return first_R
+        return first_R.masked_fill(_is_bad(logits_R1V.amax(-1))[:, 0], BAD_TRUNK)
 
     @torch.inference_mode()
     def run_round(self, plan: RoundPlan) -> Tensor:
         """Draft, verify, accept, commit.
 
         Returns:
-            int64 (B, K1 + 3): the committed tokens, then how many of them count (0 for a row that is not in use), how
-            many drafts were accepted, and how many were drafted.
+            int64 (B, K1 + 3): the committed tokens, then how many of them count (0 for a row that is not in use;
+            ``BAD_TRUNK`` or ``BAD_DRAFTER`` where logits that chose them are not finite), how many drafts were
+            accepted, and how many were drafted.
         """
         with self._widened(self.widening.rounds):
             return self._round(plan)
@@ -168,10 +172,11 @@ class Batch:
         accepted_B, tokens_BT = self.chooser.verify(logits_BTV, window_BT, self.length_B, drafts, limit_B)
         self.cache.commit(accepted_B + 1)
         kept_B = (accepted_B + 1) * self.active_B
+        told_B = _flagged(kept_B, logits_BTV, drafts)
         if self.drafter is not None:
             self.drafter.extend(hidden_BTD, tokens_BT, kept_B)
         self._commit(tokens_BT, accepted_B, kept_B)
-        return torch.cat([tokens_BT, kept_B[:, None], accepted_B[:, None], limit_B[:, None]], dim=1)
+        return torch.cat([tokens_BT, told_B[:, None], accepted_B[:, None], limit_B[:, None]], dim=1)
 
     def run_window(self, plan: RoundPlan, window_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Run the trunk over a window of every row; return hidden states (B, T, D) and logits (B, T, V)."""
@@ -217,6 +222,23 @@ class Batch:
         self.active_B &= (self.room_B > 0) & ~is_stop_BT.any(-1)
         # A row out of use runs along at the beginning of its buffers.
         self.length_B.copy_((self.length_B + kept_B) * self.active_B)
+
+
+def _flagged(kept_B: Tensor, logits_BTV: Tensor, drafts: Drafts) -> Tensor:
+    """Return ``kept_B``, marked in rows in use where logits that counted are NaN or infinite.
+
+    The largest logit says so in one pass: it is NaN where any is. Minus infinity alone stands for tokens left out.
+    """
+    told_B = kept_B
+    if drafts.peak_BK is not None:
+        told_B = told_B.masked_fill(_is_bad(drafts.peak_BK).any(-1) & (kept_B > 0), BAD_DRAFTER)
+    is_read_BT = torch.arange(logits_BTV.shape[1], device=kept_B.device) < kept_B[:, None]
+    return told_B.masked_fill((_is_bad(logits_BTV.amax(-1)) & is_read_BT).any(-1), BAD_TRUNK)
+
+
+def _is_bad(peak: Tensor) -> Tensor:
+    # Fewer kernels than isfinite's.
+    return ~(peak.abs() < torch.inf)
 
 
 def padded_stops(stops: Sequence[frozenset[int]], width: int) -> list[list[int]]:

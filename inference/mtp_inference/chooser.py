@@ -40,6 +40,8 @@ class Drafts(NamedTuple):
     """fp32, what each token was drawn from; None where it was the drafter's first choice."""
     num_drafted_B: Tensor | None = None
     """int64, how many of a row's tokens count; None for all."""
+    peak_BK: Tensor | None = None
+    """The largest logit that each token was chosen by, NaN where one was; None where there were no logits."""
 
 
 class Chooser:
@@ -148,6 +150,7 @@ class DraftChoice:
         self._length_B = length_B
         self._read = [last_B[:, None]]
         self._q: list[Tensor] = []
+        self._peaks: list[Tensor] = []
 
     @property
     def last_B1(self) -> Tensor:
@@ -157,6 +160,7 @@ class DraftChoice:
     def add(self, logits_B1V: Tensor) -> None:
         """Choose the next token."""
         chooser = self._chooser
+        self._peaks.append(logits_B1V.amax(dim=-1))
         seen_B1V = None
         if chooser.seen_BV is not None:
             seen_B1V = seen_before(chooser.seen_BV, torch.cat(self._read, dim=1))[:, -1:]
@@ -173,7 +177,8 @@ class DraftChoice:
 
     def result(self) -> Drafts:
         """Return the draft."""
-        return Drafts(torch.cat(self._read[1:], dim=1), torch.cat(self._q, dim=1) if self._q else None)
+        q_BKV = torch.cat(self._q, dim=1) if self._q else None
+        return Drafts(torch.cat(self._read[1:], dim=1), q_BKV, peak_BK=torch.cat(self._peaks, dim=1))
 
 
 def _choose(logits_BTV: Tensor, rows: SamplingRows, seen_BTV: Tensor | None, positions_BT: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ Shapes: B rows of the batch, T positions, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -191,6 +191,12 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows, seen_BTV: Tensor | Non
         return _one_hot(first_BT1, scores_BTV)
     p_BTV = _filtered(scores_BTV, rows).softmax(-1)
     return torch.where(rows.temperature_B[:, None, None] > 0.0, p_BTV, _one_hot(first_BT1, scores_BTV))
+
+
+def distribution_of(sampling: Sampling, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return a function from logits (T, V) to what each token is drawn from, fp32; there is no repetition penalty."""
+    rows = SamplingRows.stack([sampling], device)
+    return lambda logits_TV: probabilities(logits_TV[None], rows)[0]
 
 
 def uniform(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:

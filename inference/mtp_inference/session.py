@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-from mtp_inference.batch import RoundPlan, padded_stops
+from mtp_inference.batch import BAD_DRAFTER, BAD_TRUNK, RoundPlan, padded_stops
 from mtp_inference.capture import Outcome, Rounds
 from mtp_inference.depth import DepthController, RoundCosts, batch_depth
 from mtp_inference.requests import Chunk, Request
 from mtp_inference.stats import GenerationResult, Round, accepted_per_pos
 from mtp_inference.text import TextStream
 from mtp_train.errors import MtpError
+from mtp_train.heads.non_finite import Source, non_finite_error
 
 MAX_PREFILL_TOKENS = 16384
 """Prompt tokens that are prefilled together, beyond a first prompt of any length."""
@@ -134,6 +135,7 @@ class Session:
 
         Raises:
             MtpError: Another call took the buffers over in between.
+            CheckpointError: Logits are NaN or infinite.
         """
         while self.waiting or self.lanes or self.in_flight:
             while self.waiting and len(self.lanes) < self.batch.cache.num_rows:
@@ -159,6 +161,8 @@ class Session:
         for lane, token in zip(lanes, first, strict=True):
             lane.started, lane.seconds_prefill = started, now - started
             lane.position, lane.pending = prompt_RT.shape[1], 1
+            if token == BAD_TRUNK:
+                raise self._non_finite("trunk", lane, [])
             added, text = lane.take([token])
             self._settle_lane(lane)
             yield lane.chunk(added, text)
@@ -243,6 +247,10 @@ class Session:
             *tokens, num_kept, num_accepted, num_drafted = rows[lane.row]
             if lane.is_done:
                 continue
+            if num_kept == BAD_TRUNK:
+                raise self._non_finite("trunk", lane, tokens[:num_accepted])
+            if num_kept == BAD_DRAFTER:
+                raise self._non_finite("drafter", lane, [])
             # The bounds counted on the whole window.
             lane.position -= plan.depth + 1 - num_kept
             if not is_taken_in:
@@ -253,6 +261,10 @@ class Session:
             added, text = lane.take(tokens[:num_kept])
             self._settle_lane(lane)
             yield lane.chunk(added, text)
+
+    def _non_finite(self, source: Source, lane: Lane, accepted: Sequence[int]) -> Exception:
+        token_ids = [*lane.request.prompt_ids, *lane.tokens, *accepted]
+        return non_finite_error(source, self.batch.trunk, self.batch.drafter, token_ids, max(lane.depth, 1))
 
     def _settle_lane(self, lane: Lane) -> None:
         """Free the row of a lane whose text has ended."""

@@ -128,7 +128,19 @@ def parse_text(value: object, field: str, where: str) -> str:
     """
     if not isinstance(value, str):
         raise DataError(f"{where}: {field} is {_shown(value)}; expected text. Fix or remove the record.")
+    _require_unicode(value, field, where)
     return value
+
+
+def _require_unicode(text: str, field: str, where: str) -> None:
+    """Refuse what JSON can write and UTF-8 cannot: tokenizers fail on it without naming the record."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {field} has half of a surrogate pair at character {error.start + 1}; expected whole characters. "
+            "Fix or remove the record."
+        ) from None
 
 
 def _parse_message(value: object, where: str) -> Message:
@@ -154,6 +166,7 @@ def _parse_message(value: object, where: str) -> Message:
             f"{where}: content is {_shown(message.get('content'))}; expected text. Fix or remove the record "
             "(image and audio parts are not supported)."
         )
+    _require_unicode(message["content"], "content", where)
     return message
 
 

@@ -79,6 +79,7 @@ class RegeneratedStore:
     def __init__(self, directory: Path, *, rank: int = 0, world: int = 1) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
+        self.world = world
         self.path = directory / f"regenerated-{rank:05d}-of-{world:05d}.jsonl"
         if self.path.exists():
             os.truncate(self.path, _whole_bytes(self.path))
@@ -103,6 +104,11 @@ class RegeneratedStore:
     def rows(self) -> list[RegeneratedRow]:
         """Return the rows of all processes, sorted by id."""
         return sorted(self, key=lambda row: row.id)
+
+    def files_of_others(self) -> list[Path]:
+        """Return the files of earlier calls with another number of processes."""
+        ours = f"-of-{self.world:05d}.jsonl"
+        return [path for path in sorted(self.directory.glob(FILE_PATTERN)) if not path.name.endswith(ours)]
 
     def append(self, rows: Sequence[RegeneratedRow]) -> None:
         """Add rows to this process's file; they are on the disk when this returns."""
@@ -163,6 +169,21 @@ class RegeneratedStore:
                 "from. Check the trunk's chat template and its end-of-text token, or switch data.regenerate off."
             )
         return sorted(documents, key=lambda document: document.id), ResponseCounts(**tally)
+
+
+def rows_after(path: Path, start: int) -> Iterator[RegeneratedRow]:
+    """Read the whole rows of one file behind its first ``start`` bytes; none where there is no such file.
+
+    Raises:
+        DataError: A line is not one of ours.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as lines:
+        lines.seek(start)
+        for number, line in enumerate(lines, start=1):
+            if line.endswith(b"\n"):
+                yield _parse_row(line, f"{path}, line {number} after byte {start}")
 
 
 def settings_key(settings: Mapping[str, object]) -> str:

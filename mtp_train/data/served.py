@@ -1,4 +1,4 @@
-"""The trunk answers prompts on a server: first proof that it is the trunk, then many requests at a time."""
+"""The trunk answers prompts on a server: proof that it is the trunk, then many requests at a time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mtp_train.data.checked import CheckedStore
 from mtp_train.data.endpoint import GREEDY, Endpoint, Refusal
 from mtp_train.data.prompts import Prompt
 from mtp_train.data.regenerated import Question, answered, ask, fitting_prompts, make_row
@@ -103,7 +104,7 @@ def own_choices(trunk: Trunk, prompt_ids: Sequence[int], response_ids: Sequence[
 
 def regenerate_served(
     prompts: Sequence[Prompt],
-    store: RegeneratedStore,
+    store: CheckedStore,
     endpoint: Endpoint,
     sampling: Mapping[str, float],
     *,
@@ -127,7 +128,8 @@ def regenerate_served(
         on_prompt: Told the number of prompts behind us and in all.
 
     Raises:
-        DataError: The server fails for good, is not what it seemed, or has refused every prompt there is.
+        DataError: The server fails for good, is not what it seemed, has refused every prompt there is, or its answers
+            are no longer the trunk's.
     """
     generated, refusals = 0, []
     waiting: Waiting = {}
@@ -145,11 +147,12 @@ def regenerate_served(
             generated += rows
             refusals += refused
             on_prompt(generated + len(refusals), len(prompts))
+        store.check()
     finally:
         # Where one request has failed for good, the others need not go on trying.
         endpoint.close()
         pool.shutdown(cancel_futures=True)
-    if refusals and next(iter(store), None) is None:
+    if refusals and next(iter(store.store), None) is None:
         raise DataError(
             f"data.regenerate.endpoint: {endpoint.url} refuses all of {len(prompts)} prompts ({refusals[-1]}); "
             "expected responses. Check the server's log."
@@ -157,9 +160,7 @@ def regenerate_served(
     return ServedCounts(generated=generated, refused=len(refusals), refusal=refusals[-1] if refusals else None)
 
 
-def _read(
-    endpoint: Endpoint, done: Waiting, store: RegeneratedStore, eos_ids: Collection[int]
-) -> tuple[int, list[str]]:
+def _read(endpoint: Endpoint, done: Waiting, store: CheckedStore, eos_ids: Collection[int]) -> tuple[int, list[str]]:
     """Store what came back; return the number of responses, and what was said to prompts without one.
 
     Raises:

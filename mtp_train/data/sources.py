@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 import datasets
 import fsspec
+from datasets.packaged_modules.json.json import Json as JsonBuilder
 
+from mtp_train.data.json_rows import Files, read_json
 from mtp_train.data.records import Content, PlainText, PromptResponse, Record, content_group, parse_messages, parse_text
 from mtp_train.errors import DataError
 
@@ -120,8 +122,11 @@ def _read(
             if not pairs:
                 raise _empty(name)
             return ["text"], [{"text": text} for text, _ in pairs], [owner for _, owner in pairs]
-        table = _open(path, files, config, split, streaming)
-        if isinstance(table, datasets.IterableDataset):
+        json_files = _json_files(path, files, config)
+        if json_files is not None:
+            names, rows = read_json(json_files, split, max_records, streaming=streaming)
+            num_rows = len(names)
+        elif isinstance(table := _open(path, files, config, split, streaming), datasets.IterableDataset):
             rows = list(islice(table, max_records))
             names, num_rows = list(rows[0]) if rows else [], len(rows)
         else:
@@ -169,6 +174,17 @@ def _paragraphs_of(file: Path) -> Iterator[str]:
             yield from (text for text in whole if text.strip("\n"))
         if rest.strip("\n"):
             yield rest
+
+
+def _json_files(path: str, files: Sequence[Path] | None, config: str | None) -> Files | None:
+    """Return the files of each split where they are JSON and their rows are not inside a field; None otherwise."""
+    where = Path(path).expanduser()
+    if files is not None and not where.is_dir():
+        return {"train": [str(file) for file in files]} if BUILDERS[_suffix(files[0])] == "json" else None
+    if files is not None and BUILDERS[_suffix(files[0])] != "json":
+        return None
+    builder = datasets.load_dataset_builder(path if files is None else str(where), config)
+    return builder.config.data_files if isinstance(builder, JsonBuilder) and builder.config.field is None else None
 
 
 def _open(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
 
 from mtp_train.errors import CheckpointError, UnsupportedModelError
@@ -31,9 +32,12 @@ class Trunk(nn.Module):
     Args:
         model: A transformers causal language model, possibly wrapped by peft.
         family: Its record.
+        is_view: Leave the model as it is, for one that somebody else trains or runs. A view cannot run the layers over
+            windows. It has hidden states only of the model's own forwards, between :meth:`listen` and :meth:`release`,
+            and calls parts of the model without the hooks that others put on them.
     """
 
-    def __init__(self, model: Any, family: Family) -> None:
+    def __init__(self, model: Any, family: Family, *, is_view: bool = False) -> None:
         super().__init__()
         self.model: Any = model
         self.family = family
@@ -49,9 +53,11 @@ class Trunk(nn.Module):
         self._of_layers: dict[int, Tensor] = {}
         self._last_width = family.state_width(self.config)
         self._before_norm: Tensor | None = None
-        if family.reads_before_norm:
-            (self._final_norm if self._mixer is None else self._mixer).register_forward_pre_hook(self._keep_norm_input)
-        family.prepare_trunk(self.decoder)
+        self._is_view = is_view
+        self._hooks: list[RemovableHandle] = []
+        if not is_view:
+            self.listen()
+            family.prepare_trunk(self.decoder)
         self._logit_divisor = family.divisor(self.config)
         self._real_vocab = None if family.real_vocab is None else self.config.to_dict()[family.real_vocab]
 
@@ -95,6 +101,27 @@ class Trunk(nn.Module):
         # Streams are joined, where they are not yet: (B, T, streams, D) becomes (B, T, width).
         self._before_norm = state if self._mixer is None else state.flatten(2)
 
+    def listen(self) -> None:
+        """Keep what :meth:`last_state` needs of the decoder's forwards from now on."""
+        if self.family.reads_before_norm:
+            norm = self._final_norm if self._mixer is None else self._mixer
+            self._hooks.append(norm.register_forward_pre_hook(self._keep_norm_input))
+
+    def release(self) -> None:
+        """Remove every hook from the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.shown_layers = ()
+        self._before_norm = None
+        self._of_layers.clear()
+
+    def _call(self, part: Any, given: Tensor) -> Tensor:
+        """Call a part of the model."""
+        # Hooks may add noise (NEFTune) or count calls: those of a view's model are for its own forwards.
+        result: Tensor = part.forward(given) if self._is_view else part(given)
+        return result
+
     def show_layers(self, layers: tuple[int, ...]) -> None:
         """Have hidden states hold the input of these layers too, behind the last state, for a head that reads it.
 
@@ -112,7 +139,8 @@ class Trunk(nn.Module):
             )
         self.shown_layers = layers
         for index in set(layers):
-            self.layers[index].register_forward_pre_hook(partial(self._keep_layer_input, index))
+            hook = self.layers[index].register_forward_pre_hook(partial(self._keep_layer_input, index))
+            self._hooks.append(hook)
 
     def _keep_layer_input(self, index: int, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self._of_layers[index] = inputs[0]
@@ -147,8 +175,7 @@ class Trunk(nn.Module):
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Return the input embedding of tokens, shape (B, T, D)."""
-        embedded: Tensor = self.causal_lm.get_input_embeddings()(tokens_BT)
-        return embedded
+        return self._call(self.causal_lm.get_input_embeddings(), tokens_BT)
 
     @without_cudnn_attention()
     def hidden(self, tokens_BT: Tensor, *, cache: Cache | None = None) -> Tensor:
@@ -200,9 +227,10 @@ class Trunk(nn.Module):
         streams = self.family.streams
         if self._mixer is not None and streams is not None:
             rows_1NW = hidden.reshape(1, -1, hidden.shape[-1])
-            mixed = self._mixer(rows_1NW if streams.joined else rows_1NW.unflatten(-1, (-1, self.config.hidden_size)))
+            joined = rows_1NW if streams.joined else rows_1NW.unflatten(-1, (-1, self.config.hidden_size))
+            mixed = self._call(self._mixer, joined)
             hidden = mixed.reshape(*hidden.shape[:-1], -1)
-        return self._final_norm(hidden) if self.family.reads_before_norm else hidden
+        return self._call(self._final_norm, hidden) if self.family.reads_before_norm else hidden
 
     def head_input(self, hidden: Tensor, convention: Convention) -> Tensor:
         """Return what a head wired by ``convention`` reads of hidden states."""

@@ -14,6 +14,7 @@ from mtp_train.report.cells import ArmCosts, Latency, StudyReport
 from mtp_train.report.schema import ArmResult, Lossless
 from mtp_train.study.advice import Flags, advise, break_even
 from mtp_train.study.comparison import compare_arms
+from mtp_train.study.endpoint import Served
 from mtp_train.study.measure import Grid
 from mtp_train.study.records import Decoded
 from mtp_train.study.statistics import MeasuredArm, arm_result, entropy_bins, make_cells, position_bins
@@ -32,6 +33,8 @@ class Measured:
     """Dtype and device."""
     flags: dict[str, Flags] = field(default_factory=dict)
     """By arm, what each engine is to be given; arms that no engine serves are missing."""
+    served: Served | None = None
+    """What a server did, its answers compared with the trunk's; None where that trunk was not measured."""
 
 
 def assemble(found: Measured, grid: Grid, title: str) -> StudyReport:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.progress import Progress
 
+from mtp_inference.sampling import Sampling, distribution_of
+from mtp_train.data.answers import fit_of
+from mtp_train.data.checked import spread
 from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import eos_token_ids, load_tokenizer, open_location
 from mtp_train.report.cells import StudyReport
 from mtp_train.study.endpoint import Served, measure_endpoint
@@ -55,6 +60,37 @@ def ask(server: Server, grid: Grid, progress: Progress) -> Served:
         seed=grid.seed,
         progress=progress,
     )
+
+
+def judged(served: Served, trunk: Trunk, eos_ids: Collection[int]) -> Served:
+    """Return what a server did together with whether its answers are the trunk's, by a sample at each temperature.
+
+    Raises:
+        CheckpointError: The trunk's logits are NaN or infinite.
+    """
+    found, warnings = [], list(served.document["warnings"])
+    for temperature, answers in served.answers.items():
+        fit = fit_of(
+            trunk,
+            spread([answer for answer in answers if answer[1]], f"{temperature}"),
+            distribution_of(Sampling(temperature=temperature), trunk.lm_head_VD.device),
+            is_greedy=temperature == 0.0,
+            eos_ids=eos_ids,
+        )
+        verdict = fit.is_trunks if fit.can_tell or not fit.is_trunks else None
+        found.append({"temperature": temperature, **fit._asdict(), "are_the_trunks": verdict})
+        if verdict is None:
+            warnings.append(
+                f"{fit.tokens} tokens at temperature {temperature:g} are too few to tell whether they are the trunk's: "
+                "ask more prompts, or for longer responses."
+            )
+        elif not verdict:
+            warnings.append(
+                f"Its answers at temperature {temperature:g} are not the trunk's: over {fit.answers} of them the trunk "
+                f"gives the tokens a mean probability of {fit.found:.3f}, and its own {fit.expected:.3f} within "
+                f"{fit.allowed:.3f}. The served model, its quantisation or its sampling differs."
+            )
+    return replace(served, document={**served.document, "answers": found, "warnings": warnings})
 
 
 def with_served(report: StudyReport, served: Served) -> StudyReport:

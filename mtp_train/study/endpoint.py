@@ -8,13 +8,14 @@ also by prompt, which is what intervals need. See :mod:`mtp_train.study.served_m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from rich.progress import Progress
 
+from mtp_train.data.answers import Answer
 from mtp_train.data.endpoint import Endpoint, SettingNames, read_api_key
 from mtp_train.errors import DataError
 from mtp_train.report.cells import ALL_TASKS, Cell
@@ -47,6 +48,8 @@ class Served:
     """Per temperature, each task and all together."""
     document: dict[str, Any]
     """The server, how it was asked, what its figures rest on, speeds, latencies, failures, warnings and the verdict."""
+    answers: Mapping[float, tuple[Answer, ...]]
+    """By temperature, what it was asked and what it said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,10 +257,14 @@ def _served(
             {"prompt": one.prompt.id, "task": one.prompt.task, "temperature": one.temperature, "reason": one.reason}
             for one in failed
         ],
+        "answers": None,
         "warnings": _warnings(heats, source),
         "verdict": _verdict(heats, cells, source, drafts),
     }
-    return Served(arm=as_arm(cells[0]), cells=tuple(cells), document=document)
+    answers = {
+        heat.temperature: tuple((one.prompt.prompt_ids, one.token_ids) for one in heat.answered) for heat in heats
+    }
+    return Served(arm=as_arm(cells[0]), cells=tuple(cells), document=document, answers=answers)
 
 
 def _speed(heat: _Heat) -> dict[str, Any]:

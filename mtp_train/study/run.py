@@ -33,9 +33,10 @@ from mtp_train.study.arms import (
     trunk_label,
 )
 from mtp_train.study.assemble import Measured, assemble
-from mtp_train.study.beside import Server, ask, with_served
+from mtp_train.study.beside import SERVED, Server, ask, judged, with_served
 from mtp_train.study.costs import head_costs
 from mtp_train.study.dense import DenseRows, dense_rows
+from mtp_train.study.endpoint import Served
 from mtp_train.study.latency import measure_latency
 from mtp_train.study.measure import Grid, grid_prompts, measure_block
 from mtp_train.study.records import Decoded, Setting, TaskPrompt
@@ -63,6 +64,9 @@ class _Study:
     progress: Progress
     costs: bool
     given: Sequence[TaskPrompt] | None
+    served: Served | None = None
+    served_trunk: str | None = None
+    """Where the trunk of the served model is."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,9 @@ def run_study(
     _require_sound(arms, progress)
     store.hash_inputs(progress)
     served = None if server is None else ask(server, grid, progress)
-    found = _measure_all(arms, _Study(grid, store, progress, costs, prompts))
+    served_trunk = None if server is None else server.checkpoint
+    found = _measure_all(arms, _Study(grid, store, progress, costs, prompts, served, served_trunk))
+    served = found.served or served
     # Also where a server alone was asked, and nothing was kept so far.
     store.claim()
     report = assemble(found, grid, title)
@@ -251,6 +257,10 @@ def _enough_prompts(grid: Grid, tokenizer: Any) -> Prompts:
 
 def _measure(study: _Study, loaded: _Loaded, found: Measured) -> None:
     """Measure everything on one trunk, and add it to what was found."""
+    if study.served is not None and loaded.arms[0].spec.trunk == study.served_trunk:
+        found.served = judged(study.served, loaded.trunk, loaded.eos_ids)
+        for warning in found.served.document["warnings"]:
+            study.progress.console.print(f"{SERVED}: {warning}", highlight=False)
     weight = loaded.trunk.lm_head_VD
     found.facts = {"dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
     decoded = _decode(study, loaded)

@@ -25,7 +25,7 @@ from mtp_train.train.log import RunLog
 from mtp_train.train.module import HeadTraining
 from mtp_train.train.plan import Plan, learning_rate
 from mtp_train.train.select import Selection
-from mtp_train.train.state import head_state, load_best, load_moments, load_weights, save_state
+from mtp_train.train.state import head_state, load_best, load_moments, load_weights, load_window, save_state
 from mtp_train.train.stop import noted_sigterm
 
 BatchFn = Callable[[int], Sequence[PackedSequence]]
@@ -38,12 +38,24 @@ class Window:
     loss_sum_K: list[float]
     targets_K: list[float]
     tokens: int = 0
+    seconds_before: float = 0.0
+    """Seconds of the window before this process resumed the run."""
     started: float = field(default_factory=time.perf_counter)
 
     @classmethod
     def empty(cls, num_depths: int) -> Window:
         """Start a window."""
         return cls([0.0] * num_depths, [0.0] * num_depths)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training since the last log line."""
+        return self.seconds_before + time.perf_counter() - self.started
+
+    def saved(self) -> dict[str, Any]:
+        """Return the window as a resume state stores it: the arguments that make it again."""
+        sums = {"loss_sum_K": self.loss_sum_K, "targets_K": self.targets_K, "tokens": self.tokens}
+        return {**sums, "seconds_before": self.seconds}
 
 
 @dataclass
@@ -115,7 +127,9 @@ def train_head(
     wrapped, prepared = prepare(module, make_optimizer(head, recipe), accelerator, plan, recipe.train.max_grad_norm)
     if done:
         load_moments(state_dir, done, head, prepared)
-    log, window = make_log(done), Window.empty(module.num_depths)
+    # States of earlier releases have no window.
+    saved = load_window(state_dir)
+    log, window = make_log(done), Window(**saved) if saved else Window.empty(module.num_depths)
     run = Run(recipe, plan, accelerator, head, wrapped, prepared, selection, state_dir, log, window)
     on_step(done)
     wrapped.train()
@@ -240,7 +254,8 @@ def finish_step(run: Run, done: int, norm: float, sequences: Sequence[PackedSequ
             run.log.log(done, figures)
     if saves or done % train.save_steps == 0 or is_over(done, run.plan, selection):
         best = None if selection is None else selection.best
-        save_state(run.state_dir, done, run.head, run.optimizer, best, writes=accelerator.is_main_process)
+        window = run.window.saved()
+        save_state(run.state_dir, done, run.head, run.optimizer, best, window, writes=accelerator.is_main_process)
 
 
 def require_finite(run: Run, done: int, norm: float, sequences: Sequence[PackedSequence]) -> None:
@@ -266,7 +281,7 @@ def log_line(window: Window, recipe: Recipe, norm: float, lr: float) -> dict[str
         total / count if count else None for total, count in zip(window.loss_sum_K, window.targets_K, strict=True)
     ]
     weights = depth_weights(len(per_depth), recipe.objective.depth_decay)
-    seconds = time.perf_counter() - window.started
+    seconds = window.seconds
     return {
         "loss": sum(weight * (loss or 0.0) for weight, loss in zip(weights, per_depth, strict=True)),
         **{f"loss_depth_{depth + 1}": loss for depth, loss in enumerate(per_depth)},

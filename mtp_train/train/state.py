@@ -1,12 +1,14 @@
 """Resume state: what a killed run needs to go on to exactly the weights it would have reached.
 
 One directory per saved step, written aside and renamed: whatever is there is whole, and the newest wins. Data order,
-learning rate and random numbers are functions of the step, so weights, optimiser moments and the step are all there is.
+learning rate and random numbers are functions of the step, so weights, optimiser moments and the step are all that the
+weights need. Beside them stand the sums since the last log line, so that the next line is that of an unbroken run.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,14 @@ def head_state(head: nn.Module) -> dict[str, Tensor]:
 
 
 def save_state(
-    state_dir: Path, step: int, head: nn.Module, optimizer: Any, best: Best | None = None, *, writes: bool = True
+    state_dir: Path,
+    step: int,
+    head: nn.Module,
+    optimizer: Any,
+    best: Best | None = None,
+    window: Mapping[str, Any] | None = None,
+    *,
+    writes: bool = True,
 ) -> None:
     """Save the state after ``step`` optimiser steps, then remove older ones.
 
@@ -66,6 +75,7 @@ def save_state(
         head: The head, sharded or whole.
         optimizer: AdamW, prepared by accelerate or not.
         best: The best head so far, None where none is chosen; those that were best before it are removed.
+        window: The sums since the last log line.
         writes: Whether this process is the one that writes.
     """
     weights = head_state(head)
@@ -75,7 +85,8 @@ def save_state(
     with new_directory(_step_directory(state_dir, step), what="the resume state") as directory:
         write_safetensors(directory / _WEIGHTS, _pending(weights))
         write_safetensors(directory / _OPTIMIZER, _pending(moments))
-        write_json(directory / _META, {"step": step, "optimizer": numbers, "best": asdict(best or Best())})
+        meta = {"step": step, "optimizer": numbers, "best": asdict(best or Best()), "window": window}
+        write_json(directory / _META, meta)
     for path in state_dir.glob("best-*"):
         # Not before: a state from before the measure still needs the older one.
         if best is not None and path != _best_directory(state_dir, best.step):
@@ -123,6 +134,12 @@ def load_best(state_dir: Path) -> Best:
     """Return the best head that the newest state knows of."""
     step = latest_step(state_dir)
     return Best(**read_json(_step_directory(state_dir, step) / _META)["best"]) if step else Best()
+
+
+def load_window(state_dir: Path) -> dict[str, Any] | None:
+    """Load the newest state's sums since the last log line; None where it has none."""
+    step = latest_step(state_dir)
+    return read_json(_step_directory(state_dir, step) / _META).get("window") if step else None
 
 
 def save_best(state_dir: Path, step: int, weights: dict[str, Tensor]) -> None:

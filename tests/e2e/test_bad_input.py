@@ -95,6 +95,23 @@ def test_plain_decoding_refuses_nan_as_well(key: str, inputs: Path, capfd: Captu
     assert re.search(rf"finetune: {key} holds NaN or infinite values", message)
 
 
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_finite_weights_that_overflow_are_refused_by_what_decodes(
+    command: str, inputs: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    path = inputs / "base" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"].fill_(3e38)
+    save_file(tensors, path, metadata={"format": "pt"})
+    argv = {
+        "generate": ["--prompt", "say 1"],
+        "evaluate": ["--suite", inputs / "chats.jsonl", "--max-new-tokens", 4, "--no-costs", "--out", tmp_path / "out"],
+    }[command]
+    message = refusal([command, inputs / "base", *argv], capfd)
+    assert re.search(r"trunk: .* NaN or infinite \(\w+\).* leave model\.layers\.1\.mlp\.up_proj \(Linear\)", message)
+    assert FOUR_ANSWERS.fullmatch(message)
+
+
 def test_a_head_directory_of_another_size_is_refused(finished: Path, tmp_path: Path, capfd: Capture) -> None:
     head = Path(shutil.copytree(finished / "run" / "head", tmp_path / "head"))
     tensors = load_file(head / artifact_module.WEIGHTS_FILE)

@@ -17,7 +17,7 @@ from mtp_train.inputs import eos_token_ids, load_tokenizer
 from mtp_train.report.cells import load_study
 from mtp_train.study import run
 from mtp_train.study.arms import ArmSpec, load_arm_trunk, load_drafting, open_arm
-from openai_server import openai_server
+from openai_server import openai_server, served_by
 from runs import document, write_inputs
 
 SMALL = ["--prompts-per-task", 3, "--depths", 1, 2, "--max-new-tokens", 10, "--no-costs"]
@@ -110,9 +110,27 @@ def test_a_server_is_asked_the_same(
     assert document(command, capfd) == report
     assert list(report["arms"]) == (["served"] if alone else ["none", "base", "served"])
     assert report["endpoint"]["url"] == served.url
-    if not alone:
+    if alone:
+        assert report["endpoint"]["answers"] is None, "no weights are loaded"
+    else:
+        (fit,) = report["endpoint"]["answers"]
+        assert (fit["temperature"], fit["found"], fit["are_the_trunks"]) == (0.0, 1.0, True)
         ours, theirs = (cells_of(report, task="all", arm=name, depth=2)[0] for name in ("base", "served"))
         assert (theirs["tau"], theirs["marginal"], theirs["rounds"]) == (ours["tau"], ours["marginal"], ours["rounds"])
+
+
+def test_answers_that_are_not_the_trunks_are_told(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = load_arm_trunk(open_arm(ArmSpec("other", str(inputs / "base"), None)), torch.device("cpu"))
+    with torch.no_grad():
+        other.causal_lm.get_output_embeddings().weight.copy_(other.lm_head_VD.flip(0))
+    with openai_server(served_by(other, [])) as served:
+        argv = ["evaluate", inputs / "base", *suite(inputs), "--endpoint", served.url, "--out", tmp_path / "out"]
+        endpoint = document(argv, capfd)["endpoint"]
+    assert [(fit["temperature"], fit["are_the_trunks"]) for fit in endpoint["answers"]] == [(0.0, False), (1.0, None)]
+    for told in ("temperature 0 are not the trunk's: over 3 of", "30 tokens at temperature 1 are too few to tell"):
+        assert [warning for warning in endpoint["warnings"] if told in warning]
 
 
 def test_a_server_that_is_not_there_is_found_before_anything_is_decoded(

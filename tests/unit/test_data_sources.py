@@ -85,7 +85,8 @@ def test_a_directory_of_compressed_files_is_read(tmp_path: Path) -> None:
 
 
 def test_other_columns_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "a", "image": "b", "module": "m"}])
+    path = str(tmp_path / "a.parquet")
+    datasets.Dataset.from_list([{"text": "a", "image": "b", "module": "m"}]).to_parquet(path)
     read: list[list[str]] = []
     select = datasets.Dataset.select_columns
 
@@ -125,6 +126,69 @@ def test_splits_and_slices_of_text_files_keep_their_file(tmp_path: Path) -> None
     assert found("train[-1:]", tmp_path / "train" / "*.txt") == whole[-1:]
     with pytest.raises(DataError, match=r"cannot be read .*validation"):
         found("validation")
+
+
+LOOKS_LIKE_JSON = [
+    '"hello"',
+    '{"a":1}',
+    "4",
+    "null",
+    "true",
+    "[1, 2]",
+    "1e5",
+    "2024-05-01",
+    "2024-05-01T10:00:00Z",
+    " x ",
+]
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("layout", ["a.jsonl", "a.json", "train.jsonl"])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_text_is_never_reinterpreted(tmp_path: Path, mixed: bool, layout: str, streaming: bool) -> None:
+    """A column of strings that look like something else, alone or beside contents in parts."""
+    rows: list[Any] = [{"messages": [{"role": "user", "content": text}]} for text in LOOKS_LIKE_JSON]
+    expected = list(LOOKS_LIKE_JSON)
+    if mixed:
+        rows.insert(1, {"messages": [{"role": "user", "content": [{"type": "text", "text": "in parts"}]}]})
+        expected.insert(1, "in parts")
+    path = tmp_path / layout
+    path.write_text(json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows)))
+    # A directory is read by a builder of its own.
+    named = str(tmp_path if path.stem == "train" else path)
+    contents = [record.content for record in load_records(named, streaming=streaming)]
+    assert [content.messages[0]["content"] for content in contents if isinstance(content, Chat)] == expected
+
+
+def test_text_in_prompts_is_never_reinterpreted(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": text, "response": "b"} for text in LOOKS_LIKE_JSON[-3:-1]])
+    assert [record.content for record in load_records(path)] == [
+        PromptResponse(text, "b") for text in LOOKS_LIKE_JSON[-3:-1]
+    ]
+
+
+@pytest.mark.parametrize("wrong", [4, {"a": 1}, [4], None, True])
+def test_what_is_no_text_is_refused_under_its_own_number(tmp_path: Path, wrong: object) -> None:
+    """The control of the tests above: the same values without quotes."""
+    rows = [{"messages": [{"role": "user", "content": content}]} for content in ("1", [{"type": "text", "text": "a"}])]
+    rows += [{"messages": [{"role": "user", "content": wrong}]}, rows[0]]
+    with pytest.raises(DataError, match=r"a\.jsonl, record 3, message 1: content is .*; expected text"):
+        load_records(write_lines(tmp_path / "a.jsonl", rows))
+
+
+def test_half_of_a_surrogate_pair_is_refused_under_its_own_number(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "\U0001f600"}, {"text": "a\ud83d"}])
+    with pytest.raises(DataError, match=r"a\.jsonl, record 2: text has half of a surrogate pair at character 2;"):
+        load_records(path)
+
+
+def test_slices_count_records_and_not_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n{"text": "a"}\n\n{"text": "b"}\r\n{"text": "\u2028c"}\n{"text": "d"}')
+    found = load_records(str(tmp_path / "a.jsonl"), split="train[25%:75%]")
+    assert [record.content for record in found] == [PlainText("b"), PlainText("\u2028c")]
+    (tmp_path / "b.json").write_text(json.dumps([{"text": letter} for letter in "abcd"], indent=1))
+    found = load_records(str(tmp_path / "b.json"), split="train[:1]+train[-1:]")
+    assert [record.content for record in found] == [PlainText("a"), PlainText("d")]
 
 
 def test_files_of_several_kinds_are_refused(tmp_path: Path) -> None:

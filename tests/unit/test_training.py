@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -359,6 +360,33 @@ def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(tmp_path: Path) -
     for name in ("loss", "lr", "grad_norm", "tokens"):
         ended = [[line[name] for line in read_metrics(tmp_path / run)] for run in ("unbroken", "killed")]
         assert ended[0] == ended[1], name
+
+
+TIMED = {"seconds", "tokens_per_second"}
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["", "control"])
+def test_a_run_killed_between_log_lines_logs_the_lines_of_an_unbroken_one(tmp_path: Path, forgets: bool) -> None:
+    """The control loses the window, as states of earlier releases do: the line after the kill is then another."""
+    used = recipe(train__max_steps=7, train__save_steps=2, train__log_steps=3, train__micro_batch_sequences=2)
+    for name in ("unbroken", "killed"):
+        (tmp_path / name).mkdir()
+    run_training(tmp_path / "unbroken", used)
+    for stop_after in (2, 4):
+        with pytest.raises(KeyboardInterrupt):
+            run_training(tmp_path / "killed", used, stop_after=stop_after)
+        if forgets:
+            (meta,) = (tmp_path / "killed" / "state").glob("step-*/state.json")
+            meta.write_text(json.dumps({**json.loads(meta.read_text()), "window": None}))
+    run_training(tmp_path / "killed", used)
+    unbroken, killed = (read_metrics(tmp_path / name) for name in ("unbroken", "killed"))
+    assert [line["step"] for line in killed] == [line["step"] for line in unbroken] == [3, 6, 7]
+    timeless = [
+        [{name: value for name, value in line.items() if name not in TIMED} for line in lines]
+        for lines in (unbroken, killed)
+    ]
+    assert all(line["seconds"] > 0 for line in killed)
+    assert (timeless[0] == timeless[1]) is not forgets
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(tmp_path: Path) -> None:
