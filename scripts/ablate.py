@@ -39,6 +39,7 @@ from mtp_train.heads.attach import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs, gather_inputs, split_records
+from mtp_train.machine import with_recorded_precision, with_resolved_precision
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import load_recipe
 from mtp_train.run_dir import environment_facts, require_ours
@@ -134,9 +135,11 @@ class Bench:
 
 def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     """Load the trunk and make both texts, of the same prompts."""
+    recipe = with_recorded_precision(recipe, directory)
     require_ours(directory, recipe)
     require_run_inputs(recipe, directory, progress, anew=True)
     accelerator = make_accelerator()
+    recipe, _ = with_resolved_precision(recipe, accelerator.device)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     contents = hash_run_inputs(recipe, directory, progress)
     trunk = load_run_trunk(recipe, inputs, accelerator)

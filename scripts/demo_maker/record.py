@@ -27,6 +27,7 @@ from mtp_train.heads.attach import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs, gather_inputs
+from mtp_train.machine import with_resolved_precision
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import load_recipe
 from mtp_train.report.schema import ArmResult
@@ -82,7 +83,8 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
     with Progress() as progress:
         recording = Recording(texts, make_accelerator(), progress)
         for arm, overrides in changes.items():
-            recipe = load_recipe(recipe_path, [f"run_dir={work / arm}", "track.wandb=off", *overrides])
+            asked = load_recipe(recipe_path, [f"run_dir={work / arm}", "track.wandb=off", *overrides])
+            recipe, _ = with_resolved_precision(asked, recording.accelerator.device)
             started = time.perf_counter()
             arms[arm], settings[arm] = _record(arm, recipe, recording)
             progress.console.print(f"{arm}: tau {arms[arm]['tau']:.3f}, {time.perf_counter() - started:.0f} s")
