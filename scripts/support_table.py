@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Print the README's table of families and the line below it, made from the family records and the engines' records.
+"""Print the table of families and the line below it, made from the family records and the engines' records.
 
     python scripts/support_table.py            # print it
-    python scripts/support_table.py --write    # put it into the README
+    python scripts/support_table.py --write    # put it into recipes/families.md
 
 An engine's cell says ``run`` where a record in ``inference/benchmarks/engines/`` shows that the engine and our decoder
 said the same on a checkpoint of the family, ``loads`` where the engine's loader takes the layout by its source and
@@ -22,7 +22,7 @@ from mtp_train.families import FAMILIES, Family
 from mtp_train.families.gguf import GGUF_HEADS
 
 REPOSITORY = Path(__file__).parents[1]
-README = REPOSITORY / "README.md"
+PAGE = REPOSITORY / "recipes" / "families.md"
 RECORDS = REPOSITORY / "inference" / "benchmarks" / "engines"
 BEGIN, END = "<!-- families -->", "<!-- /families -->"
 ENGINE_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp", "transformers": "`use_mtp`"}
@@ -74,20 +74,20 @@ def attached() -> str:
     most = max(titles, key=lambda served: len(titles[served]))
     named = ", ".join(f"{', '.join(titles[served])} ({served})" for served in titles if served != most)
     count = sum(map(len, titles.values()))
-    text = f"A head can be [attached](recipes/attach.md) to {count} families without one: {named}, and others ({most})."
+    text = f"A head can be [attached](attach.md) to {count} families without one: {named}, and others ({most})."
     return textwrap.fill(text, width=120)
 
 
 def main() -> None:
-    """Print the table, or write it into the README."""
+    """Print the table, or write it into its page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put it into the README")
+    parser.add_argument("--write", action="store_true", help="put it into recipes/families.md")
     if not parser.parse_args().write:
         print(table())
         return
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     between = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", flags=re.DOTALL)
-    README.write_text(between.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text), encoding="utf-8")
+    PAGE.write_text(between.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text), encoding="utf-8")
 
 
 if __name__ == "__main__":
