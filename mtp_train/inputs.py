@@ -140,8 +140,6 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
     train_records, held_out_records = split_records(recipe, progress)
     held_out = evaluation_prompts(recipe, held_out_records, tokenizer)
-    if PartialState().is_main_process:
-        progress.console.print(split_sentence(train_records, held_out_records, held_out))
     documents: Sequence[Document] = ()
     prompts: Sequence[Prompt] = ()
     if recipe.regenerates:
@@ -155,6 +153,10 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         require_whole_trunk(checkpoint, trust_remote_code=recipe.model.trust_remote_code)
     for checkpoint in [finetune] if base is None else [finetune, base]:
         require_finite_checkpoint(checkpoint, progress)
+    home = home_prompts(recipe, tokenizer)
+    # Last: a refusal is one message.
+    if PartialState().is_main_process:
+        progress.console.print(split_sentence(train_records, held_out_records, held_out))
     return Inputs(
         finetune=finetune,
         base=base,
@@ -166,7 +168,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         documents=documents,
         prompts=prompts,
         held_out=held_out,
-        home=home_prompts(recipe, tokenizer),
+        home=home,
     )
 
 

@@ -15,13 +15,15 @@ import psutil
 import torch
 import yaml
 from accelerate.commands.config.config_args import default_config_file
+from rich.console import Console
 
 from mtp_train.errors import RecipeError
-from mtp_train.heads.precision import Resolved, resolve_precision
+from mtp_train.heads.precision import resolve_precision
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import load_recipe
 from mtp_train.run_dir import RECIPE_FILE
 from mtp_train.train.launcher import launch_arguments
+from mtp_train.weights.files import Checkpoint
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 OPTION = "num_cpu_threads_per_process"
@@ -47,10 +49,22 @@ def with_recorded_precision(recipe: Recipe, run_dir: Path) -> Recipe:
     return replace(recipe, train=replace(recipe.train, precision=precision))
 
 
-def with_resolved_precision(recipe: Recipe, device: torch.device) -> tuple[Recipe, Resolved]:
-    """Return a recipe whose precision is what ``auto`` stands for on a device, and why."""
-    resolved = resolve_precision(recipe.train.precision, device)
-    return replace(recipe, train=replace(recipe.train, precision=resolved.precision)), resolved
+def with_resolved_precision(recipe: Recipe, device: torch.device) -> Recipe:
+    """Return a recipe whose precision is what ``auto`` stands for on a device."""
+    precision = resolve_precision(recipe.train.precision, device).precision
+    return replace(recipe, train=replace(recipe.train, precision=precision))
+
+
+def tell_precision(recipe: Recipe, device: torch.device, console: Console) -> None:
+    """Print the precision of a resolved recipe, and what the device makes of it."""
+    precision, reason = resolve_precision(recipe.train.precision, device)
+    console.print(f"training in {precision}: {reason}", highlight=False)
+
+
+def settle_threads(checkpoint: Checkpoint, device: torch.device, console: Console) -> None:
+    """Set the number of threads for a model that runs on a CPU, and print it."""
+    if device.type == "cpu":
+        console.print(f"computing with {use_threads(checkpoint.text_config)}", highlight=False)
 
 
 def use_threads(text_config: Mapping[str, Any]) -> str:

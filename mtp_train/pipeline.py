@@ -16,14 +16,12 @@ from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import Progress
 
-from mtp_train.demo import resolve
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError
 from mtp_train.evaluation import evaluate_run
 from mtp_train.exporting import write_export
-from mtp_train.families import raw_text_config
 from mtp_train.heads.flex import require_flex_device
 from mtp_train.inputs import gather_inputs
-from mtp_train.machine import use_threads, with_recorded_precision, with_resolved_precision
+from mtp_train.machine import settle_threads, tell_precision, with_recorded_precision, with_resolved_precision
 from mtp_train.memory import memory_is_named
 from mtp_train.model_card import write_card
 from mtp_train.recipe import Recipe
@@ -54,7 +52,7 @@ from mtp_train.train.launch import lost_process_is_named, make_accelerator
 from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.training import HEAD, train_stage
 from mtp_train.weights.artifact import load_artifact
-from mtp_train.weights.files import CONFIG_FILE, locate_checkpoint, read_json
+from mtp_train.weights.files import read_json
 from mtp_train.weights.writing import full_disk_is_named
 
 EXPORT = "export"
@@ -85,7 +83,7 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     try:
         accelerator = make_accelerator()
         require_flex_device(recipe.train.attention, accelerator.device)
-        recipe = settle(recipe, accelerator, console)
+        recipe = settle(recipe, accelerator)
         progress_bars = _progress(console, is_main=accelerator.is_main_process)
         named = memory_is_named(recipe, lambda: stage.name)
         with full_disk_is_named(run_dir, what="the run"), lost_process_is_named(), named, progress_bars as progress:
@@ -108,21 +106,10 @@ def run(recipe: Recipe, console: Console) -> Outcome:
     return outcome
 
 
-def settle(recipe: Recipe, accelerator: Accelerator, console: Console) -> Recipe:
-    """Settle what the recipe leaves to the machine, and say it; return the recipe with all of it resolved.
-
-    Raises:
-        CheckpointError: The trunk has no config that can be read.
-    """
-    recipe, resolved = with_resolved_precision(recipe, accelerator.device)
-    # One machine's choice for all: processes on others may have other features.
-    recipe = broadcast_object_list([recipe])[0]
-    said = f"training in {recipe.train.precision} ({resolved.reason})"
-    if accelerator.device.type == "cpu":
-        config = read_json(locate_checkpoint(resolve(recipe.model.trunk)) / CONFIG_FILE)
-        said += f"; {use_threads(raw_text_config(config))}"
-    console.print(said, highlight=False)
-    return recipe
+def settle(recipe: Recipe, accelerator: Accelerator) -> Recipe:
+    """Return a recipe with the precision that it leaves to the machine resolved, to the same one on all machines."""
+    resolved: Recipe = broadcast_object_list([with_resolved_precision(recipe, accelerator.device)])[0]
+    return resolved
 
 
 def _progress(console: Console, *, is_main: bool) -> Progress:
@@ -150,6 +137,8 @@ def run_stages(
 ) -> Outcome:
     """Go through the stages. Only the main process evaluates, exports and prints."""
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+    tell_precision(recipe, accelerator.device, progress.console)
+    settle_threads(inputs.finetune, accelerator.device, progress.console)
     trained = (run_dir / HEAD).is_dir()
     in_shards = shards_trunk(accelerator) and not trained
     main = accelerator.is_main_process
@@ -214,11 +203,12 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
     recipe = with_recorded_precision(recipe, run_dir)
     require_ours(run_dir, recipe)
     accelerator = make_accelerator()
-    recipe = settle(recipe, accelerator, progress.console)
+    recipe = settle(recipe, accelerator)
     main = accelerator.is_main_process
     if main:
         require_run_inputs(recipe, run_dir, progress, anew=True)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+    settle_threads(inputs.finetune, accelerator.device, progress.console)
     records = hash_run_inputs(recipe, run_dir, progress) if main else {}
     trunk = load_run_trunk(recipe, inputs, accelerator)
     inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)

@@ -139,7 +139,7 @@ def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     require_ours(directory, recipe)
     require_run_inputs(recipe, directory, progress, anew=True)
     accelerator = make_accelerator()
-    recipe, _ = with_resolved_precision(recipe, accelerator.device)
+    recipe = with_resolved_precision(recipe, accelerator.device)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     contents = hash_run_inputs(recipe, directory, progress)
     trunk = load_run_trunk(recipe, inputs, accelerator)

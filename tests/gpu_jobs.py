@@ -66,7 +66,7 @@ def two_steps(accelerator: Accelerator, family: str, *, bf16: bool = False, reco
         }
     )
     trunk = tiny_trunk(family)
-    compute_dtype = torch.bfloat16 if bf16 else None
+    compute_dtype = torch.bfloat16 if bf16 else torch.float32
     settings = {"kind": "kl", "temperature": 1.0, "recompute": recompute, "compute_dtype": compute_dtype}
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, **settings)
     plan = make_plan(recipe, accelerator.num_processes)

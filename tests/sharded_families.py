@@ -141,7 +141,7 @@ def train(case: str, accelerator: Accelerator) -> Trained:
         kind="kl",
         temperature=1.0,
         recompute=case == RECOMPUTED,
-        compute_dtype=torch.bfloat16 if case == HALF else None,
+        compute_dtype=torch.bfloat16 if case == HALF else torch.float32,
     )
     recipe = tiny_recipe(
         Path("anywhere"),

@@ -20,6 +20,7 @@ from mtp_train.heads.diagnose import head_shapes
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.module import unroll_of
 from mtp_train.heads.offload import require_offload
+from mtp_train.heads.precision import resolve_precision
 from mtp_train.heads.quantization import require_quantizable
 from mtp_train.heads.trunk import Trunk, empty_trunk, trunk_config
 from mtp_train.inputs import require_attention, require_draft_vocab, require_rows, require_unroll
@@ -47,7 +48,7 @@ class CheckResult:
 
     recipe: Recipe
     precision_reason: str
-    """Why ``train.precision`` is what it is in the recipe, which has it resolved for this machine."""
+    """What this machine makes of bf16; the recipe's ``train.precision`` is resolved for it."""
     family: str
     plan: Plan
     memory: Footprint
@@ -81,7 +82,7 @@ class CheckResult:
         shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
         return (
             f"{dump_recipe(self.recipe)}\n"
-            f"# train.precision: {self.recipe.train.precision}, {self.precision_reason}\n"
+            f"# train.precision: {self.recipe.train.precision}; {self.precision_reason}\n"
             f"# {self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
             f"{memory.head_parameters / 1e6:.2f} M ({memory.trained_parameters / 1e6:.2f} M trained)\n"
             f"# {plan.max_steps} steps of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
@@ -135,7 +136,8 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     """
     recipe = with_recorded_precision(recipe, Path(recipe.run_dir))
     device = PartialState().device
-    recipe, resolved = with_resolved_precision(recipe, device)
+    recipe = with_resolved_precision(recipe, device)
+    reason = resolve_precision(recipe.train.precision, device).reason
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_json(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
@@ -184,7 +186,7 @@ def check(recipe: Recipe, world_size: int) -> CheckResult:
     cost = whole_cost(recipe, plan, sizes, memory)
     serves = engine_commands(head_family.engines, f"{recipe.run_dir}/export", recipe.head.num_depths)
     hashed = input_bytes(recipe)
-    return CheckResult(recipe, resolved.reason, head_family.title, plan, memory, shards, cost, hashed, serves)
+    return CheckResult(recipe, reason, head_family.title, plan, memory, shards, cost, hashed, serves)
 
 
 def whole_footprint(

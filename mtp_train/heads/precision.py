@@ -21,7 +21,7 @@ MEMORY_SHARE = 0.6
 
 
 class Resolved(NamedTuple):
-    """A precision, and why it is this one."""
+    """A precision, and what the device makes of bf16."""
 
     precision: Precision
     reason: str
@@ -33,8 +33,8 @@ def resolve_precision(asked: Literal["auto", "fp32", "bf16"], device: torch.devi
     if asked == "auto":
         return Resolved("bf16" if native else "fp32", why)
     if asked == "bf16" and not native:
-        return Resolved("bf16", f"as asked, although {why}: expect steps to take about 5 times as long as in fp32")
-    return Resolved(asked, "as asked")
+        why += ": expect steps to take about 5 times as long as in fp32"
+    return Resolved(asked, why)
 
 
 def slow_halves(dtype: torch.dtype, device: torch.device) -> bool:

@@ -19,6 +19,7 @@ from mtp_train.heads.attach import build_head, graft_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.inputs import Inputs, gather_inputs
 from mtp_train.joint import trained_weights
+from mtp_train.machine import settle_threads, tell_precision
 from mtp_train.model_card import write_card
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_sft import SftSection
@@ -52,6 +53,8 @@ def run_sft_stages(
     sft = section_of(recipe)
     require_whole_model(accelerator)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+    tell_precision(recipe, accelerator.device, progress.console)
+    settle_threads(inputs.finetune, accelerator.device, progress.console)
     require_trainable(inputs.finetune.family, inputs.finetune.config, where=inputs.finetune.path)
     if sft.lora is not None:
         # Raises where LoRA has nothing to be put on.

@@ -84,7 +84,7 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
         recording = Recording(texts, make_accelerator(), progress)
         for arm, overrides in changes.items():
             asked = load_recipe(recipe_path, [f"run_dir={work / arm}", "track.wandb=off", *overrides])
-            recipe, _ = with_resolved_precision(asked, recording.accelerator.device)
+            recipe = with_resolved_precision(asked, recording.accelerator.device)
             started = time.perf_counter()
             arms[arm], settings[arm] = _record(arm, recipe, recording)
             progress.console.print(f"{arm}: tau {arms[arm]['tau']:.3f}, {time.perf_counter() - started:.0f} s")

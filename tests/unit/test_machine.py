@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mtp_train import machine, pipeline
-from mtp_train.errors import OutputExistsError
+from mtp_train.errors import GateRefusedError, OutputExistsError
 from mtp_train.machine import threads_are_set, threads_for, use_threads
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_io import load_recipe
@@ -118,15 +119,20 @@ def test_the_resolved_precision_is_recorded_and_kept_on_another_machine(
         pipeline.run(tiny_recipe(tmp_path / "in", tmp_path / "run", train__precision="bf16"), Console(quiet=True))
 
 
+@pytest.mark.parametrize(("precision", "native", "warned"), [("bf16", False, 1), ("bf16", True, 0), ("auto", False, 0)])
 def test_a_slow_precision_is_obeyed_with_one_warning(
-    stages: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    precision: str, native: bool, warned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolve_as(monkeypatch, False)
-    recipe = tiny_recipe(write_inputs(tmp_path / "in"), tmp_path / "run", train__precision="bf16")
-    with pytest.raises(KeyboardInterrupt):
-        pipeline.run(recipe, Console(width=200))
-    assert stages[-1].train.precision == "bf16"
-    assert capsys.readouterr().out.count("expect steps to take about 5 times as long") == 1
+    resolve_as(monkeypatch, native)
+    recipe = tiny_recipe(
+        write_inputs(tmp_path / "in"), tmp_path / "run", train__precision=precision, train__max_steps=1
+    )
+    told = io.StringIO()
+    with pytest.raises(GateRefusedError):
+        pipeline.run(recipe, Console(file=told, width=200))
+    assert told.getvalue().count("expect steps to take about 5 times as long") == warned
+    assert told.getvalue().count("computing with 1 thread(s), as set") == 1
+    assert load_recipe(tmp_path / "run" / RECIPE_FILE).train.precision == ("fp32" if precision == "auto" else "bf16")
 
 
 def test_regeneration_alone_records_what_a_later_run_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,9 +90,9 @@ def test_a_precision_that_is_named_is_obeyed_and_its_cost_told(monkeypatch: pyte
     assert asked.precision == "bf16"
     assert "no native bf16" in asked.reason
     assert "5 times" in asked.reason
-    assert resolve_precision("fp32", CPU) == ("fp32", "as asked")
+    assert resolve_precision("fp32", CPU) == ("fp32", "this CPU (AVX2) has no native bf16")
     x86(monkeypatch, "AVX512", avx512_bf16=True, mkldnn=True)
-    assert resolve_precision("bf16", CPU).reason == "as asked"
+    assert resolve_precision("bf16", CPU) == ("bf16", "this CPU (AVX512) multiplies bf16 natively")
 
 
 def test_a_trunk_is_held_in_fp32_on_a_cpu_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
