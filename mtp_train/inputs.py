@@ -55,6 +55,10 @@ from mtp_train.weights.files import (
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.identity import Contents
 
+HOME_PROMPTS = 12
+"""Most prompts that the vanilla model decodes of its own kind, each of another group: it writes code up to the limit,
+which takes longer than all other arms together."""
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -391,7 +395,7 @@ def home_prompts(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
     if source is None or "vanilla" not in recipe.evaluate.arms:
         return []
     records = load_records(resolve(source), group_field=GROUP_FIELD, name=source)
-    return choose_evenly(prompts_of(records, tokenizer), recipe.evaluate.prompts, recipe.seed)
+    return choose_evenly(prompts_of(records, tokenizer), min(recipe.evaluate.prompts, HOME_PROMPTS), recipe.seed)
 
 
 def prompts_of(records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
