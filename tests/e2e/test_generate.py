@@ -103,6 +103,7 @@ def test_generate_states_its_settings(inputs: Path, run_dir: Path, capfd: Captur
         "draft_sampling": "sampled",
         "dtype": "float32",
         "device": "cpu",
+        "captured_rounds": 0,
     }
 
 
