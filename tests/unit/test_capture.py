@@ -32,6 +32,7 @@ from mtp_inference.other_drafters import ModelDrafter, ModelDrafting, NgramDraft
 from mtp_train.arms import PLAIN, run_arms
 from mtp_train.data.prompts import Prompt
 from mtp_train.heads.trunk import Trunk
+from mtp_train.serving import GREEDY
 from recorded_graph import DEFAULT_STREAM, RecordedDevice, RecordedGraph, stand_in
 from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 
@@ -283,7 +284,17 @@ def test_measurements_say_how_many_rounds_were_captured(as_on_a_gpu: list[Record
     assert settings["captured_rounds"] == 2 * row["captured_rounds"]
     as_on_a_gpu.clear()
     prompts = [Prompt("a", "a", tuple(prompt(5)))]
-    runs = run_arms(trunk_of("glm4_moe"), {}, prompts, depth=0, max_new_tokens=9, eos_ids=(), on_prompt=lambda: None)
+    runs = run_arms(
+        trunk_of("glm4_moe"),
+        {},
+        prompts,
+        depth=0,
+        setting=GREEDY,
+        max_new_tokens=9,
+        eos_ids=(),
+        seed=0,
+        on_prompt=lambda: None,
+    )
     assert runs[PLAIN].captured_rounds == len(as_on_a_gpu) > 0
 
 
