@@ -35,6 +35,7 @@ from mtp_train.heads.offload import offload_layers
 from mtp_train.heads.trunk import Trunk, load_trunk
 from mtp_train.held_out import HELD_OUT, held_out_figures
 from mtp_train.inputs import Inputs
+from mtp_train.machine import settle_threads
 from mtp_train.measuring import measured_together
 from mtp_train.recipe import Recipe
 from mtp_train.report.schema import ArmResult, Lossless, RunCell, RunReport
@@ -123,6 +124,7 @@ def measure_arms(
 
     The arms on the run's trunk decode at every setting of the recipe, the vanilla model at the first one only.
     """
+    settle_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, progress.console)
     drafting = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
     names = {
         PLAIN: None,

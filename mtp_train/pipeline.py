@@ -21,7 +21,7 @@ from mtp_train.evaluation import evaluate_run
 from mtp_train.exporting import write_export
 from mtp_train.heads.flex import require_flex_device
 from mtp_train.inputs import gather_inputs
-from mtp_train.machine import settle_threads, tell_precision, with_recorded_precision, with_resolved_precision
+from mtp_train.machine import tell_precision, with_recorded_precision, with_resolved_precision
 from mtp_train.memory import memory_is_named
 from mtp_train.model_card import write_card
 from mtp_train.recipe import Recipe
@@ -138,7 +138,6 @@ def run_stages(
     """Go through the stages. Only the main process evaluates, exports and prints."""
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     tell_precision(recipe, accelerator.device, progress.console)
-    settle_threads(inputs.finetune, accelerator.device, progress.console)
     trained = (run_dir / HEAD).is_dir()
     in_shards = shards_trunk(accelerator) and not trained
     main = accelerator.is_main_process
@@ -208,7 +207,6 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
     if main:
         require_run_inputs(recipe, run_dir, progress, anew=True)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
-    settle_threads(inputs.finetune, accelerator.device, progress.console)
     records = hash_run_inputs(recipe, run_dir, progress) if main else {}
     trunk = load_run_trunk(recipe, inputs, accelerator)
     inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)

@@ -22,6 +22,7 @@ from mtp_train.data.served import PROBE_PROMPTS, missing_prompts, probe, regener
 from mtp_train.data.tokenize import Document
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs
+from mtp_train.machine import settle_threads
 from mtp_train.recipe import Recipe, RegenerateSpec
 from mtp_train.run_dir import checkpoint_identity
 from mtp_train.run_inputs import ADAPTER, TRUNK
@@ -60,6 +61,8 @@ def regenerate_stage(
         progress.update(task, completed=done, total=total)
 
     if settings.endpoint is None:
+        rows = settings.batch_size or BATCH_SIZE
+        settle_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
         answer_by_decoder(recipe, settings, inputs, trunk, store, accelerator, on_progress)
     else:
         said = answer_by_server(recipe, settings, inputs, trunk, store, accelerator, on_progress)

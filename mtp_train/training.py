@@ -24,6 +24,7 @@ from mtp_train.heads.precision import COMPUTE_DTYPES
 from mtp_train.heads.trunk import Trunk
 from mtp_train.inputs import Inputs
 from mtp_train.losses import LossKind
+from mtp_train.machine import settle_threads
 from mtp_train.measuring import make_selection, part_documents, renumbered
 from mtp_train.recipe import Recipe
 from mtp_train.run_inputs import ADAPTER, TRUNK
@@ -56,6 +57,8 @@ def train_stage(
     progress: Progress,
 ) -> None:
     """Train the head and save it as the run's artifact. Where the trunk is sharded, only shards are left of it."""
+    rows = recipe.train.micro_batch_sequences * recipe.data.seq_len_tokens
+    settle_threads("training", rows, inputs.finetune, accelerator.device, progress.console)
     accelerator.gradient_accumulation_steps = inputs.plan.accumulation
     head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
     if recipe.head.lora is not None:

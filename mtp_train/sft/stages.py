@@ -54,7 +54,8 @@ def run_sft_stages(
     require_whole_model(accelerator)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     tell_precision(recipe, accelerator.device, progress.console)
-    settle_threads(inputs.finetune, accelerator.device, progress.console)
+    rows = recipe.train.micro_batch_sequences * recipe.data.seq_len_tokens
+    settle_threads("training", rows, inputs.finetune, accelerator.device, progress.console)
     require_trainable(inputs.finetune.family, inputs.finetune.config, where=inputs.finetune.path)
     if sft.lora is not None:
         # Raises where LoRA has nothing to be put on.

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from mtp_train.data.tokenize import Document
 from mtp_train.inputs import Inputs, gather_inputs
-from mtp_train.machine import settle_threads, tell_precision
+from mtp_train.machine import tell_precision
 from mtp_train.recipe import Recipe
 from mtp_train.recipe_study import StudySection
 from mtp_train.report.cells import DriftPoint, StudyReport
@@ -58,7 +58,6 @@ def run_study_stages(
     study = section_of(recipe)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     tell_precision(recipe, accelerator.device, progress.console)
-    settle_threads(inputs.finetune, accelerator.device, progress.console)
     found = gather_study(recipe, study, inputs)
     main = accelerator.is_main_process
     records = hash_run_inputs(recipe, run_dir, progress) if main else {}

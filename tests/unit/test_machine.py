@@ -57,11 +57,19 @@ def test_a_launcher_s_config_may_name_threads(named: str, text: str, expected: b
 
 
 @pytest.mark.parametrize(
-    ("hidden_size", "cores", "expected"),
-    [(128, 8, 1), (511, 8, 1), (512, 8, 8), (4096, 64, 16), (4096, 1, 1), (4096, 0, 1)],
+    ("rows", "hidden_size", "cores", "expected"),
+    [
+        (1, 128, 8, 1),
+        (1, 511, 8, 1),
+        (1, 512, 8, 8),
+        (1536, 128, 8, 8),
+        (1, 4096, 64, 16),
+        (1, 4096, 1, 1),
+        (1, 4096, 0, 1),
+    ],
 )
-def test_wide_models_use_the_cores(hidden_size: int, cores: int, expected: int) -> None:
-    assert threads_for(hidden_size, cores) == expected
+def test_large_products_use_the_cores(rows: int, hidden_size: int, cores: int, expected: int) -> None:
+    assert threads_for(rows * hidden_size**2, cores) == expected
 
 
 def test_threads_are_set_once_nobody_has_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +79,7 @@ def test_threads_are_set_once_nobody_has_and_told(monkeypatch: pytest.MonkeyPatc
     assert use_threads({"hidden_size": 4096}) == "2 thread(s) of 2 core(s)"
     assert torch.get_num_threads() == 2
     assert use_threads({"hidden_size": 128}) == "1 thread(s) of 2 core(s)"
+    assert use_threads({"hidden_size": 128}, rows=1536) == "2 thread(s) of 2 core(s)"
     # A config that is wrong is for whoever opens the trunk to refuse.
     assert use_threads({"hidden_size": "wide"}) == "1 thread(s) of 2 core(s)"
     monkeypatch.setattr(machine, "_launcher", lambda: (["bash"], {}))
@@ -131,7 +140,8 @@ def test_a_slow_precision_is_obeyed_with_one_warning(
     with pytest.raises(GateRefusedError):
         pipeline.run(recipe, Console(file=told, width=200))
     assert told.getvalue().count("expect steps to take about 5 times as long") == warned
-    assert told.getvalue().count("computing with 1 thread(s), as set") == 1
+    assert told.getvalue().count("training with 1 thread(s), as set") == 1
+    assert told.getvalue().count("decoding with 1 thread(s), as set") == 1
     assert load_recipe(tmp_path / "run" / RECIPE_FILE).train.precision == ("fp32" if precision == "auto" else "bf16")
 
 
