@@ -129,11 +129,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
     require_attention(recipe, head_plan.family, text_config, head_plan.num_modules)
     for checkpoint in [finetune] if base is None or "vanilla" not in recipe.evaluate.arms else [finetune, base]:
-        if recipe.model.quantization is not None:
-            require_quantizable(recipe.model.quantization, checkpoint.config, where=checkpoint.path)
-            require_bitsandbytes(recipe.model.quantization)
-        if recipe.model.offload is not None:
-            require_offload(recipe.model.offload, world_size, checkpoint.config, where=checkpoint.path)
+        _require_packable(recipe, checkpoint, world_size)
     if recipe.head.lora is not None:
         require_lora_targets(recipe.head.lora, head_plan.family, text_config, head_plan.num_modules, convention)
     require_arms(recipe, finetune)
@@ -174,6 +170,14 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         held_out=held_out,
         home=home,
     )
+
+
+def _require_packable(recipe: Recipe, checkpoint: Checkpoint, world_size: int) -> None:
+    if recipe.model.quantization is not None:
+        require_quantizable(recipe.model.quantization, checkpoint.config, where=checkpoint.path)
+        require_bitsandbytes(recipe.model.quantization)
+    if recipe.model.offload is not None:
+        require_offload(recipe.model.offload, world_size, checkpoint.config, where=checkpoint.path)
 
 
 def plan_head(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None) -> HeadPlan:
