@@ -47,13 +47,13 @@ Job = Callable[[], int]
 class Sizes(NamedTuple):
     """How much a job does."""
 
-    train_tokens: int = 1024
-    seq_len: int = 512
+    train_tokens: int = 256
+    seq_len: int = 256
     prompt_tokens: int = 64
-    new_tokens: int = 32
+    new_tokens: int = 16
     rows: int = 16
     depth: int = 3
-    repeats: int = 5
+    repeats: int = 3
 
 
 SMALL = Sizes(64, 32, 8, 4, 4, 3, 1)

@@ -82,7 +82,7 @@ def recorded_arms(trunk: str) -> dict[str, ArmResult]:
     """Return the recorded arms on the fine-tune, ``measured_here`` false; none for any other trunk.
 
     ``control`` is a head trained for as many steps on the base's old code instead of the fine-tune's answers;
-    ``ceiling`` is one trained for ten times the steps, and ``random_head`` one that starts from random weights.
+    ``ceiling`` is one trained for ten times the steps, and ``random`` one that starts from random weights.
     ``ngram`` is no head but a static table of what follows what in the same answers. All were measured on the recipe's
     own held-out prompts.
 

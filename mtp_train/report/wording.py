@@ -50,7 +50,7 @@ GLOSSARY = (
 RECORDED = {
     "control": "the same training on the base's old text",
     "ceiling": "ten times the steps",
-    "random_head": "the same training from random weights",
+    "random": "the same training from random weights",
     "ngram": "no head but a static n-gram table of the same training text, what remembering its phrases gives",
 }
 

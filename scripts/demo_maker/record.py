@@ -1,6 +1,6 @@
 """The arms that take too long for the recipe, measured once.
 
-``control`` trains on the old data, ``ceiling`` for more steps, ``random_head`` from random weights with the recipe's
+``control`` trains on the old data, ``ceiling`` for more steps, ``random`` from random weights with the recipe's
 budget; ``ngram`` drafts from a static table of the recipe's own training text. All are measured on the recipe's own
 held-out prompts, like the arms beside them.
 """
@@ -42,7 +42,7 @@ from mtp_train.weights.writing import write_json
 
 CEILING_FACTOR = 10
 CONTROL_FILES_EVERY, CONTROL_CHARS = 2, 4000
-CONTROL, CEILING, RANDOM_HEAD, NGRAM = "control", "ceiling", "random_head", "ngram"
+CONTROL, CEILING, RANDOM_HEAD, NGRAM = "control", "ceiling", "random", "ngram"
 ANSWERS = "the trunk's own answers to the recipe's prompts"
 DATA = {
     CONTROL: "the code that the base was trained on",
