@@ -46,7 +46,12 @@ def decode(trunk: Trunk, rows: int, depth: int = 0) -> list[tuple[int, ...]]:
     return [tuple(one.token_ids) for one in decoder.generate(prompts, NEW_TOKENS)]
 
 
-@pytest.mark.parametrize("kind", CACHE_KINDS)
+QUICK = ("full", "recurrent", "sliding", "latent", "compressed")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in CACHE_KINDS]
+)
 @pytest.mark.usefixtures("slow")
 def test_a_wide_batch_decodes_as_in_fp32(kind: str) -> None:
     half, full = half_and_full(kind)
