@@ -212,7 +212,7 @@ def _match(
         weight: _UNKNOWN for key in tensors if (weight := packed_weight(key)) is not None
     }
     shapes |= {key: plain_shape(key, tensors) for key in plain}
-    state = {key: _Shape(torch.empty(shape, device="meta")) for key, shape in shapes.items()}
+    state = {key: torch.empty(shape, device="meta").as_subclass(_Shape) for key, shape in shapes.items()}
     config = model.config
     for part in (config, config.get_text_config()):
         # What is packed is known from the tensors. Its method may need a package or a device that is not here.

@@ -35,6 +35,12 @@ PROMPTS = torch.randint(VOCAB_SIZE, (32, 6), generator=torch.Generator().manual_
 NEW_TOKENS = 20
 
 
+@pytest.fixture(autouse=True)
+def products_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply as held: a CPU that is slow in bf16 would run prompts, and batches of this size, in fp32."""
+    monkeypatch.setattr("mtp_train.heads.precision.bf16_support", lambda _device: (True, "as everywhere"))
+
+
 class Parting(NamedTuple):
     """Where two texts first differ."""
 
