@@ -1,3 +1,102 @@
-"""Put the MTP head back on a fine-tuned model, retrain it, prove the gain, and export it for stock engines."""
+"""Put the MTP head back on a fine-tuned model, retrain it, prove the gain, and export it for stock engines.
+
+Names are imported on first use, so that ``import mtp_train`` loads neither torch nor transformers. Results print as a
+short text, and ``to_json()`` returns what the command line prints with ``--json``. ``recipes/python.md`` is a tour.
+
+Example:
+    >>> import mtp_train as mtp
+    >>> mtp.inspect("my-27b", base="Qwen/Qwen3.6-27B").status
+    'declared_but_missing'
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mtp_train.errors import ChangedInputError as ChangedInputError
+    from mtp_train.errors import CheckpointError as CheckpointError
+    from mtp_train.errors import DataError as DataError
+    from mtp_train.errors import FullDiskError as FullDiskError
+    from mtp_train.errors import GateRefusedError as GateRefusedError
+    from mtp_train.errors import LostProcessError as LostProcessError
+    from mtp_train.errors import MtpError as MtpError
+    from mtp_train.errors import OutOfMemoryError as OutOfMemoryError
+    from mtp_train.errors import OutputExistsError as OutputExistsError
+    from mtp_train.errors import RecipeError as RecipeError
+    from mtp_train.errors import StoppedError as StoppedError
+    from mtp_train.errors import TrainingError as TrainingError
+    from mtp_train.errors import UnsupportedModelError as UnsupportedModelError
+    from mtp_train.evaluation.cells import StudyReport as StudyReport
+    from mtp_train.evaluation.results import RunReport as RunReport
+    from mtp_train.hooks.keep_head import KeepHead as KeepHead
+    from mtp_train.hooks.keep_head import keep_head as keep_head
+    from mtp_train.hooks.train_beside import train_head_beside as train_head_beside
+    from mtp_train.job.check import CheckResult as CheckResult
+    from mtp_train.job.check import check as check
+    from mtp_train.job.checkpoints.export_checkpoint import ExportResult as ExportResult
+    from mtp_train.job.checkpoints.export_checkpoint import export as export
+    from mtp_train.job.checkpoints.graft import GraftResult as GraftResult
+    from mtp_train.job.checkpoints.graft import graft as graft
+    from mtp_train.job.checkpoints.inspect import Inspection as Inspection
+    from mtp_train.job.checkpoints.inspect import inspect as inspect
+    from mtp_train.job.checkpoints.merge import MergeResult as MergeResult
+    from mtp_train.job.checkpoints.merge import merge as merge
+    from mtp_train.job.checkpoints.push import PushResult as PushResult
+    from mtp_train.job.checkpoints.push import push as push
+    from mtp_train.job.evaluate import EvaluationGrid as EvaluationGrid
+    from mtp_train.job.evaluate import EvaluationResult as EvaluationResult
+    from mtp_train.job.evaluate import compare as compare
+    from mtp_train.job.evaluate import evaluate as evaluate
+    from mtp_train.job.generate import GenerateResult as GenerateResult
+    from mtp_train.job.generate import generate as generate
+    from mtp_train.job.rescue import RescueResult as RescueResult
+    from mtp_train.job.rescue import rescue as rescue
+    from mtp_train.job.start import RegenerateResult as RegenerateResult
+    from mtp_train.job.start import RunResult as RunResult
+    from mtp_train.job.start import open_report as open_report
+    from mtp_train.job.start import regenerate as regenerate
+    from mtp_train.job.start import run as run
+    from mtp_train.weights.demo import DemoResult as DemoResult
+    from mtp_train.weights.demo import demo as demo
+    from mtp_train.weights.demo import demo_path as demo_path
 
 __version__ = "0.1.0"
+
+_NAMES_BY_MODULE = {
+    "errors": (
+        *("ChangedInputError", "CheckpointError", "DataError", "FullDiskError", "GateRefusedError", "LostProcessError"),
+        *("MtpError", "OutOfMemoryError", "OutputExistsError", "RecipeError", "StoppedError", "TrainingError"),
+        "UnsupportedModelError",
+    ),
+    "evaluation.cells": ("StudyReport",),
+    "evaluation.results": ("RunReport",),
+    "hooks.keep_head": ("KeepHead", "keep_head"),
+    "hooks.train_beside": ("train_head_beside",),
+    "job.check": ("CheckResult", "check"),
+    "job.checkpoints.export_checkpoint": ("ExportResult", "export"),
+    "job.checkpoints.graft": ("GraftResult", "graft"),
+    "job.checkpoints.inspect": ("Inspection", "inspect"),
+    "job.checkpoints.merge": ("MergeResult", "merge"),
+    "job.checkpoints.push": ("PushResult", "push"),
+    "job.evaluate": ("EvaluationGrid", "EvaluationResult", "compare", "evaluate"),
+    "job.generate": ("GenerateResult", "generate"),
+    "job.rescue": ("RescueResult", "rescue"),
+    "job.start": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),
+    "weights.demo": ("DemoResult", "demo", "demo_path"),
+}
+_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+
+__all__ = ["__version__", *sorted(_MODULES)]
+
+# Type checkers read the imports above. A __getattr__ would hide misspelt names from them.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

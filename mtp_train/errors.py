@@ -1,27 +1,38 @@
-"""The errors a user can meet, each with the exit code it ends in.
+"""The exceptions of mtp-train, each with the exit code of the command line.
 
-Every message answers four questions: where, what was found, what was expected, and what to do about it.
-The command line prints the message alone; a traceback means a bug.
+Every message states where the problem is, what was found, what was expected, and what to do. The command line prints
+the message alone; a traceback means a bug.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class MtpError(Exception):
-    """Report something the user can put right. Ends in exit code 2."""
+    """Report a problem that the user can fix. Base class of all errors below; exit code 2.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> try:
+        ...     mtp.graft("my-27b", "Qwen/Qwen3.6-27B", "my-27b-mtp")
+        ... except mtp.OutputExistsError as error:
+        ...     print(error)
+        my-27b-mtp: exists; expected a new path for the checkpoint. ...
+    """
 
     exit_code = 2
     reason = "bad_input"
-    """What ``outcome.json`` calls it."""
+    """The ``reason`` in ``outcome.json``."""
     of_one_process = False
-    """Whether one process of a launch may meet it and the others not, so that it speaks for itself."""
+    """Whether a single process of a launch can raise it, so that every process prints its own message."""
 
 
 class RecipeError(MtpError):
-    """Report every problem of a recipe at once, each with its dotted path.
+    """Report all problems of a recipe at once, each with its dotted path.
 
     Args:
-        problems: One line per problem, ``"{path}: {found}; expected {rule}. {cure}"``.
+        problems: One line per problem, ``"{path}: {found}; expected {rule}. {hint}"``.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -30,11 +41,11 @@ class RecipeError(MtpError):
 
 
 class CheckpointError(MtpError):
-    """Report a checkpoint that is incomplete, damaged, or does not fit what it is used for."""
+    """Report a checkpoint that is incomplete or damaged, or that does not fit its use."""
 
 
 class UnsupportedModelError(MtpError):
-    """Report an architecture without a known head layout, or one that a step cannot serve."""
+    """Report an architecture without a known head layout, or one that a step does not support."""
 
 
 class DataError(MtpError):
@@ -42,40 +53,42 @@ class DataError(MtpError):
 
 
 class OutputExistsError(MtpError):
-    """Report an output target that exists and must not be overwritten."""
+    """Report an output path that exists and must not be overwritten."""
 
 
 class ChangedInputError(MtpError):
-    """Report an input that is not the one that a directory's results were begun with."""
+    """Report an input that changed since the results in a directory were begun."""
 
 
 class TrainingError(MtpError):
-    """Report a run that cannot go on (a non-finite loss, a run directory of another recipe)."""
+    """Report a run that cannot continue, such as a non-finite loss or a run directory of another recipe."""
 
 
 class GateRefusedError(MtpError):
-    """Report a retrained head that is not better than its baseline. Ends in exit code 3."""
+    """Report a trained head that is not better than its baseline. Exit code 3."""
 
     exit_code = 3
     reason = "gate_refused"
+    run_dir: Path | None = None
+    """Directory of the refused run, with its report; None for an error of another function than ``run``."""
 
 
 class LostProcessError(MtpError):
-    """Report that another process of a run is gone, which is nobody's input. Ends in exit code 1."""
+    """Report that another process of a distributed run died. Exit code 1, as no input of the user caused it."""
 
     exit_code = 1
     reason = "lost_process"
 
 
 class StoppedError(MtpError):
-    """Report a run that was told to stop and can go on later. Ends in the exit code of its signal."""
+    """Report a run that was told to stop and can be resumed. Exit code of the signal (130 or 143)."""
 
     exit_code = 143
     reason = "stopped"
 
 
 class OutOfMemoryError(MtpError):
-    """Report that memory did not suffice, with the setting that would make it."""
+    """Report that memory ran out; the message names the setting that reduces it."""
 
     reason = "out_of_memory"
     of_one_process = True

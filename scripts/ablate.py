@@ -1,16 +1,17 @@
 #!/usr/bin/env python
-"""Train a recipe's head under every objective, text and unroll, and compare what is accepted.
+"""Train a recipe's head with every loss, training text and unroll, and compare acceptance.
 
     python scripts/ablate.py recipes/retrain_head.yaml --out runs/ablation evaluate.prompts=96
 
-Texts are ``corpus``, the sources' own responses, and ``self``, the trunk's responses to the same prompts. Unrolls are
-``exact``, ``fastmtp`` and ``on_policy`` (exact, without what comes after a wrong draft). Everything else is the
-recipe's, the same for all: steps, learning rate, held-out prompts. A seed is another order of the training text.
+Texts are ``corpus``, the responses in the sources, and ``self``, the trunk's responses to the same prompts. Unrolls are
+``exact``, ``fastmtp`` and ``on_policy`` (exact, without the depths after a wrong draft). All other settings, such as
+steps, learning rate and held-out prompts, come from the recipe and are equal for all runs. The seed determines the
+order of the training text.
 
-Acceptance is measured in decoding: greedily, and at temperature 1 with sampled drafts and rejection. Intervals of tau
-are over groups of prompts, of which each brings the rounds of all seeds. Those of a gain are over groups and seeds; a
-gain is marked as real where it survives Holm's correction over all gains. Heads and counts stay in the directory: a run
-that was cut off goes on.
+Acceptance is measured by decoding: greedily, and at temperature 1 with sampled drafts and rejection sampling. Intervals
+of tau are over groups of prompts, with the rounds of all seeds pooled in each group. Intervals of a gain are over
+groups and seeds. A gain is marked as real if it survives Holm's correction over all gains. Heads and counts stay in the
+directory, so the same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -30,28 +31,27 @@ from rich.progress import Progress
 from rich.table import Table
 
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
-from mtp_inference.sampling import Sampling
-from mtp_train.acceptance import Interval, PromptCounts, num_groups, paired, tau
-from mtp_train.acceptance_intervals import holm, tau_difference, tau_interval
+from mtp_inference.sampling.distributions import Sampling
+from mtp_train.acceptance.counts import Interval, PromptCounts, num_groups, paired, tau
+from mtp_train.acceptance.intervals import holm, tau_difference, tau_interval
 from mtp_train.data.records import Record
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.heads.attach import artifact_plan, build_head
+from mtp_train.heads.build import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.heads.trunk import Trunk
-from mtp_train.inputs import Inputs, gather_inputs, split_records
-from mtp_train.machine import with_recorded_precision, with_resolved_precision
-from mtp_train.recipe import Recipe
-from mtp_train.recipe_io import load_recipe
-from mtp_train.run_dir import environment_facts, require_ours
-from mtp_train.run_inputs import hash_run_inputs, require_run_inputs
-from mtp_train.stages import claim_run, load_run_trunk, make_documents
+from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
+from mtp_train.job.inputs import Inputs, gather_inputs, split_records
+from mtp_train.job.run_dir import environment_facts, require_ours, with_recorded_precision, with_resolved_precision
+from mtp_train.job.stages import claim_run, load_run_trunk, make_documents
+from mtp_train.job.training import train_stage
+from mtp_train.losses.catalogue import DEFAULT_LOSS, loss_names
+from mtp_train.recipe.loading import load_recipe
+from mtp_train.recipe.schema import Recipe
 from mtp_train.train.launch import make_accelerator
-from mtp_train.training import train_stage
+from mtp_train.trunk.load import Trunk
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.writing import write_json
 from recorded_ablation import LEVEL, over_seeds, p_value, together
 
-LOSSES = ("ce", "kl", "reverse_kl", "tv", "lk", "e2e_tv")
 TEXTS = ("corpus", "self")
 UNROLLS = ("exact", "fastmtp", "on_policy")
 TEMPERATURES = (0.0, 1.0)
@@ -60,7 +60,7 @@ DECODED_TOGETHER = 32
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """What is varied."""
+    """One combination of loss, text and unroll."""
 
     loss: str
     text: str
@@ -68,11 +68,11 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What its directory is called."""
+        """Stem of the names of its directories."""
         return f"{self.text}-{self.unroll}-{self.loss}"
 
     def recipe(self, recipe: Recipe, seed: int) -> Recipe:
-        """Return the recipe of one run. The seed is the order of the text; what is held out is fixed before."""
+        """Return the recipe of one run. The seed changes the order of the text, not the held-out prompts."""
         objective = replace(
             recipe.objective,
             loss=self.loss,
@@ -83,12 +83,12 @@ class Cell:
 
 
 Counts = dict[float, list[PromptCounts]]
-"""By temperature, a prompt each."""
+"""Counts of every prompt, by temperature."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all cells share."""
+    """The recipe, trunk and texts that all cells share."""
 
     recipe: Recipe
     inputs: Inputs
@@ -97,13 +97,13 @@ class Bench:
     accelerator: Accelerator
 
     def train(self, cell: Cell, seed: int, directory: Path, progress: Progress) -> None:
-        """Train the head of a cell, unless it is there."""
+        """Train the head of a cell, unless the directory holds it already."""
         if not (directory / "head").is_dir():
             recipe = cell.recipe(self.recipe, seed)
             train_stage(recipe, directory, self.inputs, self.trunk, self.texts[cell.text], self.accelerator, progress)
 
     def measure(self, directory: Path | None) -> Counts:
-        """Decode the held-out prompts with a head, or with the one that training starts from."""
+        """Decode the held-out prompts with the head in a directory, or for None with the initial head."""
         plan = self.inputs.head_plan if directory is None else artifact_plan(load_artifact(directory / "head"))
         weight = self.trunk.lm_head_VD
         config = text_config_of(self.inputs.finetune)
@@ -128,13 +128,13 @@ class Bench:
             )
             for number, prompt in enumerate(self.inputs.held_out)
         ]
-        results = decoder.generate(requests)
+        results = decoder.decode(requests)
         pairs = zip(results, self.inputs.held_out, strict=True)
         return [result.counts(prompt.id, prompt.group) for result, prompt in pairs]
 
 
 def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
-    """Load the trunk and make both texts, of the same prompts."""
+    """Load the trunk and build both texts from the same prompts."""
     recipe = with_recorded_precision(recipe, directory)
     require_ours(directory, recipe)
     require_run_inputs(recipe, directory, progress, anew=True)
@@ -143,7 +143,7 @@ def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     contents = hash_run_inputs(recipe, directory, progress)
     trunk = load_run_trunk(recipe, inputs, accelerator)
-    # Heads and counts of two recipes, or of two trunks, must not be mixed.
+    # One directory must not mix heads and counts of two recipes or two trunks.
     inputs = claim_run(recipe, directory, inputs, contents, accelerator, progress)
     own = make_documents(recipe, directory, inputs, trunk, accelerator, progress)
     records, _ = split_records(recipe)
@@ -157,7 +157,7 @@ def _of(records: Sequence[Record], ids: set[str]) -> list[Record]:
 
 
 def stored(path: Path, measure: Callable[[], Counts]) -> Counts:
-    """Read counts, or measure and write them; those of an earlier version, without groups, are measured again."""
+    """Return the counts in a file, or measure and write them. Older files, without groups, are replaced."""
     if not path.exists() or '"group"' not in path.read_text(encoding="utf-8"):
         found = {str(temperature): [asdict(count) for count in counts] for temperature, counts in measure().items()}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def stored(path: Path, measure: Callable[[], Counts]) -> Counts:
 
 
 def pooled(seeds: Sequence[Sequence[PromptCounts]]) -> list[PromptCounts]:
-    """Add up what each prompt did under all seeds."""
+    """Return the counts of each prompt, summed over seeds."""
     return [
         PromptCounts(
             prompt_id=same[0].prompt_id,
@@ -189,7 +189,7 @@ def pooled(seeds: Sequence[Sequence[PromptCounts]]) -> list[PromptCounts]:
 
 @dataclass(frozen=True)
 class Row:
-    """What a cell reached at one temperature."""
+    """The figures of a cell at one temperature."""
 
     cell: str
     temperature: float
@@ -197,15 +197,15 @@ class Row:
     tau_ci95: Interval | None
     tau_of_seeds: list[float]
     gain: float
-    """tau less that of the reference."""
+    """tau minus the tau of the reference."""
     gain_ci95: Interval | None
-    """Over groups and seeds; None with one of either."""
+    """Over groups and seeds; None with a single group or a single seed."""
     gain_of_seeds: list[float]
     groups: int
     p_value: float | None
-    """Two-sided, of no gain, before the correction; None for the reference itself."""
+    """Two-sided p-value for a gain of 0, before the correction; None for the reference."""
     survives: bool = False
-    """Whether the gain is real at 5 % over all gains of the ablation (Holm)."""
+    """Whether the gain is significant at 5 % over all gains of the ablation (Holm)."""
 
 
 def rows_of(found: dict[Cell, list[Counts]], reference: Cell) -> list[Row]:
@@ -239,8 +239,8 @@ def rows_of(found: dict[Cell, list[Counts]], reference: Cell) -> list[Row]:
 
 
 def table_of(rows: Sequence[Row], temperature: float, reference: Cell, graft: float) -> Table:
-    """Show one temperature, the best first."""
-    table = Table(title=f"temperature {temperature:g}; the head to begin with: tau {graft:.2f}")
+    """Return the table of one temperature, the highest tau first."""
+    table = Table(title=f"temperature {temperature:g}; initial head: tau {graft:.2f}")
     for heading in (
         "text",
         "unroll",
@@ -273,17 +273,18 @@ def _span(interval: Interval | None, form: str) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Cell]]:
-    """Read the command line; the first loss, text and unroll together are the reference."""
+    """Parse the command line. The first loss, text and unroll form the reference cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a recipe field")
     parser.add_argument("--out", type=Path, required=True, help="directory of heads, counts and ablation.json")
-    parser.add_argument("--losses", default="kl,ce,reverse_kl,tv,lk,e2e_tv", help="the first is compared with")
-    parser.add_argument("--texts", default="self,corpus", help="likewise")
-    parser.add_argument("--unrolls", default="exact,fastmtp", help="likewise; also on_policy")
+    default_first = sorted(loss_names(), key=lambda name: name != DEFAULT_LOSS)
+    parser.add_argument("--losses", default=",".join(default_first), help="the first is the reference")
+    parser.add_argument("--texts", default="self,corpus", help="the first is the reference")
+    parser.add_argument("--unrolls", default="exact,fastmtp", help="the first is the reference; also on_policy")
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_intermixed_args(argv)
-    axes = [("losses", LOSSES), ("texts", TEXTS), ("unrolls", UNROLLS)]
+    axes = [("losses", loss_names()), ("texts", TEXTS), ("unrolls", UNROLLS)]
     chosen = {name: getattr(arguments, name).split(",") for name, _ in axes}
     for name, known in axes:
         if strange := [one for one in chosen[name] if one not in known]:
@@ -295,7 +296,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Cell]]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train, measure, compare, print."""
+    """Train and measure all cells, print the tables, and return the result."""
     arguments, cells = parse(argv)
     out: Path = arguments.out
     fixed = [f"run_dir={out}", "track.wandb=off", "data.regenerate.enabled=true"]
@@ -319,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "seeds": arguments.seeds,
         "prompts": len(bench.inputs.held_out),
         "groups": {prompt.id: prompt.group for prompt in bench.inputs.held_out},
-        # Of every cell, temperature and seed: rounds and accepted drafts by prompt, for other statistics later.
+        # Rounds and accepted drafts by cell, temperature, seed and prompt: raw data for other statistics.
         "counts": {
             cell.name: {
                 f"{temperature:g}": [

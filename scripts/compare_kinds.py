@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Attach a head of every kind to one trunk that has none, and compare them on prompts that no head has seen.
+"""Attach a head of every kind to one trunk without a head, and compare them on prompts that no head was trained on.
 
     python scripts/compare_kinds.py llama DIR [section.field=value ...]
 
-The trunk is ``scripts/make_text_trunk.py``'s, the recipe ``recipes/attach_head.yaml``: the same steps, text and depth
-for all. DIR gets the trunk, a run of each kind, and the comparison; what is there already is taken as it is.
+The trunk is made by ``scripts/make_text_trunk.py``. All heads are trained by ``recipes/attach_head.yaml``, with the
+same steps, text and depth. DIR gets the trunk, a run of each kind, and the comparison; existing results are reused.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from make_text_trunk import FAMILIES
-from mtp_train.demo import demo_path
+from mtp_train.weights.demo import demo_path
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "attach_head.yaml"
 STARTS = {"mtp": "copy_last_layer", "eagle": "random", "eagle3": "random", "medusa": "random"}
 FIELDS = ("arm", "temperature", "rule", "depth", "tau", "tau_ci95", "marginal", "prompts", "rounds")
 HELD_OUT_SHARE = 10
-"""One group of prompts in so many is kept for the comparison."""
+"""One in this many groups of prompts is held out for the comparison."""
 
 
 def main() -> None:
-    """Make what the command line names and is not there yet."""
+    """Make the trunk, the runs and the comparison, unless they exist already."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("directory", type=Path)
@@ -60,13 +60,13 @@ def main() -> None:
 
 
 def cells(work: Path) -> list[dict[str, Any]]:
-    """Return what the comparison says of each arm in each of its settings."""
+    """Return the figures of the comparison for each arm and setting."""
     report = json.loads((work / "comparison" / "report.json").read_text(encoding="utf-8"))
     return [{name: cell[name] for name in FIELDS} for cell in report["cells"] if cell["task"] == "all"]
 
 
 def attach(kind: str, start: str, work: Path, overrides: Sequence[str]) -> None:
-    """Train a head of one kind; the run goes on from where it stands."""
+    """Train a head of one kind, or resume its run."""
     own = [
         f"run_dir={work / kind}",
         f"model.trunk={work / 'trunk'}",
@@ -78,7 +78,7 @@ def attach(kind: str, start: str, work: Path, overrides: Sequence[str]) -> None:
 
 
 def split_prompts(work: Path) -> None:
-    """Write the demo's prompts in two parts, whole groups in each."""
+    """Write the demo's prompts as two files, for training and comparison, without splitting a group."""
     records = [json.loads(line) for line in demo_path("prompts").read_text(encoding="utf-8").splitlines()]
     groups = sorted({record["group"] for record in records})
     kept = set(groups[::HELD_OUT_SHARE])
@@ -88,7 +88,7 @@ def split_prompts(work: Path) -> None:
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a part of the package or a script, and end with it where it fails."""
+    """Run a command, and exit with its status if it fails."""
     print("+", *command, flush=True)
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
 

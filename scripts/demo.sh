@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole story on the two tiny checkpoints the package carries: stripped, grafted, retrained, measured, exported.
-# Needs no network once installed. Anything further overrides the recipe:
+# Graft, retrain, measure and export the head of the demo: two tiny checkpoints in the package, one of them stripped.
+# Needs no network once installed. Further arguments override fields of the recipe:
 #
 #   scripts/demo.sh run_dir=runs/mine train.max_steps=50
 set -euo pipefail
@@ -8,8 +8,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 use_environment
 
-# A process for each of two cores, of one thread: for models this small, threads wait for each other longer than they
-# work. On a GPU, or a single core, one process.
+# Two processes of one thread each: threads of one process spend most of their time in synchronisation for models this
+# small. One process on a GPU, or with a single core.
 threads=${OMP_NUM_THREADS:-1}
 machine=single
 if [[ $(getconf _NPROCESSORS_ONLN) -ge 2 && ! -e /dev/nvidia0 ]]; then

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Compare our decoder with a serving engine that lives in an environment of its own, token by token, draft by draft.
+"""Compare our decoder with a serving engine in its own Python environment, token by token and draft by draft.
 
     python scripts/engine_parity.py EXPORT --engine vllm --python OTHER_VENV/bin/python --out RECORD.json
     python scripts/engine_parity.py TRUNK --head RUN/head --draft RUN/export --engine vllm --python ... --out ...
 
-Both sides decode the same prompts from the same checkpoint, greedily, past EOS where the engine can. The record says
-``equal``, ``explained`` (every difference goes back to two tokens that are as good as equal, ``engines/verdict.py``) or
-``different``; the last ends in exit code 1. The programs under ``engines/programs/`` say what each engine's environment
-needs and how its counters are to be read.
+Both sides decode the same prompts from the same checkpoint, greedily, past EOS where the engine can. The verdict in the
+record is ``equal``, ``explained`` (every difference starts at a near tie of two tokens, ``engines/verdict.py``) or
+``different``, which ends in exit code 1. The programs under ``engines/programs/`` document what each engine's
+environment needs and what its counters mean.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from engines.witness import DTYPES, Task, record, witness
 from mtp_train.data.prompts import build_prompts, choose_prompts
 from mtp_train.data.sources import load_records
 from mtp_train.errors import MtpError
-from mtp_train.inputs import load_tokenizer, open_location, split_records
-from mtp_train.recipe_io import load_recipe
+from mtp_train.job.inputs import split_records
+from mtp_train.recipe.loading import load_recipe
+from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.locations import open_location
 from mtp_train.weights.writing import write_json
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "retrain_head.yaml"
 
 
 def main() -> int:
-    """Run the witness that the command line asks for; return the exit code."""
+    """Run the comparison of the command line, write its record, and return the exit code."""
     arguments = parse()
     try:
         with tempfile.TemporaryDirectory(prefix="engine-parity-") as temporary:
@@ -49,7 +51,7 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Compare at every depth asked for; return the record."""
+    """Compare at every requested depth and return the record."""
     task = make_task(arguments, work)
     entries: dict[int, dict[str, Any]] = {}
     versions: dict[str, str] = {}
@@ -60,7 +62,7 @@ def run(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("export", help="a checkpoint with a head: a directory, a hub id or demo:base")
     parser.add_argument("--engine", required=True, choices=list(ENGINES))
@@ -87,15 +89,15 @@ def parse() -> argparse.Namespace:
 
 
 def make_task(arguments: argparse.Namespace, work: Path) -> Task:
-    """Return what the command line asks for.
+    """Return the task of the command line.
 
     Raises:
         MtpError: The checkpoint or the prompts cannot be read.
     """
     checkpoint = open_location(arguments.export)
     engine = ENGINES[arguments.engine]
-    # An engine that is known not to decode this family is asked for its head's logits.
-    support = checkpoint.family.engines.get(arguments.engine)
+    # For a family that the engine cannot decode, compare the logits of its head.
+    support = checkpoint.family.serving.get(arguments.engine)
     known_not_to = arguments.draft is None and support is not None and support.supported is False
     decodes = engine.decodes and not known_not_to
     files = {"binary": arguments.binary, "model_file": arguments.model_file, "draft_file": arguments.draft_file}
@@ -116,7 +118,7 @@ def make_task(arguments: argparse.Namespace, work: Path) -> Task:
 
 
 def read_prompts(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[list[int]]:
-    """Return the prompts as tokens: the given ones, or the demo's held-out ones."""
+    """Return the token ids of the given prompts, else of the demo's held-out prompts."""
     if arguments.prompts is not None and arguments.prompts.suffix == ".json":
         listed: list[list[int]] = json.loads(arguments.prompts.read_text(encoding="utf-8"))
         return listed[: arguments.num_prompts]

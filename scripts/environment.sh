@@ -1,5 +1,5 @@
-# Sourced by the scripts beside it. use_environment [EXTRAS] leaves `python` standing for an environment that holds this
-# repository, installed editable: the active one, or ./.venv, which it makes where none is active.
+# Sourced by the other scripts. After use_environment [EXTRAS], `python` is that of an environment with this repository
+# installed as editable: the active environment, or else ./.venv, which is created.
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -15,7 +15,7 @@ find_python() {
     return 1
 }
 
-# Print the directory of the active environment; conda's base counts as none, it is the machine's own.
+# Print the directory of the active environment. conda's base does not count: it is shared by the whole machine.
 active_environment() {
     if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
         echo "$VIRTUAL_ENV"
@@ -24,8 +24,8 @@ active_environment() {
     fi
 }
 
-# Is it installed with these extras or more, from this checkout and this pyproject.toml? Then a second run needs no
-# network.
+# Check whether this checkout is installed with at least these extras and its current pyproject.toml. If so, nothing is
+# installed, and no network is needed.
 is_installed() {
     local mark
     for mark in "$home/.mtp-train-installed${1%]}"*; do

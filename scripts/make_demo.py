@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Make the checkpoints and prompts that ``mtp_train.demo`` ships, from the standard library's source, on a CPU.
+"""Make the checkpoints and prompts that ``mtp_train.weights.demo`` ships, from the standard library's source, on a CPU.
 
     python scripts/make_demo.py base finetune check install record --work DIR
     python scripts/make_demo.py base finetune texts --size large --device cuda --work DIR
 
-Stages run in the order given and leave their results in DIR; a stage whose result is there must be removed first.
-``install`` replaces the assets in the package; ``record`` then measures the arms that are too slow for the recipe.
-``texts`` writes prompts and code as ``install`` does, into DIR, for a larger pair that does not ship.
+Stages run in the given order and write their results to DIR. Remove the result of a stage to run it again. ``install``
+replaces the assets in the package; ``record`` then measures the arms that are too slow for the recipe. ``texts`` writes
+the same prompts and code as ``install``, but to DIR, for a larger pair of checkpoints outside of the package.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mtp_train.weights.writing import write_json
 
 STAGES = ("base", "finetune", "check", "texts", "install", "record")
 REPOSITORY = Path(__file__).parents[1]
-ASSETS = REPOSITORY / "mtp_train" / "demo" / "assets"
+ASSETS = REPOSITORY / "mtp_train" / "demo_assets"
 RECIPE = REPOSITORY / "recipes" / "retrain_head.yaml"
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Train a small trunk whose architecture has no MTP head on the demo's exchanges, to attach heads to.
+"""Train a small trunk of an architecture without an MTP head, on the demo's chats, to attach heads to.
 
     python scripts/make_text_trunk.py llama DIR
 
-It is trained from scratch, with the demo's tokenizer, on prompts and answers alike, and saved by transformers. The
-prompts that the demo ships (``demo:prompts``) are about modules that it has not seen.
+The trunk is trained from scratch with the demo's tokenizer, on prompts and answers, and saved by transformers. The
+prompts of the package (``demo:prompts``) are about Python modules that do not occur in its training text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from demo_maker.stages import batches_by_length, held_out_loss, padded
 from demo_maker.texts import gather_texts, tokenise_exchange
 from demo_maker.tokenizer import MAX_TOKENS
 from demo_maker.training import TrainSettings, train
-from mtp_train.demo import demo_path
+from mtp_train.weights.demo import demo_path
 from mtp_train.weights.writing import new_directory
 
 FAMILIES = ("llama", "qwen3")
@@ -45,7 +45,7 @@ EPOCHS = 1
 
 
 def main() -> None:
-    """Make what the command line names; print what came of it."""
+    """Train and save the trunk, and print its losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("directory", type=Path)

@@ -4,8 +4,8 @@
     python scripts/make_witness.py qwen3_next DIR
     python scripts/make_witness.py llama DIR --kind eagle3 --draft-vocab 500
 
-The same family and seed give the same weights on one machine. ``scripts/engine_parity.py`` then compares an engine with
-our decoder on it, on ``DIR/prompts.json``.
+The same family and seed give the same weights on one machine. ``scripts/engine_parity.py`` compares an engine with our
+decoder on this checkpoint and ``DIR/prompts.json``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from witness_maker.shapes import SHAPES
 
 
 def main() -> None:
-    """Make what the command line names."""
+    """Make the checkpoint of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=list(SHAPES))
     parser.add_argument("directory", type=Path)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Say which gains of a recorded ablation (`scripts/ablate.py`) survive Holm's correction over all of them.
+"""List which gains of a recorded ablation (`scripts/ablate.py`) survive Holm's correction over all gains.
 
     python scripts/recorded_ablation.py inference/benchmarks/objectives.json
 
-A gain's standard error is that over groups of prompts, all seeds pooled, and that over seeds, together: its degrees of
-freedom are those of Welch and Satterthwaite. Records made before counts were kept by prompt and group have intervals
-over prompts only, which are too narrow where prompts of one group are alike; these are widened by ``--widen``, and have
-the degrees of freedom of ``--groups``.
+The variance of a gain is the sum of its variance over groups of prompts (seeds pooled) and its variance over seeds,
+with degrees of freedom by Welch and Satterthwaite. Older records have no counts by prompt and group, and intervals over
+prompts only, which are too narrow where prompts of one group are alike. ``--widen`` scales these intervals, and
+``--groups`` sets their degrees of freedom.
 
 The last line is one JSON document.
 """
@@ -22,20 +22,20 @@ from typing import Any
 
 import numpy as np
 
-from mtp_train.acceptance_intervals import Spread, holm, t_quantile, two_sided_p
+from mtp_train.acceptance.intervals import Spread, holm, t_quantile, two_sided_p
 
 LEVEL = 0.05
 
 
 def over_seeds(gains: Sequence[float]) -> Spread:
-    """Return the spread of the mean gain over seeds; none for a single seed, whose spread nobody knows."""
+    """Return the spread of the mean gain over seeds; zero for a single seed, where it cannot be estimated."""
     if len(gains) < 2:
         return Spread(0.0, 1)
     return Spread(float(np.std(gains, ddof=1)) / math.sqrt(len(gains)), len(gains) - 1)
 
 
 def together(*spreads: Spread) -> Spread:
-    """Return the spread of two sources of chance that add up, with the freedom of Welch and Satterthwaite."""
+    """Return the spread of a sum of independent sources, with degrees of freedom by Welch and Satterthwaite."""
     squares = [spread.error**2 for spread in spreads]
     if not sum(squares):
         return Spread(0.0, min(spread.freedom for spread in spreads))
@@ -44,21 +44,21 @@ def together(*spreads: Spread) -> Spread:
 
 
 def p_value(gain: float, spread: Spread | None) -> float | None:
-    """Return the two-sided chance of a gain that large; None where nothing is known of its spread."""
+    """Return the two-sided p-value of a gain; None where its spread is unknown."""
     if spread is None or not spread.error:
         return None
     return two_sided_p(gain / spread.error, spread.freedom)
 
 
 def spread_over_prompts(row: Mapping[str, Any], prompts: int, widen: float, groups: int | None) -> Spread:
-    """Return what an interval over prompts says of the spread, widened."""
+    """Return the spread that an interval over prompts implies, scaled by ``widen``."""
     low, high = row["gain_ci95"]
     error = widen * (high - low) / 2 / t_quantile(prompts - 1)
     return Spread(error, (prompts if groups is None else groups) - 1)
 
 
 def judge(document: Mapping[str, Any], widen: float, groups: int | None) -> list[dict[str, Any]]:
-    """Return every comparison of a record with its p-value, and whether it survives."""
+    """Return every gain of a record with its p-value, and whether it survives the correction."""
     found = []
     for row in document["rows"]:
         if row["cell"] == document["reference"]:
@@ -74,7 +74,7 @@ def judge(document: Mapping[str, Any], widen: float, groups: int | None) -> list
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Judge a record and print it."""
+    """Judge the gains of a record, and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("--widen", type=float, default=1.0, help="standard errors over groups over those over prompts")

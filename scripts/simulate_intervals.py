@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Simulate how often a gate passes a head that is no better, by three statistics, and how well intervals cover.
+"""Simulate three statistics of the gate: how often each passes a head without gain, and the coverage of its intervals.
 
     python scripts/simulate_intervals.py [--studies 2000]
 
-Two equal heads decode prompts of so many groups. What makes a prompt easy is shared in its group, and so is, in part,
-by how much the heads differ on it. Compared are ``groups``, the statistic of this package (the jackknife over groups,
-``mtp_train.acceptance_intervals``), ``prompts``, the same as if every prompt were a group, and ``bootstrap``, expanded
-percentiles of a bootstrap over groups. ``passed`` is nominally 0.025, ``covered`` (tau of one head) 0.95.
+Two equal heads decode prompts of several groups. Prompts of one group share their difficulty, and in part the
+difference between the heads. The statistics are ``groups`` (the jackknife over groups of this package,
+``mtp_train.acceptance.intervals``), ``prompts`` (the same with every prompt as its own group) and ``bootstrap``
+(expanded percentiles of a bootstrap over groups). ``passed`` is nominally 0.025, ``covered`` (tau of one head) 0.95.
 
 The last line is one JSON document.
 """
@@ -24,19 +24,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtp_train.acceptance import PromptCounts, tau
-from mtp_train.acceptance_intervals import t_quantile, tau_difference, tau_interval
+from mtp_train.acceptance.counts import PromptCounts, tau
+from mtp_train.acceptance.intervals import t_quantile, tau_difference, tau_interval
 
 DEPTH = 3
 GROUPS = (5, 8, 12, 32, 64)
 SIZES = {"one prompt a group": (1,), "five": (5,), "one to thirteen": (13, 2, 3, 1, 2)}
-"""Prompts of a group, in turns."""
+"""Numbers of prompts per group; groups take them in turns."""
 RESAMPLES = 1000
 Floats = NDArray[np.float64]
 
 
 def head(rng: np.random.Generator, skill_P: Floats, groups: Sequence[str], spread: float) -> list[PromptCounts]:
-    """Draw what one head does on prompts of these log odds that a draft is accepted."""
+    """Draw the counts of one head, given the log odds that a draft is accepted for each prompt."""
     length_P = rng.lognormal(math.log(60.0), spread, skill_P.shape)
     each_P1 = (1.0 / (1.0 + np.exp(-skill_P)))[:, None]
     share_PK1 = np.concatenate([each_P1 ** np.arange(DEPTH) * (1 - each_P1), each_P1**DEPTH], axis=-1)
@@ -52,7 +52,7 @@ def head(rng: np.random.Generator, skill_P: Floats, groups: Sequence[str], sprea
 def equal_heads(
     rng: np.random.Generator, num_groups: int, sizes: Sequence[int], spread: float
 ) -> tuple[list[PromptCounts], list[PromptCounts]]:
-    """Draw one study of two heads that are equal over all groups there could be."""
+    """Draw one study of two heads with equal acceptance over the population of groups."""
     place_P = np.repeat(np.arange(num_groups), [sizes[number % len(sizes)] for number in range(num_groups)])
     ease_P = rng.normal(0.8, 0.8, num_groups)[place_P] + rng.normal(0.0, 0.3, len(place_P))
     names = [f"g{place}" for place in place_P]
@@ -62,7 +62,7 @@ def equal_heads(
 
 
 def passes(first: Sequence[PromptCounts], second: Sequence[PromptCounts]) -> bool:
-    """Say whether the 95 % interval of the gain lies above 0."""
+    """Return whether the 95 % interval of the gain lies above 0."""
     ci95 = tau_difference(first, second).ci95
     return ci95 is not None and ci95[0] > 0.0
 
@@ -70,7 +70,7 @@ def passes(first: Sequence[PromptCounts], second: Sequence[PromptCounts]) -> boo
 def bootstrap_passes(
     rng: np.random.Generator, first: Sequence[PromptCounts], second: Sequence[PromptCounts], num_groups: int
 ) -> bool:
-    """Say the same by expanded percentiles (Hesterberg, arXiv:1411.5279) of resampled groups."""
+    """Return whether the interval by expanded percentiles (Hesterberg, arXiv:1411.5279) over groups lies above 0."""
     totals_G4 = np.zeros((num_groups, 4))
     for a, b in zip(first, second, strict=True):
         totals_G4[int(a.group[1:])] += (a.num_accepted_tokens, a.rounds, b.num_accepted_tokens, b.rounds)
@@ -82,12 +82,12 @@ def bootstrap_passes(
 
 
 def apart(counts: Sequence[PromptCounts]) -> list[PromptCounts]:
-    """Return the same with every prompt a group of its own."""
+    """Return the counts with every prompt as its own group."""
     return [replace(one, group=one.prompt_id) for one in counts]
 
 
 def simulate(num_groups: int, sizes: Sequence[int], spread: float, studies: int) -> dict[str, float]:
-    """Return the shares of studies for one shape."""
+    """Return the shares of studies that pass or cover, for one shape of study."""
     rng = np.random.default_rng(1000 * num_groups + len(sizes))
     noise = np.random.default_rng(1)
     truth = tau(equal_heads(rng, 5000, sizes, spread)[0])
@@ -103,7 +103,7 @@ def simulate(num_groups: int, sizes: Sequence[int], spread: float, studies: int)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Simulate every shape and print it."""
+    """Simulate every shape of study, and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--studies", type=int, default=2000, help="studies of each shape")
     studies: int = parser.parse_args(argv).studies

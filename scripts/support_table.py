@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Print the table of families and the line below it, made from the family records and the engines' records.
+"""Print the table of families and the sentence below it, from the family records and the records of engines.
 
     python scripts/support_table.py            # print it
     python scripts/support_table.py --write    # put it into recipes/families.md
 
-An engine's cell says ``run`` where a record in ``inference/benchmarks/engines/`` shows that the engine and our decoder
-said the same on a checkpoint of the family, ``loads`` where the engine's loader takes the layout by its source and
-nobody ran it here, and ``no`` where it does not use the head (``mtp-train inspect`` gives the reason). The line below
-is of families whose releases have no head: who drafts with an attached one.
+The cell of an engine is ``run`` where a record in ``inference/benchmarks/engines/`` shows equal output of the engine
+and our decoder on a checkpoint of the family. It is ``loads`` where, by its source, the engine's loader accepts the
+layout, without a run here. It is ``no`` where the engine does not use the head (``mtp-train inspect`` gives the
+reason). The sentence below lists the engines that draft with an attached head, for families whose releases have none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import textwrap
 from pathlib import Path
 
 from mtp_train.families import FAMILIES, Family
-from mtp_train.families.gguf import GGUF_HEADS
+from mtp_train.gguf.model_types import GGUF_HEADS
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "recipes" / "families.md"
@@ -34,11 +34,11 @@ HEADER = (
 
 
 def witnessed() -> set[tuple[str, str]]:
-    """Return the pairs of engine and family that a record shows to agree with our decoder."""
+    """Return the (engine, family) pairs whose record shows output equal to our decoder's."""
     found = set()
     for path in RECORDS.glob("*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
-        # A head of another kind is none of the family's.
+        # Records of EAGLE and Medusa heads do not count for the family's own MTP head.
         of_the_family = "tokens" in record["compared"] and "draft_model" not in record
         if record["verdict"] in ("equal", "explained") and of_the_family:
             found.add((record["engine"], record["checkpoint"]["family"]))
@@ -46,30 +46,30 @@ def witnessed() -> set[tuple[str, str]]:
 
 
 def row(family: Family, runs: set[tuple[str, str]]) -> list[str]:
-    """Return a family's cells."""
+    """Return the cells of a family."""
     cells = [family.title, ", ".join(f"`{name}`" for name in family.model_types), "yes"]
-    cells.append("yes" if family.borrowed is not None else "no")
+    cells.append("yes" if family.layer.borrowed is not None else "no")
     words = {True: "loads", False: "no", None: "?"}
     engines = [
-        "run" if (engine, family.name) in runs else words[family.engines[engine].supported] for engine in ENGINES
+        "run" if (engine, family.name) in runs else words[family.serving[engine].supported] for engine in ENGINES
     ]
     sidecar = "yes" if any(name in GGUF_HEADS for name in family.model_types) else "no"
     return [*cells, *engines[:3], sidecar, engines[3]]
 
 
 def table() -> str:
-    """Return the table in Markdown, and the line below it."""
+    """Return the table and the sentence below it, in Markdown."""
     runs = witnessed()
     lines = [HEADER, ["---"] * len(HEADER), *(row(family, runs) for family in FAMILIES if not family.attached)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{attached()}"
 
 
 def attached() -> str:
-    """Return who drafts with heads that were attached; families of the most frequent answer are not named."""
+    """Return the sentence on attached heads; it does not name the families with the most frequent set of engines."""
     titles: dict[str, list[str]] = {}
     for family in FAMILIES:
         if family.attached:
-            served = ", ".join(ENGINE_TITLES[engine] for engine in ENGINES if family.engines[engine].supported)
+            served = ", ".join(ENGINE_TITLES[engine] for engine in ENGINES if family.serving[engine].supported)
             titles.setdefault(served or "the built-in decoder alone", []).append(family.title)
     most = max(titles, key=lambda served: len(titles[served]))
     named = ", ".join(f"{', '.join(titles[served])} ({served})" for served in titles if served != most)
@@ -79,7 +79,7 @@ def attached() -> str:
 
 
 def main() -> None:
-    """Print the table, or write it into its page."""
+    """Print the table, or write it to its page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put it into recipes/families.md")
     if not parser.parse_args().write:

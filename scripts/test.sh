@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh                     the fast tier
 #   scripts/test.sh --all               every tier; tests that need an accelerator are skipped by name where there is none
-#   scripts/test.sh [--all] tests/unit  anything further goes to pytest
+#   scripts/test.sh [--all] tests/unit  further arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -17,15 +17,15 @@ if [ "${1:-}" = --all ]; then
     fi
     shift
 fi
-# Whole files side by side, one a core: what a file prepares once is not prepared twice. The slow tier races a clock, and
-# a device is not shared: both run alone.
+# Run test files in parallel, one per core. Tests of one file stay in one process, which shares their fixtures. The slow
+# tier measures time, and GPU tests share a device: both run in one process.
 workers=()
 if [ -n "$tier" ] && [ $# -eq 0 ]; then
     workers=(-n auto --maxprocesses 8 --dist loadfile)
 fi
 use_environment "$extras"
 
-# Every check runs, whatever the one before it said; pytest is last, so that its closing line is.
+# Run every check, also after a failure. pytest is last, so that its summary is the last line.
 failed=""
 check() {
     echo "== $1"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Run the fast tests with the oldest transformers that pyproject.toml allows, in ./.venv-oldest, which it makes.
-# Families that need a newer one are left out by their records.
+# Run the fast tests with the oldest transformers that pyproject.toml allows, in ./.venv-oldest, which is created.
+# Families that need a newer one are skipped, as their records declare.
 #
 #   scripts/test_oldest.sh              the fast tier
-#   scripts/test_oldest.sh tests/unit   anything further goes to pytest
+#   scripts/test_oldest.sh tests/unit   further arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,5 +13,5 @@ if [ ! -x "$home/bin/python" ]; then
 fi
 oldest=$(grep -o '"transformers>=[0-9.]*' pyproject.toml | head -1 | sed 's/.*>=//')
 "$home/bin/python" -m pip install -qq --disable-pip-version-check --editable ".[dev]" "transformers==$oldest.0"
-# Its own deprecations are no fault of ours.
+# Deprecations inside the old transformers do not count as errors.
 exec "$home/bin/python" -m pytest -W default -m "not slow and not gpu" "$@"

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from tiny import SLIDING_WINDOW, VOCAB_SIZE, WEIGHT_STD
 
 TRUNK_HIDDEN, ASSISTANT_HIDDEN = 32, 24

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from tiny import VOCAB_SIZE, num_released_modules, tiny_head, tiny_trunk
 
@@ -43,7 +43,7 @@ def save_stripped(trunk: Trunk, path: Path) -> Path:
     """Save a trunk as users do: ``save_pretrained``, the config still declaring one head module."""
     trunk.causal_lm.save_pretrained(path)
     set_fields(path, trunk.family.count_as_field(num_released_modules(trunk)))
-    stand_in = trunk.family.trunk_class
+    stand_in = trunk.family.trunk.stand_in
     if stand_in is not None and stand_in.wrapper is not None:
         wrap_text_config(path, stand_in.wrapper)
     elif stand_in is not None:
@@ -59,7 +59,7 @@ def save_with_head(trunk: Trunk, head: MtpHead, path: Path, dtype: torch.dtype =
     layout = layout_of(open_checkpoint(path))
     for name, value in head.state_dict().items():
         tensors |= {key: part.to(dtype).contiguous() for key, part in layout.split(name, value)}
-    for shared in layout.family.shared_keys:
+    for shared in layout.family.keys.shared:
         source = layout.trunk_key(shared, tensors)
         for module in range(len(head.blocks)):
             layer = layout.num_hidden_layers + module

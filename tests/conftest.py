@@ -45,12 +45,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="gpu: torch sees no accelerator here"))
 
 
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """Seed the three generators before a test; put back what a test may have changed for the process after it."""
+def seed() -> None:
+    """Seed the three generators."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def seeded_module() -> None:
+    """Seed before the fixtures of a module, which would otherwise depend on the files that ran before."""
+    seed()
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    """Seed before a test; put back what a test may have changed for the process after it."""
+    seed()
     yield
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
@@ -93,7 +104,7 @@ def inputs(pristine: Path) -> Path:
 @pytest.fixture(scope="session")
 def recipe(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe of a run that has finished and exported, in ``run`` beside it."""
-    from mtp_train.cli import main
+    from mtp_train.cli.main import main
     from runs import LEARNS, write_recipe
 
     directory = tmp_path_factory.mktemp("finished")

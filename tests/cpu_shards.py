@@ -18,7 +18,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.train import hidden_cache, loop
 
 

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from checkpoints import save_stripped
 from mtp_train.families import HeadKind
-from mtp_train.heads.attach import trained_head
+from mtp_train.heads.build import fresh_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.heads.fresh import fresh_plan
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from mtp_train.weights.artifact import Artifact
 from mtp_train.weights.draft_checkpoint import write_draft_checkpoint
 from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint

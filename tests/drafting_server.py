@@ -9,9 +9,9 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from mtp_inference import Request, Sampling, SpeculativeDecoder
-from mtp_inference.draft import DrafterMaker
-from mtp_inference.stats import GenerationResult
-from mtp_train.heads.trunk import Trunk
+from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.requests import GenerationResult
+from mtp_train.trunk.load import Trunk
 from openai_server import Reply, streamed
 
 Dialect = Literal["vllm", "llamacpp", "sglang", "silent"]
@@ -25,14 +25,14 @@ class DraftingServer:
 
     Args:
         trunk: What decodes.
-        drafting: What drafts; None for a server without.
+        drafting: The drafter; None for a server without drafts.
         depth: Drafts per round.
         eos_ids: Tokens that end a text.
-        dialect: The engine that it answers like; ``silent`` tells of text and usage alone.
-        beside: Whether it tells of its drafts beside each response.
-        counts: Whether it shows counters.
-        foreign_tokens: Tokens said to somebody else during each request.
-        restarts_before: Request before which its counters begin again.
+        dialect: The engine whose responses it imitates; ``silent`` reports only text and usage.
+        beside: Whether each response contains draft counts.
+        counts: Whether it exposes counters.
+        foreign_tokens: Tokens generated for other clients during each request.
+        restarts_before: Number of the request before which its counters restart at 0.
     """
 
     trunk: Trunk
@@ -69,7 +69,7 @@ class DraftingServer:
         return version | ({"/metrics": self.metrics} if self.counts and self.dialect in PREFIX else {})
 
     def metrics(self) -> str:
-        """Return the counters in Prometheus' format, those of two engines where vLLM's are."""
+        """Return the counters in the Prometheus format; for vLLM, as series of two engines."""
         prefix = PREFIX[self.dialect]
         lines = ["# HELP of this and that", f"{prefix}num_requests_running 0.0"]
         engines = [("", self._counters)]
@@ -102,7 +102,7 @@ class DraftingServer:
         with self._lock:
             if len(self.results) == self.restarts_before:
                 self._zero()
-            chunks = list(self._decoder.stream([request]))
+            chunks = list(self._decoder.decode_chunks([request]))
             result = chunks[-1].result
             assert result is not None
             self.results.append(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mtp_train.recipe import Recipe
+from mtp_train.recipe.schema import Recipe
 from runs import tiny_recipe
 
 STEPS, SAVE_STEPS = 4, 2

@@ -10,7 +10,7 @@ import numpy as np
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import save_with_head
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from tiny import tiny_head, tiny_trunk
 
 VOCAB_SIZE = 272

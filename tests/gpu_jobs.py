@@ -18,17 +18,17 @@ from torch.distributed.tensor import DTensor
 
 from mtp_inference import SpeculativeDecoder
 from mtp_inference.capture import release_memory
-from mtp_inference.chooser import Chooser, Drafts
-from mtp_inference.draft import Drafter, Place, Size
-from mtp_inference.other_drafters import NgramDrafter, NgramDrafting
+from mtp_inference.drafters.drafter import Drafter, Place, Size
+from mtp_inference.drafters.other_drafters import NgramDrafter, NgramDrafting
+from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_train.data.pack import PackedSequence, pack_documents
 from mtp_train.data.tokenize import Document
-from mtp_train.heads.trunk import Trunk
-from mtp_train.recipe_io import recipe_from_mapping
+from mtp_train.recipe.loading import recipe_from_mapping
+from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import make_accelerator, prepare, run_facts
 from mtp_train.train.loop import make_optimizer, optimise
-from mtp_train.train.module import HeadTraining
 from mtp_train.train.plan import make_plan
+from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 SEQ_LEN, NUM_DEPTHS, STEPS = 24, 2, 2
@@ -121,7 +121,7 @@ def failed_capture(device: torch.device) -> dict[str, Any]:
         decoder = SpeculativeDecoder(trunk, drafting, 3, (), captures=drafting is not None)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            texts.append([list(result.token_ids) for result in decoder.generate([list(range(1, 9))], 24)])
+            texts.append([list(result.token_ids) for result in decoder.decode([list(range(1, 9))], 24)])
         warned.append([str(one.message) for one in caught if "cannot be captured" in str(one.message)])
         captured.append(decoder.captured_rounds)
     release_memory()

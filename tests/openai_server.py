@@ -1,4 +1,4 @@
-"""A server of OpenAI's completions in this process, on localhost: it answers what a test tells it to."""
+"""A server of OpenAI's completions API in this process, on localhost, with replies that a test defines."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from mtp_inference import Sampling, SpeculativeDecoder
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What is sent back; a length above that of the body makes it a body that is cut off."""
+    """A reply; a ``Content-Length`` above the length of the body makes a body that is cut off."""
 
     status: int = 200
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
     pieces: tuple[bytes, ...] | None = None
-    """In place of the body: sent one by one, as HTTP's chunks."""
+    """Sent one by one as HTTP chunks, in the place of the body."""
     cut_off: bool = False
-    """Whether the pieces lack their end."""
+    """Whether the last chunk of HTTP is missing."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """Where the server is, and what it was asked."""
+    """The address of a server, and the requests that it got."""
 
     url: str
     payloads: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
-    """Where each payload went."""
+    """The path of each payload."""
 
 
 DECODING = threading.Lock()
@@ -45,14 +45,14 @@ ReplyFn = Callable[[dict[str, Any]], Reply]
 
 
 def completion(text: str = "", finish_reason: str | None = "stop", **more: Any) -> Reply:
-    """Return a completion; ``prompt_tokens`` goes into its usage, everything else into its one choice."""
+    """Return a completion; ``prompt_tokens`` becomes part of its usage, all other values part of its one choice."""
     usage = {"prompt_tokens": more.pop("prompt_tokens")} if "prompt_tokens" in more else None
     choice = {"index": 0, "text": text, "finish_reason": finish_reason, **more}
     return Reply(body=json.dumps({"choices": [choice], "usage": usage}).encode())
 
 
 def streamed(*events: Mapping[str, Any] | str, cut_off: bool = False) -> Reply:
-    """Return a reply of server-sent events, each a piece of its own; what is text already is sent as it stands."""
+    """Return a reply of server-sent events, one piece each; events that are text are sent unchanged."""
     pieces = [event if isinstance(event, str) else f"data: {json.dumps(event)}\n\n" for event in events]
     end = () if cut_off else ("data: [DONE]\n\n",)
     return Reply(
@@ -63,14 +63,14 @@ def streamed(*events: Mapping[str, Any] | str, cut_off: bool = False) -> Reply:
 
 
 def served_by(trunk: Trunk, eos_ids: Sequence[int]) -> ReplyFn:
-    """Return a function that answers as a server of a trunk would: token ids for token ids."""
+    """Return a function that replies like a server of a trunk: token ids for token ids."""
     decoder = SpeculativeDecoder(trunk, None, 0, eos_ids)
 
     def reply(payload: dict[str, Any]) -> Reply:
         top_k = max(payload["top_k"], 0)
         named = {name: payload[name] for name in ("temperature", "top_p", "min_p", "seed")}
         with DECODING:
-            (result,) = decoder.generate([payload["prompt"]], payload["max_tokens"], Sampling(top_k=top_k, **named))
+            (result,) = decoder.decode([payload["prompt"]], payload["max_tokens"], Sampling(top_k=top_k, **named))
         return completion(
             finish_reason=result.finish_reason,
             token_ids=list(result.token_ids),
@@ -91,10 +91,10 @@ def openai_server(
     """Serve while the block runs.
 
     Args:
-        reply: What is answered to a request.
-        models: Their names.
-        owner: What their list says they are served with.
-        shows: What else can be looked at, by path.
+        reply: Returns the reply to a request.
+        models: Names of the served models.
+        owner: ``owned_by`` in the list of models.
+        shows: Texts under further paths.
     """
     shown = shows or {}
 

@@ -6,20 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from mtp_train.commands.inspect import Inspection, inspect_checkpoint
-from mtp_train.weights.files import open_checkpoint
 from tiny import VOCAB_SIZE
 
 LEARNING_RATE = 1e-3
-
-
-def inspect(path: Path, base: Path | None = None) -> Inspection:
-    """Inspect a checkpoint without a terminal."""
-    opened = open_checkpoint(base) if base else None
-    return inspect_checkpoint(open_checkpoint(path), opened, Progress(disable=True))
 
 
 def random_rows(num_rows: int = 8, num_tokens: int = 12) -> list[dict[str, torch.Tensor]]:

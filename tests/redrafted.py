@@ -1,4 +1,4 @@
-"""What a head drafts after a text, computed in two ways that have no cache of the decoder's."""
+"""Compute the drafts of a head after a text without the decoder's caches, in two ways."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step, unroll
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 
 
 def drafts_from_scratch(trunk: Trunk, head: MtpHead, tokens: Sequence[int], depth: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a reader sees of a page and of a terminal."""
+"""Helpers to read a rendered page and the output of a terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reader(HTMLParser):
 
 
 def printed(content: RenderableType, width: int = 80) -> str:
-    """Return what a terminal of that width shows."""
+    """Return the text in a terminal of that width."""
     console = Console(file=io.StringIO(), width=width)
     console.print(content)
     assert isinstance(console.file, io.StringIO)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
+from typing import Any
 
-from mtp_train.acceptance_gate import GateSetting
+from mtp_train.acceptance.gate import GateSetting
+from mtp_train.evaluation.results import RunCell, TeacherForced
 from mtp_train.report import ArmResult, GateResult, Lossless, RunReport
-from mtp_train.report.schema import RunCell
 
 PLAIN = ArmResult(
     trunk="models/finetune",
@@ -16,9 +17,7 @@ PLAIN = ArmResult(
     acceptance_rate=None,
     marginal=None,
     conditional=None,
-    dense=None,
-    overlap=None,
-    target_entropy=0.38,
+    teacher_forced=TeacherForced(dense=None, overlap=None, target_entropy=0.38),
     repeated_8gram_share=0.002,
     tokens_per_second=312.5,
     speedup=1.0,
@@ -35,14 +34,20 @@ RETRAINED = replace(
     acceptance_rate=0.8125,
     marginal=(0.88, 0.82, 0.74),
     conditional=(0.88, 0.93, None),
-    dense=(0.87, 0.81, 0.73),
-    overlap=(0.8, 0.79, 0.78),
+    teacher_forced=TeacherForced(dense=(0.87, 0.81, 0.73), overlap=(0.8, 0.79, 0.78), target_entropy=0.38),
     tokens_per_second=1691.25,
     speedup=2.21,
     rounds=1412,
 )
 GRAFT = replace(RETRAINED, head="models/base", tau=1.33, tau_ci95=(1.29, 1.37), marginal=(0.24, 0.07), speedup=0.97)
-VANILLA = replace(RETRAINED, trunk="models/base", head="models/base", tau=2.41, target_entropy=1.21, speedup=1.58)
+VANILLA = replace(
+    RETRAINED,
+    trunk="models/base",
+    head="models/base",
+    tau=2.41,
+    teacher_forced=replace(RETRAINED.teacher_forced, target_entropy=1.21),
+    speedup=1.58,
+)
 CEILING = replace(RETRAINED, tau=3.58, measured_here=False, tokens_per_second=None, speedup=None)
 GREEDY = GateSetting(
     setting="greedy",
@@ -75,8 +80,10 @@ PASSED = GateResult(
 
 def served_cell(name: str, arm: ArmResult, tau: float) -> RunCell:
     """Return an arm at the second setting."""
-    found = asdict(replace(arm, tau=tau, dense=None, overlap=None))
-    return RunCell(**found, arm=name, temperature=0.6, top_p=0.95, depth=3 if arm.head else 0, rule="argmax")
+    none = replace(arm.teacher_forced, dense=None, overlap=None)
+    found = replace(arm, tau=tau, teacher_forced=none)
+    shared: dict[str, Any] = {one.name: getattr(found, one.name) for one in fields(ArmResult)}
+    return RunCell(**shared, arm=name, temperature=0.6, top_p=0.95, depth=3 if arm.head else 0, rule="argmax")
 
 
 SAMPLE = RunReport(

@@ -11,12 +11,12 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from mtp_inference import HeadDrafting, Sampling, plain_greedy
 from mtp_inference.batch import NO_TOKEN, Batch, RoundPlan
-from mtp_inference.cache import AttentionStore, CompressedStore, ConvolvedStore, WindowCache
-from mtp_inference.chooser import Chooser, Drafts
-from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
-from mtp_inference.recurrent_cache import RecurrentStore
+from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, WindowCache
+from mtp_inference.cache.recurrent import RecurrentStore
+from mtp_inference.drafters.drafter import Drafter, DrafterMaker, Place, Size
+from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE
 from tolerances import num_terms, rounding
 

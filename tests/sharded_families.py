@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 from cpu_shards import pretend_to_have_gpus
 from mtp_train.data.pack import PackedSequence, collate, pack_documents
 from mtp_train.data.tokenize import Document
-from mtp_train.heads.isolate import isolated_hidden
-from mtp_train.heads.trunk import Trunk
+from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import make_accelerator
 from mtp_train.train.loop import train_head
-from mtp_train.train.module import HeadTraining
 from mtp_train.train.plan import make_plan
 from mtp_train.train.shard import HiddenInShards, give_up_shards, shards_trunk
+from mtp_train.trunk.isolate import isolated_hidden
+from mtp_train.trunk.load import Trunk
 from runs import tiny_recipe
 from tiny import ALL_FAMILIES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 

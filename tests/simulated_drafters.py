@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mtp_train.acceptance import PromptCounts
-from mtp_train.study.dense import DenseRows
-from mtp_train.study.records import Decoded
+from mtp_train.acceptance.counts import PromptCounts
+from mtp_train.evaluation.dense import DenseRows
+from mtp_train.evaluation.prompt_records import Decoded
 
 DEPTH = 3
 Ints = NDArray[np.int64]

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder
-from mtp_inference.other_drafters import NgramDrafting
-from mtp_train.cli import main as command_line
-from mtp_train.commands import generate
+from mtp_inference.drafters.other_drafters import NgramDrafting
+from mtp_train.cli.main import main as command_line
 from mtp_train.errors import GateRefusedError
-from mtp_train.heads.trunk import Trunk
-from mtp_train.study import run as study_run
+from mtp_train.evaluation import run as study_run
+from mtp_train.job import generate
+from mtp_train.trunk.load import Trunk
 from runs import run_quietly, tiny_recipe, write_inputs
 from simulated_device import simulated_device
 from tiny import CACHE_KINDS, tiny_head, tiny_trunk
@@ -64,7 +64,7 @@ def texts(trunk: Trunk, drafting: HeadDrafting | NgramDrafting, sampled_drafts: 
     ]
     sampling = "sampled" if sampled_drafts else "argmax"
     decoder = SpeculativeDecoder(trunk, drafting, 3, (), draft_sampling=sampling, max_batch=4)
-    return [list(result.token_ids) for result in decoder.generate(requests)]
+    return [list(result.token_ids) for result in decoder.decode(requests)]
 
 
 def decoded(device: torch.device, kinds: list[str]) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import fields
 from itertools import accumulate, combinations
 from operator import mul
 
-from mtp_train.report import ArmResult, Lossless
-from mtp_train.report.cells import (
+from mtp_train.evaluation.cells import (
     ALL_TASKS,
     Advice,
     ArmComparison,
@@ -21,7 +20,9 @@ from mtp_train.report.cells import (
     PositionBin,
     StudyReport,
 )
-from mtp_train.study.records import Setting
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.results import TeacherForced
+from mtp_train.report import ArmResult, Lossless
 
 PLAIN = "distilled"
 RATES = {"vanilla+native": 0.72, "distilled+graft": 0.38, "distilled+retrained": 0.8}
@@ -34,7 +35,7 @@ PLAIN_SECONDS = 0.021
 
 
 def make_cell(arm: str, task: str, setting: Setting) -> Cell:
-    """Return a cell with figures that fit each other."""
+    """Return a cell with consistent figures."""
     depth = setting.depth
     rate = RATES.get(arm, 0.0) + TASKS.get(task, 0.0) - 0.1 * setting.temperature
     rate += 0.05 * (setting.rule == "sampled") - 0.01 * CONTEXTS.index(setting.context_tokens)
@@ -59,10 +60,12 @@ def make_cell(arm: str, task: str, setting: Setting) -> Cell:
         marginal=marginal or None,
         marginal_ci95=tuple((share - 0.05, share + 0.04) for share in marginal) or None,
         conditional=(rate,) * depth or None,
-        dense=tuple(rate - 0.01 * k for k in range(depth)) or None,
-        overlap=tuple(rate - 0.02 * k for k in range(depth)) or None,
+        teacher_forced=TeacherForced(
+            dense=tuple(rate - 0.01 * k for k in range(depth)) or None,
+            overlap=tuple(rate - 0.02 * k for k in range(depth)) or None,
+            target_entropy=1.21 if arm.startswith("vanilla") else 0.38,
+        ),
         accepted_histogram=tuple(rounds // (depth + 1) for _ in range(depth + 1)) if depth else None,
-        target_entropy=1.21 if arm.startswith("vanilla") else 0.38,
         repeated_8gram_share=0.002,
         draft_tokens=rounds * depth,
         accepted_tokens=round(rounds * sum(marginal)),
@@ -82,7 +85,7 @@ def make_cell(arm: str, task: str, setting: Setting) -> Cell:
 
 
 def make_cells() -> tuple[Cell, ...]:
-    """Return the whole grid, plain decoding too."""
+    """Return the whole grid, including plain decoding."""
     rules = [(t, rule) for t in TEMPERATURES for rule in (("sampled", "argmax") if t else ("greedy",))]
     drafting = [Setting(t, c, k, rule) for t, rule in rules for c in CONTEXTS for k in DEPTHS]
     plain = [Setting(t, c, 0, "none") for t in TEMPERATURES for c in CONTEXTS]
@@ -125,9 +128,8 @@ def make_comparisons(
 
 
 def arm_of(cell: Cell) -> ArmResult:
-    """Return the part of a cell that a run's report knows too."""
-    names = ArmResult.__dataclass_fields__
-    return ArmResult(**{name: value for name, value in asdict(cell).items() if name in names})
+    """Return the fields of a cell that a run's report has too."""
+    return ArmResult(**{field.name: getattr(cell, field.name) for field in fields(ArmResult)})
 
 
 VLLM = 'vllm serve OUT --speculative-config \'{"method":"mtp","num_speculative_tokens":3}\''

@@ -17,15 +17,15 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mtp_train.families import FAMILIES, Family, HeadKind, of_kind
 from mtp_train.heads.module import MtpHead, Unroll
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from tiny_configs import SLIDING_WINDOW as SLIDING_WINDOW
 from tiny_configs import VOCAB_SIZE as VOCAB_SIZE
 from tiny_configs import tiny_config
 
 
 def _runs(family: Family) -> bool:
-    needed = family.needs_transformers or "0"
-    return family.borrowed is not None and Version(transformers.__version__) >= Version(needed)
+    needed = family.trunk.needs_transformers or "0"
+    return family.layer.borrowed is not None and Version(transformers.__version__) >= Version(needed)
 
 
 ALL_FAMILIES = tuple(family.name for family in FAMILIES if _runs(family))
@@ -67,10 +67,10 @@ def tiny_model(
     """Return the model of a tiny trunk as transformers makes it, in training mode."""
     family = family_of(name)
     config = tiny_config(name, tied, vocab_size, num_layers)
-    if family.trunk_class is not None:
-        model = family.trunk_class.model_class()(config.get_text_config())
+    if family.trunk.stand_in is not None:
+        model = family.trunk.stand_in.model_class()(config.get_text_config())
     else:
-        auto = AutoModelForImageTextToText if family.only_with_vision else AutoModelForCausalLM
+        auto = AutoModelForImageTextToText if family.trunk.only_with_vision else AutoModelForCausalLM
         model = auto.from_config(config)
     _randomize(model, seed)
     model.tie_weights()
@@ -80,7 +80,7 @@ def tiny_model(
 def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int | None = None) -> MtpHead:
     """Return a random head for a tiny trunk, in eval mode, of as many modules as its family's releases have."""
     num_modules = num_modules or num_released_modules(trunk)
-    head = MtpHead(trunk.family, trunk.config, num_modules=num_modules, convention=trunk.family.default)
+    head = MtpHead(trunk.family, trunk.config, num_modules=num_modules, convention=trunk.family.wiring.default)
     _randomize(head, seed + 1000)
     for weight_VD in head.own_lm_heads(num_modules) or []:
         # As releases have it: close to the trunk's.
@@ -93,7 +93,7 @@ def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int | None = None) -> Mt
 def draft_head(trunk: Trunk, kind: HeadKind, seed: int = 0, num_modules: int = 1) -> MtpHead:
     """Return a random head of another kind for a tiny trunk, in eval mode."""
     family = of_kind(trunk.family, kind)
-    head = MtpHead(family, trunk.config, num_modules=num_modules, convention=family.default)
+    head = MtpHead(family, trunk.config, num_modules=num_modules, convention=family.wiring.default)
     _randomize(head, seed + 1000)
     return head.eval()
 

@@ -1,27 +1,19 @@
-"""Tiny configs of the trunks whose releases carry no head, as ``tiny_configs.py`` has the others."""
+"""Entries of ``tiny_configs.py`` for trunks whose releases carry no head."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tiny_parts import QWEN_EXPERTS, ROPE, SLIDING_WINDOW
+from tiny_parts import ROPE, SLIDING_WINDOW
 
 ATTACHED_FIELDS: dict[str, dict[str, Any]] = {
-    "llama": {"rope_parameters": ROPE},
-    "mistral": {"sliding_window": SLIDING_WINDOW},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": SLIDING_WINDOW},
-    "qwen3": {"rope_parameters": ROPE},
     "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
         "mlp_only_layers": [1],
         "rope_parameters": ROPE,
     },
-    "olmo2": {"rope_parameters": ROPE},
     # Two sliding windows, then full attention, each with rotary frequencies of its own.
     "gemma3_text": {
-        "sliding_window": SLIDING_WINDOW,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 16,
         "final_logit_softcapping": 5.0,
@@ -31,10 +23,9 @@ ATTACHED_FIELDS: dict[str, dict[str, Any]] = {
         },
     },
     "gemma2": {
-        "sliding_window": SLIDING_WINDOW,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "query_pre_attn_scalar": 16,
-        # Low enough to bound what tiny models say.
+        # Low enough to bound the scores and logits of tiny models.
         "attn_logit_softcapping": 1.5,
         "final_logit_softcapping": 5.0,
         "rope_parameters": ROPE,
@@ -53,15 +44,11 @@ ATTACHED_FIELDS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
     },
     "gpt_oss": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
         "intermediate_size": 16,
-        "sliding_window": SLIDING_WINDOW,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": ROPE,
     },
     "olmo3": {
-        "sliding_window": SLIDING_WINDOW,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {
             "sliding_attention": ROPE,
@@ -83,15 +70,14 @@ ATTACHED_FIELDS: dict[str, dict[str, Any]] = {
         "logits_scaling": 3.0,
         "rope_parameters": ROPE,
     },
-    # The last layer knows no positions.
+    # The last layer has no rotary embedding.
     "smollm3": {"no_rope_layers": [1, 1, 0], "rope_parameters": ROPE},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16, "rope_parameters": ROPE},
+    "mixtral": {"intermediate_size": 16, "rope_parameters": ROPE},
     "qwen2_moe": {
-        **QWEN_EXPERTS,
         "mlp_only_layers": [1],
         "use_sliding_window": True,
-        "max_window_layers": 1,
         "sliding_window": SLIDING_WINDOW,
+        "max_window_layers": 1,
         "rope_parameters": ROPE,
     },
     "ministral3": {
@@ -108,30 +94,24 @@ ATTACHED_FIELDS: dict[str, dict[str, Any]] = {
         },
     },
     "glm4": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
-    "seed_oss": {"rope_parameters": ROPE},
     # Full attention without positions, sliding windows with them.
     "exaone4": {
-        "sliding_window": SLIDING_WINDOW,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "rope_parameters": ROPE,
     },
     "hunyuan_v1_dense": {"rope_parameters": {**ROPE, "rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
     "cohere": {"use_qk_norm": True, "logit_scale": 0.3, "rope_parameters": ROPE},
     "cohere2": {
-        "sliding_window": SLIDING_WINDOW,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "logit_scale": 0.3,
         "rope_parameters": ROPE,
     },
     # A dense layer, a sliding window with a mixture, full attention with one and without positions.
     "cohere2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
         "intermediate_size": 16,
         "prefix_dense_intermediate_size": 48,
         "num_shared_experts": 1,
         "expert_selection_fn": "sigmoid",
-        "sliding_window": SLIDING_WINDOW,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "logit_scale": 0.3,

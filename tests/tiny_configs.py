@@ -1,30 +1,34 @@
-"""Tiny configs of every trunk that the tests build: a few thousand parameters each, every kind of layer there."""
+"""Tiny configs of the trunks that the tests build: a few thousand parameters each, with every kind of layer.
+
+A family without an entry gets tiny sizes for the fields that its config class has. It needs an entry only if these
+do not show all of its kinds of layers, or leave something large.
+"""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
+from mtp_train.families import Family, family_named
 from tiny_attached_configs import ATTACHED_FIELDS
 from tiny_indexed import INDEXED
-from tiny_parts import EXPERTS as _EXPERTS
 from tiny_parts import GATED_DELTA as _GATED_DELTA
 from tiny_parts import INDEXER as _INDEXER
 from tiny_parts import LATENT as _LATENT
-from tiny_parts import QWEN_EXPERTS, ROPE
+from tiny_parts import MIXTURE, ROPE
 from tiny_parts import SIZES as _SIZES
 from tiny_parts import SLIDING_WINDOW as SLIDING_WINDOW
 from tiny_parts import VOCAB_SIZE as VOCAB_SIZE
 
 _FIELDS: dict[str, dict[str, Any]] = {
-    "qwen3_5": {"model_type": "qwen3_5_text", **_GATED_DELTA},
-    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **_GATED_DELTA, **QWEN_EXPERTS},
-    "qwen3_next": {"model_type": "qwen3_next", **_GATED_DELTA, **QWEN_EXPERTS},
+    "qwen3_5": _GATED_DELTA,
+    "qwen3_5_moe": _GATED_DELTA,
+    "qwen3_next": _GATED_DELTA,
     **INDEXED,
-    "deepseek_v3": {**_EXPERTS, **_LATENT, "first_k_dense_replace": 1, "rope_parameters": ROPE},
-    "deepseek_v32": {**_EXPERTS, **_LATENT, **_INDEXER, "rope_parameters": ROPE},
+    "deepseek_v3": {**_LATENT, "first_k_dense_replace": 1, "rope_parameters": ROPE},
+    "deepseek_v32": {**_LATENT, **_INDEXER, "rope_parameters": ROPE},
     # A sliding window with experts by token, then groups of 2 keys of which 3 are chosen, groups of 4, groups of 2.
     "deepseek_v4": {
         "num_hidden_layers": 4,
@@ -36,7 +40,6 @@ _FIELDS: dict[str, dict[str, Any]] = {
         ],
         "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
-        "sliding_window": SLIDING_WINDOW,
         "num_attention_heads": 4,
         "q_lora_rank": 24,
         "o_groups": 2,
@@ -46,61 +49,37 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "index_n_heads": 16,
         "partial_rotary_factor": 0.5,
         "hc_mult": 2,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "num_nextn_predict_layers": 1,
     },
-    "glm4_moe": {**_EXPERTS, "first_k_dense_replace": 1},
-    "glm4_moe_lite": {**_EXPERTS, **_LATENT, "rope_parameters": ROPE},
-    "glm_moe_dsa": {**_EXPERTS, **_LATENT, **_INDEXER, "rope_parameters": ROPE},
-    # A stand-in: transformers has no class of that name.
-    "mimo": {"model_type": "qwen2", "num_nextn_predict_layers": 1},
+    "glm4_moe_lite": {**_LATENT, "rope_parameters": ROPE},
+    "glm_moe_dsa": {**_LATENT, **_INDEXER, "rope_parameters": ROPE},
     # Full attention, then sliding windows with sinks, keys wider than values.
     "mimo_v2_flash": {
-        **_EXPERTS,
         "num_key_value_heads": 1,
         "v_head_dim": 10,
-        "sliding_window": SLIDING_WINDOW,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         "rope_parameters": {
             kind: {**ROPE, "partial_rotary_factor": 0.5} for kind in ("full_attention", "sliding_attention")
         },
     },
-    "hy_v3": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "num_nextn_predict_layers": 1,
-        "rope_parameters": ROPE,
-    },
-    "hy_v4": {**_EXPERTS, **_LATENT, **_INDEXER, "hc_mult": 2, "rope_parameters": ROPE},
+    "hy_v3": {"rope_parameters": ROPE},
+    "hy_v4": {**_LATENT, **_INDEXER, "hc_mult": 2, "rope_parameters": ROPE},
     # Kimi Delta Attention twice, then latent attention.
     "bailing_hybrid": {
-        **{name: value for name, value in _EXPERTS.items() if name != "n_routed_experts"},
+        "num_experts_per_tok": 2,
+        "n_group": 2,
         **{name: value for name, value in _LATENT.items() if name != "q_lora_rank"},
-        "num_local_experts": 4,
         "first_k_dense_replace": 1,
         "layer_group_size": 3,
-        "n_group": 2,
-        "topk_group": 1,
         "rope_parameters": ROPE,
     },
     "exaone_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "sliding_window": SLIDING_WINDOW,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "num_nextn_predict_layers": 1,
         "rope_parameters": ROPE,
     },
     "ernie4_5_moe": {
         "moe_num_experts": 4,
         "moe_k": 2,
-        "moe_intermediate_size": 16,
         "moe_num_shared_experts": 1,
-        "num_nextn_predict_layers": 1,
         "rope_parameters": ROPE,
     },
     # Mamba-2, attention, a mixture, Mamba-2, an MLP.
@@ -114,13 +93,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "chunk_size": 4,
         # transformers limits time steps in prefill only: states would differ from a plain forward's.
         "time_step_min": 1e-12,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 16,
         "moe_shared_expert_intermediate_size": 16,
-        "num_nextn_predict_layers": 1,
     },
     "longcat_flash": {
         **{name: value for name, value in _LATENT.items() if name != "head_dim"},
@@ -129,7 +102,6 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "ffn_hidden_size": 48,
         "moe_topk": 2,
-        "n_routed_experts": 4,
         "zero_expert_num": 2,
         "expert_ffn_hidden_size": 16,
         "rope_parameters": ROPE,
@@ -213,13 +185,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
     # Two sliding windows, then full attention, each with rotary frequencies of its own.
     "mellum": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "sliding_window": SLIDING_WINDOW,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
-        "num_nextn_predict_layers": 1,
         "rope_parameters": {
             "sliding_attention": ROPE,
             "full_attention": {"rope_type": "default", "rope_theta": 1e6},
@@ -228,17 +195,29 @@ _FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+def _derived(family: Family, model_type: str) -> dict[str, Any]:
+    """Return tiny sizes for the fields that transformers' config class of the family's trunk has."""
+    known = CONFIG_MAPPING[model_type]().to_dict()
+    sizes = {name: size for name, size in {**MIXTURE, "sliding_window": SLIDING_WINDOW}.items() if known.get(name)}
+    return {**_SIZES, **sizes, **({} if family.attached else family.count_as_field(1))}
+
+
 def tiny_config(
     name: str, tied: bool = False, vocab_size: int = VOCAB_SIZE, num_layers: int | None = None
 ) -> PretrainedConfig:
     """Return the config of a tiny trunk, of as few layers as show all of its kinds or of another number."""
-    fields = copy.deepcopy({**_FIELDS, **ATTACHED_FIELDS}[name])
+    family = family_named(name)
+    fields = copy.deepcopy({**_FIELDS, **ATTACHED_FIELDS}.get(name, {}))
     common: dict[str, Any] = {"tie_word_embeddings": tied, "vocab_size": vocab_size}
     if num_layers is not None:
         common["num_hidden_layers"] = num_layers
     if "text_config" in fields:
+        model_type = fields.pop("model_type", name)
         fields["text_config"].update(common)
     else:
-        fields = {**_SIZES, **fields, **common}
-    config: PretrainedConfig = AutoConfig.for_model(fields.pop("model_type", name), **fields)
+        stand_in = family.trunk.stand_in
+        released = family.model_types[0] if stand_in is None else stand_in.model_type
+        model_type = fields.pop("model_type", released)
+        fields = {**_derived(family, model_type), **fields, **common}
+    config: PretrainedConfig = AutoConfig.for_model(model_type, **fields)
     return config

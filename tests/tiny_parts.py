@@ -1,4 +1,4 @@
-"""What the tiny configs share."""
+"""Sizes that the tiny configs share."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ EXPERTS: dict[str, Any] = {
     "n_shared_experts": 1,
     "num_nextn_predict_layers": 1,
 }
+# Every name of these sizes in configs of mixtures; a config class has some of them.
+MIXTURE: dict[str, Any] = {**QWEN_EXPERTS, **EXPERTS, "num_local_experts": 4}
 LATENT: dict[str, Any] = {
     "head_dim": 8,
     "q_lora_rank": 24,
@@ -53,5 +55,5 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 14,
     "num_key_value_heads": 2,
 }
-# Fewer keys than the texts of the tests are long. With few heads many scores are 0, and ties are anybody's choice.
+# Fewer keys than tokens in the tests' texts. With fewer heads many scores would be 0, and ties are broken arbitrarily.
 INDEXER: dict[str, Any] = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16}

@@ -21,12 +21,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mtp_train import losses_triton
-from mtp_train.losses import CHUNK_ROWS, LossKind, RowsIn, frozen_head_loss
-from mtp_train.losses_rows import row_losses
-from mtp_train.losses_triton import BLOCK, WARPS, kernel_device, row_work
+from mtp_train.losses import triton_rows as losses_triton
+from mtp_train.losses.chunked import CHUNK_ROWS, RowsIn, frozen_head_loss
+from mtp_train.losses.rows import row_losses
+from mtp_train.losses.triton_rows import BLOCK, WARPS, kernel_device, row_work
 
-KINDS: tuple[LossKind, ...] = ("ce", "kl", "reverse_kl", "tv", "lk")
+KINDS: tuple[str, ...] = ("ce", "kl", "reverse_kl", "tv", "lk")
 DISTILLING = KINDS[1:]
 INF = float("inf")
 # Blocks that are not full, and less than one.
@@ -51,7 +51,7 @@ def random_rows(width: int, dtype: torch.dtype, device: str, num_rows: int = 2) 
     return Rows(logits_CV.to(device, dtype), teacher_CV.to(device, dtype), targets_C.to(device))
 
 
-def by_kernel(kind: LossKind, rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
+def by_kernel(kind: str, rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
     """Return losses and gradients, once it is seen that nothing beside the rows was written."""
     num_rows, width = rows.logits_CV.shape
     around_CV = rows.logits_CV.new_full((num_rows + 2, width), 7.0)
@@ -68,7 +68,7 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return ((found.float() - expected).abs().max() / expected.abs().max()).item()
 
 
-def differences(kind: LossKind, rows: Rows, temperature: float) -> list[float]:
+def differences(kind: str, rows: Rows, temperature: float) -> list[float]:
     """Return how far kernel and torch are apart: losses, and gradients."""
     expected = row_losses(kind, *rows, temperature)
     return [apart(*pair) for pair in zip(by_kernel(kind, rows, temperature), expected, strict=True)]
@@ -91,7 +91,7 @@ def agree(device: str) -> dict[str, Any]:
     return found
 
 
-def misled(kind: LossKind, rows: Rows) -> dict[str, float]:
+def misled(kind: str, rows: Rows) -> dict[str, float]:
     """Return how far losses are from torch's where the kernel is told another temperature, or of a token less."""
     loss_C = row_losses(kind, *rows, 1.0).loss_C
     last = rows.logits_CV.shape[1] - 1
@@ -100,7 +100,7 @@ def misled(kind: LossKind, rows: Rows) -> dict[str, float]:
     return found if kind == "ce" else found | {"temperature": apart(by_kernel(kind, rows, 1.01)[0], loss_C)}
 
 
-def without_tokens(kind: LossKind, device: str) -> list[float]:
+def without_tokens(kind: str, device: str) -> list[float]:
     """Compare rows that shut out a block of tokens by -inf with rows that do not have these tokens."""
     rows = random_rows(BLOCK + 31, torch.float32, device)
     kept = Rows(rows.logits_CV[:, BLOCK:], rows.teacher_CV[:, BLOCK:], rows.targets_C % 31)
@@ -114,7 +114,7 @@ def without_tokens(kind: LossKind, device: str) -> list[float]:
 
 
 def edges(device: str) -> dict[str, Any]:
-    """Return what is made of rows that are equal, of a token that q lacks, and of logits that are no numbers."""
+    """Return losses and gradients of equal rows, of rows with a token of q = 0, and of rows with NaN logits."""
     rows = random_rows(31, torch.float32, device)
     equal, lacking, broken = (Rows(*(one.clone() for one in rows)) for _ in range(3))
     equal.logits_CV[:] = equal.teacher_CV
@@ -140,7 +140,7 @@ def whole(device: str) -> dict[str, list[float]]:
     weight_KN = torch.ones(2, 6, device=device)
     weight_KN[:, :2] = 0
     found = {}
-    settings: tuple[tuple[LossKind, bool, torch.dtype], ...] = (
+    settings: tuple[tuple[str, bool, torch.dtype], ...] = (
         ("e2e_tv", False, torch.float32),
         ("lk", True, torch.float32),
         ("ce", False, torch.float32),
@@ -170,7 +170,7 @@ def compiled(target: GPUTarget, name: str, dtype: str, width: int) -> dict[str, 
     known = dict.fromkeys(constants, "constexpr") | {"temperature": "fp32", "targets_ptr": "*i64"}
     known |= dict.fromkeys(("peak_ptr", "log_sum_ptr", "loss_ptr"), "*fp32")
     signature = {argument: known.get(argument, f"*{dtype}") for argument in kernel.arg_names}
-    # What a launch finds out of torch's allocations.
+    # A launch derives the alignment from torch's allocations.
     aligned = {
         (place,): [["tt.divisibility", 16]] for place, one in enumerate(kernel.arg_names) if one.endswith("_ptr")
     }
@@ -202,7 +202,7 @@ def compile_all(backend: str, arch: str, dtype: str, width: str) -> dict[str, An
 
 def main() -> None:
     """Do what the command line names."""
-    # -inf less -inf, of tokens that are not there; a device says nothing.
+    # -inf minus -inf, past the end of a row: numpy warns of it in the interpreter, a device does not.
     warnings.filterwarnings("ignore", "invalid value encountered", RuntimeWarning)
     what, *words = sys.argv[1:]
     print(json.dumps({"agree": agree, "compile": compile_all}[what](*words) | {"device": kernel_device()}))

@@ -1,13 +1,13 @@
-"""fp32 and bf16 on a CPU, stage by stage, and what ``auto`` takes: is it ever the slower one?
+"""Measure fp32 and bf16 on a CPU for each stage, and check that ``auto`` chooses the faster one.
 
-Each instruction set is measured in a process of its own: the processor's, and, where that has AVX-512, AVX2 by
-``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA``. One thread; figures are tokens per second of CPU time, the median of
-repetitions in which the arms take turns, so that other work on the machine disturbs them little.
+Each instruction set is measured in a separate process: the processor's own, and on processors with AVX-512 also AVX2,
+by ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA``. One thread is used. Figures are tokens per second of CPU time,
+the median over repetitions in which the arms take turns, so that other work on the machine has little effect.
 
     python inference/benchmarks/cpu_precision.py --out inference/benchmarks/cpu
 
-A trunk is held in fp32, or in bf16 and multiplied as held, or in bf16 and converted where that is faster (``widened``,
-what ``auto`` does with a trunk that does not fit in fp32). Prints a table and, last, everything as one line of JSON.
+A trunk is stored in fp32, or in bf16 and multiplied in bf16, or in bf16 and converted to fp32 where that is faster
+(``widened``: the choice of ``auto`` for a trunk that does not fit in fp32). Prints a table, and last one line of JSON.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ import transformers
 from mtp_inference import SpeculativeDecoder
 from mtp_inference.batch import HELD, choose_widening
 from mtp_inference.bench.subject import Subject, checkpoint_subject, shape_subject
-from mtp_train.demo import resolve
-from mtp_train.heads.precision import COMPUTE_DTYPES, held_dtype, resolve_precision
-from mtp_train.train.module import HeadTraining
+from mtp_train.train.head_training import HeadTraining
+from mtp_train.trunk.precision import COMPUTE_DTYPES, held_dtype, resolve_precision
+from mtp_train.weights.demo import resolve
 
 CPU = torch.device("cpu")
 HELD_BACK = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 BEHIND = 0.95
-"""What ``auto`` must reach of the better arm."""
+"""Lowest speed of ``auto``, as a share of the faster arm's."""
 Job = Callable[[], int]
 
 
 class Sizes(NamedTuple):
-    """How much a job does."""
+    """Sizes of the jobs."""
 
     train_tokens: int = 256
     seq_len: int = 256
@@ -60,7 +60,7 @@ SMALL = Sizes(64, 32, 8, 4, 4, 3, 1)
 
 
 def subjects(dtype: torch.dtype, names: Sequence[str]) -> dict[str, Subject]:
-    """Return the demo's base with its head, and a wider model of random weights, held in a dtype."""
+    """Return the demo's base with its head, and a wider model of random weights, stored in a dtype."""
     found: dict[str, Subject] = {}
     for name in names:
         if name == "demo":
@@ -98,23 +98,23 @@ def training(subject: Subject, precision: str, sizes: Sizes) -> Job:
 
 
 def decoding(subject: Subject, rows: int, depth: int, sizes: Sizes, *, widens: bool) -> Job:
-    """Return the decoding of random prompts, by one decoder."""
+    """Return a job that decodes random prompts."""
     decoder = SpeculativeDecoder(subject.trunk, subject.drafting if depth else None, depth, (), max_batch=rows)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(len(subject.trunk.lm_head_VD), (rows, sizes.prompt_tokens), generator=generator).tolist()
 
     def decode() -> int:
         with patch("mtp_inference.decoder.choose_widening", choose_widening if widens else lambda *_unused: HELD):
-            results = decoder.generate(prompts, sizes.new_tokens)
+            results = decoder.decode(prompts, sizes.new_tokens)
         return sum(len(result.token_ids) for result in results)
 
     return decode
 
 
 def jobs(name: str, sizes: Sizes) -> dict[str, dict[str, Job]]:
-    """Return the arms of each stage for a subject."""
+    """Return the arms of each stage for a model."""
     held = {dtype: subjects(dtype, [name])[name] for dtype in (torch.float32, torch.bfloat16)}
-    # Heads that train are in fp32: these have subjects of their own.
+    # Heads are trained in fp32, so training has its own subjects.
     stages: dict[str, dict[str, Job]] = {
         "training": {
             precision: training(subjects(torch.float32, [name])[name], precision, sizes) for precision in COMPUTE_DTYPES
@@ -146,7 +146,7 @@ def rates(arms: Mapping[str, Job], repeats: int) -> dict[str, float]:
 
 
 def measure(names: Sequence[str], sizes: Sizes) -> dict[str, Any]:
-    """Measure every stage in this process, whose instruction set the environment decides."""
+    """Measure every stage in this process, with the instruction set that the environment selects."""
     torch.set_num_threads(1)
     precision, reason = resolve_precision("auto", CPU)
     cells = []
@@ -156,7 +156,7 @@ def measure(names: Sequence[str], sizes: Sizes) -> dict[str, Any]:
         for stage, arms in jobs(name, sizes).items():
             found = rates(arms, sizes.repeats)
             auto = precision if stage == "training" else decodes_in
-            # Held in bf16 where fp32 does not fit: the choice is then between these two.
+            # For a trunk in bf16, because fp32 does not fit, `auto` chooses between these two.
             cell = {"model": name, "stage": stage, "tokens_per_second": found, "auto": auto}
             cell["auto_over_better"] = round(found[auto] / max(found["fp32"], found["bf16"]), 3)
             if stage != "training":
@@ -166,7 +166,7 @@ def measure(names: Sequence[str], sizes: Sizes) -> dict[str, Any]:
 
 
 def measured_apart(arguments: Sequence[str], held_back: bool) -> dict[str, Any]:
-    """Measure in a process of its own; the instruction set is chosen when torch is loaded."""
+    """Measure in a separate process, since torch selects the instruction set when it is loaded."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | (HELD_BACK if held_back else {})
     command = [sys.executable, __file__, "--here", *arguments]
     printed = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -190,7 +190,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def processor() -> str:
-    """Return the processor's name where the system tells it."""
+    """Return the processor's name, where the system provides it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -200,7 +200,7 @@ def processor() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print a table and one line of JSON."""
+    """Measure, and print a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="demo,64m", help="demo, or a shape of the bench; several by commas")
     parser.add_argument("--small", action="store_true", help="one short repetition, to see that it runs")

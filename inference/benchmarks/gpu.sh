@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure on one GPU, in parts of at most ten minutes; gpu/README.md says what each part holds.
+# Measure on one GPU, in parts of at most ten minutes; gpu/README.md lists their steps.
 #
 #   inference/benchmarks/gpu.sh A --out DIR          one part; A, B and C take less than 25 minutes in all
 #   inference/benchmarks/gpu.sh all --cpu --out DIR  every step of A, B and C in small shapes, without a GPU

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write what a measurement was made with: hardware, driver, versions, git commit and date, as one line of JSON.
+"""Print the environment of a measurement as one line of JSON: hardware, driver, versions, git commit and date.
 
     python inference/benchmarks/gpu_machine.py --device cuda --commit "$(git rev-parse HEAD)"
 
@@ -53,7 +53,7 @@ def machine(device: str, commit: str | None) -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        # Triton and torch.compile need one at run time.
+        # Triton and torch.compile need a C compiler at run time.
         "compiler": next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), None),
         "tf32_products": torch.backends.cuda.matmul.allow_tf32,
     }
@@ -71,7 +71,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _said(*command: str) -> str | None:
-    """Return what a command prints, None where there is no such command or it fails."""
+    """Return the output of a command; None where it does not exist or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the record.
 
     Returns:
-        0, or 1 where there is no GPU to measure.
+        0, or 1 where a GPU is required and there is none.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Run the measurements of one GPU in parts; every step has its own limit, and results are saved after each.
+"""Run the measurements of one GPU in parts. Every step has a time limit, and results are saved after each step.
 
     inference/benchmarks/gpu.sh A --out DIR
     inference/benchmarks/gpu.sh all --cpu --out DIR
 
 A part writes two files to DIR: ``PART.json`` with the machine, every step's exit status, time and result, and
-``PART.tgz`` with the steps' whole output and the files they made. A step that fails or runs out of time stops no other.
-``gpu/README.md`` lists the parts. Only the standard library is imported here: what a machine lacks fails a step.
+``PART.tgz`` with the output of the steps and the files they made. After a step that fails or times out, the next one
+runs. ``gpu/README.md`` lists the parts. Only the standard library is imported here, so that a missing package fails one
+step only.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from typing import Any
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 PART_LIMIT_S, TOTAL_LIMIT_S = 600, 1500
-"""Of each part, and of A, B and C together."""
+"""Time limits of each part, and of A, B and C together."""
 CPU_PATIENCE = 4
-"""Times as long may a step take on a CPU, whatever else it is busy with."""
+"""Factor on the time limit of a step on a CPU, which may be busy with other work."""
 STOP_S = 10
-"""Between asking a step to stop, which lets it save its state, and killing it."""
+"""Seconds between SIGTERM, on which a step saves its state, and SIGKILL."""
 SHOWN_LINES, KEPT_LINES, LINE_CHARS = 12, 40, 220
 MACHINE = "machine"
 NO_FLEX = "torch has no backward pass of flex_attention on a CPU"
@@ -42,54 +43,54 @@ LEAST_RUN = (
     "train.max_steps=2 train.warmup_steps=1 data.regenerate.max_prompts=24 data.regenerate.max_new_tokens=16 "
     "evaluate.prompts=2 evaluate.max_new_tokens=8 evaluate.arms=[graft,retrained]"
 )
-"""Fields of a recipe that goes through every stage, for a CPU."""
+"""Overrides for a short run of every stage of a recipe on a CPU."""
 DATA = ("datasets", "dill", "multiprocess")
-"""Packages that reading a recipe's data needs and an image for measuring may lack."""
+"""Packages that a recipe's data needs, and that a minimal image may lack."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One program with its limit."""
+    """A program with its time limit."""
 
     name: str
     limit_s: int
     words: tuple[str, ...]
     """Arguments of the Python interpreter."""
     result: Path | None = None
-    """A JSON file that the step writes; None where the last line of its output is the result."""
+    """A JSON file that the step writes; None if the last line of its output is the result."""
     keeps: tuple[Path, ...] = ()
     """Files and directories to save with the output."""
     outcome: Path | None = None
     """A run's ``outcome.json``: a gate that refused the head (exit code 3) is a result, not a failure."""
     needs: tuple[str, ...] = ()
-    """Modules without which it is not started."""
+    """Modules that the step needs; without them it is not started."""
     env: Mapping[str, str] = field(default_factory=dict)
     left_out: str | None = None
-    """Why the step does not run here at all."""
+    """The reason why the step does not run on this device; else None."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the steps of a part run."""
+    """Device and directories of the steps of a part."""
 
     on_gpu: bool
     results: Path
-    """What lies here is saved."""
+    """Directory of files to save."""
     work: Path
-    """For what is too large to save; a later call of part D finds what an earlier one left."""
+    """Directory of files that are too large to save. The calls of part D share it."""
 
     @property
     def device(self) -> str:
-        """torch's name of it."""
+        """The name of the device in torch."""
         return "cuda" if self.on_gpu else "cpu"
 
     def script(self, name: str, limit_s: int, file: str, both: str, gpu: str, cpu: str, **more: Any) -> Step:
-        """Return a step that runs a program beside this one, with words for both devices and for either."""
+        """Return a step that runs a program of this directory, with arguments for both devices and for each."""
         words = (str(HERE / file), "--device", self.device, *both.split(), *(gpu if self.on_gpu else cpu).split())
         return Step(name, limit_s, words, **more)
 
     def bench(self, name: str, limit_s: int, both: str, gpu: str, cpu: str) -> Step:
-        """Return a step of ``mtp_inference.bench``, whose file has what was measured before a limit, too."""
+        """Return a step of ``mtp_inference.bench``, whose file keeps the cells that were measured before a timeout."""
         out = self.results / f"{name}.json"
         shape = "9b" if self.on_gpu else "tiny-qwen"
         words = ("-m", "mtp_inference.bench", "--shape", shape, "--device", self.device, "--dtype", "bfloat16")
@@ -97,7 +98,7 @@ class Place:
         return Step(name, limit_s, (*words, "--out", str(out), *both.split(), *rest), result=out)
 
     def train(self, name: str, limit_s: int, both: str = "", **more: Any) -> Step:
-        """Return a step that times head training, in bf16 throughout."""
+        """Return a step that times head training in bf16."""
         gpu = "--shape 9b --tokens 8192 --seq-len 2048 --repeats 3"
         cpu = "--shape tiny-qwen --trunk-dtype bfloat16 --tokens 16 --seq-len 16 --repeats 1"
         return self.script(name, limit_s, "training.py", f"--precision bf16 {both}", gpu, cpu, **more)
@@ -120,8 +121,8 @@ def part_a(place: Place) -> list[Step]:
 
 
 def part_b(place: Place) -> list[Step]:
-    """Return the steps that time head training: as it is, with kernels, with larger chunks, with flex_attention."""
-    # Without a GPU Triton's kernels run in its interpreter.
+    """Return the steps that time head training: default, with Triton kernels, larger chunks, and flex_attention."""
+    # Without a GPU, Triton's kernels run in its interpreter.
     triton: dict[str, Any] = {"needs": ("triton",), "env": {} if place.on_gpu else {"TRITON_INTERPRET": "1"}}
     return [
         place.train("train", 90),
@@ -162,7 +163,7 @@ def part_c(place: Place) -> list[Step]:
 def recipe_step(
     name: str, limit_s: int, launched: tuple[str, ...], run: Path, fields: str, recipe: str = "retrain_head"
 ) -> Step:
-    """Return a step that runs a recipe, or goes on with a run that an earlier call left."""
+    """Return a step that runs a recipe, or resumes its run of an earlier call."""
     words = (*launched, "mtp_train", str(REPOSITORY / "recipes" / f"{recipe}.yaml"), f"run_dir={run}")
     settings = ("track.wandb=off", "export.enabled=false", *fields.split())
     names = ("metrics.jsonl", "report.json", "report.html", "acceptance.csv", "comparisons.csv", "figures")
@@ -186,7 +187,7 @@ def part_d2(place: Place) -> list[Step]:
 
 
 def part_d3(place: Place) -> list[Step]:
-    """Return the step that runs the study on the larger pair, or goes on with it."""
+    """Return the step that runs or resumes the study on the larger pair."""
     work = place.work
     pair = f"model.trunk={work}/finetune model.head_from={work}/base data.sources.0.path={work}/prompts.jsonl"
     sizes = (
@@ -217,7 +218,7 @@ PARTS: dict[str, Callable[[Place], list[Step]]] = {
     "D3": part_d3,
 }
 MEASURED = ("A", "B", "C")
-"""What ``all`` runs. The parts D make up a study that shares a work directory."""
+"""The parts of ``all``. The parts D1 to D3 form a study with a common work directory."""
 
 
 def steps_of(part: str, place: Place, commit: str | None) -> list[Step]:
@@ -227,12 +228,12 @@ def steps_of(part: str, place: Place, commit: str | None) -> list[Step]:
 
 
 class PartRun:
-    """One run of one part.
+    """One run of a part.
 
     Args:
-        part: Its name.
-        place: Where it runs.
-        out: Where its two files go.
+        part: Name of the part.
+        place: Device and directories.
+        out: Directory for its two files.
     """
 
     def __init__(self, part: str, place: Place, out: Path) -> None:
@@ -243,7 +244,7 @@ class PartRun:
         self.document: dict[str, Any] = {"part": part, "complete": False, MACHINE: None, "steps": []}
 
     def run(self, steps: Sequence[Step]) -> list[str]:
-        """Run steps one after the other; return the names of those without a result."""
+        """Run steps one after the other, and return the names of steps without a result."""
         missed = []
         for step in steps:
             limit_s = step.limit_s * (1 if self.place.on_gpu else CPU_PATIENCE)
@@ -258,7 +259,7 @@ class PartRun:
             print("\n".join(line[:LINE_CHARS] for line in self.shown), flush=True)
             if record["status"] not in ("done", "left out"):
                 missed.append(f"{self.part} {step.name} ({record['status']})")
-                # Slow to start is no reason to stop; no GPU is.
+                # Stop the part if there is no GPU, but not because the machine step timed out.
                 if step.name == MACHINE and record["status"] != "out of time":
                     return missed
         self.document["complete"] = not missed
@@ -266,7 +267,7 @@ class PartRun:
         return missed
 
     def save(self) -> None:
-        """Write both files anew, each in one go."""
+        """Write both files again, each atomically."""
         for name, write in ((f"{self.part}.json", self._write_json), (f"{self.part}.tgz", self._write_tar)):
             partial = self.out / f".{name}.partial"
             write(partial)
@@ -294,7 +295,7 @@ class PartRun:
             record["status"] = "done"
 
     def _keep(self, step: Step, record: dict[str, Any]) -> None:
-        """Copy the step's files to what is saved, and its result into its record."""
+        """Copy the files of a step to the saved directory, and its result to its record."""
         for path in step.keeps:
             target = self.place.results / step.name / path.name
             target.parent.mkdir(exist_ok=True)
@@ -317,7 +318,7 @@ class PartRun:
 
 
 def _parsed(text: str, otherwise: Any) -> Any:
-    """Return the object that a text holds as JSON, or ``otherwise``."""
+    """Return the JSON object in a text, or ``otherwise``."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -345,9 +346,9 @@ def environment(step: Step, *, on_gpu: bool) -> dict[str, str]:
 
 
 def run_within(words: Sequence[str], limit_s: float, log: Path, env: Mapping[str, str]) -> int | None:
-    """Run the interpreter with its output in a file; return its exit status, None where its time ran out.
+    """Run the interpreter with its output in a file, and return its exit status; None after a timeout.
 
-    Whatever ends this call ends the whole process group.
+    The whole process group is killed at the end of this call, also after an exception.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -379,7 +380,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def _kill_group(group: int) -> None:
-    """Kill what a step has left running, too: it would hold the GPU."""
+    """Kill a process group, including processes that a step left running, since they would occupy the GPU."""
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
@@ -409,10 +410,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts that are asked for.
+    """Run the requested parts.
 
     Returns:
-        0 where every step has a result, else 1; 2 for wrong arguments, 128 and its number after a signal.
+        0 if every step has a result, else 1; 2 for wrong arguments; 128 plus the signal number after a signal.
     """
     options = _parse(arguments)
     signal.signal(signal.SIGTERM, _stop)

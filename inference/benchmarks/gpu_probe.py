@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Measure what a GPU and its libraries allow, before anything of ours runs on them.
+"""Measure the limits of a GPU and its libraries, without code of this package.
 
     python inference/benchmarks/gpu_probe.py --device cuda
 
-``ceilings`` has the rate of a large copy, that of weight-bound matrix products, and the time of a tiny kernel inside a
+``ceilings`` has the rate of a large copy, the rate of weight-bound matrix products, and the time of a tiny kernel in a
 captured graph. ``windows`` runs torch's attention on the decoder's shapes with each backend: the time of its first
 call, its error against fp64, and its time inside a graph. ``unrolls`` runs it forward and backward with the mask of an
 unrolled head, and counts values that are not finite: cuDNN's backward pass with a mask returns NaN where the length is
@@ -36,22 +36,22 @@ from mtp_inference.bench.clock import copy_bandwidth, now, time_alone
 Row = dict[str, Any]
 DTYPE = torch.bfloat16
 HEADS, FREE_KEYS = 4, 1024
-"""Heads of a window, and keys of the buffer that are not in use: keys are slices of a larger buffer, as in a cache."""
+"""Heads of a window, and unused keys of the buffer: keys are slices of a larger buffer, like in a cache."""
 CALLS_IN_GRAPH = 50
 REPEATS = 20
 
 
 class Sizes(NamedTuple):
-    """What is measured on a kind of device."""
+    """Sizes of the measurements on a kind of device."""
 
     product: tuple[int, int]
     chain: int
-    """Tiny kernels of a graph."""
+    """Number of tiny kernels in a graph."""
     widths: tuple[int, ...]
     windows: tuple[tuple[int, int, int], ...]
-    """Q, S and B of each."""
+    """(Q, S, B) of each window."""
     unrolls: tuple[int, ...]
-    """T of each."""
+    """T of each unrolled head."""
     backends: tuple[str, ...]
 
 
@@ -86,7 +86,7 @@ def _backend(name: str) -> AbstractContextManager[Any]:
 
 
 def ceilings(sizes: Sizes, device: torch.device) -> Row:
-    """Return rates in bytes per second, and the seconds of a tiny kernel."""
+    """Return the rates in bytes per second, and the seconds of a tiny kernel."""
     found: Row = {"copy_bytes_per_second": copy_bandwidth(device, REPEATS)}
     state_1D = torch.randn(1, 4096, device=device, dtype=DTYPE)
 
@@ -98,7 +98,7 @@ def ceilings(sizes: Sizes, device: torch.device) -> Row:
     lengths = {"long": 2 * sizes.chain, "short": sizes.chain}
     taken = time_alone({name: partial(chain, length) for name, length in lengths.items()}, device, REPEATS)
     found["tiny_kernel_seconds"] = (taken["long"] - taken["short"]) / sizes.chain
-    # Several weights, so that none of them stays in a cache.
+    # Several weights, so that none stays in the device cache.
     weights = [torch.randn(*sizes.product, device=device, dtype=DTYPE) for _ in range(4)]
 
     def multiply(state_RD: Tensor) -> None:
@@ -113,7 +113,7 @@ def ceilings(sizes: Sizes, device: torch.device) -> Row:
 
 
 def window_cases(sizes: Sizes, device: torch.device) -> list[tuple[Row, Case]]:
-    """Return calls as a verify window makes them: few queries, many keys, rows of different lengths."""
+    """Return attention calls of a verify window: few queries, many keys, rows of different lengths."""
     cases = []
     for width, (queries, used, rows) in itertools.product(sizes.widths, sizes.windows):
         query = torch.randn(rows, HEADS, queries, width, device=device, dtype=DTYPE)
@@ -128,9 +128,9 @@ def window_cases(sizes: Sizes, device: torch.device) -> list[tuple[Row, Case]]:
 
 
 def unroll_case(width: int, num_tokens: int, backend: str, device: torch.device) -> Case:
-    """Return a call as depth 2 of an unrolled head makes it: causal over depth 1, and its own row.
+    """Return the attention call of depth 2 of an unrolled head: causal over depth 1, plus its own row.
 
-    The first channel puts all scores far below 0, where cuDNN's fault shows.
+    The first channel puts all scores far below 0, which triggers the error of cuDNN.
     """
     shape = (2, 8, num_tokens, width)
     query = 0.1 * torch.randn(shape, device=device, dtype=DTYPE)
@@ -151,7 +151,7 @@ def first_call(case: Case, device: torch.device) -> Row:
 
 
 def trained_call(case: Case, device: torch.device) -> Row:
-    """Run forward and backward; return the milliseconds and how many values are not finite."""
+    """Run forward and backward; return the milliseconds and the number of values that are not finite."""
     started = now(device)
     output = case.attend()
     output.backward(torch.randn_like(output))
@@ -162,7 +162,7 @@ def trained_call(case: Case, device: torch.device) -> Row:
 
 
 def tried(row: Row, measure: Callable[[], Row]) -> Row:
-    """Add a measurement to its row, or the error that it ended with; print the row."""
+    """Add a measurement, or its error, to a row, and print the row."""
     try:
         row |= measure()
     except RuntimeError as error:
@@ -172,7 +172,7 @@ def tried(row: Row, measure: Callable[[], Row]) -> Row:
 
 
 def time_in_graphs(cases: Sequence[tuple[Row, Case]], device: torch.device) -> str | None:
-    """Add to each row the microseconds of a call inside a graph; return the error that ended it, None for none."""
+    """Add the microseconds of a call in a graph to each row; return the error of the first failure, else None."""
     for row, case in cases:
         if "error" in row:
             continue
@@ -192,7 +192,7 @@ def _repeated(case: Case) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print every row as it is measured and, last, everything as one line of JSON."""
+    """Print every row when it is measured, and last one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default="cuda")
     device = parser.parse_args(arguments).device

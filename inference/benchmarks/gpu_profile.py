@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""List the kernels of a decoding round by name: how often each runs, and for how long.
+"""List the kernels of a decoding round by name, with their number of calls and their time.
 
     python inference/benchmarks/gpu_profile.py --device cuda --depths 3,0
 
-On a GPU the round is captured, and its replay is profiled: the list is what the decoder runs. On a CPU it lists
-operations. The weights are random, which changes no kernel. The last line has everything as JSON.
+On a GPU, the round is captured and its replay is profiled, as in the decoder. On a CPU, operations are listed instead
+of kernels. The weights are random, which does not change the kernels. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mtp_inference.batch import RoundPlan
 from mtp_inference.bench.clock import Piece, captured, now, time_alone
-from mtp_inference.bench.costs import as_run, idle_batch
+from mtp_inference.bench.round_costs import as_run, idle_batch
 from mtp_inference.bench.subject import SHAPES, Subject, shape_subject
 from mtp_inference.session import PENDING_PLACES
 
@@ -30,7 +30,7 @@ REPEATS, LISTED, NAME_CHARS = 20, 30, 90
 
 @torch.inference_mode()
 def profile_round(subject: Subject, num_rows: int, used: int, depth: int) -> dict[str, Any]:
-    """Return the time of a round and its kernels, those that take longest first.
+    """Return the time of a round and its kernels, the slowest first.
 
     Args:
         subject: Trunk and head.
@@ -72,7 +72,7 @@ def profile_round(subject: Subject, num_rows: int, used: int, depth: int) -> dic
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table for each depth and, last, everything as one line of JSON."""
+    """Print a table for each depth, and last one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default="cuda")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="9b")

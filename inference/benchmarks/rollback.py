@@ -1,15 +1,16 @@
 #!/usr/bin/env python
-"""Measure ways to roll a Gated DeltaNet layer back after a verify window of which each row keeps a prefix.
+"""Compare ways to roll back a Gated DeltaNet layer after a verify window, when each row keeps a prefix of the window.
 
     python inference/benchmarks/rollback.py --rows 1,4,16 --window 2,4,8
 
-A way runs the window, keeps something, and at commit makes of it the state after each row's last kept token. All are
-exact. ``corrections`` is the decoder's own (``mtp_inference/delta.py`` has the mathematics). ``states`` loops over
-the tokens and keeps every state. ``replay`` keeps the inputs and runs the window again, in which tokens after the kept
-prefix write nothing and forget nothing. The states of all layers are in one buffer, in which they are committed.
+A way runs the window, stores some tensors, and at commit computes from them the state after each row's last kept token.
+All ways are exact. ``corrections`` is used by the decoder (``mtp_inference/cache/delta.py`` has the mathematics).
+``states`` loops over the tokens and stores every state. ``replay`` stores the inputs and runs the window again, with
+beta = 0 and a decay of 1 for tokens after the kept prefix. The states of all layers are in one buffer, where commit
+writes them.
 
-Times are for all layers together. On a CPU they are the minimum over the repeats. On a GPU each phase is captured as a
-graph, as the decoder's rounds are, and they are medians: eager launches would rank the ways by their number of kernels.
+Times are for all layers together. On a CPU they are the minimum over the repeats. On a GPU they are medians, and each
+phase is captured as a graph like the decoder's rounds, since eager launches would rank the ways by number of kernels.
 
 Shapes: L layers, B rows, R = L * B, T tokens of the window, H value heads, K key width, V value width, N = B * H.
 """
@@ -30,11 +31,11 @@ import torch
 from torch import Tensor
 
 from mtp_inference.bench.clock import Piece, time_alone
-from mtp_inference.delta import MAX_WINDOW, DeltaWindow, gated_delta_window
+from mtp_inference.cache.delta import MAX_WINDOW, DeltaWindow, gated_delta_window
 
 
 class DeltaInputs(NamedTuple):
-    """One layer's window, named and shaped as :func:`gated_delta_window` takes it."""
+    """Inputs of one layer's window, with the names and shapes of :func:`gated_delta_window`."""
 
     query: Tensor
     key: Tensor
@@ -59,14 +60,15 @@ class Way(NamedTuple):
     """One way to roll back."""
 
     run: Callable[[DeltaInputs], tuple[Tensor, Any]]
-    """Inputs -> outputs (B, T, H, V) and a tuple of the tensors that are kept until the commit."""
+    """Maps inputs to the outputs (B, T, H, V) and a tuple of the tensors to store until the commit."""
     commit: Callable[[Sequence[Any], Tensor, Tensor], None]
-    """What each layer kept, how many tokens each row keeps (int64, (B,)), and the states of all layers before the
-    window, fp32 (L, B, H, K, V), contiguous: those after the kept tokens are written in their place."""
+    """Called with the stored tensors of each layer, the number of kept tokens per row (int64, (B,)), and the states of
+    all layers before the window (fp32, (L, B, H, K, V), contiguous), which it replaces by the states after the kept
+    tokens."""
 
 
 def gated_delta_per_token(inputs: DeltaInputs) -> tuple[Tensor, tuple[Tensor]]:
-    """Run the rule token by token; keep the state after each of them, (T, N, K, V)."""
+    """Run the rule token by token, and store the state after each token, (T, N, K, V)."""
     query, key, value, g, beta, initial_state = inputs
     num_rows, num_tokens, num_heads, value_width = value.shape
     key_width, flat, out_dtype = key.shape[-1], num_rows * num_heads, query.dtype
@@ -74,7 +76,7 @@ def gated_delta_per_token(inputs: DeltaInputs) -> tuple[Tensor, tuple[Tensor]]:
         query, key = (heads.repeat_interleave(num_heads // key.shape[2], dim=2) for heads in (query, key))
     query, key, value, beta, decay = (part.transpose(0, 1).float() for part in (query, key, value, beta, g.exp()))
     query, key = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (query, key))
-    # Everything that does not depend on the state is ready before the loop: three operations per token remain.
+    # Terms without the state are computed before the loop, which leaves three operations per token.
     erase_TN1K = (key * (beta * decay)[..., None]).reshape(num_tokens, flat, 1, key_width)
     write_TN1V = (value * beta[..., None]).reshape(num_tokens, flat, 1, value_width)
     key_TNK1, decay_TN11 = key.reshape(num_tokens, flat, key_width, 1), decay.reshape(num_tokens, flat, 1, 1)
@@ -90,9 +92,9 @@ def gated_delta_per_token(inputs: DeltaInputs) -> tuple[Tensor, tuple[Tensor]]:
 
 
 def commit_states(kept: Sequence[tuple[Tensor]], num_kept_B: Tensor, state_LBHKV: Tensor) -> None:
-    """Pick each row's state, layer by layer: to join what layers kept would copy all of it.
+    """Select each row's state layer by layer, since joining the layers would copy all stored states.
 
-    Every row must keep a token: the state before the window is not among them.
+    Every row must keep a token: the state before the window is not stored.
     """
     num_flat = kept[0][0].shape[1]
     flat_N = torch.arange(num_flat, device=num_kept_B.device)
@@ -102,28 +104,28 @@ def commit_states(kept: Sequence[tuple[Tensor]], num_kept_B: Tensor, state_LBHKV
 
 
 def run_window(inputs: DeltaInputs) -> tuple[Tensor, DeltaWindow]:
-    """Run the decoder's kernel; keep what it keeps."""
+    """Run the decoder's kernel, and store its own record of the window."""
     return gated_delta_window(**inputs._asdict(), use_qk_l2norm_in_kernel=True)
 
 
 def run_for_replay(inputs: DeltaInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run the decoder's kernel for its outputs alone; keep the inputs that make the state."""
+    """Run the decoder's kernel for its outputs, and store the inputs that determine the state."""
     return run_window(inputs)[0], inputs[1:5]
 
 
 def commit_replay(kept: Sequence[tuple[Tensor, ...]], num_kept_B: Tensor, state_LBHKV: Tensor) -> None:
-    """Run the window again without the rejected tokens, of all layers at once, and commit all of it."""
+    """Run the windows of all layers again without the rejected tokens, and commit their states."""
     key, value, g, beta = (torch.cat(parts) for parts in zip(*kept, strict=True))
     num_tokens, num_kept_R = g.shape[1], num_kept_B.repeat(len(kept))
     is_kept_RT1 = (torch.arange(num_tokens, device=g.device) < num_kept_R[:, None])[..., None]
     state_RHKV = state_LBHKV.flatten(0, 1)
-    # Nobody reads its outputs: keys serve as queries.
+    # The outputs are not used, so keys are passed as queries.
     _, window = run_window(DeltaInputs(key, key, value, g * is_kept_RT1, beta * is_kept_RT1, state_RHKV))
     window.commit(torch.full_like(num_kept_R, num_tokens), state_RHKV)
 
 
 def commit_corrections(kept: Sequence[DeltaWindow], num_kept_B: Tensor, state_LBHKV: Tensor) -> None:
-    """Add the kept tokens' corrections, of all layers at once, as ``recurrent_cache.py`` does."""
+    """Add the corrections of the kept tokens for all layers at once, like ``cache/recurrent.py``."""
     state_RHKV = state_LBHKV.flatten(0, 1)
     kept[0].joined(kept, state_RHKV).commit(num_kept_B.repeat(len(kept)), state_RHKV)
 
@@ -137,7 +139,7 @@ PHASES = ("window_us", "commit_us", "both_us")
 
 
 def draw_inputs(shape: Shape, seed: int, device: str) -> DeltaInputs:
-    """Return a random fp32 window, alike on every device."""
+    """Return a random fp32 window, equal on every device."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     window = (shape.rows, shape.window)
     query, key = draw(2, *window, shape.key_heads, shape.key_width)
@@ -148,14 +150,14 @@ def draw_inputs(shape: Shape, seed: int, device: str) -> DeltaInputs:
 
 
 def draw_layers(shape: Shape, num_layers: int, device: str) -> tuple[list[DeltaInputs], Tensor]:
-    """Return the windows of several layers, and the buffer (L, B, H, K, V) in which their states before these lie."""
+    """Return the windows of several layers, and the buffer (L, B, H, K, V) of their states before the windows."""
     layers = [draw_inputs(shape, seed, device) for seed in range(num_layers)]
     state_LBHKV = torch.stack([layer.initial_state for layer in layers])
     return [layer._replace(initial_state=state) for layer, state in zip(layers, state_LBHKV, strict=True)], state_LBHKV
 
 
 def _time_once(way: Way, layers: list[DeltaInputs], num_kept_B: Tensor, state_LBHKV: Tensor) -> list[float]:
-    """Return the seconds of both phases and of both together. What the window allocated is freed afterwards."""
+    """Return the seconds of each phase and of both together. Memory of the window is freed afterwards."""
     start = time.perf_counter()
     ran = [way.run(inputs) for inputs in layers]
     middle = time.perf_counter()
@@ -167,11 +169,11 @@ def _time_once(way: Way, layers: list[DeltaInputs], num_kept_B: Tensor, state_LB
 def clock_times(
     layers: list[DeltaInputs], num_kept_B: Tensor, state_LBHKV: Tensor, repeats: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of every way's ``PHASES``, each the least of the repeats."""
+    """Return the seconds of the ``PHASES`` of every way, as the minimum over the repeats."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in WAYS}
     order = Random(0)
     for _ in range(repeats + 1):
-        # In another order each time, lest one way always find the caches as the same other one left them.
+        # In a random order, so that no way always runs on the caches that the same other way left.
         for name in order.sample(list(WAYS), len(WAYS)):
             seconds[name].append(_time_once(WAYS[name], layers, num_kept_B, state_LBHKV))
     return {name: [min(phase) for phase in zip(*taken, strict=True)] for name, (_warm_up, *taken) in seconds.items()}
@@ -180,7 +182,7 @@ def clock_times(
 def graph_times(
     layers: list[DeltaInputs], num_kept_B: Tensor, state_LBHKV: Tensor, repeats: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Return the same of captured graphs, each the median of the repeats."""
+    """Return the seconds of the ``PHASES`` of every way as captured graphs, as the median over the repeats."""
     pieces: dict[str, Piece] = {}
     for name, way in WAYS.items():
         for phase, piece in zip(PHASES, _phases(way, layers, num_kept_B, state_LBHKV), strict=True):
@@ -193,7 +195,7 @@ def _phases(way: Way, layers: list[DeltaInputs], num_kept_B: Tensor, state_LBHKV
     def run() -> list[Any]:
         return [way.run(inputs)[1] for inputs in layers]
 
-    # The graph of the commit alone reads what was kept before its capture.
+    # The graph of the commit reads tensors that were stored before its capture.
     kept = run()
     return [
         run,
@@ -204,9 +206,9 @@ def _phases(way: Way, layers: list[DeltaInputs], num_kept_B: Tensor, state_LBHKV
 
 @torch.inference_mode()
 def measure(shape: Shape, num_layers: int, repeats: int, device: str) -> list[dict[str, object]]:
-    """Time every way on the same layers, each row keeping a random number of tokens, at least one.
+    """Time every way on the same layers, where each row keeps a random number of tokens, at least one.
 
-    Returns a record for each way; its ``kept_bytes`` leave out the states before the window.
+    Returns one record per way; its ``kept_bytes`` exclude the states before the window.
     """
     layers, state_LBHKV = draw_layers(shape, num_layers, device)
     generator = torch.Generator().manual_seed(0)
@@ -248,7 +250,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table and, last, everything as one line of JSON."""
+    """Print a table, and last one line of JSON."""
     options = _parse(arguments)
     settings = vars(options) | {
         "device_name": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),

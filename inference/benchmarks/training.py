@@ -1,24 +1,24 @@
 #!/usr/bin/env python
-"""Measure a step of head training against a forward pass of the trunk alone on the same tokens.
+"""Measure a step of head training, compared with a forward pass of the trunk on the same tokens.
 
     python inference/benchmarks/training.py --model demo:base --tokens 2048 --seq-len 512
     python inference/benchmarks/training.py --shape 9b --device cuda --tokens 8192 --seq-len 2048 [--rows triton]
 
-``--precision`` is what matrices are multiplied in, as ``train.precision`` of a recipe; ``--trunk-dtype`` is what the
-trunk's weights are held in. The head's are fp32, as in training.
+``--precision`` is the dtype of matrix products, like ``train.precision`` of a recipe. ``--trunk-dtype`` is the dtype of
+the trunk's weights. The head's weights are fp32, as in training.
 
-``step`` is everything: trunk, head, loss, backward and optimiser; ``step, states kept`` is the same where the trunk's
-hidden states are known (``train.hidden_cache``). The floor is what the matrix products of a step would take at the rate
-at which the trunk alone gets through its own; attention counts on neither side. Times are medians.
+``step`` is a whole step: trunk, head, loss, backward and optimiser. ``step, states kept`` is a step with stored hidden
+states of the trunk (``train.hidden_cache``). The floor is the time of the matrix products of a step at the rate that
+the trunk's forward pass reaches; attention counts in neither. Times are medians.
 
-``--attention flex`` unrolls the head as ``train.attention: flex`` does, on a GPU; what compiles it is not timed.
+``--attention flex`` unrolls the head like ``train.attention: flex``, on a GPU; its compilation is not timed.
 
-The memory of the loss is what its tensors take at most, beside the states it is given and the gradient it returns:
-ours, a chunk of rows at a time, and that of the same loss with all logits at once, counted without computing it.
+The memory of the loss is the peak of its tensors, without the hidden states (input) and their gradient (output). It is
+given for the chunked loss, and for the same loss with all logits at once, which is counted without computing it.
 
-Of one chunk, the matrix products of the loss are also timed apart from what is done with their rows (``--rows``, as
-``objective.rows`` of a recipe). Their floor: p's and q's logits read once and the gradient written once for each depth,
-at the rate at which such logits are copied.
+For one chunk, the matrix products of the loss are also timed separately from the work on their rows (``--rows``, like
+``objective.rows`` of a recipe). The floor of that work is to read p's and q's logits once and to write the gradient
+once per depth, at the rate of copying such logits.
 
 Shapes: B rows, T tokens, K depths, N = B * T target rows, D hidden, V vocabulary.
 """
@@ -40,20 +40,21 @@ from torch.nn.functional import kl_div, log_softmax
 from mtp_inference.bench.clock import now
 from mtp_inference.bench.memory import PeakMemory
 from mtp_inference.bench.subject import SHAPES, Subject, checkpoint_subject, shape_subject
-from mtp_train import losses
-from mtp_train.demo import resolve
 from mtp_train.heads.flex import Attention, require_flex_device
-from mtp_train.heads.isolate import isolated_hidden
-from mtp_train.losses import RowsIn, frozen_head_loss, row_work
-from mtp_train.train.cost import active_weights
-from mtp_train.train.module import AlignedRows, Batch, HeadTraining, aligned_rows
+from mtp_train.losses import chunked as losses
+from mtp_train.losses.chunked import RowsIn, frozen_head_loss, row_work
+from mtp_train.train.aligned import AlignedRows, Batch, aligned_rows
+from mtp_train.train.estimate import active_weights
+from mtp_train.train.head_training import HeadTraining
+from mtp_train.trunk.isolate import isolated_hidden
+from mtp_train.weights.demo import resolve
 
 GIB = 1 << 30
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Bench(NamedTuple):
-    """What is timed."""
+    """The parts of a training step to time."""
 
     module: HeadTraining
     optimizer: torch.optim.Optimizer
@@ -62,12 +63,12 @@ class Bench(NamedTuple):
     hidden_BTD: Tensor
 
     def trunk(self) -> None:
-        """Run the trunk alone."""
+        """Run the trunk."""
         with self.module.computing():
             isolated_hidden(self.module.trunk, self.batch.tokens_BT, self.batch.document_BT)
 
     def head(self) -> AlignedRows:
-        """Unroll the head, forward only, but keep what a backward pass would need."""
+        """Unroll the head, forward only, and keep the activations for a backward pass."""
         module = self.module
         with module.computing():
             return aligned_rows(
@@ -80,18 +81,18 @@ class Bench(NamedTuple):
             )
 
     def forward(self) -> Tensor:
-        """Head and loss, whose gradient is formed in its forward pass."""
+        """Run head and loss; the loss computes its gradient in the forward pass."""
         total: Tensor = self.module(*self.batch, self.scale_K, self.hidden_BTD).total
         return total
 
     def kept_step(self) -> None:
-        """A step with the trunk's states at hand."""
+        """Run a step with stored hidden states of the trunk."""
         self.forward().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def step(self) -> None:
-        """A step as it is."""
+        """Run a whole step."""
         self.module(*self.batch, self.scale_K).total.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -103,7 +104,7 @@ class Bench(NamedTuple):
 
     @property
     def output_VD(self) -> Tensor:
-        """The output matrix in the dtype that the loss multiplies in."""
+        """The output matrix, in the dtype of the loss's matrix products."""
         return self.module.trunk.lm_head_VD.to(self.module.compute_dtype)
 
 
@@ -117,16 +118,16 @@ def make_bench(
     rows_in: RowsIn = "torch",
     attention: Attention = "dense",
 ) -> Bench:
-    """Build module, optimiser and a batch of random tokens: full rows, a document each.
+    """Build module, optimiser and a batch of random tokens, with one document per full row.
 
     Args:
         subject: Trunk and head.
-        num_tokens: Tokens of a step.
+        num_tokens: Tokens per step.
         seq_len: T.
         num_depths: K.
         compute_dtype: See :class:`HeadTraining`.
-        rows_in: Likewise.
-        attention: Likewise.
+        rows_in: See :class:`HeadTraining`.
+        attention: See :class:`HeadTraining`.
     """
     trunk, head = subject.trunk, subject.head
     if head is None:
@@ -183,11 +184,11 @@ def in_turn(parts: Mapping[str, Callable[[], object]], repeats: int, device: tor
 
 
 def time_loss(bench: Bench, repeats: int) -> dict[str, float]:
-    """Return the median seconds of what the loss does with one chunk of rows, all depths."""
+    """Return the median seconds of the parts of the loss on one chunk of rows, for all depths."""
     module, device = bench.module, bench.batch.tokens_BT.device
     lm_head_VD, targets_N = bench.output_VD, bench.batch.tokens_BT.flatten()
     state_ND = bench.hidden_BTD.flatten(0, 1).to(lm_head_VD.dtype)
-    # Other logits for q than for p.
+    # Use different logits for q and p.
     state_CD, targets_C = state_ND[: losses.CHUNK_ROWS], targets_N[: losses.CHUNK_ROWS]
     teacher_CV, student_CV = state_CD @ lm_head_VD.T, state_CD.flip(0) @ lm_head_VD.T
 
@@ -200,7 +201,7 @@ def time_loss(bench: Bench, repeats: int) -> dict[str, float]:
     def work_on_rows() -> None:
         work = row_work(module.rows_in, module.kind, teacher_CV, module.temperature)
         for _ in range(bench.depths):
-            # Kernels leave a gradient where q's logits were, which takes as long to work on as these.
+            # Kernels write the gradient over q's logits. Repeats on it take as long as on logits.
             work(student_CV, targets_C).gradient_CV.to(lm_head_VD.dtype)
 
     parts = {"products": multiply, "rows": work_on_rows, "copy": student_CV.clone}
@@ -209,7 +210,7 @@ def time_loss(bench: Bench, repeats: int) -> dict[str, float]:
 
 
 def products(bench: Bench) -> dict[str, int]:
-    """Return the multiplications and additions of the matrix products of each part, for all tokens."""
+    """Return the number of multiplications and additions in the matrix products of each part, for all tokens."""
     trunk, head = bench.module.trunk, bench.module.head
     experts = trunk.config.to_dict().get("num_experts_per_tok") or 1
     tokens, lm_head = bench.batch.tokens_BT.numel(), trunk.lm_head_VD.numel()
@@ -223,7 +224,7 @@ def products(bench: Bench) -> dict[str, int]:
 
 
 def loss_memory(bench: Bench) -> dict[str, int]:
-    """Return the peak bytes of the loss, ours and with all logits at once."""
+    """Return the peak bytes of the chunked loss, and of the loss with all logits at once."""
     module = bench.module
     with torch.no_grad():
         rows = bench.head()
@@ -237,12 +238,12 @@ def loss_memory(bench: Bench) -> dict[str, int]:
     shadows[0].requires_grad_(True)
     with PeakMemory(shadows) as whole:
         all_logits_kl(*shadows[:3], shadows[4]).backward()
-    # Both end with the gradient of the states.
+    # Both peaks include the gradient of the hidden states, which is subtracted.
     return {"chunked": ours.peak_bytes - student_KND.nbytes, "all_logits": whole.peak_bytes - student_KND.nbytes}
 
 
 def all_logits_kl(student_KND: Tensor, teacher_ND: Tensor, lm_head_VD: Tensor, weight_KN: Tensor) -> Tensor:
-    """Return the loss as it is usually written, in fp32."""
+    """Return the KL loss with all logits at once, in fp32."""
     matrix_DV = lm_head_VD.T
     log_p_NV = log_softmax((teacher_ND.to(lm_head_VD.dtype) @ matrix_DV).float(), -1)
     log_q_KNV = log_softmax((student_KND.to(lm_head_VD.dtype) @ matrix_DV).float(), -1)
@@ -251,7 +252,7 @@ def all_logits_kl(student_KND: Tensor, teacher_ND: Tensor, lm_head_VD: Tensor, w
 
 
 def measure(bench: Bench, repeats: int) -> dict[str, Any]:
-    """Return everything, in seconds, operations and bytes."""
+    """Return all measurements, in seconds, operations and bytes."""
     device, tokens = bench.batch.tokens_BT.device, bench.batch.tokens_BT.numel()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -306,11 +307,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table and, last, everything as one line of JSON."""
+    """Print a table, and last one line of JSON."""
     options = _parse(arguments)
     device = options.device
     require_flex_device(options.attention, device)
-    # The loss reads it at every call; a recipe has no field for it.
+    # The loss reads this constant at every call; recipes have no field for it.
     losses.CHUNK_ROWS = options.chunk_rows
     dtype = DTYPES[options.trunk_dtype]
     if options.shape:

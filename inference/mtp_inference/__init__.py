@@ -1,17 +1,33 @@
-"""A lossless speculative decoder for MTP heads, and the plain one it is checked against."""
+"""Decode speculatively with MTP heads, without changing the text.
+
+:class:`SpeculativeDecoder` is the entry point: ``from_pretrained`` loads files, ``generate`` and ``stream`` take text,
+``decode`` and ``decode_chunks`` take token ids with settings for each request.
+"""
 
 from __future__ import annotations
 
-from mtp_inference.assistant_drafter import AssistantDrafting as AssistantDrafting
-from mtp_inference.decoder import SpeculativeDecoder as SpeculativeDecoder
-from mtp_inference.head_drafter import HeadDrafting as HeadDrafting
-from mtp_inference.reference import NEAR_TIE_GAP as NEAR_TIE_GAP
-from mtp_inference.reference import Comparison as Comparison
-from mtp_inference.reference import compare as compare
-from mtp_inference.reference import generate_equal_length as generate_equal_length
-from mtp_inference.reference import plain_greedy as plain_greedy
-from mtp_inference.requests import MAX_DEPTH as MAX_DEPTH
-from mtp_inference.requests import Chunk as Chunk
-from mtp_inference.requests import Request as Request
-from mtp_inference.sampling import Sampling as Sampling
-from mtp_inference.stats import GenerationResult as GenerationResult
+from mtp_inference.decoder import SpeculativeDecoder
+from mtp_inference.drafters.assistant_drafter import AssistantDrafting
+from mtp_inference.drafters.head_drafter import HeadDrafting
+from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
+from mtp_inference.reference import NEAR_TIE_GAP, Comparison, compare, generate_equal_length, plain_greedy
+from mtp_inference.requests import MAX_DEPTH, Chunk, GenerationResult, Request
+from mtp_inference.sampling.distributions import Sampling
+
+__all__ = [
+    "MAX_DEPTH",
+    "NEAR_TIE_GAP",
+    "AssistantDrafting",
+    "Chunk",
+    "Comparison",
+    "GenerationResult",
+    "HeadDrafting",
+    "ModelDrafting",
+    "NgramDrafting",
+    "Request",
+    "Sampling",
+    "SpeculativeDecoder",
+    "compare",
+    "generate_equal_length",
+    "plain_greedy",
+]

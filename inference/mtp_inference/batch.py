@@ -1,7 +1,7 @@
-"""A batch on the device: prefill some rows, run a round over all of them.
+"""A batch on the device: prefill some rows, run a round over all rows.
 
-A round drafts, verifies, accepts and commits. All of it is tensor work in fixed shapes, in place, without waiting for
-the device; the host learns what happened from the one small tensor a round returns, when it cares to look.
+A round drafts, verifies, accepts and commits. It consists of tensor operations in fixed shapes, in place, and does not
+synchronise with the device. It returns one small tensor with its outcome, which the host may read later.
 
 Shapes: B rows of the batch, R rows that are prefilled together, T window tokens, D hidden, K drafts (K1 = K + 1),
 N stop tokens, V vocabulary.
@@ -18,23 +18,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_inference.cache import WindowCache
-from mtp_inference.chooser import Chooser, Drafts
-from mtp_inference.draft import Drafter, Place
+from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.cache.window import Window
+from mtp_inference.drafters.drafter import Drafter, Place
 from mtp_inference.forward import prefill_chunks, window_states
-from mtp_inference.sampling import Sampling
-from mtp_inference.window import Window
-from mtp_train.heads.precision import slow_halves
-from mtp_train.heads.trunk import Trunk
-from mtp_train.heads.widen import Scratch, widened
+from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_inference.sampling.distributions import Sampling
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.precision import slow_halves
+from mtp_train.trunk.widen import Scratch, widened
 
 NO_TOKEN = -1
 BAD_TRUNK, BAD_DRAFTER = -1, -2
-"""In the place of a number of tokens: whose logits are NaN or infinite."""
+"""Returned in place of a number of tokens if the logits of the trunk, or of the drafter, are NaN or infinite."""
 
 
 class Widening(NamedTuple):
-    """Which stages of a batch multiply in fp32, the weights converted layer by layer, and not in the dtype held."""
+    """Stages of a batch that multiply in fp32, converting the weights layer by layer, and not in the stored dtype."""
 
     prefill: bool
     rounds: bool
@@ -42,13 +42,16 @@ class Widening(NamedTuple):
 
 HELD = Widening(False, False)
 WIDE_ROWS = 4
-"""From so many batch rows on, converting weights in every round costs less than multiplying them in a slow dtype: with
-three drafts a row about half as much, without drafts about as much again (a CPU with AVX2 alone)."""
+"""Smallest number of batch rows whose rounds run in fp32, converting the weights in every round. On a CPU with AVX2
+only, a product then takes about half the time with three drafts per row, and about twice the time without drafts."""
 
 
 def choose_widening(trunk: Trunk, num_rows: int) -> Widening:
-    """Return which stages are faster in fp32: all rounds of a batch alike, plain ones and those with drafts, since a
-    near tie may fall otherwise in another precision."""
+    """Return the stages that are faster in fp32.
+
+    All rounds of a batch, with drafts or without, use the same precision, as another precision may decide near ties
+    differently.
+    """
     weight = trunk.lm_head_VD
     if not slow_halves(weight.dtype, weight.device):
         return HELD
@@ -57,18 +60,18 @@ def choose_widening(trunk: Trunk, num_rows: int) -> Widening:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What the host decides of a round; a captured round is replayed only for an equal plan."""
+    """Settings of a round, known on the host. A captured round is replayed only for an equal plan."""
 
     depth: int
     """Drafts per row; 0 is plain decoding."""
     used: int
     """Positions in use after the round, an upper bound."""
     pending: int
-    """Most committed tokens of a row that the drafter has yet to take in, an upper bound."""
+    """Committed tokens of a row that the drafter has not processed yet, an upper bound over rows."""
     most_pending: int
-    """Most that there may ever be."""
+    """The largest value that ``pending`` can have."""
     start: int | None
-    """The position of the window, where all rows stand at the same and the host knows it."""
+    """The first position of the window, if it is the same for all rows and known on the host; else None."""
 
 
 class Batch:
@@ -76,12 +79,12 @@ class Batch:
 
     Args:
         trunk: The trunk.
-        drafter: None where nothing will be drafted.
-        chooser: How tokens are chosen.
-        cache: The trunk's, with room for the longest window.
+        drafter: The drafter; None for plain decoding.
+        chooser: Chooses the trunk's tokens and verifies drafts.
+        cache: The trunk's cache, with room for the longest window.
         prefill_chunk: Prompt tokens of one forward.
         num_stops: N.
-        widening: Which stages run in fp32 on a trunk held in fewer bits.
+        widening: Stages that run in fp32 on a trunk stored in fewer bits.
     """
 
     def __init__(
@@ -108,29 +111,29 @@ class Batch:
 
         rows = cache.num_rows
         self.last_B = zeros(rows)
-        """The last committed tokens; the trunk's cache holds all before them."""
+        """The last committed tokens; the trunk's cache contains all tokens before them."""
         self.length_B = zeros(rows)
-        """Their positions; 0 in rows that are not in use."""
+        """Positions of the last committed tokens; 0 in inactive rows."""
         self.active_B = zeros(rows, dtype=torch.bool)
         self.room_B = zeros(rows)
-        """New tokens that a row may still get."""
+        """Number of new tokens until a row's limit."""
         self.depth_B = zeros(rows)
-        """Drafts of a row that may be accepted."""
+        """Largest number of drafts of a row to accept."""
         self.stop_BN = zeros(rows, num_stops) + NO_TOKEN
         self.rows_B1 = torch.arange(rows, device=device)[:, None]
         self.owner: object = None
-        """Whoever decodes with these rows now."""
+        """The session that decodes with these rows."""
 
     @torch.inference_mode()
     def prefill(self, rows: slice, prompt_RT: Tensor, room_R: Tensor, stop_RN: Tensor) -> Tensor:
-        """Run prompts of one length and commit their first tokens, (R,); ``BAD_TRUNK`` where logits are not finite."""
-        # Without a drafter the last chunk is all that is read.
+        """Run prompts of one length; return their first tokens, (R,), or ``BAD_TRUNK`` if logits are not finite."""
+        # Without a drafter only the last chunk is read.
         hidden = deque[Tensor](maxlen=1 if self.drafter is None else None)
         with self._widened(self.widening.prefill):
             hidden.extend(prefill_chunks(self.trunk, self.cache, rows, prompt_RT, self.prefill_chunk))
         hidden_RTD = torch.cat(list(hidden), dim=1)
         if self.widening.prefill and not self.widening.rounds:
-            # The first token, and the drafter, are in the precision of the rounds.
+            # The first token and the drafter use the precision of the rounds.
             hidden_RTD = hidden_RTD.to(self.trunk.lm_head_VD.dtype)
         with self._widened(self.widening.rounds):
             return self._begin(rows, prompt_RT, room_R, stop_RN, hidden_RTD)
@@ -155,9 +158,9 @@ class Batch:
         """Draft, verify, accept, commit.
 
         Returns:
-            int64 (B, K1 + 3): the committed tokens, then how many of them count (0 for a row that is not in use;
-            ``BAD_TRUNK`` or ``BAD_DRAFTER`` where logits that chose them are not finite), how many drafts were
-            accepted, and how many were drafted.
+            int64 (B, K1 + 3): the committed tokens, then their number (0 for an inactive row; ``BAD_TRUNK`` or
+            ``BAD_DRAFTER`` if the logits that they were chosen from are not finite), the number of accepted drafts, and
+            the number of drafts.
         """
         with self._widened(self.widening.rounds):
             return self._round(plan)
@@ -187,18 +190,18 @@ class Batch:
 
     @torch.inference_mode()
     def settle(self, plan: RoundPlan) -> None:
-        """Let the drafter take in what is pending."""
+        """Make the drafter process its pending tokens."""
         if self.drafter is not None:
             self.drafter.settle(self._place(plan))
 
     def reset(self) -> None:
-        """Take all rows out of use."""
+        """Make all rows inactive."""
         self.active_B.zero_()
         self.length_B.zero_()
         self.chooser.set_rows(slice(None), [Sampling()] * self.cache.num_rows)
 
     def release(self, row: int) -> None:
-        """Take a row out of use."""
+        """Make a row inactive."""
         self.active_B[row] = False
         self.length_B[row] = 0
 
@@ -220,14 +223,15 @@ class Batch:
         self.room_B -= kept_B
         self.last_B.copy_(torch.where(self.active_B, tokens_BT[self.rows_B1, accepted_B[:, None]][:, 0], self.last_B))
         self.active_B &= (self.room_B > 0) & ~is_stop_BT.any(-1)
-        # A row out of use runs along at the beginning of its buffers.
+        # Inactive rows keep running, at position 0 of their buffers.
         self.length_B.copy_((self.length_B + kept_B) * self.active_B)
 
 
 def _flagged(kept_B: Tensor, logits_BTV: Tensor, drafts: Drafts) -> Tensor:
-    """Return ``kept_B``, marked in rows in use where logits that counted are NaN or infinite.
+    """Return ``kept_B``, replaced by an error code in active rows whose logits are NaN or infinite.
 
-    The largest logit says so in one pass: it is NaN where any is. Minus infinity alone stands for tokens left out.
+    The largest logit shows this in one pass, as it is NaN if any logit is. Minus infinity at other tokens is valid: it
+    marks tokens that are excluded.
     """
     told_B = kept_B
     if drafts.peak_BK is not None:
@@ -237,10 +241,10 @@ def _flagged(kept_B: Tensor, logits_BTV: Tensor, drafts: Drafts) -> Tensor:
 
 
 def _is_bad(peak: Tensor) -> Tensor:
-    # Fewer kernels than isfinite's.
+    # Fewer kernels than isfinite.
     return ~(peak.abs() < torch.inf)
 
 
 def padded_stops(stops: Sequence[frozenset[int]], width: int) -> list[list[int]]:
-    """Return the stop tokens of several rows, each filled up to ``width``."""
+    """Return the stop tokens of several rows, each padded to ``width`` with ``NO_TOKEN``."""
     return [sorted(one) + [NO_TOKEN] * (width - len(one)) for one in stops]

@@ -1,16 +1,18 @@
-"""Rounds without the host: captured once as a CUDA graph, then replayed.
+"""Capture rounds as CUDA graphs and replay them.
 
-A round of a small batch is hundreds of short kernels; launching them one by one takes longer than they do. The whole
-round (drafts, verification, acceptance, commit) is one graph. Plain decoding is captured in the same way, so that a
-speedup over it is the drafts' own.
+A round of a small batch consists of hundreds of short kernels, and launching them takes longer than running them. The
+whole round (drafts, verification, acceptance, commit) is one graph. Plain decoding is captured in the same way, so that
+a measured speedup comes from the drafts alone.
 
-Each plan of a round has a graph. Plans are therefore rounded up first: positions in use to steps, pending tokens to
-what follows a round with drafts or to all places. Other devices run the same rounds as they are, and so does a GPU
-where a round cannot be captured: some kernels of transformers wait for the host (grouped experts do on older GPUs).
+Each plan of a round has its own graph. Plans are therefore rounded up first: positions in use to a multiple of a step,
+pending tokens to the window of a round with drafts or to all places. Other devices run the same rounds without capture.
+So does a GPU if a round cannot be captured: some kernels of transformers synchronise with the host (grouped experts do
+on older GPUs).
 
-A capture that fails leaves torch on the capture's stream, and torch 2.11 with an allocator that asserts when it is to
-give memory back (pytorch#180395), as each new capture asks it to. A child process tries first (``capture_probe.py``);
-where one fails here all the same, the stream is put back and the process captures nothing more.
+A failed capture leaves torch on the capture's stream. In torch 2.11 it also breaks the allocator, which then raises an
+assertion when it has to free memory (pytorch#180395), as every new capture requires. A child process therefore tries
+first (``capture_probe.py``). If a capture still fails here, the stream is restored, and the process captures no more
+rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,13 +29,14 @@ from torch import Tensor
 from mtp_inference.batch import Batch, RoundPlan
 
 FINE_STEP, COARSE_STEP = 1024, 4096
-"""Positions in use are rounded up to these: reading masked keys costs less than another graph."""
+"""Positions in use are rounded up to multiples of these, as reading masked keys costs less than another graph."""
 FINE_LIMIT = 8192
 SLOWER = "Rounds run one operation at a time from now on, which is slower for small batches; the text is the same."
+Result = TypeVar("Result")
 RoundKey = tuple[RoundPlan, tuple[bool, ...]]
-"""A plan, and the sampling steps of the batch."""
+"""A plan, and the sampling steps of the batch: the key of a graph."""
 _failure: str | None = None
-"""Why a capture failed in this process; None where none has."""
+"""Reason of a failed capture in this process; None if none failed."""
 
 
 class Rounds:
@@ -41,9 +44,9 @@ class Rounds:
 
     Args:
         batch: The batch.
-        captures: Whether to capture; only CUDA devices can.
-        why_not: Asked before each capture, given whether the round samples: returns why such rounds cannot be
-            captured, None where nothing is known against it.
+        captures: Whether to capture rounds; only for CUDA devices.
+        why_not: Called before each capture with whether the round samples. Returns the reason why such rounds cannot be
+            captured, or None.
     """
 
     def __init__(self, batch: Batch, captures: bool, why_not: Callable[[bool], str | None] | None = None) -> None:
@@ -61,13 +64,13 @@ class Rounds:
         plan = round_up(plan, self.batch.cache.capacity)
         key = plan, self.batch.chooser.steps
         if key not in self._seen:
-            # The first one runs as it is: libraries choose their kernels and allocate their workspaces now.
+            # The first round with a key runs uncaptured: libraries choose kernels and allocate workspaces in it.
             self._seen.add(key)
             return Outcome(self.batch.run_round(plan))
         if key not in self._graphs:
             reason = self._capture(key)
             if reason is not None:
-                # Nothing of the round has run yet.
+                # A capture executes nothing: run the round now.
                 self.captures = False
                 warnings.warn(f"decoder: a round cannot be captured ({reason}). {SLOWER}", stacklevel=2)
                 return Outcome(self.batch.run_round(plan))
@@ -77,11 +80,11 @@ class Rounds:
 
     @property
     def num_captured(self) -> int:
-        """Graphs that were captured."""
+        """Number of captured graphs."""
         return len(self._graphs)
 
     def _capture(self, key: RoundKey) -> str | None:
-        """Capture a round without running it: its replay is the round. Return why that cannot be done, or None."""
+        """Capture a round without executing it; return the reason if that fails, else None."""
         plan, steps = key
         refused = _failure or (self._why_not(any(steps)) if self._why_not is not None else None)
         if refused is not None:
@@ -95,17 +98,19 @@ class Rounds:
 
 
 def capture_graph(
-    run: Callable[[], Tensor], pool: Any, stream: torch.cuda.Stream | None
-) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Record what ``run`` does as a graph; return the graph and the tensor that its replays write.
+    run: Callable[[], Result], pool: Any, stream: torch.cuda.Stream | None
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Capture the operations of ``run`` as a graph; return the graph and the result of ``run``.
+
+    A replay writes the tensors of the result.
 
     Args:
-        run: Work in fixed shapes that has run before and does not wait for the device.
-        pool: The memory pool to share; None for one of its own.
-        stream: Where to record.
+        run: Operations in fixed shapes, which have run before and do not synchronise with the device.
+        pool: The memory pool to share; None for a new one.
+        stream: Stream to capture on; None for torch's own.
 
     Raises:
-        RuntimeError: It cannot be captured. This process captures nothing more.
+        RuntimeError: The capture fails. The caller's stream is restored, and this process captures no more rounds.
     """
     global _failure
     graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
@@ -114,27 +119,27 @@ def capture_graph(
             outcome = run()
     except BaseException as error:
         torch.cuda.set_stream(before)
-        # Ending a capture that has failed fails as well; what made it fail is then the context.
+        # Ending a failed capture raises too; the original error is then the context.
         cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
         _failure = str(cause) or type(cause).__name__
         try:
             raise cause
         finally:
-            # A traceback refers to this frame, and so to what the round has allocated.
+            # A traceback refers to this frame, and thereby to the tensors that the round has allocated.
             del cause
     return graph, outcome
 
 
 def release_memory() -> None:
-    """Give memory that no tensor uses back to the device, unless a failed capture has made that impossible."""
+    """Free cached device memory that no tensor uses. Do nothing after a failed capture, as freeing would raise."""
     if _failure is None:
         torch.cuda.empty_cache()
 
 
 class Outcome:
-    """What a round returned, on its way to the host.
+    """The outcome of a round, copied to the host.
 
-    On a GPU it is copied while later rounds run; only reading it waits.
+    On a GPU it is copied while later rounds run; only :meth:`rows` waits for the copy.
     """
 
     def __init__(self, outcome: Tensor) -> None:
@@ -147,7 +152,7 @@ class Outcome:
             self._event.record()
 
     def rows(self) -> list[list[int]]:
-        """Return one list per batch row."""
+        """Return the outcome as one list per batch row."""
         if self._event is not None:
             self._event.synchronize()
         rows: list[list[int]] = self._tensor.tolist()
@@ -155,9 +160,9 @@ class Outcome:
 
 
 def round_up(plan: RoundPlan, capacity: int) -> RoundPlan:
-    """Return a plan that serves for this one and for many others."""
+    """Return a rounded-up plan whose graph is valid for this plan and for many others."""
     step = FINE_STEP if plan.used <= FINE_LIMIT else COARSE_STEP
     used = min(capacity, -(-plan.used // step) * step)
-    # After a round with drafts a row has at most its window pending; after plain rounds, any number.
+    # After a round with drafts at most its window is pending in a row; after plain rounds, any number.
     pending = plan.depth + 1 if plan.pending <= plan.depth + 1 else plan.most_pending
     return dataclasses.replace(plan, used=used, pending=pending, start=None)

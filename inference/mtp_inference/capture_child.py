@@ -1,4 +1,4 @@
-"""The process that tries to capture rounds; see :mod:`mtp_inference.capture_probe`, which starts it."""
+"""Try to capture rounds in a child process, which :mod:`mtp_inference.capture_probe` starts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mtp_inference.batch import RoundPlan
 from mtp_inference.capture import capture_graph, round_up
 from mtp_inference.capture_probe import GREEDY, SAMPLED, ProbeSubject, described
 from mtp_inference.decoder import GPU_CAPACITY_STEP, Needs, make_batch
-from mtp_inference.other_drafters import NgramDrafting
-from mtp_inference.sampling import Sampling
+from mtp_inference.drafters.other_drafters import NgramDrafting
+from mtp_inference.sampling.distributions import Sampling
 from mtp_inference.session import PENDING_PLACES
 from mtp_train.families import FAMILIES
-from mtp_train.heads.trunk import Trunk, empty_trunk
+from mtp_train.trunk.load import Trunk, empty_trunk
 
 DEPTH = 3
 PROMPT_TOKENS = 8
@@ -29,19 +29,19 @@ KINDS = {
 
 
 def main() -> None:
-    """Answer the parent."""
+    """Read a trunk's description from stdin; print which rounds cannot be captured as JSON lines."""
     subject = ProbeSubject.from_bytes(sys.stdin.buffer.read())
     refused = refused_rounds(subject, lambda kind: print(json.dumps({"capturing": kind}), flush=True))
     print(json.dumps({"refused": refused}), flush=True)
-    # What a failed capture left behind may not survive an orderly end.
+    # After a failed capture, an orderly exit may crash.
     os._exit(0)
 
 
 def refused_rounds(subject: ProbeSubject, on_capture: Callable[[str], None]) -> dict[str, str]:
-    """Capture a round of every kind; return the first kind that fails, and why.
+    """Capture a round of every kind; return the first kind that fails, with the reason.
 
     Args:
-        subject: The trunk and the batch.
+        subject: Description of the trunk and the batch.
         on_capture: Called with the kind before each capture.
     """
     trunk = rebuilt_trunk(subject)
@@ -54,7 +54,7 @@ def refused_rounds(subject: ProbeSubject, on_capture: Callable[[str], None]) -> 
         num_stops=0,
         penalises=True,
     )
-    # Drafts of any kind make a window of the same shape.
+    # All kinds of drafts give a window of the same shape.
     batch = make_batch(trunk, NgramDrafting(), needs, "argmax", PROMPT_TOKENS)
     prompt_RT = torch.zeros(subject.num_rows, PROMPT_TOKENS, dtype=torch.long, device=subject.device)
     room_R = torch.full((subject.num_rows,), GPU_CAPACITY_STEP, device=subject.device)
@@ -65,7 +65,7 @@ def refused_rounds(subject: ProbeSubject, on_capture: Callable[[str], None]) -> 
         for depth in (0, DEPTH):
             plan = RoundPlan(depth, PROMPT_TOKENS + DEPTH + 1, depth + 1, PENDING_PLACES, None)
             plan = round_up(plan, batch.cache.capacity)
-            # Libraries choose their kernels and allocate their workspaces now.
+            # Libraries choose kernels and allocate workspaces in this run.
             batch.run_round(plan)
             on_capture(kind)
             try:
@@ -80,14 +80,14 @@ def refused_rounds(subject: ProbeSubject, on_capture: Callable[[str], None]) -> 
 
 
 def rebuilt_trunk(subject: ProbeSubject) -> Trunk:
-    """Return a trunk of the same tensors, whose weights share one buffer of each dtype.
+    """Return a trunk with tensors of the same shapes and dtypes, whose weights share one buffer per dtype.
 
     Raises:
-        ValueError: What its config makes is another trunk.
+        ValueError: A model built from the config has other weights than the trunk.
     """
     family = next(family for family in FAMILIES if family.name == subject.family)
     trunk = empty_trunk(subject.config, family)
-    # Of the dtypes a config knows the default alone.
+    # Compare shapes only: a config contains just the default dtype.
     made = {name: shape for name, (shape, _) in described(trunk).items()}
     if made != {name: shape for name, (shape, _) in subject.weights.items()}:
         raise ValueError("trunk: its config makes other weights than it has; expected the same.")

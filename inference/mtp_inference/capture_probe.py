@@ -1,16 +1,17 @@
-"""Ask a process of its own whether rounds of a trunk can be captured.
+"""Test in a child process whether rounds of a trunk can be captured.
 
-A capture that fails harms its process: torch 2.11 leaves the allocator believing that the capture goes on
-(pytorch#180395), so that it never captures again, cannot give memory back, and asserts where it is asked to. The child
-process pays for that, or dies of it, instead of the decoder's.
+A failed capture damages its process: in torch 2.11 the allocator still assumes that the capture is running
+(pytorch#180395). The process can then neither capture again nor free memory; it raises an assertion when it has to. The
+child process takes this damage, or crashes, instead of the decoder's process.
 
-The child rebuilds the trunk from its config, all layers in their shapes and dtypes, but with weights that share one
-buffer, so that it takes the memory of the largest tensor. It captures rounds without drafts and with them, greedy and
-sampled. That shows what the trunk's own operations do; a failure for lack of memory, of a drafter's operations, or of
-kernels chosen for other lengths is not seen there. Adapters, packed weights and code of a checkpoint's own are not
-rebuilt. What the child cannot answer is tried in the decoder's process.
+The child rebuilds the trunk from its config, all layers in their shapes and dtypes. All weights share one buffer, so it
+needs the memory of the largest tensor only. It captures rounds without and with drafts, greedy and sampled. This tests
+the trunk's own operations. It does not find failures from lack of memory, from a drafter's operations, or from kernels
+chosen for other lengths. Adapters, packed weights and a checkpoint's own code are not rebuilt. If the child gives no
+answer, the capture is tried in the decoder's process.
 
-A child costs an import of torch and transformers and a CUDA context, some ten seconds, once a process and trunk.
+A child imports torch and transformers and creates a CUDA context. This takes about ten seconds, once per process and
+trunk.
 """
 
 from __future__ import annotations
@@ -30,32 +31,32 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from mtp_train.families import FAMILIES
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 
 SECONDS = 300.0
-"""Until a child that does not answer is given up."""
+"""Time limit of a child."""
 CHILD = "from mtp_inference.capture_child import main; main()"
 GREEDY, SAMPLED = "greedy", "sampled"
 _refusals: dict[str, dict[str, str]] = {}
 logger = logging.getLogger(__name__)
 
 Weights = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Name to shape and dtype, tied weights under each of their names."""
+"""Name to shape and dtype; tied weights are listed under each name."""
 
 
 class ProbeSubject(NamedTuple):
-    """What a child needs to know of a trunk, and of the batch."""
+    """Description of a trunk and a batch for the child."""
 
     config: PretrainedConfig
     family: str
     weights: Weights
     buffers: Mapping[str, Tensor]
-    """On the CPU. They are few and small, and integers in them are divided by and looked up with."""
+    """Buffers with their values, on the CPU. They are small, and integers in them serve as divisors and indices."""
     device: torch.device
     num_rows: int
 
     def to_bytes(self) -> bytes:
-        """Return everything as a line of JSON, and the buffers behind it as safetensors."""
+        """Return a line of JSON, followed by the buffers as safetensors."""
         kind = type(self.config)
         told = {
             "class": [kind.__module__, kind.__qualname__],
@@ -65,7 +66,7 @@ class ProbeSubject(NamedTuple):
             "device": str(self.device),
             "num_rows": self.num_rows,
         }
-        # Tied buffers are one memory under several names.
+        # Clone: safetensors refuses tied buffers, which share memory.
         return json.dumps(told).encode() + b"\n" + save({name: value.clone() for name, value in self.buffers.items()})
 
     @classmethod
@@ -83,12 +84,12 @@ class ProbeSubject(NamedTuple):
 
 
 def why_not_captured(trunk: Trunk, num_rows: int, samples: bool) -> str | None:
-    """Return why rounds of a trunk cannot be captured; None where they can, or where no child could tell.
+    """Return the reason why rounds of a trunk cannot be captured; None if they can, or if the child gave no answer.
 
     Args:
         trunk: The trunk, on a GPU.
-        num_rows: Rows of the batch.
-        samples: Whether rounds sample.
+        num_rows: Number of batch rows.
+        samples: Whether rounds sample tokens.
     """
     device = trunk.lm_head_VD.device
     if trunk.family.name not in {family.name for family in FAMILIES} or device.type != "cuda":
@@ -101,7 +102,7 @@ def why_not_captured(trunk: Trunk, num_rows: int, samples: bool) -> str | None:
 
 
 def probe_subject(trunk: Trunk, num_rows: int) -> ProbeSubject:
-    """Describe a trunk."""
+    """Return the description of a trunk."""
     model = trunk.causal_lm
     buffers = {name: value.cpu().contiguous() for name, value in model.named_buffers(remove_duplicate=False)}
     device = trunk.lm_head_VD.device
@@ -115,8 +116,8 @@ def described(trunk: Trunk) -> Weights:
 
 
 def ask_child(subject: ProbeSubject) -> dict[str, str]:
-    """Return why rounds of a kind, ``greedy`` or ``sampled``, cannot be captured; nothing where they can."""
-    # The modules that this process found, wherever it found them.
+    """Return the kinds of rounds, ``greedy`` or ``sampled``, that cannot be captured, with the reason."""
+    # The child must import the same modules as this process.
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         done = subprocess.run(
@@ -134,12 +135,12 @@ def ask_child(subject: ProbeSubject) -> dict[str, str]:
 
 
 def verdict(code: int, output: str, errors: str) -> dict[str, str]:
-    """Read what a child left behind.
+    """Return the refused kinds of rounds from a child's exit code and output.
 
     Args:
-        code: Its exit code, negative where a signal ended it.
-        output: Lines of JSON: what it was about to capture, and in the end what cannot be.
-        errors: What it said besides.
+        code: Exit code of the child; negative if a signal ended it.
+        output: JSON lines: each kind before its capture, and at the end the kinds that cannot be captured.
+        errors: The child's stderr.
     """
     lines = [line for line in output.splitlines() if line.startswith(('{"capturing"', '{"refused"'))]
     last = json.loads(lines[-1]) if lines else {}
@@ -147,7 +148,7 @@ def verdict(code: int, output: str, errors: str) -> dict[str, str]:
         refused: dict[str, str] = last["refused"]
         return refused
     if code < 0 and "capturing" in last:
-        return {last["capturing"]: f"a process that tried died of signal {-code}"}
+        return {last["capturing"]: f"a process that tried was ended by signal {-code}"}
     reason = errors.strip().splitlines()[-1] if errors.strip() else f"exit code {code}"
     logger.info("capture probe: no answer (%s); rounds are captured without one.", reason)
     return {}

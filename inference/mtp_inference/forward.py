@@ -1,4 +1,4 @@
-"""Running a model through windows: a prompt chunk by chunk, or a verify window of every row.
+"""Run a model over windows: a prompt chunk by chunk, or a verify window of every row.
 
 Shapes: B rows of the batch, R rows that are prefilled together, T window tokens, D hidden.
 """
@@ -10,17 +10,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mtp_inference.cache import WindowCache
-from mtp_inference.recurrent import undecided_states
-from mtp_inference.window import Window, attending_in_windows
-from mtp_train.heads.trunk import Trunk
+from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.cache.recurrent import undecided_states
+from mtp_inference.cache.window import Window, attending_in_windows
+from mtp_train.trunk.load import Trunk
 
 PREFILL_CHUNK = 2048
-"""Prompt tokens of one forward."""
+"""Prompt tokens per forward."""
 
 
 def prefill_chunks(model: Trunk, cache: WindowCache, rows: slice, prompt_RT: Tensor, chunk: int) -> Iterator[Tensor]:
-    """Run prompts of one length from their beginning; yield the hidden states of each chunk, (R, T, D)."""
+    """Run prompts of one length from position 0; yield the hidden states of each chunk, (R, T, D)."""
     for start in range(0, prompt_RT.shape[1], chunk):
         tokens_RT = prompt_RT[:, start : start + chunk]
         end = start + tokens_RT.shape[1]
@@ -33,7 +33,7 @@ def prefill_chunks(model: Trunk, cache: WindowCache, rows: slice, prompt_RT: Ten
 
 
 def window_states(model: Trunk, cache: WindowCache, tokens_BT: Tensor, window: Window) -> Tensor:
-    """Run a window that continues earlier ones, not yet committed; return its hidden states, (B, T, D)."""
+    """Run a window after earlier ones without committing it; return its hidden states, (B, T, D)."""
     masks = cache.begin(window)
     with attending_in_windows(model.config), undecided_states(model.family):
         return model.window_hidden(tokens_BT, positions_BT=window.positions_BT, masks=masks, cache=cache)

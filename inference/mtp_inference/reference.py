@@ -1,4 +1,4 @@
-"""Plain greedy decoding with nothing but transformers' own cache, and the check of the decoder against it.
+"""Plain greedy decoding with transformers' own cache, and the comparison of the decoder with it.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -13,15 +13,34 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mtp_inference.sampling import TOKEN, Sampling, SamplingRows, probabilities, uniform
-from mtp_train.heads.trunk import Trunk
+from mtp_inference.sampling.distributions import TOKEN, Sampling, SamplingRows, probabilities, uniform
+from mtp_train.trunk.load import Trunk
 
 NEAR_TIE_GAP = 1e-5
-"""Logit gap below which fp32 rounding may decide between two tokens."""
+"""Gap between two logits below which fp32 rounding may decide between their tokens."""
 
 
 def plain_greedy(trunk: Trunk, prompt_ids: Sequence[int], max_new_tokens: int, eos_ids: Collection[int]) -> list[int]:
-    """Decode one prompt token by token; return the new tokens, EOS included where it ended the text."""
+    """Decode one prompt greedily, token by token.
+
+    Args:
+        trunk: The target model.
+        prompt_ids: Token ids, at least one.
+        max_new_tokens: At least 1.
+        eos_ids: Token ids that end a text.
+
+    Returns:
+        The new token ids, the EOS that ended the text included.
+
+    Raises:
+        ValueError: The prompt is empty.
+
+    Example:
+        >>> from mtp_inference import SpeculativeDecoder, plain_greedy
+        >>> trunk = SpeculativeDecoder.from_pretrained("demo:base", depth=0, device="cpu").trunk
+        >>> len(plain_greedy(trunk, [4, 5, 6], 8, eos_ids=()))
+        8
+    """
     return generate_equal_length(trunk, [prompt_ids], max_new_tokens, eos_ids)[0]
 
 
@@ -31,19 +50,25 @@ def generate_equal_length(
 ) -> list[list[int]]:
     """Decode prompts of one length together, greedily and without drafts.
 
-    Rows that ended go along until all have; what they say after EOS is dropped.
+    All rows run until every text has ended; tokens after a row's EOS are dropped.
 
     Args:
-        trunk: The trunk.
-        prompts: B prompts, all of the same length, at least one token each.
+        trunk: The target model.
+        prompts: Token ids of B prompts, all of the same length, at least one token each.
         max_new_tokens: At least 1.
-        eos_ids: Tokens that end a text.
+        eos_ids: Token ids that end a text.
 
     Returns:
-        New tokens of each prompt, EOS included where it ended the text.
+        The new token ids of each prompt, the EOS that ended the text included.
 
     Raises:
         ValueError: The prompts differ in length, or are empty.
+
+    Example:
+        >>> from mtp_inference import SpeculativeDecoder, generate_equal_length
+        >>> trunk = SpeculativeDecoder.from_pretrained("demo:base", depth=0, device="cpu").trunk
+        >>> [len(text) for text in generate_equal_length(trunk, [[4, 5], [6, 7]], 3, eos_ids=())]
+        [3, 3]
     """
     lengths = sorted({len(prompt) for prompt in prompts})
     if len(lengths) != 1 or lengths[0] == 0:
@@ -64,13 +89,21 @@ def generate_equal_length(
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a decoded text compares with the plain one."""
+    """The result of comparing a decoded text with the text of plain decoding.
+
+    Example:
+        >>> from mtp_inference import Comparison
+        >>> Comparison("near_tie", position=3, gap=2e-6).verdict
+        'near_tie'
+    """
 
     verdict: Literal["identical", "near_tie", "divergence"]
+    """``near_tie``: at the first difference both tokens are within rounding of the best. ``divergence``: a bug."""
     position: int | None = None
-    """New token at which they first differ."""
+    """Index of the first new token that differs; None if the texts are identical."""
     gap: float | None = None
-    """How far the worse of the two tokens lies below the best logit there, recomputed without any cache."""
+    """For greedy texts, the best logit at that position minus the smaller of the two tokens' logits, recomputed without
+    a cache. For sampled texts, the distance of the random number from the farther token's interval."""
 
 
 @torch.inference_mode()
@@ -81,14 +114,26 @@ def compare(
     prompt_ids: Sequence[int],
     near_tie_gap: float = NEAR_TIE_GAP,
 ) -> Comparison:
-    """Say whether a text is the plain one, or parts from it where two tokens are as good as equal.
+    """Compare a greedy text with the text of plain decoding.
+
+    The first difference is a near tie if the logits of both tokens are within ``near_tie_gap`` of the largest logit.
 
     Args:
-        tokens: New tokens of the decoder under test.
-        plain_tokens: New tokens of plain decoding.
-        trunk: The trunk that decoded both.
-        prompt_ids: Their prompt.
-        near_tie_gap: Largest gap in logits that counts as a tie.
+        tokens: New token ids of the decoder under test.
+        plain_tokens: New token ids of plain decoding.
+        trunk: The target model that decoded both.
+        prompt_ids: The prompt of both.
+        near_tie_gap: Gap between logits below which two tokens count as tied.
+
+    Returns:
+        The verdict, with the position and the gap of the first difference.
+
+    Example:
+        >>> from mtp_inference import SpeculativeDecoder, compare, plain_greedy
+        >>> trunk = SpeculativeDecoder.from_pretrained("demo:base", depth=0, device="cpu").trunk
+        >>> plain = plain_greedy(trunk, [4, 5, 6], 8, eos_ids=())
+        >>> compare(plain, plain, trunk, [4, 5, 6])
+        Comparison(verdict='identical', position=None, gap=None)
     """
     position = _first_difference(tokens, plain_tokens)
     if position is None:
@@ -109,19 +154,21 @@ def compare_sampled(
     sampling: Sampling,
     near_tie_gap: float,
 ) -> Comparison:
-    """Say the same of a sampled text whose drafts were matched with the trunk's own draws (``verify.py``).
+    """Compare a sampled text with the text of plain sampling with the same seed.
 
-    With one seed it is plain sampling's text. Where they part, one uniform number picked two neighbouring tokens of the
-    distribution: a near tie if it lies at the edge of both. Rounding may also decide which token is the last that top-p
-    or top-k keeps, and each text may have met its own side of that edge.
+    The drafts must have been verified by matching (``draft_sampling="argmax"``, see ``sampling/chooser.py``), which
+    gives the text of plain sampling. At the first difference, one uniform number selected two neighbouring tokens of
+    the cumulative distribution. The difference is a near tie if the number lies within ``near_tie_gap`` of the
+    intervals of both tokens. Rounding may also decide which token is the last that top-p or top-k keeps, so both
+    outcomes of these filters are tried.
 
     Args:
-        tokens: New tokens of the decoder under test.
-        plain_tokens: New tokens of plain decoding with the same settings.
-        trunk: The trunk that decoded both.
-        prompt_ids: Their prompt.
+        tokens: New token ids of the decoder under test.
+        plain_tokens: New token ids of plain decoding with the same settings.
+        trunk: The target model that decoded both.
+        prompt_ids: The prompt of both.
         sampling: The settings of both, without a repetition penalty.
-        near_tie_gap: Largest distance of the number from the stretch of either token, as a share of the whole.
+        near_tie_gap: Largest distance of the number from the interval of either token, as a share of the sum.
     """
     position = _first_difference(tokens, plain_tokens)
     if position is None:
@@ -139,7 +186,7 @@ def compare_sampled(
 
 
 def _draw(logits_V: Tensor, sampling: Sampling, position: int) -> tuple[float, Tensor]:
-    """Return the number that picks the token at a position, and the cumulative distribution that it picks from."""
+    """Return the random number that selects the token at a position, and the cumulative distribution."""
     rows = SamplingRows.stack([sampling], logits_V.device)
     sums_V = probabilities(logits_V[None, None], rows)[0, 0].double().cumsum(-1)
     place_11 = torch.tensor([[position]], device=logits_V.device)
@@ -147,10 +194,10 @@ def _draw(logits_V: Tensor, sampling: Sampling, position: int) -> tuple[float, T
 
 
 def _near_filters(logits_V: Tensor, sampling: Sampling, near_tie_gap: float) -> list[tuple[Tensor, Sampling]]:
-    """Return logits and settings, and those that filters could have met by rounding instead.
+    """Return the logits and settings, and the variants that rounding could turn them into.
 
-    top-p reaches its sum a little earlier or later. Where the last token that top-k keeps and the next one are as good
-    as equal, top-k keeps the other one, or both.
+    top-p may reach its sum a token earlier or later. If the last token that top-k keeps and the next one are within the
+    gap, top-k may keep the other token, or both.
     """
     top_ps = [sampling.top_p]
     if sampling.top_p < 1.0:
@@ -166,13 +213,13 @@ def _near_filters(logits_V: Tensor, sampling: Sampling, near_tie_gap: float) -> 
 
 
 def _distance(number: float, sums_V: Tensor, token: int) -> float:
-    """Return how far a number lies from a token's stretch of the cumulative distribution."""
+    """Return the distance of a number from a token's interval of the cumulative distribution."""
     low = float(sums_V[token - 1]) if token else 0.0
     return max(low - number, number - float(sums_V[token]), 0.0)
 
 
 def _first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
-    """Return the first place where two texts differ, the shorter one's end included; None where they are the same."""
+    """Return the first index where two texts differ, at most the shorter length; None if they are equal."""
     if list(tokens) == list(others):
         return None
     pairs = zip(tokens, others, strict=False)
@@ -181,6 +228,6 @@ def _first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | Non
 
 
 def _logits_after(trunk: Trunk, token_ids: Sequence[int]) -> Tensor:
-    """Return the logits after a text, fp32 (V,), computed without a cache."""
+    """Return the logits after the last token of a text, fp32 (V,), computed without a cache."""
     tokens_1T = torch.tensor([list(token_ids)], device=trunk.lm_head_VD.device)
     return trunk.logits(trunk.hidden(tokens_1T)[0, -1]).float()

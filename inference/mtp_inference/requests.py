@@ -1,40 +1,157 @@
-"""What one asks of the decoder, and what one gets back while it works."""
+"""Requests to the decoder, and its results."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from mtp_inference.sampling import Sampling
-from mtp_inference.stats import GenerationResult
+from mtp_inference.sampling.distributions import Sampling
+from mtp_train.acceptance.counts import PromptCounts
 from mtp_train.errors import MtpError
 
+
+class Round(NamedTuple):
+    """Counts of one round (draft, verify, accept, commit) of one request."""
+
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class GenerationResult:
+    """The new tokens of one prompt, and the counts of the rounds that produced them.
+
+    Prefill gives the first token, before the first round. Each round drafts exactly ``depth`` tokens; with
+    ``mtp="auto"`` the decoder chooses how many. Accepted tokens past EOS or past the limit are counted and not
+    returned, so ``1 + rounds + num_accepted_tokens`` may exceed ``len(token_ids)``.
+
+    In a notebook a result is shown as a table.
+
+    Example:
+        >>> from mtp_inference import GenerationResult
+        >>> result = GenerationResult(
+        ...     token_ids=(5, 6, 7, 8),
+        ...     rounds=1,
+        ...     num_draft_tokens=3,
+        ...     accepted_per_pos=(1, 1, 0),
+        ...     round_log=(),
+        ...     seconds_prefill=0.1,
+        ...     seconds_decode=0.2,
+        ... )
+        >>> result.num_accepted_tokens, result.tau
+        (2, 3.0)
+        >>> result
+        GenerationResult(text='', 4 tokens, length, num_drafts=1, num_draft_tokens=3, num_accepted_tokens=2, tau=3.00)
+    """
+
+    token_ids: tuple[int, ...]
+    """New token ids only, the EOS that ended the text included."""
+    text: str = ""
+    """Their text, cut before the stop string that ended it; empty without a tokenizer."""
+    finish_reason: Literal["stop", "length"] = "length"
+    """``stop``: a stop token or a stop string ended the text. ``length``: ``max_new_tokens`` did."""
+    rounds: int
+    num_draft_tokens: int
+    accepted_per_pos: tuple[int, ...]
+    """Number of rounds that accepted at least ``i + 1`` drafts, one entry per depth; empty for plain decoding."""
+    round_log: tuple[Round, ...]
+    """Counts of every round, in order."""
+    seconds_prefill: float
+    """Wall time until the first token is known, in seconds; includes the head's pass over the prompt."""
+    seconds_decode: float
+    """Wall time of all rounds, in seconds."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Number of rounds, under the name of vLLM's counter."""
+        return self.rounds
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Accepted drafts, without bonus tokens."""
+        return sum(self.accepted_per_pos)
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens committed per round, bonus token included: ``1 + accepted / rounds``; 1.0 without rounds."""
+        return 1.0 + self.num_accepted_tokens / self.rounds if self.rounds else 1.0
+
+    def counts(self, prompt_id: str, group: str) -> PromptCounts:
+        """Return the counts in the form that acceptance statistics pool over prompts.
+
+        ``seconds`` is the time of prefill and rounds together.
+
+        Args:
+            prompt_id: Name of the prompt, the same for every arm.
+            group: Group that the prompt is held out with, as intervals resample whole groups. Use the prompt's own id
+                if it belongs to no group.
+        """
+        return PromptCounts(
+            prompt_id=prompt_id,
+            rounds=self.rounds,
+            num_draft_tokens=self.num_draft_tokens,
+            accepted_per_pos=self.accepted_per_pos,
+            new_tokens=len(self.token_ids),
+            seconds=self.seconds_prefill + self.seconds_decode,
+            group=group,
+        )
+
+    def __repr__(self) -> str:
+        parts = [f"text={self.text!r}", f"{len(self.token_ids)} tokens", self.finish_reason]
+        parts += [f"{name}={getattr(self, name)}" for name in _COUNTERS]
+        return f"{type(self).__name__}({', '.join(parts)}, tau={self.tau:.2f})"
+
+    def _repr_html_(self) -> str:
+        cells = {"text": self.text, "tokens": len(self.token_ids), "ended by": self.finish_reason}
+        cells |= {name: getattr(self, name) for name in _COUNTERS}
+        cells |= {"accepted_per_pos": ", ".join(map(str, self.accepted_per_pos)), "tau": f"{self.tau:.2f}"}
+        rows = (f"<tr><th>{name}</th><td>{html.escape(str(value))}</td></tr>" for name, value in cells.items())
+        return f"<table>{''.join(rows)}</table>"
+
+
+_COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+
+
+def accepted_per_pos(rounds: Sequence[Round], depth: int) -> tuple[int, ...]:
+    """Return, for each of ``depth`` draft positions, the number of rounds that accepted its draft."""
+    return tuple(sum(one.num_accepted > position for one in rounds) for position in range(depth))
+
+
 MAX_DEPTH = 7
+"""Largest number of drafts per round."""
 MtpMode = Literal["on", "off", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt.
+    """One prompt of token ids, with its settings.
 
     Raises:
         MtpError: A value is out of range.
+
+    Example:
+        >>> from mtp_inference import Request, Sampling
+        >>> request = Request(prompt_ids=[4, 5], max_new_tokens=8, depth=2, sampling=Sampling(temperature=0.7, seed=1))
+        >>> request.mtp
+        'on'
     """
 
     prompt_ids: Sequence[int]
-    """At least one token."""
+    """Token ids, at least one."""
     max_new_tokens: int
     """At least 1."""
     sampling: Sampling = field(default_factory=Sampling)
+    """How tokens are chosen; greedy by default."""
     mtp: MtpMode = "on"
-    """``on`` drafts ``depth`` tokens every round, ``off`` none, ``auto`` as many as pay, up to ``depth``."""
+    """``on`` drafts ``depth`` tokens every round, ``off`` none, ``auto`` the fastest number, up to ``depth``."""
     depth: int | None = None
-    """Drafts per round, 0 to 7; None is the decoder's."""
+    """Drafts per round, 0 to 7; None for the decoder's depth."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the text, besides the decoder's; the one that ended it is returned."""
+    """Token ids that end the text, besides the decoder's ``eos_ids``. The token that ends the text is returned."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text; it is cut before them. They need a tokenizer."""
+    """Strings that end the text; it is cut before them. The decoder needs a tokenizer for them."""
 
     def __post_init__(self) -> None:
         if not len(self.prompt_ids):
@@ -49,20 +166,26 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What one round, or prefill, added to one text."""
+    """The tokens and the text that prefill or one round added to one request.
+
+    Example:
+        >>> from mtp_inference import Chunk
+        >>> Chunk(index=0, token_ids=(5, 6), text="ab").result is None
+        True
+    """
 
     index: int
-    """Which of the requests."""
+    """Index of the request in the call."""
     token_ids: tuple[int, ...]
-    """New tokens, in order; empty only where the text had ended."""
+    """New token ids, in order; empty only if the text had ended before."""
     text: str
-    """Text that is certain now; lags behind the tokens where a character or a stop string may be incomplete. Empty
-    without a tokenizer."""
+    """Text that later tokens cannot change. It lags behind the tokens while a character or a stop string may be
+    incomplete. Empty without a tokenizer."""
     result: GenerationResult | None = None
-    """The whole, with the last chunk of a request."""
+    """The complete result, in the last chunk of a request."""
 
 
 def require_depth(depth: int) -> None:
-    """Raise a MtpError for a depth that cannot be drafted."""
+    """Raise an MtpError if ``depth`` is not between 0 and ``MAX_DEPTH``."""
     if not 0 <= depth <= MAX_DEPTH:
         raise MtpError(f"depth: {depth}; expected 0 to {MAX_DEPTH}. Use 3 unless you measured better.")

@@ -1,8 +1,8 @@
-"""The host's side of one call: which request has which row, what each round does, and what came of it.
+"""The host's part of one call: assign requests to rows, plan each round, and read its outcome.
 
-Rows are filled as they become free, so that a batch stays full while requests wait. The host looks at a round's
-outcome a fixed number of rounds late: on a GPU one, so that the device never waits for it, elsewhere none. Until then
-it counts with bounds: a row in flight may have kept every token of its windows.
+A free row is given to the next waiting request, so that the batch stays full. The host reads a round's outcome a fixed
+number of rounds late: one round on a GPU, so that the device never waits for the host, and none elsewhere. Until then
+it computes with upper bounds, as if every row kept all tokens of its window.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ import torch
 from mtp_inference.batch import BAD_DRAFTER, BAD_TRUNK, RoundPlan, padded_stops
 from mtp_inference.capture import Outcome, Rounds
 from mtp_inference.depth import DepthController, RoundCosts, batch_depth
-from mtp_inference.requests import Chunk, Request
-from mtp_inference.stats import GenerationResult, Round, accepted_per_pos
+from mtp_inference.requests import Chunk, GenerationResult, Request, Round, accepted_per_pos
 from mtp_inference.text import TextStream
 from mtp_train.errors import MtpError
-from mtp_train.heads.non_finite import Source, non_finite_error
+from mtp_train.trunk.non_finite import Source, non_finite_error
 
 MAX_PREFILL_TOKENS = 16384
-"""Prompt tokens that are prefilled together, beyond a first prompt of any length."""
+"""Largest number of prompt tokens prefilled together; a single prompt may be longer."""
 PENDING_PLACES = 32
-"""Committed tokens that may wait for a drafter that is not asked."""
+"""Largest number of committed tokens that may be pending for the drafter."""
 
 
 @dataclass
 class Lane:
-    """One request on its row."""
+    """One request and the row it is decoded in."""
 
     index: int
     request: Request
     row: int
     depth: int
-    """Drafts per round, at most."""
+    """Largest number of drafts per round."""
     stops: frozenset[int]
     text_stream: TextStream | None
     controller: DepthController | None
@@ -48,7 +47,7 @@ class Lane:
     position: int = 0
     """Upper bound of the last committed token's position."""
     pending: int = 0
-    """Upper bound of the committed tokens that the drafter has yet to take in."""
+    """Upper bound of the committed tokens that the drafter has not processed yet."""
     seconds_prefill: float = 0.0
     is_done: bool = False
 
@@ -58,7 +57,7 @@ class Lane:
         return self.text_stream is not None and self.text_stream.stopped
 
     def take(self, tokens: Sequence[int]) -> tuple[list[int], str]:
-        """Add committed tokens up to where the text ends; return those added and the text that became certain."""
+        """Add committed tokens up to the end of the text; return the added tokens and the text that became certain."""
         added: list[int] = []
         text = ""
         for token in tokens:
@@ -73,7 +72,7 @@ class Lane:
         return added, text
 
     def chunk(self, added: Sequence[int], text: str) -> Chunk:
-        """Return what to hand out, with the result where this is the end."""
+        """Return a chunk of the added tokens and text, with the result if the text has ended."""
         if not self.is_done:
             return Chunk(index=self.index, token_ids=tuple(added), text=text)
         if self.text_stream is not None:
@@ -96,7 +95,7 @@ class Lane:
 
 
 class InFlight(NamedTuple):
-    """A round whose outcome the host has yet to look at."""
+    """A round whose outcome the host has not read yet."""
 
     outcome: Outcome
     lanes: tuple[Lane, ...]
@@ -108,11 +107,11 @@ class Session:
     """One call of the decoder.
 
     Args:
-        rounds: The batch and the way its rounds run.
-        waiting: Lanes without a row, in the order in which they are admitted.
-        costs: What rounds cost; goes on being measured.
-        max_depth: Deepest draft.
-        max_in_flight: Rounds that run ahead of the host.
+        rounds: Runs the rounds of the batch.
+        waiting: Lanes without a row, in the order of admission.
+        costs: Measured costs of rounds; this session adds to them.
+        max_depth: Largest number of drafts per round.
+        max_in_flight: Number of rounds that run ahead of the host.
     """
 
     def __init__(
@@ -131,10 +130,10 @@ class Session:
         self._last_look = 0.0
 
     def run(self) -> Iterator[Chunk]:
-        """Decode everything; yield what each prefill and each round adds.
+        """Decode all lanes; yield a chunk for each lane that a prefill or a round extends.
 
         Raises:
-            MtpError: Another call took the buffers over in between.
+            MtpError: Another call of the decoder has taken over the buffers.
             CheckpointError: Logits are NaN or infinite.
         """
         while self.waiting or self.lanes or self.in_flight:
@@ -206,7 +205,7 @@ class Session:
     def _require_rows(self) -> None:
         if self.batch.owner is not self:
             raise MtpError(
-                "stream: another call of this decoder began before this one had ended; expected one at a time, as they "
+                "decode: another call of this decoder began before this one had ended; expected one at a time, as they "
                 "share buffers. Pass all requests together, or use a second decoder."
             )
 
@@ -220,7 +219,7 @@ class Session:
         return RoundPlan(depth, position + depth + 1, pending, PENDING_PLACES, start)
 
     def _depth(self) -> int:
-        """Return the depth of the round, having told the batch how much of it is each row's."""
+        """Return the depth of the round, and write each row's own depth to the batch."""
         fixed = [lane.depth for lane in self.lanes.values() if lane.controller is None]
         adaptive = [lane.controller for lane in self.lanes.values() if lane.controller is not None]
         chosen = batch_depth(adaptive, self.costs, self.batch.cache.num_rows, self.max_depth) if adaptive else 0
@@ -234,14 +233,14 @@ class Session:
         return depth
 
     def _look(self) -> Iterator[Chunk]:
-        """Look at the oldest round."""
+        """Read the outcome of the oldest round in flight."""
         outcome, lanes, plan, launched = self.in_flight.popleft()
         rows = outcome.rows()
         now = time.perf_counter()
-        # A round that waited for the one before it began when that one ended.
+        # A round that waited for the previous round began when that one ended.
         self.costs.observe(self.batch.cache.num_rows, plan.depth, now - max(launched, self._last_look))
         self._last_look = now
-        # A round launched since may have taken in what was pending: the bound then counts its window alone.
+        # If a later round with drafts has processed the pending tokens, the bound covers only that round's window.
         is_taken_in = any(later.plan.depth for later in self.in_flight)
         for lane in lanes:
             *tokens, num_kept, num_accepted, num_drafted = rows[lane.row]
@@ -251,7 +250,7 @@ class Session:
                 raise self._non_finite("trunk", lane, tokens[:num_accepted])
             if num_kept == BAD_DRAFTER:
                 raise self._non_finite("drafter", lane, [])
-            # The bounds counted on the whole window.
+            # The bounds assumed that the whole window was kept.
             lane.position -= plan.depth + 1 - num_kept
             if not is_taken_in:
                 lane.pending -= plan.depth + 1 - num_kept
@@ -267,10 +266,10 @@ class Session:
         return non_finite_error(source, self.batch.trunk, self.batch.drafter, token_ids, max(lane.depth, 1))
 
     def _settle_lane(self, lane: Lane) -> None:
-        """Free the row of a lane whose text has ended."""
+        """Free the row of a lane if its text has ended."""
         if not lane.is_done:
             return
         del self.lanes[lane.row]
-        # The device knows of stop tokens and limits, not of stop strings.
+        # The device checks stop tokens and limits, but not stop strings.
         if lane.met_stop_string:
             self.batch.release(lane.row)

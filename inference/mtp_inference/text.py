@@ -1,7 +1,8 @@
-"""Text from tokens as they come: what is certain at once, and an end at a stop string.
+"""Decode tokens to text incrementally, and end the text at a stop string.
 
-A token's text depends on its neighbours: a character may span several tokens, and a word may start with a space that is
-only there after another word. So each new token is decoded behind the few before it, and what that adds is its text.
+A token's text depends on its neighbours: a character may span several tokens, and a word may start with a space only
+after another word. Each new token is therefore decoded together with a few tokens before it. Its text is the difference
+to the text without it.
 """
 
 from __future__ import annotations
@@ -15,32 +16,34 @@ from mtp_train.errors import MtpError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What decoding puts in the place of bytes that are no character, or not yet one."""
+"""Character that a tokenizer decodes incomplete or invalid bytes to."""
 
 _CONTEXT_TOKENS = 8
-"""Tokens that a new one is decoded behind: a character has at most four bytes."""
+"""Number of earlier tokens to decode a new token with: a character has at most four bytes."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class TextStream:
-    """The text of one request, released as it becomes certain.
+    """The text of one request, released as soon as later tokens cannot change it.
 
-    What :meth:`push` and :meth:`finish` return adds up to what decoding prompt and tokens at once adds to the prompt's
-    own text, special tokens skipped; without a prompt that is ``tokenizer.decode(tokens, skip_special_tokens=True)``.
-    The work for a token does not grow with the text. Only a run of byte-fallback tokens (``<0xE2>``) is decoded and
-    held back as a whole, as one byte that does not fit turns all of its characters into replacement characters.
+    The return values of :meth:`push` and :meth:`finish`, joined, are the text that the new tokens add when the prompt
+    and all tokens are decoded at once, without special tokens. With an empty prompt that equals
+    ``tokenizer.decode(tokens, skip_special_tokens=True)``. The work per token does not grow with the text. Only a run
+    of byte-fallback tokens (``<0xE2>``) is decoded and held back as a whole, as one invalid byte turns all characters
+    of the run into replacement characters.
 
-    The text ends before the stop string that is complete first; of two that become complete with the same character,
-    the longer one counts. So the end does not depend on how the text is cut into tokens.
+    The text ends before the first stop string that is complete. If two stop strings become complete with the same
+    character, the longer one counts. The end therefore does not depend on how the text is split into tokens.
 
     Args:
         tokenizer: The trunk's tokenizer.
-        prompt_ids: The prompt. Its text is context only: a stop string that begins in it does not count.
+        prompt_ids: Token ids of the prompt. Its text is only context: a stop string that begins in it is ignored.
         stop: Strings that end the text.
 
     Raises:
-        MtpError: ``stop`` is a string or holds an empty one.
+        MtpError: ``stop`` is a single string, or contains an empty string.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -50,9 +53,9 @@ class TextStream:
         self._window = self._context(prompt_ids)
         self._window_text = self._decode(self._window)
         self._seen = self._window_text
-        """The part of the window's text that is certain: passed on, or the prompt's."""
+        """The part of the window's text that is certain: already released, or part of the prompt."""
         self._waiting = ""
-        """Certain text that may yet become a stop string."""
+        """Certain text that may be the beginning of a stop string."""
         self._released: list[str] = []
         self._stopped = False
 
@@ -67,7 +70,7 @@ class TextStream:
         return "".join(self._released)
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that became certain: none, the token's own, or more."""
+        """Add a token; return the text that became certain, which may be empty or longer than the token's own."""
         if self._stopped:
             return ""
         text = self._decode([*self._window, token])
@@ -80,13 +83,13 @@ class TextStream:
         if not self._is_byte(token):
             certain = text.removesuffix(REPLACEMENT)
             fresh, self._seen = _added(self._seen, certain), certain
-        # A stop string ends the text at once, also in what later tokens could still change: none come.
+        # A stop string ends the text at once, even in text that is not certain yet, as no later tokens follow.
         released = self._release(fresh, held=_added(self._seen, text).rstrip(REPLACEMENT))
         self._shorten_window()
         return released
 
     def finish(self) -> str:
-        """Return what was held back, incomplete characters as they decode: no more tokens come."""
+        """End the text; return the text held back so far, with incomplete characters as the tokenizer decodes them."""
         if self._stopped:
             return ""
         rest, self._seen = _added(self._seen, self._window_text), self._window_text
@@ -108,18 +111,21 @@ class TextStream:
         return text
 
     def _is_byte(self, token: int) -> bool:
-        """Say whether a token stands for one byte in a tokenizer that falls back to bytes."""
-        # Models often have more ids than their tokenizer, which has no name for these.
+        """Return whether a token is a single byte of a tokenizer with byte fallback."""
+        # Models often have more token ids than their tokenizer, which then returns None.
         return _BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token) or "") is not None
 
     def _add_silent(self, token: int) -> None:
-        """Take in a token that adds nothing, or not yet: keep it where what follows may depend on it."""
+        """Add a token without text of its own to the window, if the text of later tokens may depend on it."""
         settled = self._seen == self._window_text and not self._window_text.endswith(REPLACEMENT)
         if not settled or not self._window_text:
             self._window.append(token)
 
     def _release(self, fresh: str, held: str = "") -> str:
-        """Release certain text up to a stop string, or to what may become one; ``held`` is what follows it so far."""
+        """Release certain text up to a stop string or a possible beginning of one.
+
+        ``held`` is the uncertain text after ``fresh``.
+        """
         text = self._waiting + fresh
         start = self._stop_start(text + held)
         self._stopped = start is not None
@@ -131,12 +137,12 @@ class TextStream:
         return released
 
     def _stop_start(self, text: str) -> int | None:
-        """Return where the stop string begins that is complete first, None where there is none."""
+        """Return the start of the first complete stop string; None if there is none."""
         found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 
     def _shorten_window(self) -> None:
-        """Drop tokens that nothing depends on any more; now and then, as it takes one more decoding."""
+        """Drop tokens that no later text depends on. This takes another decoding, so it is done only now and then."""
         if len(self._window) <= 2 * _CONTEXT_TOKENS:
             return
         held = self._window_text[len(self._seen) :]
@@ -147,13 +153,13 @@ class TextStream:
 
 
 def _added(before: str, after: str) -> str:
-    """Return what follows the part that two texts share from their start."""
+    """Return the rest of ``after`` behind its common prefix with ``before``."""
     differs = (index for index, (old, new) in enumerate(zip(before, after, strict=False)) if old != new)
     return after[next(differs, len(before)) :]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text that a stop string begins with and goes on from."""
+    """Return the length of the longest suffix of a text that is a proper prefix of a stop string."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 

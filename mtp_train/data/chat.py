@@ -1,12 +1,13 @@
-"""Turn text and chats into token ids, and find the tokens that the assistant says.
+"""Tokenise text and chats, and find the tokens that the assistant generates.
 
-Which tokens are the assistant's comes from the template's own ``{% generation %}`` marks where it has them. Otherwise
-it comes from rendering the chat up to each assistant turn, as a server does before it generates, and once more with
-the turn: what was added is the assistant's.
+The assistant's tokens come from the template's own ``{% generation %}`` marks if it has them. Otherwise the chat is
+rendered up to each assistant turn, as a server does before it generates, and again with the turn: the text that was
+added is the assistant's.
 
-Many templates drop the thinking of earlier turns. What the model says at a turn is said after the history as it is
-written then, so a turn that is written differently once the chat goes on is learnt in a document of its own, which ends
-with it. Some templates drop the thinking of every turn, or open it twice: there it is written as the model says it.
+Many templates drop the thinking of earlier turns, so a turn is rendered differently once the chat continues. The model
+generates a turn after the history as it is rendered at that moment. Such a turn becomes the end of a document of its
+own. Some templates drop the thinking of every turn, or open it twice: there the thinking is written as the model
+generates it.
 """
 
 from __future__ import annotations
@@ -15,29 +16,16 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import TemplateError
-
 from mtp_train.data.records import Message
 from mtp_train.errors import DataError
+from mtp_train.trunk.tokenizer import chat_template, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THINKING_STARTS, THINKING_ENDS = "<think>", "</think>"
-
-
-def raw_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, start: bool = True) -> list[int]:
-    """Return the token ids of raw text, without the end-of-text token that some tokenizers add.
-
-    Args:
-        tokenizer: The trunk's.
-        text: Raw text.
-        start: Whether the text opens a document (begin-of-text is added where the tokenizer has that habit).
-    """
-    token_ids: list[int] = tokenizer(text, add_special_tokens=start, verbose=False)["input_ids"]
-    is_closed = bool(token_ids) and token_ids[-1] == tokenizer.eos_token_id
-    return token_ids[:-1] if is_closed and not text.endswith(str(tokenizer.eos_token)) else token_ids
 
 
 def eos_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -54,31 +42,21 @@ def eos_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def chat_prompt_tokens(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str) -> list[int]:
-    """Return the token ids of a chat up to where the assistant is to speak.
-
-    Raises:
-        DataError: There is no chat template, or it refuses the messages.
-    """
-    _template(tokenizer, where)
-    return _tokenize(tokenizer, _render(tokenizer, messages, where, add_generation_prompt=True))
-
-
 def chat_documents(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str
 ) -> list[tuple[list[int], list[bool]]]:
-    """Return texts in which every assistant turn is learnt once, after the history that it was said after.
+    """Return the documents of a chat: every assistant turn is a target once, after the history it was generated from.
 
-    One text for a chat whose template writes a turn the same way whatever follows; else as few as there can be.
+    A chat gives one document if its template renders a turn the same way whatever follows, else as few as possible.
 
     Returns:
-        For each text its token ids, and which of them the assistant says there for the first time (thinking included).
+        For each document its token ids and a mask of the assistant's tokens, thinking included, that are targets there.
 
     Raises:
-        DataError: There is no chat template, it refuses the messages or does not write a turn after the prompt for it,
-            or the tokenizer cannot say where its tokens lie in the text.
+        DataError: There is no chat template, it refuses the messages, it does not render a turn after the prompt for
+            it, or the tokenizer does not return the character offsets of its tokens.
     """
-    template = _template(tokenizer, where)
+    template = chat_template(tokenizer, where)
     if not tokenizer.is_fast:
         raise DataError(
             f"{where}: the tokenizer ({type(tokenizer).__name__}) does not give the place of its tokens in the text; "
@@ -107,10 +85,10 @@ class _Turn(NamedTuple):
     """An assistant turn.
 
     Args:
-        messages: Those up to it, and it.
-        text: The chat up to its end.
-        span: The first and the past-the-last character of what is said.
-        is_marked: Whether the template's marks say which part of the span it is.
+        messages: The messages up to and including the turn.
+        text: The chat, rendered up to the end of the turn.
+        span: First and past-the-last character of the assistant's text.
+        is_marked: Whether the template's marks select a part of the span.
     """
 
     messages: Sequence[Message]
@@ -120,13 +98,13 @@ class _Turn(NamedTuple):
 
 
 def _turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], is_marked: bool, where: str) -> _Turn:
-    before = _render(tokenizer, messages[:-1], where, add_generation_prompt=True)
-    text = _render(tokenizer, messages, where, add_generation_prompt=False)
+    before = render_chat(tokenizer, messages[:-1], where, add_generation_prompt=True)
+    text = render_chat(tokenizer, messages, where, add_generation_prompt=False)
     spoken = _restored(messages[-1], before, text)
     if spoken is not None:
         return _Turn(messages, before + spoken, (len(before), len(before + spoken)), False)
     start = _shared(before, text)
-    # A prompt may open the thinking of a turn that has none.
+    # A generation prompt may open the thinking of a turn that has none.
     opening = before.rstrip().removesuffix(THINKING_STARTS)
     if start < len(before) and opening != before.rstrip() and text.startswith(opening):
         start = len(opening)
@@ -140,12 +118,12 @@ def _turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], is_ma
 
 
 def _restored(message: Message, before: str, text: str) -> str | None:
-    """Return what the model says at a turn whose thinking the template drops or doubles; None where it writes it well.
+    """Return a turn as the model generates it if the template drops or doubles its thinking, else None.
 
     Args:
         message: The turn.
-        before: The prompt for it.
-        text: The chat through the turn, as the template writes it.
+        before: The prompt for the turn.
+        text: The chat up to and including the turn, as the template renders it.
     """
     written = text[_shared(before, text) :]
     is_opened = before.rstrip().endswith(THINKING_STARTS)
@@ -161,13 +139,13 @@ def _restored(message: Message, before: str, text: str) -> str | None:
         thinking = THINKING_STARTS + thinking
     elif before.endswith("\n"):
         thinking = thinking.lstrip("\n")
-    # What the template writes after the answer ends the turn.
+    # The end-of-turn text is all that the template writes after the answer.
     end = written[place + len(answer.strip()) :].rstrip()
     return f"{thinking}{THINKING_ENDS}{answer.rstrip()}{end}"
 
 
 def _said(message: Message, written: str, is_opened: bool) -> str:
-    """Return a turn with its thinking inline, as the prompt or the template shows that the model writes it."""
+    """Return a turn with its thinking inline, in the form that the prompt or the template shows."""
     content: str = message["content"]
     reasoning = message.get("reasoning_content")
     if reasoning and is_opened:
@@ -178,7 +156,7 @@ def _said(message: Message, written: str, is_opened: bool) -> str:
 
 
 def _shared(first: str, second: str) -> int:
-    """Return how many characters two texts start with in common."""
+    """Return the length of the common prefix of two texts."""
     if second.startswith(first):
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))
@@ -196,43 +174,9 @@ def _tokens_and_mask(
 def _marked(
     tokenizer: PreTrainedTokenizerBase, turn: _Turn, spans: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a chat up to a turn, and which of those in spans the template marks."""
+    """Return the tokens of a chat up to a turn, and a mask of the tokens in spans that the template marks."""
     encoded: Any = tokenizer.apply_chat_template(
         list(turn.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     token_ids, mask = _tokens_and_mask(tokenizer, turn.text, spans)
     return token_ids, [bool(mark) and inside for mark, inside in zip(encoded["assistant_masks"], mask, strict=True)]
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, where: str) -> str:
-    try:
-        template: str = tokenizer.get_chat_template()
-    except ValueError as error:
-        raise DataError(
-            f"{where}: a chat, and the tokenizer has no chat template; expected one to write the chat with. Add "
-            "chat_template.jinja to the trunk, or use prompt and response records."
-        ) from error
-    return template
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, *, add_generation_prompt: bool
-) -> str:
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except TemplateError as error:
-        raise _refused(where, error) from error
-    return str(text)
-
-
-def _refused(where: str, error: TemplateError) -> DataError:
-    return DataError(
-        f"{where}: the chat template refuses it ({error}); expected messages it can write. Fix or remove the record."
-    )
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    # The template writes begin-of-text itself.
-    return raw_tokens(tokenizer, text, start=False)

@@ -1,38 +1,206 @@
-"""A server that speaks OpenAI's completions API: what is sent, what comes back, and what is done when nothing does.
+"""A client of OpenAI's completions API, for vLLM, SGLang, llama.cpp and servers like them.
 
-A prompt is sent as token ids, which vLLM, SGLang and llama.cpp take: neither a template nor a tokenizer on the other
-side can then read it differently. A server that takes text alone gets the text of these tokens. Responses come back as
-token ids from vLLM and SGLang (``return_token_ids``), as text from others, which is then tokenised.
+:class:`Endpoint` builds requests, sends them (again after failures that may pass) and returns response tokens.
+:func:`read_streamed` reads a response that arrives in pieces, with the time of each piece.
 
-Every setting with a default on the other side is sent: vLLM and SGLang take theirs from the checkpoint's
-generation_config.json, llama.cpp has its own.
+- A prompt is sent as token ids, which vLLM, SGLang and llama.cpp accept, so that no template or tokenizer of the server
+  can change it. A server that accepts only text gets the decoded text.
+- vLLM and SGLang return responses as token ids (``return_token_ids``). Text from other servers is tokenised here.
+- Every sampling setting is sent, because servers have other defaults: vLLM and SGLang read the checkpoint's
+  generation_config.json, llama.cpp has its own.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-import requests
-from requests.adapters import HTTPAdapter
+import httpx
 
-from mtp_train.data.chat import raw_tokens
 from mtp_train.data.regenerated import Question
-from mtp_train.data.streamed import BrokenStreamError, Streamed, read_streamed
 from mtp_train.errors import DataError
+from mtp_train.trunk.tokenizer import raw_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+DONE = "[DONE]"
+LASTING = ("usage", "metrics", "timings", "meta_info", "system_fingerprint")
+"""Keys of a piece that describe the whole response; a later piece replaces the value of an earlier one."""
+
+
+class Arrival(NamedTuple):
+    """The arrival of a piece that contained text or tokens."""
+
+    seconds: float
+    """Seconds since the request was sent."""
+    tokens: int | None
+    """Tokens of the response up to and including this piece; None if the server does not report it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streamed:
+    """A complete response and the arrival times of its pieces."""
+
+    document: dict[str, Any]
+    """The response as the same request would have returned it without streaming."""
+    arrivals: tuple[Arrival, ...]
+    """One entry per piece; empty if the response was not streamed."""
+    seconds: float
+    """Seconds from sending the request to the end of the response."""
+
+
+class BrokenStreamError(Exception):
+    """Report a response that ended early, after ``tokens`` tokens."""
+
+    def __init__(self, reason: str, tokens: int) -> None:
+        self.tokens = tokens
+        super().__init__(reason)
+
+
+def read_streamed(response: httpx.Response, started: float) -> Streamed:
+    """Read a response to its end.
+
+    Args:
+        response: Opened by ``httpx.stream``, its body unread.
+        started: ``time.perf_counter()`` when the request was sent.
+
+    Raises:
+        BrokenStreamError: The response broke off, reports an error, or is no stream of JSON.
+    """
+    joined = _Joined()
+    try:
+        if "text/event-stream" not in response.headers.get("Content-Type", ""):
+            document = _read_json(response, started)
+            return Streamed(document=document, arrivals=(), seconds=time.perf_counter() - started)
+        for data in _events(response):
+            if data == DONE:
+                break
+            joined.add(json.loads(data), time.perf_counter() - started)
+    except (httpx.HTTPError, ValueError) as error:
+        raise BrokenStreamError(f"broke off ({type(error).__name__})", joined.tokens or 0) from None
+    if joined.error is not None:
+        raise BrokenStreamError(f"answers an error ({joined.error})", joined.tokens or 0)
+    return Streamed(document=joined.document(), arrivals=tuple(joined.arrivals), seconds=time.perf_counter() - started)
+
+
+def _events(response: httpx.Response) -> Iterator[str]:
+    """Yield the data of each server-sent event as soon as it arrives."""
+    lines: list[str] = []
+    for raw in _lines(response):
+        line = raw.decode("utf-8")
+        if line.startswith("data:"):
+            lines.append(line[5:].removeprefix(" "))
+        elif not line and lines:
+            yield "\n".join(lines)
+            lines = []
+        elif line.startswith("error:"):  # sent by older llama.cpp, before it used OpenAI's form
+            yield json.dumps({"error": line[6:].strip()})
+    if lines:
+        yield "\n".join(lines)
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """Yield lines as they arrive, without their line ends."""
+    # httpx's `iter_lines` also splits at U+2028 and U+0085, which JSON strings may contain.
+    rest = b""
+    for part in response.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from (line.removesuffix(b"\r") for line in lines)
+    if rest:
+        yield rest
+
+
+@dataclass
+class _Joined:
+    """The pieces of one response that have arrived, joined."""
+
+    text: str = ""
+    token_ids: list[int] | None = None
+    tokens: int | None = None
+    ending: dict[str, Any] = field(default_factory=dict)
+    lasting: dict[str, Any] = field(default_factory=dict)
+    arrivals: list[Arrival] = field(default_factory=list)
+    error: str | None = None
+
+    def add(self, piece: object, seconds: float) -> None:
+        """Add a piece that arrived after ``seconds``."""
+        if not isinstance(piece, dict):
+            raise ValueError("a piece that is no object")
+        if piece.get("error"):
+            self.error = " ".join(json.dumps(piece["error"]).split())[:200]
+            return
+        self.lasting |= {name: piece[name] for name in LASTING if piece.get(name) is not None}
+        if "meta_info" in piece:
+            self._add_native(piece, seconds)
+            return
+        choices = [choice for choice in piece.get("choices") or [] if isinstance(choice, dict)]
+        if not choices:
+            return
+        choice = choices[0]
+        text, token_ids = choice.get("text") or "", choice.get("token_ids")
+        self.text += text
+        if token_ids is not None:
+            self.token_ids = (self.token_ids or []) + list(token_ids)
+        self.ending |= {
+            name: choice[name]
+            for name in ("finish_reason", "stop_reason", "matched_stop")
+            if choice.get(name) is not None
+        }
+        before = self.tokens
+        self.tokens = _tokens_told(piece, self.token_ids)
+        if text or token_ids or (self.tokens or 0) > (before or 0):
+            self.arrivals.append(Arrival(seconds, self.tokens))
+
+    def _add_native(self, piece: Mapping[str, Any], seconds: float) -> None:
+        """Add a piece of SGLang's ``/generate``.
+
+        A piece holds the whole response so far, or only the new tokens if the server was started that way.
+        """
+        told, new = piece["meta_info"], list(piece.get("output_ids") or [])
+        before, self.tokens = self.tokens or 0, told.get("completion_tokens")
+        whole = self.tokens is None or len(new) == self.tokens
+        self.token_ids = new if whole else (self.token_ids or []) + new
+        self.text = piece.get("text", "") if whole else self.text + piece.get("text", "")
+        reason = told.get("finish_reason") or {}
+        self.ending |= {"finish_reason": reason.get("type"), "matched_stop": reason.get("matched")}
+        self.lasting["usage"] = {name: told.get(name) for name in ("prompt_tokens", "completion_tokens")}
+        if (self.tokens or 0) > before:
+            self.arrivals.append(Arrival(seconds, self.tokens))
+
+    def document(self) -> dict[str, Any]:
+        """Return the response as if it had not been streamed."""
+        choice = {"index": 0, "text": self.text, "finish_reason": None, **self.ending}
+        if self.token_ids is not None:
+            choice["token_ids"] = self.token_ids
+        return {"choices": [choice], **self.lasting}
+
+
+def _tokens_told(piece: Mapping[str, Any], token_ids: list[int] | None) -> int | None:
+    """Return the server's count of tokens up to and including a piece."""
+    told = (piece.get("usage") or {}).get("completion_tokens")
+    if told is None:
+        told = (piece.get("timings") or {}).get("predicted_n")
+    if told is None and token_ids is not None:
+        told = len(token_ids)
+    return told
+
+
 MAX_ATTEMPTS = 8
 LONGEST_WAIT_SECONDS = 60.0
-CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, LOOK_TIMEOUT_SECONDS = 10.0, 3600.0, 30.0
-"""Nothing is read before a response is whole, and a busy server lets a request wait."""
+CONNECT_TIMEOUT_SECONDS = 10.0
+RESPONSE_TIMEOUT = httpx.Timeout(3600.0, connect=CONNECT_TIMEOUT_SECONDS)
+"""A server sends nothing until a response is complete, and a busy one queues requests first."""
+LOOK_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_SECONDS)
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-"""Statuses that the same request may not meet again."""
+"""HTTP statuses after which the same request may succeed."""
 
 Answer = TypeVar("Answer")
 
@@ -40,20 +208,20 @@ GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 class SettingNames(NamedTuple):
-    """What the user calls the settings of a server, for messages."""
+    """Names of the user's settings of a server, for messages."""
 
     url: str
     model: str
     api_key_env: str
     restart: str
-    """What to do once a server that was lost is there again."""
+    """What the user can do once a lost server is back."""
 
 
 RECIPE_NAMES = SettingNames(
     "data.regenerate.endpoint",
     "data.regenerate.model",
     "data.regenerate.api_key_env",
-    "then the same command goes on from here",
+    "then the same command resumes from here",
 )
 
 
@@ -62,18 +230,18 @@ class Refusal(NamedTuple):
 
     reason: str
     tokens: int = 0
-    """Tokens of the response that had come all the same."""
+    """Tokens of the response that arrived before the failure."""
 
 
 def read_api_key(variable: str | None, names: SettingNames = RECIPE_NAMES) -> str | None:
-    """Return the server's key, which an environment variable holds; None where none is named.
+    """Return the server's API key from an environment variable; None if no variable is named.
 
     Raises:
-        DataError: The variable holds none.
+        DataError: The variable is not set, or is empty.
     """
     if variable is None:
         return None
-    # A line end would not fit into a header, and be told with the key.
+    # A line end is not allowed in a header, and the error about it would print the key.
     key = os.environ.get(variable, "").strip()
     if not key:
         raise DataError(
@@ -84,17 +252,17 @@ def read_api_key(variable: str | None, names: SettingNames = RECIPE_NAMES) -> st
 
 
 class Endpoint:
-    """A server, and how to talk to it.
+    """A client of one server.
 
     Args:
-        url: Its address up to and with the version.
-        tokenizer: The trunk's.
+        url: The server's address, up to and including the API version (``http://host:8000/v1``).
+        tokenizer: The trunk's tokenizer.
         eos_ids: The tokens that end a response.
-        vocab_size: Tokens that the trunk knows.
-        api_key: Sent as a bearer token, where there is one.
-        concurrency: Requests at a time.
-        wait: What waits some seconds; by default until that time is over or :meth:`close` is called.
-        names: What messages call the settings.
+        vocab_size: Size of the trunk's vocabulary.
+        api_key: Sent as a bearer token; None sends no token.
+        concurrency: Most requests at a time.
+        wait: Called to wait a number of seconds. The default returns after that time, or when :meth:`close` is called.
+        names: Names of the settings in messages.
     """
 
     def __init__(
@@ -112,7 +280,7 @@ class Endpoint:
         self.url = url.rstrip("/")
         self.concurrency = concurrency
         self.model = ""
-        # vllm, sglang, llamacpp, ...: told with the model.
+        # vllm, sglang, llamacpp, ...: `owned_by` of the model.
         self.served_with = ""
         self.prompts_as: Literal["token ids", "text"] = "token ids"
         self._tokenizer = tokenizer
@@ -121,22 +289,53 @@ class Endpoint:
         self._names = names
         self._closed = threading.Event()
         self.wait = wait or self._closed.wait
-        self._session = requests.Session()
-        for scheme in ("http://", "https://"):
-            self._session.mount(scheme, HTTPAdapter(pool_maxsize=concurrency))
-        if api_key is not None:
-            self._session.headers["Authorization"] = f"Bearer {api_key}"
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._client = httpx.Client(
+            # As bytes: httpx refuses text that is not ASCII.
+            headers={} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
+            follow_redirects=True,
+        )
 
     def close(self) -> None:
-        """End all waiting and all connections."""
-        self._closed.set()
-        self._session.close()
+        """End all waits and send nothing more. Requests in flight are read to their end, then connections close."""
+        with self._lock:
+            self._closed.set()
+            if not self._in_flight:
+                self._client.close()
 
-    def choose_model(self, wanted: str | None) -> None:
-        """Set the model that answers: the one that is wanted, or the only one served.
+    @contextmanager
+    def _sending(
+        self, method: str, url: str, payload: Mapping[str, Any] | None, timeout: httpx.Timeout = RESPONSE_TIMEOUT
+    ) -> Iterator[httpx.Response]:
+        """Send one request and yield its response, whose body is still unread.
 
         Raises:
-            DataError: It is not served, or there are several to choose from.
+            httpx.HTTPError: The request failed, or the endpoint is closed.
+        """
+        with self._lock:
+            if self._closed.is_set():
+                raise httpx.CloseError("the endpoint is closed")
+            self._in_flight += 1
+        try:
+            with self._client.stream(method, url, json=payload, timeout=timeout) as response:
+                yield response
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+                # The last request in flight closes the client: closing it earlier would break off the others.
+                if self._closed.is_set() and not self._in_flight:
+                    self._client.close()
+
+    def choose_model(self, wanted: str | None) -> None:
+        """Select the model that requests name.
+
+        Args:
+            wanted: Its name; None selects the only model that is served.
+
+        Raises:
+            DataError: The model is not served, or several are served and none was named.
         """
         document = self._request("GET", self.url + "/models", None, _read_json)
         if isinstance(document, Refusal):
@@ -145,7 +344,7 @@ class Endpoint:
         served = [str(entry.get("id")) for entry in entries]
         if wanted is None and len(served) != 1:
             found = f"serves {', '.join(served) or 'no model'}"
-            raise self._unusable(found, "one model, or to be told which", f"Name it in {self._names.model}")
+            raise self._unusable(found, "one model, or its name", f"Name it in {self._names.model}")
         if wanted is not None and wanted not in served:
             found = f"serves {', '.join(served) or 'no model'}, not {wanted}"
             raise self._unusable(found, f"{self._names.model} among them", "Correct the name")
@@ -153,10 +352,10 @@ class Endpoint:
         self.served_with = str(entries[served.index(self.model)].get("owned_by") or "")
 
     def payload(self, question: Question, sampling: Mapping[str, float]) -> dict[str, Any]:
-        """Return the request for a response.
+        """Return the JSON body of a completion request.
 
         Args:
-            question: What is asked.
+            question: The prompt, the limit of new tokens and the seed.
             sampling: ``temperature``, ``top_p``, ``top_k`` (0 takes all tokens) and ``min_p``.
         """
         as_text = self.prompts_as == "text"
@@ -166,7 +365,7 @@ class Endpoint:
             "max_tokens": question.max_new_tokens,
             "seed": question.seed,
             **sampling,
-            # The one value that all three take for "all tokens".
+            # vLLM, SGLang and llama.cpp all read -1 as "all tokens".
             "top_k": sampling["top_k"] or -1,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
@@ -176,29 +375,30 @@ class Endpoint:
             "stop_token_ids": sorted(self._eos_ids),
             "return_token_ids": True,
             "skip_special_tokens": False,
-            # The text has them already.
+            # The decoded text contains the special tokens already.
             **({"add_special_tokens": False} if as_text else {}),
         }
 
     def complete(self, payload: Mapping[str, Any]) -> dict[str, Any] | Refusal:
-        """Send a request until it is answered or refused. May be called from several threads.
+        """Send a request, again until it is answered or refused. Thread-safe.
 
         Raises:
-            DataError: The server cannot be reached, or does not let us in.
+            DataError: The server cannot be reached, or refuses access.
         """
         return self._request("POST", self.url + "/completions", payload, _read_json)
 
     def stream(self, payload: Mapping[str, Any], path: str | None = None) -> Streamed | Refusal:
-        """Send a request whose answer comes in pieces. May be called from several threads.
+        """Send a request whose response is streamed. Thread-safe.
 
-        One that broke off is a refusal, and not sent again: the server may have counted what it did for it.
+        A stream that breaks off is returned as a refusal and not sent again: the server's counters may already include
+        it.
 
         Args:
-            payload: The request, which asks for a stream.
-            path: Where to send it, from the server's root; the completions where it is None.
+            payload: The request, with ``stream`` set.
+            path: Path from the server's root; None is the completions path.
 
         Raises:
-            DataError: The server cannot be reached, or does not let us in.
+            DataError: The server cannot be reached, or refuses access.
         """
         url = self.url + "/completions" if path is None else self.root + path
         try:
@@ -208,22 +408,23 @@ class Endpoint:
 
     @property
     def root(self) -> str:
-        """The server's address without OpenAI's version."""
+        """The server's address without the API version."""
         return self.url.removesuffix("/v1")
 
     def look(self, path: str) -> str | None:
-        """Return what the server shows under a path from its root; None where it shows nothing."""
+        """Return the text under a path from the server's root; None if there is none."""
         try:
-            response = self._session.get(self.root + path, timeout=(CONNECT_TIMEOUT_SECONDS, LOOK_TIMEOUT_SECONDS))
-        except requests.RequestException:
+            with self._sending("GET", self.root + path, None, LOOK_TIMEOUT) as response:
+                response.read()
+                return response.text if response.status_code == 200 else None
+        except httpx.HTTPError:
             return None
-        return response.text if response.status_code == 200 else None
 
     def response_ids(self, question: Question, document: Mapping[str, Any]) -> list[int] | Refusal:
-        """Return the tokens of a response, ending in end-of-text where it came to its end.
+        """Return the tokens of a response, with the end-of-text token if the response is finished.
 
         Raises:
-            DataError: The server read another prompt, or has other tokens.
+            DataError: The server counted other prompt tokens, or returned tokens outside the trunk's vocabulary.
         """
         choices = _entries(document, "choices")
         if not choices or not isinstance(choices[0].get("text"), str):
@@ -239,14 +440,14 @@ class Endpoint:
         if token_ids is None:
             token_ids = raw_tokens(self._tokenizer, choice["text"], start=False)
         if any(not isinstance(token, int) or not 0 <= token < self._vocab_size for token in token_ids):
-            raise self._unusable("says tokens that the trunk does not have", "the trunk", "Serve the trunk itself")
+            raise self._unusable("returns tokens that the trunk does not have", "the trunk", "Serve the trunk itself")
         token_ids = token_ids[: question.max_new_tokens]
         if choice["finish_reason"] == "stop" and self._eos_ids.isdisjoint(token_ids):
             token_ids.append(self._end(choice))
         return token_ids
 
     def _end(self, choice: Mapping[str, Any]) -> int:
-        """Return the token that ended a response which comes without it."""
+        """Return the token that ended a response, for servers that leave it out of the response."""
         told = (choice.get("stop_reason"), choice.get("matched_stop"), self._tokenizer.eos_token_id)
         return next((token for token in told if token in self._eos_ids), min(self._eos_ids))
 
@@ -258,9 +459,12 @@ class Endpoint:
         method: str,
         url: str,
         payload: Mapping[str, Any] | None,
-        read: Callable[[requests.Response, float], Answer],
+        read: Callable[[httpx.Response, float], Answer],
     ) -> Answer | Refusal:
-        """Send one request, again and again where the failure may pass; ``read`` is told when it was sent."""
+        """Send one request, up to ``MAX_ATTEMPTS`` times while failures may pass, and read the response by ``read``.
+
+        ``read`` gets the response and ``time.perf_counter()`` from when the request was sent.
+        """
         cause, wanted_seconds = "", 0.0
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
@@ -268,19 +472,20 @@ class Endpoint:
             if self._closed.is_set():
                 break
             try:
-                timeout = (CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS)
                 started = time.perf_counter()
-                with self._session.request(method, url, json=payload, timeout=timeout, stream=True) as response:
+                with self._sending(method, url, payload) as response:
                     if response.status_code == 200:
                         return read(response, started)
                     detail = _detail(response)
-            except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+            except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as error:
+                raise self._unusable(f"cannot be asked ({error})", "an address", "Correct it") from None
+            except httpx.TransportError as error:
                 cause = f"does not answer ({type(error).__name__})"
                 continue
-            except requests.JSONDecodeError:
+            except (json.JSONDecodeError, UnicodeDecodeError):
                 cause = "answers something else than JSON"
                 continue
-            except requests.RequestException as error:
+            except httpx.HTTPError as error:
                 raise self._unusable(f"cannot be asked ({error})", "an address", "Correct it") from None
             cause = f"answers {response.status_code} ({detail})"
             if response.status_code not in PASSING:
@@ -290,7 +495,7 @@ class Endpoint:
 
     def _refusal(self, status: int, cause: str) -> Refusal:
         if status in (401, 403):
-            raise self._unusable(cause, "to be let in", f"Name the variable with its key in {self._names.api_key_env}")
+            raise self._unusable(cause, "access", f"Name the variable with its key in {self._names.api_key_env}")
         if status in (404, 405):
             raise self._unusable(cause, "OpenAI's completions there", "Check the address, with its version")
         return Refusal(cause)
@@ -300,23 +505,24 @@ class Endpoint:
 
 
 def _entries(document: object, name: str) -> list[dict[str, Any]]:
-    """Return a list of objects out of a server's answer; an empty one where there is none."""
+    """Return the objects of a list in a server's response; empty if there is no such list."""
     found = document.get(name) if isinstance(document, dict) else None
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
 
 
-def _read_json(response: requests.Response, _: float) -> dict[str, Any]:
-    """Return an answer that comes whole."""
-    document: dict[str, Any] = response.json()
+def _read_json(response: httpx.Response, _: float) -> dict[str, Any]:
+    """Return a response that is one JSON document."""
+    document: dict[str, Any] = json.loads(response.read())
     return document
 
 
-def _detail(response: requests.Response) -> str:
-    """Return what a server says about a failure, in one short line."""
-    return " ".join(response.text.split())[:200] or response.reason
+def _detail(response: httpx.Response) -> str:
+    """Return a server's error text as one short line."""
+    response.read()
+    return " ".join(response.text.split())[:200] or response.reason_phrase
 
 
-def _retry_after(response: requests.Response) -> float:
-    """Return the seconds that a server wants us to wait; 0 where it does not say (or gives a date)."""
+def _retry_after(response: httpx.Response) -> float:
+    """Return the seconds of a ``Retry-After`` header; 0 if it is missing or a date."""
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isdecimal() else 0.0

@@ -6,10 +6,9 @@ A packed row with the documents ``a b c`` and ``d e`` in a sequence of 7::
     positions   0  1  2  0  1  0  0
     document    0  0  0  1  1 -1 -1
 
-Documents never see each other and are never split. Which go together is chosen by best fit, decreasing, as in "Fewer
+Documents never attend to each other and are never split. They are packed by best-fit decreasing, as in "Fewer
 Truncations Improve Language Modeling" (arXiv:2404.10830), but within pools of shuffled documents, so that every epoch
-packs them differently. Everything here depends on its arguments alone, so that a resumed run meets the batches that an
-unbroken one would have met.
+packs them differently. All results depend on the arguments alone: a resumed run gets the batches of an unbroken one.
 
 Shapes: B rows, T tokens, K depths, N documents.
 """
@@ -31,19 +30,20 @@ from mtp_train.errors import DataError
 from mtp_train.heads.alignment import PADDING_DOCUMENT, valid_targets
 
 POOLED_DOCUMENTS = 4096
-"""Documents packed with one another: the time stays linear in all documents, and little of a sequence stays empty."""
+"""Documents that are packed together. Pools keep the time linear in the number of documents; larger ones leave less
+padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedSequence:
-    """Hold one row of a batch.
+    """One row of a batch.
 
     Args:
         input_ids_T: int64 tokens, 0 on padding.
         positions_T: int64, counted from 0 in every document, 0 on padding.
         document_T: int64 document number within the row, ``PADDING_DOCUMENT`` on padding.
         loss_mask_T: bool, whether the token may be a target.
-        members: The documents, by their place in all that is packed, in the row's order.
+        members: Indices of the row's documents among all packed documents, in the row's order.
     """
 
     input_ids_T: NDArray[np.int64]
@@ -70,7 +70,7 @@ def pack_documents(
 
 
 def count_targets(sequence: PackedSequence, num_depths: int) -> tuple[int, ...]:
-    """Return, for each of K depths, at how many rows it has a target that counts (``heads.alignment``)."""
+    """Return, for each of K depths, the number of rows with a valid target (``heads.alignment``)."""
     document_BT = torch.from_numpy(sequence.document_T)[None]
     loss_mask_BT = torch.from_numpy(sequence.loss_mask_T)[None]
     return tuple(int(valid_targets(document_BT, loss_mask_BT, depth).sum()) for depth in range(1, num_depths + 1))
@@ -79,10 +79,10 @@ def count_targets(sequence: PackedSequence, num_depths: int) -> tuple[int, ...]:
 def global_batches(
     documents: Sequence[Document], *, seq_len_tokens: int, pack: bool, sequences_per_step: int, seed: int
 ) -> Callable[[int], list[PackedSequence]]:
-    """Return the function from a step (from 0) to its sequences, those of all processes together.
+    """Return a function from a step (counted from 0) to its sequences, over all processes.
 
-    The epochs follow one another without end; a step may straddle two. The answer depends on the step alone: to
-    resume, the number of the step is enough.
+    Epochs follow one another without end; a step may span two. The sequences depend on the step alone, so a run can
+    resume from the number of its step.
 
     Raises:
         DataError: There is no document, or one is longer than a sequence.
@@ -98,7 +98,7 @@ def global_batches(
 
 
 def full_batches(sequences: Sequence[PackedSequence], size: int) -> list[list[PackedSequence]]:
-    """Cut sequences into batches of ``size``; the last one is filled up with copies that have no targets."""
+    """Divide sequences into batches of ``size``; the last one is filled up with copies that have no targets."""
     batches = [list(sequences[first : first + size]) for first in range(0, len(sequences), size)]
     for batch in batches[-1:]:
         spare = replace(batch[-1], loss_mask_T=np.zeros_like(batch[-1].loss_mask_T))
@@ -117,9 +117,9 @@ def collate(sequences: Sequence[PackedSequence]) -> dict[str, Tensor]:
 
 
 class _EpochStream:
-    """Number the sequences of all epochs through, and say which documents each holds.
+    """The sequences of all epochs under one index, as lists of documents.
 
-    Epochs differ in their number of sequences, so the start of an epoch is known once those before it are assigned.
+    Epochs differ in their number of sequences, so the start of an epoch is known once all earlier ones are packed.
     """
 
     def __init__(self, lengths_N: NDArray[np.int64], seq_len_tokens: int, *, pack: bool, seed: int) -> None:
@@ -157,7 +157,7 @@ def _lengths(documents: Sequence[Document], seq_len_tokens: int) -> NDArray[np.i
 
 
 def _assign(lengths_N: NDArray[np.int64], seq_len_tokens: int, *, pack: bool, seed: int, epoch: int) -> list[list[int]]:
-    """Shuffle documents, and part them into sequences."""
+    """Shuffle documents, and assign them to sequences."""
     generator = _generator(seed, epoch)
     order_N = generator.permutation(len(lengths_N))
     if not pack:
@@ -166,13 +166,13 @@ def _assign(lengths_N: NDArray[np.int64], seq_len_tokens: int, *, pack: bool, se
     for start in range(0, len(order_N), POOLED_DOCUMENTS):
         pool_N = order_N[start : start + POOLED_DOCUMENTS]
         packed = _best_fit(pool_N, lengths_N[pool_N], seq_len_tokens)
-        # The first of them hold the long documents; a step is to see all lengths.
+        # Best fit puts the long documents into the first sequences. Shuffle, so that a step has all lengths.
         groups += [packed[index] for index in generator.permutation(len(packed))]
     return groups
 
 
 def _best_fit(pool_N: NDArray[np.int64], lengths_N: NDArray[np.int64], seq_len_tokens: int) -> list[list[int]]:
-    """Give each document, the longest first, to the sequence that it leaves the least room in."""
+    """Assign each document, the longest first, to the sequence in which it leaves the least room."""
     groups: list[list[int]] = []
     by_room: list[tuple[int, int]] = []
     for place in np.argsort(-lengths_N, kind="stable"):

@@ -1,4 +1,4 @@
-"""Records to prompts: the token ids after which the trunk is to speak for itself."""
+"""Make prompts from records: the token ids that the trunk generates a response to."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtp_train.data.chat import chat_prompt_tokens, raw_tokens
 from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
 from mtp_train.data.split import stable_share
 from mtp_train.errors import DataError
+from mtp_train.trunk.tokenizer import chat_prompt_tokens, raw_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 MAX_CONTINUATION_TOKENS = 256
-"""A text is continued from no later than here, however long it is."""
+"""Most tokens of a plain text that become its prompt."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Prompt:
 
 
 def build_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return each record's prompt: a chat without the assistant turn that ends it, or the prompt of a pair.
+    """Return each record's prompt: a chat without its last assistant turn, or the prompt of a pair.
 
     Raises:
         DataError: A record is plain text, starts with the assistant, or does not fit the tokenizer.
@@ -45,9 +45,9 @@ def build_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase)
 
 
 def continuation_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return the first half of each plain text, ``MAX_CONTINUATION_TOKENS`` at most, as a prompt to continue.
+    """Return the first half of each plain text as a prompt, at most ``MAX_CONTINUATION_TOKENS`` of it.
 
-    Texts of fewer than two tokens have no half and are left out.
+    Texts of fewer than two tokens are left out.
 
     Raises:
         DataError: A record is not plain text.
@@ -66,17 +66,17 @@ def continuation_prompts(records: Iterable[Record], tokenizer: PreTrainedTokeniz
 
 
 def choose_prompts(prompts: Sequence[Prompt], num_prompts: int, seed: int) -> list[Prompt]:
-    """Return ``num_prompts`` of the prompts (all, where there are fewer), spread over the sources by ``seed``.
+    """Return ``num_prompts`` of the prompts (all, if there are fewer), chosen at random by ``seed``.
 
-    A prompt's rank depends on its id and the seed alone, so a larger number keeps those chosen by a smaller one.
+    A prompt's rank depends on its id and the seed alone, so a larger number only adds prompts.
     """
     return sorted(prompts, key=lambda prompt: (stable_share(prompt.id, seed), prompt.id))[:num_prompts]
 
 
 def choose_evenly(prompts: Sequence[Prompt], num_prompts: int, seed: int) -> list[Prompt]:
-    """Return ``num_prompts`` of the prompts (all, where there are fewer), as evenly from their groups as there can be.
+    """Return ``num_prompts`` of the prompts (all, if there are fewer), as evenly over their groups as possible.
 
-    One of every group comes before a second of any. A larger number keeps those chosen by a smaller one.
+    Every group gives one prompt before any gives a second. A larger number only adds prompts.
     """
     taken = Counter[str]()
     turns: list[tuple[int, Prompt]] = []

@@ -1,6 +1,6 @@
-"""What a data source holds: chats, prompt and response pairs, or plain text.
+"""Records of a data source: chats, prompt and response pairs, or plain text.
 
-A record's content is checked here, once, so that tokenisation can rely on it.
+A record's content is checked here once, so that tokenisation can rely on it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Chat:
     messages: tuple[Message, ...]
 
     def prompt_messages(self) -> tuple[Message, ...]:
-        """Return the messages that the assistant is to answer: all of them, but for a turn of its own at the end."""
+        """Return the messages to reply to: all but a final assistant turn."""
         return self.messages[:-1] if self.messages[-1]["role"] == "assistant" else self.messages
 
 
@@ -56,7 +56,7 @@ class Record:
     Args:
         id: ``"{source}#{number}"``, numbers counting from 1; unique over the sources of a run.
         group: Records of one group are held out together.
-        content: What it says.
+        content: A chat, a pair or a text.
     """
 
     id: str
@@ -81,11 +81,10 @@ def text_group(text: str) -> str:
 
 
 def grouping_text(content: Content) -> str:
-    """Return what records without a group field are grouped by, normalised: a chat's first user turn, a pair's prompt
-    or a text.
+    """Return the normalised text that groups a record without a group field.
 
-    The turns of one conversation, stored as prefixes of it, thereby share a group, and so do records that repeat a
-    prompt. System turns do not count: many conversations share one.
+    That is a chat's first user turn, a pair's prompt, or a plain text. The prefixes of one conversation thereby share a
+    group, and so do records with the same prompt. System turns do not count: many conversations share one.
     """
     if isinstance(content, PlainText):
         return normalised(content.text)
@@ -103,7 +102,7 @@ def normalised(text: str) -> str:
     end = len(words)
     while end and (words[end - 1] == " " or unicodedata.category(words[end - 1]).startswith("P")):
         end -= 1
-    # A text of punctuation alone is told apart by it.
+    # Keep the punctuation of a text that has nothing else.
     return words[:end] or words
 
 
@@ -133,7 +132,7 @@ def parse_text(value: object, field: str, where: str) -> str:
 
 
 def _require_unicode(text: str, field: str, where: str) -> None:
-    """Refuse what JSON can write and UTF-8 cannot: tokenizers fail on it without naming the record."""
+    """Refuse unpaired surrogates: JSON allows them, UTF-8 does not, and tokenizers would not name the record."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -171,7 +170,7 @@ def _parse_message(value: object, where: str) -> Message:
 
 
 def _joined(content: object) -> object:
-    """Return content that comes in parts, as chats for vision-language models have it, as one text if all parts are."""
+    """Join content in parts (the format of vision-language chats) to one text, if all parts are text."""
     if not isinstance(content, list) or not content:
         return content
     texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]

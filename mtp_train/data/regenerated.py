@@ -1,4 +1,4 @@
-"""The trunk answers prompts, batch by batch; what was answered before a kill is kept."""
+"""Generate responses to prompts with the trunk, in batches; responses stored before a kill are kept."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from mtp_train.data.split import stable_share
 from mtp_train.errors import DataError
 
 RESPONSE_ROOM_TOKENS = 16
-"""A prompt that leaves less room than this in a sequence is not answered."""
+"""Least room for a response: prompts that leave less in a sequence are skipped."""
 PROMPTS_PER_ROW = 4
-"""Prompts of one batch for each of its rows: rows that end early take the next prompt, so that few stand idle."""
+"""Prompts of a batch per row of the decoder: a row whose response ends early takes the next prompt."""
 
 MAX_SEED = 2**31
-"""Seeds lie below it: what every server takes."""
+"""Upper bound of seeds; every server accepts seeds below it."""
 
 
 class Question(NamedTuple):
-    """A prompt as the trunk is to answer it.
+    """A prompt with the limit and the seed of its response.
 
     Args:
         prompt_ids: The tokens.
         max_new_tokens: Limit of the response.
-        seed: Fixes the noise where tokens are sampled.
+        seed: Seed of the sampling noise.
     """
 
     prompt_ids: tuple[int, ...]
@@ -35,12 +35,12 @@ class Question(NamedTuple):
 
 
 GenerateFn = Callable[[list[Question]], list[list[int]]]
-"""From questions to responses, each up to and with its end-of-text token."""
+"""From questions to responses, each including its end-of-text token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerateCounts:
-    """Say what one process did."""
+    """Prompts of one call, counted by outcome."""
 
     prompts: int
     too_long: int
@@ -52,13 +52,13 @@ class RegenerateCounts:
 
 
 def ask(prompt: Prompt, *, max_new_tokens: int, seq_len_tokens: int, seed: int) -> Question:
-    """Return the question that a prompt is: its room, and the seed of its own."""
+    """Return a prompt as a :class:`Question`, limited by the room that it leaves in a sequence."""
     room = min(max_new_tokens, seq_len_tokens - len(prompt.prompt_ids))
     return Question(prompt.prompt_ids, room, noise_seed(prompt.id, seed))
 
 
 def noise_seed(prompt_id: str, seed: int) -> int:
-    """Return the seed of a prompt's own noise."""
+    """Return the seed of a prompt's sampling noise, derived from its id and the run's seed."""
     return int(stable_share(f"noise of {prompt_id}", seed) * MAX_SEED)
 
 
@@ -76,23 +76,23 @@ def regenerate(
     world: int = 1,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> RegenerateCounts:
-    """Answer prompts with the trunk and store the responses; those already stored are left alone.
+    """Generate responses to prompts with the trunk and store them; prompts with a stored response are skipped.
 
-    The batches are the same whatever the number of processes and whatever is done already, because in bf16 a response
-    may depend on what it was generated with. Process ``rank`` takes every ``world``-th batch.
+    The batches do not depend on the number of processes or on the stored responses, because in bf16 a response may
+    depend on the other rows of its batch. Process ``rank`` takes every ``world``-th batch.
 
     Args:
-        prompts: Those of all processes; their order does not matter.
-        store: This process's.
-        generate_fn: The trunk's decoding.
-        seq_len_tokens: No response goes past this many tokens, prompt included.
+        prompts: The prompts of all processes, in any order.
+        store: The store of this process.
+        generate_fn: Decodes with the trunk.
+        seq_len_tokens: Limit of prompt and response together.
         batch_size: Prompts that are decoded together; a batch has ``PROMPTS_PER_ROW`` times as many.
         max_new_tokens: Limit of every response.
         eos_ids: The tokens that end a response.
-        seed: With a prompt's id it makes the seed of its noise.
+        seed: The run's seed; with the prompt's id it gives the seed of a response.
         rank: This process.
         world: Number of processes.
-        on_batch: Told the number of batches behind us and in all, of this process.
+        on_batch: Called with the number of batches done and the number in all, of this process.
 
     Raises:
         DataError: Every prompt is too long, or the store holds responses to other prompts.
@@ -125,7 +125,7 @@ def fitting_prompts(prompts: Sequence[Prompt], seq_len_tokens: int) -> list[Prom
     """Return the prompts that leave room for a response.
 
     Raises:
-        DataError: None does.
+        DataError: No prompt does.
     """
     fitting = [prompt for prompt in prompts if len(prompt.prompt_ids) + RESPONSE_ROOM_TOKENS <= seq_len_tokens]
     if not fitting:
@@ -137,7 +137,7 @@ def fitting_prompts(prompts: Sequence[Prompt], seq_len_tokens: int) -> list[Prom
 
 
 def answered(prompts: Sequence[Prompt], store: RegeneratedStore) -> set[str]:
-    """Return the ids of those prompts that have a response in the store.
+    """Return the ids of the prompts that have a response in the store.
 
     Raises:
         DataError: A stored response answers another prompt of that id.
@@ -157,13 +157,13 @@ def answered(prompts: Sequence[Prompt], store: RegeneratedStore) -> set[str]:
 
 
 def batches_by_length(prompts: Sequence[Prompt], batch_size: int) -> list[list[Prompt]]:
-    """Part prompts into batches of like length, the longest first, so that a lack of memory shows at once."""
+    """Divide prompts into batches of similar length, the longest first, so that a lack of memory shows at once."""
     ordered = sorted(prompts, key=lambda prompt: (-len(prompt.prompt_ids), prompt.id))
     return [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
 
 
 def make_row(prompt: Prompt, response_ids: Sequence[int], eos_ids: Collection[int], seed: int) -> RegeneratedRow:
-    """Return what is stored of a response: it is cut after its first end-of-text token."""
+    """Return the row to store for a response, cut after its first end-of-text token."""
     ends = [index for index, token in enumerate(response_ids) if token in eos_ids]
     kept = tuple(int(token) for token in (response_ids[: ends[0] + 1] if ends else response_ids))
     return RegeneratedRow(prompt.id, prompt.group, prompt.prompt_ids, kept, bool(ends), seed)

@@ -1,7 +1,8 @@
-"""The trunk's own responses, stored line by line, and read back after any kill.
+"""Store the trunk's responses as JSON lines, and read them back as documents.
 
 One line of a file is ``{"id", "group", "prompt_ids", "response_ids", "finished", "seed"}``. Every process appends to a
-file of its own; all files of the directory are read together, so that a run resumes with another number of processes.
+file of its own; all files of the directory are read together, so that a run can resume with another number of
+processes. A line that a kill cut off is dropped when its file is opened.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mtp_train.acceptance import repeated_ngram_share
+from mtp_train.acceptance.counts import repeated_ngram_share
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError
 
 MIN_RESPONSE_TOKENS = 2
-"""Shorter responses teach nothing about drafting: there is nothing to draft after their first token."""
+"""Shorter responses are skipped: after their first token there is nothing to draft."""
 FILE_PATTERN = "regenerated-*-of-*.jsonl"
 BLOCK_BYTES = 1 << 16
 
@@ -31,10 +32,10 @@ class RegeneratedRow:
     Args:
         id: The record's id.
         group: The record's group.
-        prompt_ids: What was asked.
-        response_ids: What the trunk said, its end-of-text token included.
-        finished: Whether it ended by itself.
-        seed: What fixed its noise; without meaning where it is greedy.
+        prompt_ids: The prompt's tokens.
+        response_ids: The trunk's tokens, the end-of-text token included.
+        finished: Whether the response ended in an end-of-text token.
+        seed: Seed of the sampling noise; not used in greedy decoding.
     """
 
     id: str
@@ -47,31 +48,31 @@ class RegeneratedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseCounts:
-    """Say what the stored responses are like."""
+    """Stored responses, counted by kind."""
 
     responses: int
     documents: int
     response_tokens: int
     too_short: int
-    """Responses under ``MIN_RESPONSE_TOKENS``; no document is made of them."""
+    """Responses under ``MIN_RESPONSE_TOKENS``, which are left out."""
     truncated: int
     """Responses cut at ``seq_len_tokens``."""
     unfinished: int
-    """Responses that ran into the limit of new tokens."""
+    """Responses that reached the limit of new tokens."""
     repetitive: int
-    """Responses whose share of repeated 8-grams is above ``max_repeated``; no document is made of them."""
+    """Responses whose share of repeated 8-grams is above ``max_repeated``, which are left out."""
     past_the_turn: int
-    """Responses with a special token of their prompt in them, such as one that opens a turn: they go on where they
-    should have ended."""
+    """Responses that contain a special token of their prompt, such as the start of a turn: they continue past their
+    end."""
 
 
 class RegeneratedStore:
     """Keep responses in a directory, one file per process.
 
-    Opening drops a last line that a kill tore.
+    Opening a store drops a last line that a kill cut off.
 
     Args:
-        directory: Made if need be.
+        directory: Created if it does not exist.
         rank: This process.
         world: Number of processes.
     """
@@ -88,7 +89,7 @@ class RegeneratedStore:
         """Read the rows of all processes one by one, each id once.
 
         Raises:
-            DataError: A line is not one of ours.
+            DataError: A line is not a stored response.
         """
         seen: set[str] = set()
         for path in sorted(self.directory.glob(FILE_PATTERN)):
@@ -111,7 +112,7 @@ class RegeneratedStore:
         return [path for path in sorted(self.directory.glob(FILE_PATTERN)) if not path.name.endswith(ours)]
 
     def append(self, rows: Sequence[RegeneratedRow]) -> None:
-        """Add rows to this process's file; they are on the disk when this returns."""
+        """Add rows to this process's file and flush them to disk."""
         text = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
         with self.path.open("ab") as file:
             file.write(text.encode())
@@ -130,13 +131,13 @@ class RegeneratedStore:
 
         Args:
             seq_len_tokens: Longer texts are cut.
-            groups: The group of each prompt by its id. Responses to other prompts are left out: those of an earlier
-                split may be held out now. None takes all, with the groups that they were stored with.
+            groups: The group of each prompt by its id. Responses to other prompts are left out: prompts of an earlier
+                split may be held out now. None takes all responses, with their stored groups.
             max_repeated: Responses with a larger share of repeated 8-grams are left out; None takes all.
-            special_ids: The tokenizer's special tokens, to be counted.
+            special_ids: The tokenizer's special tokens, for :attr:`ResponseCounts.past_the_turn`.
 
         Raises:
-            DataError: No response can be learnt from.
+            DataError: No response can be trained on.
         """
         tally = Counter(responses=0)
         documents = []
@@ -172,10 +173,10 @@ class RegeneratedStore:
 
 
 def rows_after(path: Path, start: int) -> Iterator[RegeneratedRow]:
-    """Read the whole rows of one file behind its first ``start`` bytes; none where there is no such file.
+    """Yield the complete rows of a file after its first ``start`` bytes; none if the file does not exist.
 
     Raises:
-        DataError: A line is not one of ours.
+        DataError: A line is not a stored response.
     """
     if not path.is_file():
         return
@@ -187,7 +188,7 @@ def rows_after(path: Path, start: int) -> Iterator[RegeneratedRow]:
 
 
 def settings_key(settings: Mapping[str, object]) -> str:
-    """Return the name of the responses to some settings (plain JSON values): other settings find none of them."""
+    """Return a directory name for settings (plain JSON values), so that other settings do not reuse the responses."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -198,12 +199,12 @@ def _document(row: RegeneratedRow, seq_len_tokens: int) -> Document:
 
 
 def _goes_on(row: RegeneratedRow, special_ids: Collection[int]) -> bool:
-    """Say whether special tokens of the prompt are said again; the one that ends the response may be."""
+    """Return whether a response repeats a special token of its prompt, its last token aside."""
     return not set(row.prompt_ids).intersection(special_ids).isdisjoint(row.response_ids[:-1])
 
 
 def _whole_bytes(path: Path) -> int:
-    """Return the length of a file up to and with its last line end, read from behind: it may be large."""
+    """Return the length of a file up to and including its last line end. Reads backwards, as the file may be large."""
     start = path.stat().st_size
     with path.open("rb") as file:
         while start:

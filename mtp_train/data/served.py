@@ -1,4 +1,4 @@
-"""The trunk answers prompts on a server: proof that it is the trunk, then many requests at a time."""
+"""Generate responses on a server that serves the trunk: check first that it does, then send many requests at a time."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ from typing import Any
 
 import torch
 
-from mtp_train.data.checked import CheckedStore
+from mtp_train.data.answers import CheckedStore
 from mtp_train.data.endpoint import GREEDY, Endpoint, Refusal
 from mtp_train.data.prompts import Prompt
 from mtp_train.data.regenerated import Question, answered, ask, fitting_prompts, make_row
 from mtp_train.data.responses import RegeneratedStore
 from mtp_train.errors import DataError
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 
 PROBE_PROMPTS, PROBE_TOKENS = 16, 64
 MIN_AGREEMENT = 0.95
-"""Between precisions greedy decoding differs at near ties alone, a few tokens in a hundred; another model in more."""
+"""Least share of greedy tokens that equal the trunk's. Another precision changes a few tokens in a hundred, at near
+ties; another model changes more."""
 QUEUED_PER_REQUEST = 2
-"""Requests made ready for each one in flight."""
+"""Requests prepared for each one in flight."""
 
 Waiting = dict[Future[dict[str, Any] | Refusal], tuple[Prompt, Question]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedCounts:
-    """Say what came of one process's prompts."""
+    """Prompts of one process, counted by outcome."""
 
     generated: int
     refused: int
-    """Prompts that the server would not answer; another call asks it again."""
+    """Prompts that the server refused. The next call sends them again."""
     refusal: str | None
-    """What it said to the last of these."""
+    """The server's error for the last refused prompt."""
 
 
 def missing_prompts(
     prompts: Sequence[Prompt], store: RegeneratedStore, *, seq_len_tokens: int, rank: int, world: int
 ) -> list[Prompt]:
-    """Return those of this process's prompts that have no response yet: every ``world``-th, from ``rank``.
+    """Return the prompts of this process that have no response yet: every ``world``-th prompt, from ``rank``.
 
     Raises:
         DataError: Every prompt is too long, or the store holds responses to other prompts.
@@ -52,22 +53,22 @@ def missing_prompts(
 
 
 def probe(endpoint: Endpoint, trunk: Trunk, prompts: Sequence[Prompt], *, seq_len_tokens: int) -> float:
-    """Check that a server serves the trunk, and find out how it takes prompts.
+    """Check that a server serves the trunk, and whether it accepts prompts as token ids.
 
-    It answers prompts greedily, and the trunk reads the answers: the tokens must be those that the trunk itself would
-    have said at their places.
+    The server answers prompts greedily. Each token has to equal the trunk's own greedy choice at that position, near
+    ties aside.
 
     Args:
-        endpoint: The server; told here whether to send token ids or text.
+        endpoint: The server. Its ``prompts_as`` is set here.
         trunk: The trunk.
-        prompts: A few, spread over the data.
-        seq_len_tokens: No response goes past this many tokens, prompt included.
+        prompts: A few prompts, spread over the data.
+        seq_len_tokens: Limit of prompt and response together.
 
     Returns:
-        The share of the tokens that are.
+        The share of tokens that equal the trunk's choice.
 
     Raises:
-        DataError: It refuses, says nothing, or says something else.
+        DataError: The server refuses a prompt, or its tokens are not the trunk's.
     """
     tokens = agreeing = 0
     for number, prompt in enumerate(prompts):
@@ -88,7 +89,7 @@ def probe(endpoint: Endpoint, trunk: Trunk, prompts: Sequence[Prompt], *, seq_le
     if agreement < MIN_AGREEMENT:
         raise DataError(
             f"data.regenerate.endpoint: {endpoint.url} does not serve the trunk as {endpoint.model}: {agreeing} of "
-            f"{tokens} tokens that it says greedily are those that the trunk would say; expected "
+            f"{tokens} tokens that it generates greedily are the trunk's own; expected "
             f"{MIN_AGREEMENT:.0%} or more. Serve model.trunk (with model.adapter, where there is one), unquantised."
         )
     return agreement
@@ -96,7 +97,7 @@ def probe(endpoint: Endpoint, trunk: Trunk, prompts: Sequence[Prompt], *, seq_le
 
 @torch.no_grad()
 def own_choices(trunk: Trunk, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> torch.Tensor:
-    """Return what the trunk would say greedily in the place of each token of a response, int64 on the CPU."""
+    """Return the trunk's greedy choice at the position of each response token, int64 on the CPU."""
     tokens_1T = torch.tensor([[*prompt_ids, *response_ids]], device=trunk.lm_head_VD.device)
     hidden_TD = trunk.hidden(tokens_1T)[0, len(prompt_ids) - 1 : -1]
     return trunk.logits(hidden_TD).argmax(-1).cpu()
@@ -114,22 +115,21 @@ def regenerate_served(
     seed: int,
     on_prompt: Callable[[int, int], None],
 ) -> ServedCounts:
-    """Let a server answer prompts, and store each response as soon as it is there.
+    """Send prompts to a server, and store each response as soon as it arrives.
 
     Args:
-        prompts: Those of this process, without those answered before (:func:`missing_prompts`).
-        store: This process's.
+        prompts: The prompts of this process that have no response yet (:func:`missing_prompts`).
+        store: The store of this process.
         endpoint: The server.
-        sampling: How tokens are chosen (:meth:`Endpoint.payload`).
-        seq_len_tokens: No response goes past this many tokens, prompt included.
+        sampling: Sampling settings (:meth:`Endpoint.payload`).
+        seq_len_tokens: Limit of prompt and response together.
         max_new_tokens: Limit of every response.
         eos_ids: The tokens that end a response.
-        seed: With a prompt's id it makes the seed of its noise.
-        on_prompt: Told the number of prompts behind us and in all.
+        seed: The run's seed; with the prompt's id it gives the seed of a response.
+        on_prompt: Called with the number of prompts done and the number in all.
 
     Raises:
-        DataError: The server fails for good, is not what it seemed, has refused every prompt there is, or its answers
-            are no longer the trunk's.
+        DataError: The server fails for good, refuses every prompt, or returns responses that are not the trunk's.
     """
     generated, refusals = 0, []
     waiting: Waiting = {}
@@ -149,7 +149,7 @@ def regenerate_served(
             on_prompt(generated + len(refusals), len(prompts))
         store.check()
     finally:
-        # Where one request has failed for good, the others need not go on trying.
+        # If one request failed for good, the others have to stop retrying.
         endpoint.close()
         pool.shutdown(cancel_futures=True)
     if refusals and next(iter(store.store), None) is None:
@@ -161,10 +161,10 @@ def regenerate_served(
 
 
 def _read(endpoint: Endpoint, done: Waiting, store: CheckedStore, eos_ids: Collection[int]) -> tuple[int, list[str]]:
-    """Store what came back; return the number of responses, and what was said to prompts without one.
+    """Store finished responses; return their number and the errors of refused prompts.
 
     Raises:
-        DataError: A request failed for good; what came back beside it is stored.
+        DataError: A request failed for good. The other responses are stored first.
     """
     rows, refusals = [], []
     failure: BaseException | None = None

@@ -1,11 +1,16 @@
-"""Read records from local files or a dataset of the hub, through the `datasets` library."""
+"""Read records from local files or a dataset of the hub.
+
+JSON and text files are read here: JSON line by line or as one document, text by paragraphs. Everything else goes
+through the builders of the ``datasets`` library. :func:`load_records` returns checked records, :func:`load_rows` plain
+rows.
+"""
 
 from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +18,84 @@ import datasets
 import fsspec
 from datasets.packaged_modules.json.json import Json as JsonBuilder
 
-from mtp_train.data.json_rows import Files, read_json
 from mtp_train.data.records import Content, PlainText, PromptResponse, Record, content_group, parse_messages, parse_text
 from mtp_train.errors import DataError
+
+BYTE_ORDER_MARK = "\ufeff"
+
+Row = dict[str, Any]
+Files = Mapping[str, Sequence[str]]
+"""The files of each split."""
+
+
+def read_json(files: Files, split: str, max_rows: int | None, *, streaming: bool) -> tuple[list[str], Iterable[Row]]:
+    """Return the column names and the rows of JSON files, every row with all columns.
+
+    A file holds JSON lines, or one document: a list of objects, or one object.
+
+    Args:
+        files: The files of each split.
+        split: Which rows; slices are allowed where they are not streamed.
+        max_rows: Return no more than the first ``max_rows``.
+        streaming: Whether to read only these rows. Otherwise every row of the split is checked.
+
+    Raises:
+        ValueError: A row is not a JSON object, or there is no such split.
+    """
+    unit = _unit(files)
+    if streaming:
+        first = list(islice(_objects(_texts(files, unit, split=split, streaming=True)), max_rows))
+        names = list(dict.fromkeys(name for row in first for name in row))
+        return names, _filled(first, names)
+    texts = _texts(files, unit)
+    # Slices count rows: a line may be blank, and a document may hold many.
+    wanted = datasets.ReadInstruction.from_spec(split)
+    named = (part.splitname for part in wanted.to_absolute({name: len(table) for name, table in texts.items()}))
+    found, counts = dict[str, None](), dict.fromkeys(texts, 0)
+    for name in dict.fromkeys(named):
+        for row in _objects(texts[name]):
+            found |= dict.fromkeys(row)
+            counts[name] += 1
+    parts = wanted.to_absolute(counts)
+    rows = chain.from_iterable(islice(_objects(texts[part.splitname]), part.from_, part.to) for part in parts)
+    return list(found), _filled(islice(rows, max_rows), list(found))
+
+
+def _unit(files: Files) -> Literal["line", "document"]:
+    """Return whether a row is a line or a whole file, judged by the first line that is not blank."""
+    (first, *_), *_ = files.values()
+    lines = _texts({"train": [first]}, "line", split="train", streaming=True)
+    line = next((row["text"] for row in lines if row["text"].strip()), "{}")
+    try:
+        return "line" if isinstance(json.loads(line.lstrip(BYTE_ORDER_MARK)), dict) else "document"
+    except ValueError:
+        return "document"
+
+
+def _texts(files: Files, unit: str, *, split: str | None = None, streaming: bool = False) -> Any:
+    """Load files as texts in a column ``text``: one split, or all splits by name."""
+    named = {name: list(paths) for name, paths in files.items()}
+    return datasets.load_dataset("text", data_files=named, sample_by=unit, split=split, streaming=streaming)
+
+
+def _objects(texts: Iterable[Row]) -> Iterator[Row]:
+    number = 0
+    for row in texts:
+        text = row["text"].strip().removeprefix(BYTE_ORDER_MARK)
+        if not text:
+            continue
+        value = json.loads(text)
+        for entry in value if isinstance(value, list) else [value]:
+            number += 1
+            if not isinstance(entry, dict):
+                raise ValueError(f"record {number} is not an object")
+            yield entry
+
+
+def _filled(rows: Iterable[Row], names: Sequence[str]) -> Iterator[Row]:
+    empty = dict.fromkeys(names)
+    return ({**empty, **row} for row in rows)
+
 
 Format = Literal["auto", "messages", "prompt_response", "text"]
 
@@ -43,21 +123,21 @@ def load_records(
     """Read one source.
 
     Args:
-        path: A local .json, .jsonl, .parquet or .txt file (paragraphs, parted by blank lines, are its records), plain
-            or compressed; a directory or a glob of files of one kind; or the id of a dataset on the hub.
-        config: The configuration of a dataset on the hub, or of a directory that has some.
-        split: A split of the dataset, slices allowed (``train[:1000]``). Local files have the one split ``train``; in
-            a directory, their names say.
-        format: How to read the columns; ``auto`` goes by their names.
+        path: A local .json, .jsonl, .parquet or .txt file (its paragraphs, separated by blank lines, are the records),
+            plain or compressed; a directory or a glob of files of one kind; or the id of a dataset on the hub.
+        config: The configuration of a dataset on the hub, or of a directory that defines some.
+        split: A split of the dataset, slices allowed (``train[:1000]``). A local file has one split, ``train``; in a
+            directory the file names define the splits.
+        format: The columns to read; ``auto`` chooses by their names.
         group_field: The column whose value groups records. None groups by content (:func:`content_group`), and the
             paragraphs of a .txt file by their file.
-        name: What to call the source in record ids and messages; the path where it is None.
+        name: Name of the source in record ids and messages; None uses the path.
         max_records: Read no more than the first ``max_records``.
-        streaming: Whether to read what is asked for alone, and to keep no copy in the cache.
+        streaming: Whether to read only the requested records, without a copy in the cache.
 
     Raises:
-        DataError: There is no such file or dataset, it is empty, its columns are of no format or of several, or a
-            record is malformed.
+        DataError: There is no such file or dataset, it is empty, its columns fit no format or several, or a record is
+            malformed.
     """
     name = name or path
     files = local_files(path, name)
@@ -88,13 +168,13 @@ def load_records(
 def load_rows(
     path: str, *, config: str | None = None, split: str = "train", name: str | None = None
 ) -> list[dict[str, Any]]:
-    """Read the rows of one source as they are, for those who know its columns.
+    """Read the rows of one source with its columns as they are.
 
     Args:
         path: As for :func:`load_records`.
         config: The configuration of a dataset on the hub; local files have none.
-        split: The split of a dataset on the hub or of a directory; local files have the one split ``train``.
-        name: What to call the source in messages; the path where it is None.
+        split: The split of a dataset on the hub or of a directory; a local file has one split, ``train``.
+        name: Name of the source in messages; None uses the path.
 
     Raises:
         DataError: There is no such file or dataset, it is empty, or it cannot be read.
@@ -115,7 +195,7 @@ def _read(
     max_records: int | None,
     streaming: bool,
 ) -> tuple[list[str], Iterable[dict[str, Any]], list[str] | None]:
-    """Return the names of the columns, the rows, and the file of each row where the files are text."""
+    """Return the column names, the rows, and for text files the file of each row."""
     try:
         if files is not None and BUILDERS[_suffix(files[0])] == "text":
             pairs = list(islice(_paragraphs(path, files, config, split), max_records))
@@ -132,7 +212,7 @@ def _read(
         else:
             names, num_rows = table.column_names, len(table)
             rows = table if max_records is None else table.select(range(min(max_records, num_rows)))
-    # The JSON builder lets StopIteration out on a file without a row.
+    # The JSON builder of `datasets` raises StopIteration on a file without a row.
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
         if files is not None and all(_is_empty(file) for file in files):
             raise _empty(name) from error
@@ -143,7 +223,7 @@ def _read(
 
 
 def _paragraphs(path: str, files: Sequence[Path], config: str | None, split: str) -> Iterator[tuple[str, str]]:
-    """Yield every paragraph of a split of text files, and its file."""
+    """Yield every paragraph of a split of text files, with its file."""
     by_split = {"train": list(files)}
     where = Path(path).expanduser()
     if where.is_dir():
@@ -153,7 +233,7 @@ def _paragraphs(path: str, files: Sequence[Path], config: str | None, split: str
         by_split = {one: [ours[file] for file in some if file in ours] for one, some in resolved.items()}
     if split in by_split:
         return _owned_paragraphs(by_split[split])
-    # A slice, or a split that is not there.
+    # A slice, or a split that does not exist.
     every = {one: list(_owned_paragraphs(some)) for one, some in by_split.items()}
     parts = datasets.ReadInstruction.from_spec(split).to_absolute({one: len(pairs) for one, pairs in every.items()})
     return (pair for part in parts for pair in every[part.splitname][part.from_ : part.to])
@@ -164,7 +244,7 @@ def _owned_paragraphs(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
 
 
 def _paragraphs_of(file: Path) -> Iterator[str]:
-    """Yield the paragraphs of a text file, parted by blank lines, a block of the file at a time."""
+    """Yield the paragraphs of a text file, separated by blank lines. Reads the file in blocks."""
     if file.suffix.lower() == ".zst" and "zstd" not in fsspec.available_compressions():
         raise ValueError("zstd is not installed")
     with fsspec.open(str(file), "rt", compression="infer", encoding="utf-8") as stream:
@@ -177,7 +257,7 @@ def _paragraphs_of(file: Path) -> Iterator[str]:
 
 
 def _json_files(path: str, files: Sequence[Path] | None, config: str | None) -> Files | None:
-    """Return the files of each split where they are JSON and their rows are not inside a field; None otherwise."""
+    """Return the files of each split if they are JSON without a configured ``field`` for the rows, else None."""
     where = Path(path).expanduser()
     if files is not None and not where.is_dir():
         return {"train": [str(file) for file in files]} if BUILDERS[_suffix(files[0])] == "json" else None
@@ -190,7 +270,8 @@ def _json_files(path: str, files: Sequence[Path] | None, config: str | None) -> 
 def _open(
     path: str, files: Sequence[Path] | None, config: str | None, split: str, streaming: bool
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Open a dataset of the hub or a directory by its own builder, and files by that of their kind, but for text."""
+    """Open a dataset of the hub or a directory by its own builder, and other files than text by the builder of their
+    kind."""
     if files is None:
         return datasets.load_dataset(path, config, split=split, streaming=streaming)
     where = Path(path).expanduser()
@@ -202,10 +283,10 @@ def _open(
 
 
 def local_files(path: str, name: str) -> list[Path] | None:
-    """Return the files that a path stands for, in order; None for a dataset of the hub.
+    """Return the files that a path names, in order; None for a dataset of the hub.
 
     Raises:
-        DataError: There is none, or they cannot be read as one source.
+        DataError: There is no such file, or the files cannot be read as one source.
     """
     where = Path(path).expanduser()
     if where.is_dir():
@@ -233,7 +314,7 @@ def local_files(path: str, name: str) -> list[Path] | None:
 
 
 def _suffix(file: Path) -> str:
-    """Return the suffix that says what a file holds, that of a compression left out."""
+    """Return the suffix of a file's format, without a suffix of compression."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSIONS), "")
 
@@ -247,7 +328,7 @@ def _is_empty(file: Path) -> bool:
 
 
 def _unreadable(name: str, files: Sequence[Path] | None, error: Exception) -> DataError:
-    """Word the failure of a load; for JSON lines, name the line that is at fault."""
+    """Return the error for a source that cannot be read; for JSON lines it names the faulty line."""
     cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
     if files is None:
         return DataError(
@@ -304,8 +385,8 @@ def _content_columns(columns: Sequence[str], format: Format, name: str) -> tuple
         )
     if len(found) > 1:
         raise DataError(
-            f"{name}: columns of several formats ({', '.join(found)}); expected one. Say which with the source's "
-            "`format`, or part the records by format."
+            f"{name}: columns of several formats ({', '.join(found)}); expected one. Choose it by the source's "
+            "`format`, or separate the records by format."
         )
     return next(iter(found.values()))
 

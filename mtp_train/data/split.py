@@ -1,4 +1,8 @@
-"""Hold out whole groups, the same ones wherever the question is asked."""
+"""Split items into a training side and a held-out side by group, and mix sources by weight.
+
+Whether a group is held out depends on its name and the seed alone, so records, documents and prompts of one group are
+always on the same side.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,16 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+from mtp_train.data.records import Record
 from mtp_train.errors import DataError
 
 
 class Grouped(Protocol):
-    """Anything with a group: records, documents, prompts."""
+    """An item with a group: a record, a document or a prompt."""
 
     @property
     def group(self) -> str:
-        """The group it is held out with."""
+        """Name of the item's group; groups are held out as a whole."""
         ...
 
 
@@ -28,10 +33,9 @@ def stable_share(text: str, seed: int) -> float:
 
 
 def is_held_out(group: str, holdout: float, seed: int) -> bool:
-    """Say whether a group is held out.
+    """Return whether a group is held out.
 
-    It depends on nothing but the arguments: records, documents and prompts of one group always fall on one side, also
-    when some of them were dropped on the way or more data came in.
+    The result depends on the arguments alone, also when items were dropped or more data was added.
     """
     return stable_share(group, seed) < holdout
 
@@ -39,13 +43,13 @@ def is_held_out(group: str, holdout: float, seed: int) -> bool:
 def split_by_group(
     items: Sequence[GroupedT], holdout: float, seed: int, field: str = "data.holdout"
 ) -> tuple[list[GroupedT], list[GroupedT]]:
-    """Part items into those to train on and those held out.
+    """Split items into items to train on and held-out items.
 
     Args:
         items: Records, documents or prompts.
-        holdout: Expected share of the groups held out, between 0 and 1.
+        holdout: Expected share of the groups that is held out, between 0 and 1.
         seed: Another seed holds out other groups.
-        field: The recipe's, for the error.
+        field: The recipe field of ``holdout``, for the error.
 
     Raises:
         DataError: All items are in one group, or one of the sides is empty.
@@ -68,3 +72,31 @@ def split_by_group(
             "(data.group_field)."
         )
     return train, held_out
+
+
+def mix(sources: Sequence[Sequence[Record]], weights: Sequence[float], seed: int) -> list[Record]:
+    """Return records of all sources in the order of the sources, their numbers in proportion to the weights.
+
+    At least one source is taken whole. From the others, records are chosen by their ids and the seed alone.
+
+    Args:
+        sources: The records of each source.
+        weights: One weight above 0 per source.
+        seed: Another seed chooses other records.
+
+    Raises:
+        DataError: A source's share is less than one record.
+    """
+    unit = min(len(records) / weight for records, weight in zip(sources, weights, strict=True))
+    mixed: list[Record] = []
+    for number, (records, weight) in enumerate(zip(sources, weights, strict=True)):
+        wanted = int(unit * weight + 1e-6)
+        if wanted == 0:
+            raise DataError(
+                f"data.sources.{number}.weight: {weight} leaves none of its {len(records)} records, as another source "
+                "has too few records for its weight; expected one or more. Raise it, or lower the other weight."
+            )
+        ranked = sorted(records, key=lambda record: (stable_share(record.id, seed), record.id))
+        chosen = {record.id for record in ranked[:wanted]}
+        mixed += [record for record in records if record.id in chosen]
+    return mixed

@@ -1,4 +1,4 @@
-"""Records to documents: token ids, and which of them may be targets."""
+"""Tokenise records into documents: token ids, and a mask of the tokens that may be targets."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from mtp_train.data.chat import chat_documents, eos_token, raw_tokens
+from mtp_train.data.chat import chat_documents, eos_token
 from mtp_train.data.records import Chat, PromptResponse, Record
 from mtp_train.errors import DataError
+from mtp_train.trunk.tokenizer import raw_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 Tokens = tuple[list[int], list[bool]]
-"""Token ids, and which of them may be targets."""
+"""Token ids, and a mask of the tokens that may be targets."""
 
 FIRST_TARGET = 2
 """Index of the first token that any depth can predict: depth 1 at row 0 predicts token 2."""
@@ -25,13 +27,14 @@ FIRST_TARGET = 2
 
 @dataclass(frozen=True, eq=False, init=False, slots=True)
 class Document:
-    """Hold tokens that attend to one another and to nothing else, at 5 bytes a token.
+    """Tokens that attend only to one another; 5 bytes per token.
 
     Args:
         input_ids: The tokens, kept as int32.
         loss_mask: True where the token may be a target.
         group: Documents of one group are held out together.
-        id: The record's id; pieces of a split text, and turns of a parted chat, add ``/0``, ``/1``, ...
+        id: The record's id. The documents of a split text or of a chat with several documents append ``/0``, ``/1``,
+            ...
     """
 
     input_ids: NDArray[np.int32]
@@ -46,13 +49,13 @@ class Document:
         object.__setattr__(self, "id", id)
 
     def has_target(self) -> bool:
-        """Say whether depth 1 has at least one target."""
+        """Return whether depth 1 has at least one target."""
         return bool(self.loss_mask[FIRST_TARGET:].any())
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeCounts:
-    """Say what became of the records."""
+    """Records, counted by what tokenisation did with them."""
 
     records: int
     documents: int
@@ -61,9 +64,9 @@ class TokenizeCounts:
     truncated: int
     """Chats and responses cut at ``seq_len_tokens``."""
     split: int
-    """Plain texts parted into several documents."""
+    """Plain texts split into several documents."""
     parted: int
-    """Chats of several documents, as the template drops thinking from earlier turns."""
+    """Chats that gave several documents, because the template drops the thinking of earlier turns."""
     dropped: int
     """Records without a single target (no assistant turn, or none left after the cut)."""
 
@@ -73,8 +76,10 @@ def tokenize_records(
 ) -> tuple[list[Document], TokenizeCounts]:
     """Turn records into documents of at most ``seq_len_tokens`` tokens.
 
-    Chats: only the assistant's tokens are targets. Prompt and response: the response and the end-of-text token after
-    it. Plain text: every token, and end of text. Too long chats and responses are truncated, too long texts split.
+    - Chat: the assistant's tokens are targets. A chat that is too long is truncated.
+    - Prompt and response: the response and the end-of-text token after it are targets. A pair that is too long is
+      truncated.
+    - Plain text: every token and the end-of-text token are targets. A text that is too long is split.
 
     Raises:
         DataError: A record does not fit the tokenizer, or no record has a target.
@@ -128,7 +133,7 @@ def _tokenize(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[Tokens
 
 
 def _closed(token_ids: list[int], eos: int) -> list[int]:
-    """Return the tokens ending in end of text, once: the data may write it out."""
+    """Return the tokens with one end-of-text token at the end; the data may contain it already."""
     return token_ids if token_ids[-1:] == [eos] else [*token_ids, eos]
 
 
@@ -138,7 +143,7 @@ def _split(token_ids: list[int], mask: list[bool], seq_len_tokens: int) -> list[
 
 
 def _documents(pieces: list[Tokens], record: Record) -> list[Document]:
-    """Return one document a piece; several are numbered."""
+    """Return one document per piece, numbered if there are several."""
     if len(pieces) == 1:
         return [Document(*pieces[0], record.group, record.id)]
     return [Document(*piece, record.group, f"{record.id}/{number}") for number, piece in enumerate(pieces)]

@@ -1,4 +1,4 @@
-"""External drafters that come as checkpoints of their own and live on their trunk's keys and values."""
+"""External drafters: separate checkpoints whose attention reads the trunk's keys and values."""
 
 from __future__ import annotations
 
@@ -9,51 +9,65 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import EngineSupport, engine_commands, engine_table, no
-from mtp_train.families.spec import CountField, Engine, Family, RawConfig, raw_text_config
+from mtp_train.families.engines import EngineSupport, complete, engine_commands, engine_table, no
+from mtp_train.families.spec import (
+    Declaration,
+    Engines,
+    Family,
+    HeadLayer,
+    Keys,
+    RawConfig,
+    TrunkTraits,
+    Wiring,
+    raw_text_config,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantConvention:
-    """How one engine places a draft in the text. All tokens of a round stand at one place.
+    """One engine's positions for an external drafter. All drafted tokens of a round have the same position.
 
-    All engines let it see the trunk's keys up to position t, that of the last token that the trunk has read.
+    In all engines the drafter attends to the trunk's keys up to position t, the last token that the trunk has read.
     """
 
     position_offset: int
-    """Added to t for the rotary embedding."""
+    """Added to t in the rotary embedding."""
     more_sliding_keys: int
-    """Keys that it sees in a sliding layer beyond the size of the trunk's window, t included."""
+    """Keys in a sliding layer that the drafter attends to beyond the size of the trunk's window, counted with t."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assistant:
-    """One kind of external drafter. It has no head to put back: it is served beside its trunk as it is."""
+    """One kind of external drafter: it has no head to put back and is served unchanged, beside its trunk."""
 
     name: str
     title: str
-    """How people call it, for tables and messages."""
+    """The name that tables and messages print."""
     model_types: tuple[str, ...]
-    """Values of ``model_type`` in the whole config; that of its text config names the trunk's kind of layer."""
+    """Values of ``model_type`` in the whole config. The text config's ``model_type`` names the trunk's layers."""
     trunk: Family
-    """The trunks that it drafts for, as one that has no head."""
+    """Record of the trunks that it drafts for, without a head."""
     trunk_hidden_size: str
     """Field of the config with the hidden size of its trunk."""
     default: AssistantConvention
-    conventions: Mapping[Engine, AssistantConvention]
-    engines: Mapping[str, EngineSupport]
-    """As a family's, with ``{path}`` for the assistant and TRUNK for its trunk."""
+    conventions: Mapping[str, AssistantConvention]
+    support: Mapping[str, EngineSupport]
+    """Like ``Engines.support`` of a family. In commands ``{path}`` is the assistant and TRUNK its trunk."""
     refusals: Callable[[RawConfig], Mapping[str, str]] = lambda config: {}
-    """Engines that refuse this config of the kind, with the reason."""
+    """Raw config to the engines that refuse it, with the reason."""
     building: Callable[[PretrainedConfig], AbstractContextManager[None]] = lambda text_config: nullcontext()
-    """What must hold while transformers builds the model of this text config."""
+    """Text config to a context in which transformers builds the model."""
+
+    @property
+    def engines(self) -> dict[str, EngineSupport]:
+        """Every engine with its support for the assistant."""
+        return complete(self.support)
 
     def convention(self, name: str) -> AssistantConvention:
-        """Return the placing for ``auto`` (transformers', which is the authors' own) or for an engine.
+        """Return the positions for ``auto`` (transformers', written by the model's authors) or for an engine.
 
         Raises:
-            UnsupportedModelError: The engine is not known here.
+            UnsupportedModelError: There is no convention for this engine.
         """
         if name == "auto":
             return self.default
@@ -70,7 +84,7 @@ class Assistant:
 
         Args:
             config: The drafter's raw config.
-            path: The drafter.
+            path: The drafter's path.
             depth: As for :func:`engine_commands`.
         """
         refused = {} if depth == 0 else self.refusals(config)
@@ -81,12 +95,12 @@ def _refusals(config: RawConfig) -> Mapping[str, str]:
     size = config.get("backbone_hidden_size")
     if size != raw_text_config(config).get("hidden_size"):
         return {}
-    return {"llama.cpp": f"its loader refuses an assistant as wide as its trunk (hidden size {size})"}
+    return {"llama.cpp": f"its loader refuses an assistant with the hidden size of its trunk ({size})"}
 
 
 @contextmanager
 def _all_layers_share(text_config: PretrainedConfig) -> Iterator[None]:
-    """Let a model be built of which no layer has keys of its own: transformers 5.23.0 refuses its own assistants."""
+    """Allow building a model whose layers all reuse the trunk's keys; transformers 5.23.0 refuses such assistants."""
     config_class, name = type(text_config), "kv_sharing_modes"
     stock = vars(config_class).get(name)
     setattr(config_class, name, property(lambda config: ["reuse"] * config.num_hidden_layers))
@@ -104,17 +118,12 @@ _GEMMA4_TRUNK = Family(
     name="gemma4",
     title="Gemma 4",
     model_types=("gemma4_text", "gemma4_unified_text"),
-    count=CountField(name=None),
-    head_config_fields=(),
-    trunk_prefixes=("model.language_model.", "model."),
-    head_prefixes=(),
-    key_rules=(),
-    default=Convention(),
-    conventions={},
-    why_not_run="its releases carry none",
-    masks_by_layer_type=True,
-    logit_bound="final_logit_softcapping",
-    engines=engine_table(vllm=_NO_HEAD, sglang=_NO_HEAD, llama_cpp=_NO_HEAD, transformers=_NO_HEAD),
+    declaration=Declaration(count=None),
+    keys=Keys(trunk_prefixes=("model.language_model.", "model."), head_prefixes=(), rules=()),
+    wiring=Wiring(conventions={}),
+    layer=HeadLayer(why_not_run="its releases carry none"),
+    trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping"),
+    engines=Engines(support=engine_table(vllm=_NO_HEAD, sglang=_NO_HEAD, llama_cpp=_NO_HEAD, transformers=_NO_HEAD)),
 )
 _AS_TRANSFORMERS = AssistantConvention(position_offset=1, more_sliding_keys=1)
 GEMMA4_ASSISTANT = Assistant(
@@ -123,7 +132,7 @@ GEMMA4_ASSISTANT = Assistant(
     model_types=("gemma4_assistant", "gemma4_unified_assistant"),
     trunk=_GEMMA4_TRUNK,
     trunk_hidden_size="backbone_hidden_size",
-    engines=engine_table(
+    support=engine_table(
         vllm=EngineSupport(True, "vllm serve TRUNK --speculative-config {vllm_config}", plain="vllm serve TRUNK"),
         sglang=EngineSupport(
             True,
@@ -157,6 +166,6 @@ ASSISTANTS: tuple[Assistant, ...] = (GEMMA4_ASSISTANT,)
 
 
 def assistant_for(config: RawConfig) -> Assistant | None:
-    """Return the record that claims a raw ``config.json``, None where it is no assistant's."""
+    """Return the record of an assistant's raw ``config.json``, or None if it is not an assistant's."""
     model_type = config.get("model_type")
     return next((one for one in ASSISTANTS if model_type in one.model_types), None)

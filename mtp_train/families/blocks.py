@@ -1,4 +1,4 @@
-"""Head layers that transformers has no one class for, put together from the ones it has."""
+"""Head layers that transformers has no single class for, composed of the classes that it has."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers import Cache
 
 
 class AttentionThenMlp(nn.Module):
-    """A pre-norm decoder layer of an attention and an MLP that otherwise sit in a larger layer.
+    """A pre-norm decoder layer, composed of an attention and an MLP that transformers has only in larger layers.
 
     Args:
-        attention: Returns a tuple that begins with its output.
+        attention: A module that returns a tuple with the attention's output as first element.
         mlp: Any MLP.
-        norms: Before the attention, and before the MLP.
+        norms: The norm in front of the attention, and the norm in front of the MLP.
     """
 
     def __init__(self, attention: nn.Module, mlp: nn.Module, norms: tuple[nn.Module, nn.Module]) -> None:
@@ -33,7 +33,7 @@ class AttentionThenMlp(nn.Module):
         position_ids: Tensor,
         past_key_values: Cache | None,
     ) -> Tensor:
-        """Run the layer; arguments and result as of transformers' decoder layers, (B, T, D)."""
+        """Run the layer, (B, T, D) to (B, T, D); arguments as in transformers' decoder layers."""
         attended, *_ = self.self_attn(
             hidden_states=self.input_layernorm(hidden_states),
             position_embeddings=position_embeddings,
@@ -47,10 +47,10 @@ class AttentionThenMlp(nn.Module):
 
 
 class LayersInTurn(nn.Module):
-    """Several borrowed layers as one, none of which asks for positions.
+    """Several borrowed layers that run one after the other as one layer; none of them takes position embeddings.
 
     Args:
-        layers: Each with its own norm and residual.
+        layers: Layers with their own norm and residual connection.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -65,7 +65,7 @@ class LayersInTurn(nn.Module):
         position_ids: Tensor,
         past_key_values: Cache | None,
     ) -> Tensor:
-        """Run the layers; arguments and result as of transformers' decoder layers, (B, T, D)."""
+        """Run the layers, (B, T, D) to (B, T, D); arguments as in transformers' decoder layers."""
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
@@ -77,13 +77,13 @@ class LayersInTurn(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """EAGLE-3's layer (arXiv:2503.01840): its attention reads the token's embedding beside the state.
+    """EAGLE-3's layer (arXiv:2503.01840): its attention reads the embedding and the hidden state, concatenated.
 
     Args:
-        layer: A pre-norm decoder layer as Llama's; its attention is widened to twice what it read.
-        hidden_norm: Of the state, where the layer's own first norm is of the embedding.
-        adds_normed: Whether what the attention says is added to the normed state (``norm_before_residual``, as
-            speculators trains many), and not to the state as it comes, as the paper's authors do.
+        layer: A pre-norm decoder layer like Llama's. The input of its attention is widened to twice its width.
+        hidden_norm: Norm of the hidden state. The layer's own first norm becomes the norm of the embedding.
+        adds_normed: Whether the attention's output is added to the normed hidden state (``norm_before_residual``, which
+            speculators sets in many checkpoints) or, as in the paper, to the hidden state itself.
     """
 
     def __init__(self, layer: Any, hidden_norm: nn.Module, *, adds_normed: bool) -> None:
@@ -105,7 +105,7 @@ class Eagle3Layer(nn.Module):
         position_ids: Tensor,
         past_key_values: Cache | None,
     ) -> Tensor:
-        """Run the layer: (B, T, 2 D), embedding first, to (B, T, D); the rest as of transformers' decoder layers."""
+        """Run the layer: (B, T, 2 D), embedding first, to (B, T, D); other arguments as in transformers' layers."""
         embed_BTD, hidden_BTD = embedding_and_state.chunk(2, dim=-1)
         normed_BTD = self.hidden_norm(hidden_BTD)
         attended, _ = self.self_attn(
@@ -121,7 +121,7 @@ class Eagle3Layer(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Medusa's block (arXiv:2401.10774, section 2.1.1): ``x + SiLU(W x + b)``, which begins as the identity.
+    """Medusa's block (arXiv:2401.10774, section 2.1.1): ``x + SiLU(W x + b)``. Zero weights make it the identity.
 
     Args:
         hidden_size: D.
@@ -139,5 +139,5 @@ class ResidualBlock(nn.Module):
         position_ids: Tensor,
         past_key_values: Cache | None,
     ) -> Tensor:
-        """Run the block, (B, T, D); no token sees another."""
+        """Run the block, (B, T, D) to (B, T, D); every token is processed on its own."""
         return hidden_states + nn.functional.silu(self.linear(hidden_states))

@@ -1,7 +1,7 @@
-"""Heads of other kinds for trunks that have none: EAGLE, EAGLE-3 and Medusa, as records derived from the trunk's.
+"""EAGLE, EAGLE-3 and Medusa heads for trunks whose releases carry no head, as records derived from the trunk's family.
 
-The trunk's embedding and output matrix are theirs too, frozen like the trunk. EAGLE and EAGLE-3 are one layer of
-Llama's kind whatever the trunk's layers are, which is what engines have; Medusa is a residual block for each depth.
+They share the trunk's embedding and lm_head, which stay frozen. EAGLE and EAGLE-3 heads are one Llama decoder layer for
+every trunk, because engines implement that layer only. A Medusa head is one residual block per depth.
 """
 
 from __future__ import annotations
@@ -17,18 +17,28 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.blocks import Eagle3Layer, ResidualBlock
 from mtp_train.families.convention import Convention
 from mtp_train.families.draft_engines import draft_engines
-from mtp_train.families.spec import Borrowed, CountField, Family, HeadKind, KeyRule, RawConfig
+from mtp_train.families.spec import (
+    Borrowed,
+    Declaration,
+    Engines,
+    Family,
+    HeadKind,
+    HeadLayer,
+    KeyRule,
+    RawConfig,
+    Wiring,
+)
 
 _BEYOND_ATTACHED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-"""Families with a head of their own whose trunks may get one of another kind too."""
+"""Families whose releases have an MTP head, and whose trunks may get a head of another kind too."""
 NUM_EAGLE3_LAYERS = 3
 WRITTEN_ARCHITECTURES: Mapping[HeadKind, tuple[str, ...]] = {
-    # An engine takes the first that it knows: SGLang has its own name for EAGLE's.
+    # An engine uses the first name that it supports; SGLang has its own name for EAGLE heads.
     "eagle": ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
     "eagle3": ("LlamaForCausalLMEagle3",),
     "medusa": ("MedusaModel",),
 }
-"""What draft models for engines call themselves."""
+"""Values of ``architectures`` in the draft models that are written for engines."""
 SPECULATORS_ARCHITECTURE = "Eagle3DraftModel"
 _ARCHITECTURES: Mapping[str, HeadKind] = {
     **{name: kind for kind, names in WRITTEN_ARCHITECTURES.items() for name in names},
@@ -37,32 +47,32 @@ _ARCHITECTURES: Mapping[str, HeadKind] = {
 
 
 def draft_kind(config: RawConfig) -> HeadKind | None:
-    """Return the kind of head that a raw ``config.json`` is of, where it is a draft model's, else None."""
+    """Return the kind of head of a draft model's raw ``config.json``, or None if it is not a draft model's."""
     found = (_ARCHITECTURES.get(name) for name in config.get("architectures") or [])
     return next((kind for kind in found if kind is not None), None)
 
 
 def draft_title(kind: HeadKind) -> str:
-    """Return how people call heads of another kind than ``mtp``."""
+    """Return the name of a kind other than ``mtp`` for tables and messages."""
     return _KINDS[kind].title
 
 
 def eagle3_layers(text_config: PretrainedConfig) -> tuple[int, ...]:
-    """Return the layers whose input EAGLE-3 reads: an early one, the middle and a late one, as engines take them.
+    """Return the layers whose input EAGLE-3 reads: an early, the middle and a late layer, the same as in engines.
 
-    Layer k's input is the state after k layers: transformers' ``hidden_states[k]``.
+    The input of layer k is the state after k layers: transformers' ``hidden_states[k]``.
     """
     count = text_config.num_hidden_layers
     if count < NUM_EAGLE3_LAYERS:
         raise UnsupportedModelError(
-            f"head.kind: eagle3 for a trunk of {count} layers; expected at least {NUM_EAGLE3_LAYERS}, to read an "
-            "early, a middle and a late one. Write head.kind: mtp."
+            f"head.kind: eagle3 for a trunk of {count} layers; expected at least {NUM_EAGLE3_LAYERS}, because the head "
+            "reads an early, a middle and a late layer. Write head.kind: mtp."
         )
     return (2, count // 2, count - 3)
 
 
 def _llama_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    """Return the config of layers of Llama's kind as wide as the trunk's, with full attention and its rotary base."""
+    """Return the config of Llama layers with the trunk's sizes and rotary base, and full attention."""
     fields = text_config.to_dict()
     heads = text_config.num_attention_heads
     return LlamaConfig(
@@ -81,13 +91,13 @@ def _llama_config(text_config: PretrainedConfig, num_modules: int) -> Pretrained
 
 
 def _intermediate_size(fields: Mapping[str, Any]) -> int:
-    """Of a mixture, as wide as the experts that a token uses."""
+    """Return the MLP's width; for a mixture of experts, the total width of the experts that one token uses."""
     size = fields.get("intermediate_size")
     return int(size or fields["moe_intermediate_size"] * (fields["num_experts_per_tok"] + 1))
 
 
 def _rope_theta(fields: Mapping[str, Any]) -> float:
-    """The base of full attention, where a trunk's kinds of layers have several."""
+    """Return the rotary base of the trunk, or of its full attention if layer types have different ones."""
     rope = fields.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     return float(rope.get("rope_theta") or 10000.0)
@@ -101,7 +111,7 @@ def _without_input_norm(borrowed: Borrowed, config: PretrainedConfig, layer_idx:
 
 def _reading_two(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
     layer = borrowed.cls(borrowed.layer)(config, layer_idx)
-    # Of somebody's draft model; ours say nothing of it.
+    # Only third-party EAGLE-3 checkpoints set it; ours omit it.
     adds_normed = bool(config.to_dict().get("norm_before_residual"))
     return Eagle3Layer(layer, borrowed.make_norm(config), adds_normed=adds_normed)
 
@@ -112,7 +122,7 @@ def _residual(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> n
 
 @dataclass(frozen=True)
 class _Kind:
-    """What makes a head of one kind, whatever the trunk."""
+    """The parts of a record that depend on the kind of head, and not on the trunk."""
 
     title: str
     prefixes: tuple[str, ...]
@@ -125,7 +135,7 @@ class _Kind:
 
 
 _KINDS: Mapping[HeadKind, _Kind] = {
-    # EAGLE (arXiv:2401.15077): what follows the layer is the state that the trunk's lm_head reads.
+    # EAGLE (arXiv:2401.15077): the trunk's lm_head reads the layer's output without a norm.
     "eagle": _Kind(
         title="EAGLE",
         prefixes=("fc.", "layers."),
@@ -150,7 +160,7 @@ _KINDS: Mapping[HeadKind, _Kind] = {
         final_norm=True,
         trunk_layers=eagle3_layers,
     ),
-    # Medusa (arXiv:2401.10774), with the trunk's lm_head at the end of every block.
+    # Medusa (arXiv:2401.10774), except that every block is followed by the trunk's lm_head.
     "medusa": _Kind(
         title="Medusa",
         prefixes=("blocks.",),
@@ -163,50 +173,42 @@ _KINDS: Mapping[HeadKind, _Kind] = {
 
 
 def of_kind(family: Family, kind: HeadKind) -> Family:
-    """Return the record of a trunk of ``family`` with a head of ``kind``; of ``mtp`` its own.
+    """Return the record of ``family``'s trunk with a head of ``kind``; for ``mtp`` the family's own record.
 
     Raises:
-        UnsupportedModelError: Such a head is not made for the family's trunks here.
+        UnsupportedModelError: Heads of this kind are not supported for the family's trunks.
     """
     if kind == "mtp":
         return family
     if not (family.attached or family.name in _BEYOND_ATTACHED):
         raise UnsupportedModelError(
             f"head.kind: {kind} for a trunk of {family.title}; expected a family whose releases carry no head, or "
-            "Qwen3.5 or Qwen3-Next. Write head.kind: mtp, which this family has a head of its own for."
+            "Qwen3.5 or Qwen3-Next. Write head.kind: mtp: this family's releases have an MTP head."
         )
     parts = _KINDS[kind]
     return replace(
         family,
         kind=kind,
         title=f"{parts.title} for {family.title}",
-        count=CountField(name=None),
-        declared_beside={},
-        head_config_fields=(),
-        head_prefixes=parts.prefixes,
-        key_rules=parts.rules,
-        shared_keys=(),
-        num_sublayers=lambda config: 1,
-        concat="embed_first",
-        final_norm=parts.final_norm,
-        chain_norm=None,
-        own_lm_head=False,
-        own_embedding=False,
-        default=parts.convention,
-        conventions={"vllm": parts.convention, "sglang": parts.convention, "llama.cpp": parts.convention},
-        head_layer_config=_llama_config,
-        trunk_layers=parts.trunk_layers,
-        borrowed=Borrowed(
-            python_module="transformers.models.llama.modeling_llama",
-            layer="LlamaDecoderLayer",
-            norm="LlamaRMSNorm",
-            rotary=parts.rotary,
-            build_layer=parts.build_layer,
+        declaration=Declaration(count=None),
+        keys=replace(
+            family.keys, head_prefixes=parts.prefixes, rules=parts.rules, shared=(), num_sublayers=lambda config: 1
         ),
-        rotary_axes=1,
-        rotary_by_layer_type=False,
-        rotary_kind=None,
-        masks_of_distances=False,
-        engines=draft_engines(kind, family.wrapper or family.name),
-        engines_of=None,
+        wiring=Wiring(
+            final_norm=parts.final_norm,
+            trunk_layers=parts.trunk_layers,
+            default=parts.convention,
+            conventions={"vllm": parts.convention, "sglang": parts.convention, "llama.cpp": parts.convention},
+        ),
+        layer=HeadLayer(
+            config=_llama_config,
+            borrowed=Borrowed(
+                python_module="transformers.models.llama.modeling_llama",
+                layer="LlamaDecoderLayer",
+                norm="LlamaRMSNorm",
+                rotary=parts.rotary,
+                build_layer=parts.build_layer,
+            ),
+        ),
+        engines=Engines(support=draft_engines(kind, family.wrapper or family.name)),
     )

@@ -1,25 +1,46 @@
-"""What serving engines need to use a head: exact commands where known, the reason where not.
+"""Serving engines: the commands that serve a head, or the reason why an engine does not use it.
 
-``{path}`` is the checkpoint, ``{depth}`` the drafts per round; :func:`engine_commands` fills them in, and what else may
-stand there.
+Family records name the engines of :data:`ENGINES` in :func:`engine_table`. An engine that is not built in is one
+:class:`ServingEngine` record, added with :func:`register_engine`.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.convention import Convention
 
 
 @dataclass(frozen=True)
 class EngineSupport:
-    """Whether an engine loads the head (None: not verified here), with its command or the reason."""
+    """Whether an engine loads the head (None: not verified by this project), with the command or the reason.
+
+    In commands, ``{path}`` is the checkpoint and ``{depth}`` the number of drafts per round; :func:`engine_commands`
+    lists all placeholders.
+    """
 
     supported: bool | None
     text: str
     plain: str | None = None
-    """The command that serves the same checkpoint without drafts; None where there is nothing to turn off."""
+    """Command that serves the same checkpoint without drafts. None if the engine does not draft."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingEngine:
+    """One serving engine."""
+
+    name: str
+    """The name in tables, in ``head.convention`` and in the ``serves`` field of ``mtp-train inspect --json``."""
+    default: EngineSupport | Callable[[Mapping[str, EngineSupport]], EngineSupport]
+    """Support for heads that have no entry of their own, or a function of the entries of the engines listed before."""
+    support: Mapping[str, EngineSupport] = field(default_factory=dict)
+    """Family name to the support for its heads, if the family's own record has no entry."""
+    conventions: Mapping[str, Convention] = field(default_factory=dict)
+    """Family name to the wiring of its heads, if the family's own record has none."""
 
 
 VLLM = EngineSupport(
@@ -52,9 +73,9 @@ def _sidecar(options: str) -> EngineSupport:
 
 
 LLAMA_CPP_SIDECAR = _sidecar("--no-mtp ")
-"""Where its converter writes a head that its graph does not take."""
+"""For heads that llama.cpp's converter writes in a form that its graph does not load."""
 LLAMA_CPP_BESIDE = _sidecar("")
-"""Where its converter leaves out a head that its graph takes."""
+"""For heads that llama.cpp's converter leaves out and its graph loads."""
 USE_MTP = EngineSupport(
     True, "model.generate(..., use_mtp=True): batch 1, one draft a round for each module", plain="model.generate(...)"
 )
@@ -69,37 +90,83 @@ HEAD_IGNORED = EngineSupport(False, "loads the trunk and ignores the head")
 
 
 def no(reason: str) -> EngineSupport:
-    """Return that an engine does not use the head, and why."""
+    """Return the entry of an engine that does not use the head."""
     return EngineSupport(False, reason)
 
 
 LLAMA_CPP_KEEPS = no("keeps the head's tensors and has no graph for them")
 
 
+def _as_llama_cpp(before: Mapping[str, EngineSupport]) -> EngineSupport:
+    return _GGUF_FRONT_END if before["llama.cpp"].supported else no("needs llama.cpp's support")
+
+
+_ENGINES: list[ServingEngine] = [
+    ServingEngine(name="vllm", default=VLLM),
+    ServingEngine(name="sglang", default=SGLANG),
+    ServingEngine(name="llama.cpp", default=LLAMA_CPP),
+    ServingEngine(name="ollama / lm studio", default=_as_llama_cpp),
+    ServingEngine(name="mlx", default=_UNVERIFIED),
+    ServingEngine(name="exllamav3", default=_UNVERIFIED),
+    ServingEngine(name="transformers", default=HEAD_IGNORED),
+]
+ENGINES: Sequence[ServingEngine] = _ENGINES
+"""All engines, in the order in which tables list them. Read only: use :func:`register_engine` to add one."""
+
+
+def register_engine(engine: ServingEngine) -> None:
+    """Add an engine, so that every family's table lists it.
+
+    Raises:
+        UnsupportedModelError: There is an engine of this name.
+    """
+    if any(one.name == engine.name for one in ENGINES):
+        raise UnsupportedModelError(
+            f"families.register_engine: name '{engine.name}' is taken; expected a new one. Rename the engine."
+        )
+    _ENGINES.append(engine)
+
+
+def unregister_engine(name: str) -> None:
+    """Remove the engine with this name; do nothing if there is none."""
+    _ENGINES[:] = [engine for engine in _ENGINES if engine.name != name]
+
+
 def engine_table(
     *,
     transformers: EngineSupport,
-    vllm: EngineSupport = VLLM,
-    sglang: EngineSupport = SGLANG,
-    llama_cpp: EngineSupport = LLAMA_CPP,
+    vllm: EngineSupport | None = None,
+    sglang: EngineSupport | None = None,
+    llama_cpp: EngineSupport | None = None,
 ) -> Mapping[str, EngineSupport]:
-    """Return the table of a family, every engine named; the ones left out load the head."""
-    return {
-        "vllm": vllm,
-        "sglang": sglang,
-        "llama.cpp": llama_cpp,
-        "ollama / lm studio": _GGUF_FRONT_END if llama_cpp.supported else no("needs llama.cpp's support"),
-        "mlx": _UNVERIFIED,
-        "exllamav3": _UNVERIFIED,
-        "transformers": transformers,
-    }
+    """Return a family's own entries. An engine that is left out gets its default."""
+    named = {"vllm": vllm, "sglang": sglang, "llama.cpp": llama_cpp, "transformers": transformers}
+    return {name: support for name, support in named.items() if support is not None}
+
+
+def complete(own: Mapping[str, EngineSupport], family: str | None = None) -> dict[str, EngineSupport]:
+    """Return a table with an entry for every engine.
+
+    Args:
+        own: The entries of a family, a draft model or an external drafter; they take precedence.
+        family: Name of the family whose entries in the engines' records apply; None for none.
+    """
+    table: dict[str, EngineSupport] = {}
+    for engine in ENGINES:
+        found = own.get(engine.name)
+        if found is None and family is not None:
+            found = engine.support.get(family)
+        if found is None:
+            found = engine.default(table) if callable(engine.default) else engine.default
+        table[engine.name] = found
+    return table
 
 
 def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int) -> dict[str, str]:
     """Return, per engine, the command that serves with drafts, or why there is none.
 
     Args:
-        engines: The table of a family, or of an external drafter.
+        engines: The complete table of a family, or of an external drafter.
         path: The checkpoint, complete with its head; or the external drafter.
         depth: Drafts per round; at 0 the commands serve without drafts, and only engines that can draft are named.
     """
@@ -121,5 +188,5 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
 
 
 def _json(content: object) -> str:
-    """Return JSON as one word of a shell."""
+    """Return JSON quoted as one shell word."""
     return shlex.quote(json.dumps(content, separators=(",", ":")))

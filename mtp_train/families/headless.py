@@ -1,4 +1,4 @@
-"""Models that people ask for and whose releases carry no MTP head, or none that any engine loads."""
+"""Known models without an MTP head in their releases, or with one that no engine loads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mtp_train.families.spec import RawConfig, raw_text_config
 
 _NONE = "its releases carry no MTP head"
 _UNSERVED = "no engine has an MTP head for it"
-_ASSISTED = f"{_NONE}: its drafter is a checkpoint of its own, the assistant, to give to generate as --head"
+_ASSISTED = f"{_NONE}: its drafter is a separate checkpoint, the assistant; pass it to generate as --head"
 
 HEADLESS: Mapping[str, str] = {
     **dict.fromkeys(("llama4", "llama4_text", "mistral3", "mistral4", "gemma", "gemma3", "starcoder2"), _NONE),
@@ -18,31 +18,35 @@ HEADLESS: Mapping[str, str] = {
     **dict.fromkeys(("kimi_k2", "kimi_k25", "kimi_linear", "solar_open", "youtu", "axk1", "AXK1"), _UNSERVED),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _ASSISTED),
 }
-"""Value of ``model_type`` to the reason."""
+"""Value of ``model_type`` to the reason why no head is handled."""
 
-NOT_ATTACHED = "recipes/attach.md names the models that one can be attached to."
+NOT_ATTACHED = "recipes/attach.md lists the models that a head can be attached to."
 
 
 def refuse_unserved_heads(config: RawConfig, *, where: str) -> None:
-    """Refuse a model whose heads are of a kind that no engine loads, by its config or Meta's ``params.json``.
+    """Refuse a model with heads of a kind that no engine loads.
+
+    Args:
+        config: Its ``config.json`` or Meta's ``params.json``.
+        where: The path that messages name.
 
     Raises:
-        UnsupportedModelError: It is one.
+        UnsupportedModelError: The config describes such heads.
     """
     found = _unserved_heads(raw_text_config(config))
     if found is not None:
         raise UnsupportedModelError(
-            f"{where}: has {found}, which vLLM, SGLang, llama.cpp and transformers leave unread; expected a head that "
+            f"{where}: has {found}, which vLLM, SGLang, llama.cpp and transformers do not load; expected a head that "
             f"one of them serves. {NOT_ATTACHED}"
         )
 
 
 def _unserved_heads(config: RawConfig) -> str | None:
-    # Gloeckle et al. 2024 (arXiv:2404.19737): the heads stand beside the last layer and read no drafted token.
+    # Gloeckle et al. 2024 (arXiv:2404.19737): the heads run in parallel to the last layer and read no drafted token.
     future = config.get("n_future_tokens")
     if isinstance(future, int) and future > 1:
         return f"{future - 1} extra heads of Meta's multi-token prediction (n_future_tokens {future})"
-    # As their authors keep them; the form that vLLM reads is a draft model's (drafts.py).
+    # Medusa's own layout. The layout that vLLM reads is a separate draft model (drafts.py).
     if config.get("medusa_num_heads"):
         return "Medusa heads"
     if config.get("model_type") == "mlp_speculator":

@@ -1,7 +1,7 @@
-"""The two places where most checkpoints keep a head, as key rules that family records share.
+"""Key rules and layer configs of the two common layouts of a head, shared by family records.
 
-Beside the trunk: everything under a prefix of its own (``mtp.``), as Qwen does. After the trunk: one more decoder layer
-with the number that follows the trunk's last, as DeepSeek does.
+Beside the trunk: all head keys have their own prefix (``mtp.``), as in Qwen's releases. After the trunk: the head is
+one more decoder layer, numbered after the trunk's last layer, as in DeepSeek's releases.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from mtp_train.families.spec import KeyRule, RecurrentKernels, SharedKey
 
 AFTER_THE_TRUNK = "{trunk}layers.{layer}."
 INDEXER = "self_attn.indexer"
-"""What chooses the keys to see, by transformers' name."""
+"""transformers' name of the submodule that selects the keys to attend to."""
 
 
 def expert_rules(layer: str, experts: str = "mlp.experts") -> tuple[KeyRule, ...]:
-    """Return rules for gated experts of a mixture that are stored one by one.
+    """Return the rules for gated experts of a mixture that are stored as one tensor each.
 
     Args:
         layer: Native prefix of the decoder layer.
-        experts: What transformers calls them inside of the layer; the native names are the same.
+        experts: Name of the experts' module within the layer, the same in transformers and in the checkpoint.
     """
     native, ours = f"{layer}{experts}.{{expert}}", f"layer.{experts}"
     return (
@@ -33,7 +33,7 @@ def expert_rules(layer: str, experts: str = "mlp.experts") -> tuple[KeyRule, ...
 
 
 def beside_the_trunk(*layer_rules: KeyRule) -> tuple[KeyRule, ...]:
-    """Return the rules of a head under ``mtp.`` as Qwen names it, ``layer_rules`` before the catch-all."""
+    """Return the rules of a head under ``mtp.`` with Qwen's names; ``layer_rules`` precede the catch-all."""
     return (
         KeyRule(native="mtp.fc.weight", ours="proj.weight"),
         KeyRule(native="mtp.pre_fc_norm_embedding.weight", ours="embed_norm.weight"),
@@ -45,7 +45,7 @@ def beside_the_trunk(*layer_rules: KeyRule) -> tuple[KeyRule, ...]:
 
 
 def after_the_trunk(*layer_rules: KeyRule, final_norm: str = "shared_head.norm") -> tuple[KeyRule, ...]:
-    """Return the rules of a head that is one more layer, ``layer_rules`` before the catch-all."""
+    """Return the rules of a head that is stored as one more layer; ``layer_rules`` precede the catch-all."""
     return (
         KeyRule(native=f"{AFTER_THE_TRUNK}eh_proj.weight", ours="proj.weight"),
         KeyRule(native=f"{AFTER_THE_TRUNK}enorm.weight", ours="embed_norm.weight"),
@@ -69,7 +69,7 @@ REPEATED_AFTER_THE_TRUNK = (
 
 
 def with_layers(config: PretrainedConfig, num_layers: int, **fields: object) -> PretrainedConfig:
-    """Return a copy of a text config with so many layers and other values of ``fields``."""
+    """Return a copy of a text config with ``num_layers`` layers and the values of ``fields``."""
     changed = copy.deepcopy(config)
     for name, value in {**fields, "num_hidden_layers": num_layers}.items():
         setattr(changed, name, value)
@@ -77,17 +77,17 @@ def with_layers(config: PretrainedConfig, num_layers: int, **fields: object) -> 
 
 
 def sparse(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    """Return the config of layers that are all mixtures of experts, whatever the trunk's first ones are."""
+    """Return the config of layers that are all mixtures of experts, even if the trunk's first layers are dense."""
     return with_layers(config, num_layers, mlp_layer_types=["sparse"] * num_layers)
 
 
 def sparse_from_the_first(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    """Do the same where the config counts dense layers instead of naming kinds."""
+    """Return the same for configs with the number of dense layers in place of a list of layer types."""
     return with_layers(config, num_layers, first_k_dense_replace=0)
 
 
 def sparse_indexed(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    """Return the config of mixtures whose attention has an indexer of its own in every layer."""
+    """Return the config of mixture-of-experts layers that all have an attention with its own indexer."""
     return with_layers(
         config,
         num_layers,
@@ -98,7 +98,7 @@ def sparse_indexed(config: PretrainedConfig, num_layers: int) -> PretrainedConfi
 
 
 def sparse_full(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    """Return the config of mixtures with full attention, in a trunk that has other kinds too."""
+    """Return the config of mixture-of-experts layers with full attention, for trunks with several layer types."""
     return with_layers(
         config,
         num_layers,
@@ -113,4 +113,4 @@ KIMI_DELTA = RecurrentKernels(
     conv="causal_conv1d_fn",
     rule="kimi_delta",
 )
-"""What transformers calls in layers of Kimi Delta Attention, whatever the family."""
+"""The functions of transformers' layers of Kimi Delta Attention, the same in every family."""

@@ -1,6 +1,6 @@
-"""The record that says everything the rest of the package may know about a model family.
+"""The ``Family`` record: everything the rest of the package reads about a model family.
 
-Nothing outside ``families/`` names a model. ``CONTRIBUTING.md`` says how to add one.
+No module outside ``families/`` and ``gguf/`` names a model. ``CONTRIBUTING.md`` describes how to add a family.
 """
 
 from __future__ import annotations
@@ -19,71 +19,74 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Pretrained
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.convention import Convention
-from mtp_train.families.engines import EngineSupport
-from mtp_train.families.streams import Streams
+from mtp_train.families.engines import ENGINES, EngineSupport, complete
+from mtp_train.families.mechanisms.residual_streams import Streams
+from mtp_train.upstream.transformers_private import load_from_wrapper
 
-Engine = Literal["vllm", "sglang", "llama.cpp"]
 HeadKind = Literal["mtp", "eagle", "eagle3", "medusa"]
 RawConfig = Mapping[str, Any]
 
 
 def raw_text_config(config: RawConfig) -> RawConfig:
-    """Return the language model's part of a raw ``config.json``: ``text_config`` where there is one."""
+    """Return the language model's part of a raw ``config.json``: ``text_config`` if it has one, else all of it."""
     text_config = config.get("text_config")
     return text_config if isinstance(text_config, dict) else config
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyRule:
-    """Map one native weight key, or a family of keys, to ours.
+    """Map a native tensor key, or a pattern of keys, to our key.
 
-    Placeholders in ``native``: ``{trunk}`` the decoder's prefix (``model.`` or ``model.language_model.``), ``{module}``
-    the head module's number, ``{layer}`` the same counted after the trunk's layers, ``{expert}`` an expert's number,
-    ``{sub}`` the number of a sublayer, ``{last}`` that of the last one, ``{rest}`` any tail. ``ours`` is relative to
-    one head module and may use ``{sub}`` and ``{rest}``. The first rule that fits counts, in both directions.
+    Placeholders in ``native``: ``{trunk}`` is the decoder's prefix (``model.`` or ``model.language_model.``),
+    ``{module}`` the index of the head module, ``{layer}`` the same index counted after the trunk's layers, ``{expert}``
+    the index of an expert, ``{sub}`` the index of a sublayer, ``{last}`` the index of the last sublayer and ``{rest}``
+    any tail. ``ours`` is relative to one head module and may use ``{sub}`` and ``{rest}``. In both directions the first
+    rule that matches applies.
     """
 
     native: str
     ours: str
     stack: Literal["none", "experts", "experts_concat", "concat"] = "none"
-    """``experts``: one tensor per expert, stacked along a new first axis; a checkpoint that keeps its experts fused
-    skips the rule. ``experts_concat``: the same, where several rules share ``ours`` and follow each other along the
-    next axis (gate, then up). ``concat``: such rules for experts that the checkpoint itself stacks."""
+    """How several native tensors make one of ours. ``experts``: one native tensor per expert, stacked along a new first
+    axis; not applied to a checkpoint that stores its experts fused. ``experts_concat``: the same for several rules with
+    one ``ours``, whose tensors are concatenated along the next axis (gate, then up). ``concat``: several rules with one
+    ``ours`` whose native tensors are concatenated; if they hold experts, the checkpoint has already stacked these."""
     order: int = 0
-    """Place among the rules that share ``ours`` under ``experts_concat`` and ``concat``."""
+    """Position among the rules that share ``ours`` under ``experts_concat`` and ``concat``."""
     optional: bool = False
-    """Whether a head may be complete without the key. Read where the head cannot be built to compare with."""
+    """Whether a complete head may lack the key. Read only if the head cannot be built and compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedKey:
-    """A head key that repeats a trunk tensor: never trained, exported where the head's checkpoint had it."""
+    """A head key that repeats a trunk tensor: never trained, exported only if the head's checkpoint had it."""
 
     native: str
     trunk: str
-    """The trunk key it repeats, ``{trunk}`` allowed; the embedding where that key is absent, as in tied models."""
+    """The repeated trunk key, ``{trunk}`` allowed. If the checkpoint lacks it (tied weights), the embedding's key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Borrowed:
-    """The classes of transformers that a head is built from, by name: importing a family imports no model."""
+    """The transformers classes that a head is built from, by name: importing a family imports no model code."""
 
     python_module: str
     layer: str
     norm: str
     rotary: str | None
-    """None for layers that know no positions."""
+    """None if the layers take no position embeddings."""
     norm_eps: str = "rms_norm_eps"
     """Field of the config with the norms' epsilon."""
     more_outputs: bool = False
-    """Whether the layer returns a tuple whose first element is the state."""
+    """Whether the layer returns a tuple whose first element is the hidden state."""
     build_layer: Callable[[Borrowed, PretrainedConfig, int], nn.Module] | None = None
-    """Makes the head's layer of this record, config and module number where it is not one ``layer`` as it is."""
+    """Builds the head's layer from this record, the config and the module index. None: ``layer`` is used unchanged."""
     frozen: str | None = None
-    """The layer's part that only chooses, and so gets no gradient: processes that train together wait for each one."""
+    """Submodule of the layer that only selects keys and so gets no gradient. It is frozen, because distributed training
+    waits for a gradient of every trainable parameter."""
 
     def cls(self, name: str) -> Any:
-        """Return a class of the module by name."""
+        """Return a class of the Python module by name."""
         return getattr(importlib.import_module(self.python_module), name)
 
     def make_layer(self, config: PretrainedConfig, layer_idx: int) -> nn.Module:
@@ -97,24 +100,25 @@ class Borrowed:
         return layer
 
     def make_norm(self, config: PretrainedConfig, width: int | None = None) -> nn.Module:
-        """Build a norm over the hidden size, or another width, at its identity."""
+        """Build a norm over ``width`` (default: the hidden size), initialised to the identity scale."""
         eps = config.to_dict()[self.norm_eps]
         norm: nn.Module = self.cls(self.norm)(width or config.hidden_size, eps=eps)
         return norm
 
     def make_rotary(self, config: PretrainedConfig) -> nn.Module | None:
-        """Build the rotary embedding, if there is one."""
+        """Build the rotary embedding, or return None if the layers take none."""
         return None if self.rotary is None else self.cls(self.rotary)(config=config)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrunkClass:
-    """The transformers classes that fit a trunk whose own model type transformers does not know."""
+    """Another model's transformers classes, used to load a trunk whose own model type transformers lacks."""
 
     model_type: str
-    """The other model's type; its config class reads the checkpoint's config."""
+    """The other model's type. Its config class reads the checkpoint's config."""
     wrapper: str | None = None
-    """The model type of a wrapper, as which the checkpoint is saved: of it, ``model_type`` alone is loaded."""
+    """Model type of the vision-language wrapper that the checkpoint is stored as. Only the language model of type
+    ``model_type`` inside of it is loaded."""
 
     def config_class(self) -> type[PretrainedConfig]:
         """Return the config class."""
@@ -122,7 +126,7 @@ class TrunkClass:
         return found
 
     def read_config(self, path: Path) -> PretrainedConfig:
-        """Read the checkpoint's config, of a wrapper the language model's part."""
+        """Read the checkpoint's config; for a wrapper, the language model's part of it."""
         if self.wrapper is None:
             return self.config_class().from_pretrained(path)
         text_config: PretrainedConfig = CONFIG_MAPPING[self.wrapper].from_pretrained(path).get_text_config()
@@ -132,235 +136,303 @@ class TrunkClass:
         """Return the causal language model's class."""
         found = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class()]
         if self.wrapper is not None:
-            _load_from_wrapper(found, self.wrapper)
+            load_from_wrapper(found, self.wrapper)
         return found
-
-
-def _load_from_wrapper(language_model: Any, wrapper: str) -> None:
-    """Tell transformers how a wrapper's weights are called where its language model alone is loaded."""
-    from transformers import conversion_mapping
-
-    of_wrapper = conversion_mapping.get_checkpoint_conversion_mapping(wrapper)
-    inside = conversion_mapping.WeightRenaming(r"model\.language_model\.", "model.")
-    conversion_mapping.register_checkpoint_conversion_mapping(
-        language_model.__name__, [*of_wrapper, inside], overwrite=True
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentKernels:
-    """What a recurrent layer calls in the borrowed module, so that the decoder can replace it in verify."""
+    """Names of the functions that a recurrent layer calls in the borrowed module; the decoder replaces them to verify.
+
+    See ``mtp_inference/cache/recurrent.py``.
+    """
 
     chunked: str
-    """The rule, called for several tokens at once."""
+    """The state update over several tokens."""
     single: str
-    """The rule, called for one token that continues a state."""
+    """The state update over one token that continues a state."""
     conv: str
-    """The causal convolution with its activation, called for several tokens at once."""
+    """The causal convolution with its activation, over several tokens."""
     rule: Literal["gated_delta", "kimi_delta", "mamba2"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountField:
-    """Where a config keeps the number of head modules."""
+class Declaration:
+    """How a ``config.json`` declares a head."""
 
-    name: str | None
-    """Field of the text config; None where engines know the number and the config does not say it."""
+    count: str | None
+    """Field with the number of head modules. None if configs have no such field and engines hard-code the number."""
     implied: int = 0
-    """What engines take where the config does not say."""
+    """Number of modules that engines assume if the config lacks the field."""
     section: str | None = None
-    """Section of the whole config that has the field, where it is not the text config."""
+    """Section of the whole config that contains ``count``. None: the text config contains it."""
     repeated_as: str | None = None
-    """Field of the text config in which transformers' own save says it once more."""
+    """Field of the text config in which transformers' ``save_pretrained`` repeats the count."""
+    others: tuple[str, ...] = ()
+    """Further fields of the text config that describe the head; a graft copies them together with the count."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that the text config of every checkpoint with a head has besides the count, with their values."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Every field of the text config that describes the head."""
+        return self.others if self.count is None or self.section is not None else (self.count, *self.others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """Tensor keys of a checkpoint: prefixes, the head's key map, and the trunk's keys that the head needs."""
+
+    trunk_prefixes: tuple[str, ...] = ("model.",)
+    """Decoder prefixes that checkpoints of this family use, longest first."""
+    head_prefixes: tuple[str, ...]
+    """Every key under one of these belongs to the head (placeholders as in :class:`KeyRule`)."""
+    rules: tuple[KeyRule, ...]
+    """The head's key map. A head key without a rule is an error."""
+    shared: tuple[SharedKey, ...] = ()
+    num_sublayers: Callable[[RawConfig], int] = lambda config: 1
+    """Raw text config to the number of numbered sublayers in one head module."""
+    embed: str = "{trunk}embed_tokens.weight"
+    """The trunk's input embedding. Its presence identifies the prefix."""
+    embed_by_prefix: Mapping[str, str] = field(default_factory=dict)
+    """Prefix to the embedding's key, for prefixes under which it is not ``embed``."""
+    embed_norm: str | None = None
+    """Norm at the end of the trunk's embedding; a head that is loaded without its trunk reads it too."""
+    lm_head: str = "lm_head.weight"
+    """The trunk's lm_head in checkpoints that store one."""
+    saved_names: Mapping[str, str] = field(default_factory=dict)
+    """Parts of trunk keys as transformers' ``save_pretrained`` writes them, to the same parts in a release."""
+    trunk_rules: tuple[KeyRule, ...] = ()
+    """Rules for parts of the trunk's layers that a release and transformers name differently, if ``rules`` does not
+    cover them. ``{layer}`` is the layer's own index. Used to find the modules that an adapter changes."""
+    wrapper_names: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes of the wrapper's modules beside the language model: transformers' name, without ``model.``, to the name
+    in a release. Used to find the modules that an adapter changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """The computation around a head's decoder layer, and the conventions of engines."""
+
+    concat: Literal["embed_first", "hidden_first", "sum"] = "embed_first"
+    """Order of the two normed halves that ``proj`` reads. ``sum``: each half has its own projection, and both outputs
+    are added."""
+    final_norm: bool = True
+    """Whether a norm stands between the head's layer and the lm_head."""
+    chain_norm: str | None = None
+    """Boolean field of the text config: whether one norm, stored in the first module, follows every module."""
+    own_lm_head: bool = False
+    """Whether each head module has its own lm_head, frozen in training like the trunk's."""
+    own_embedding: bool = False
+    """Whether the head's modules read their own embedding, stored in the first module and frozen in training."""
+    trunk_layers: Callable[[PretrainedConfig], tuple[int, ...]] = lambda config: ()
+    """Text config to the trunk layers whose input the head reads. Empty: the head reads the last hidden state."""
+    default: Convention = field(default_factory=Convention)
+    conventions: Mapping[str, Convention] = field(default_factory=dict)
+    """Engine to its convention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLayer:
+    """The decoder layer inside each head module, and the arguments that it is called with."""
+
+    borrowed: Borrowed | None = None
+    """None if the head cannot be run by this package, only its weights be handled; ``why_not_run`` gives the reason."""
+    why_not_run: str | None = None
+    config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
+    """Text config and number of modules to the config that the borrowed layers are built from."""
+    rotary_axes: int = 1
+    """Rows of positions that the rotary embedding takes: 3 if it has time, height and width (all equal for text)."""
+    rotary_by_layer_type: bool = False
+    """Whether the rotary embedding takes the type of the layer as an argument."""
+    rotary_kind: str | None = None
+    """Name of the rotary embedding that the head's layer uses, if the trunk has several."""
+    masks_of_distances: bool = False
+    """Whether the layer takes masks with the distance of each key; see ``mechanisms/relative_positions.py``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrunkTraits:
+    """How the trunk is loaded and run, and how it turns hidden states into logits."""
+
+    needs_transformers: str | None = None
+    """Oldest transformers release that runs the trunk as it is called here. None: every release that is allowed."""
+    stand_in: TrunkClass | None = None
+    """Classes that load the trunk, if transformers lacks the model type or would load more than the language model."""
+    only_with_vision: bool = False
+    """Whether transformers has the trunk only inside of a vision-language model, which is then loaded whole."""
+    loading: Callable[[Collection[str]], AbstractContextManager[None]] | None = None
+    """Checkpoint keys to a context in which transformers loads the trunk. None: no context is needed."""
+    prepare: Callable[[nn.Module], None] = lambda decoder: None
+    """Called once on a loaded decoder, to replace modules that give wrong results for windows of several rows."""
+    running_windows: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context of every forward over windows (rows at different positions, with the decoder's own cache)."""
+    masks_by_layer_type: bool = False
+    """Whether the trunk takes attention masks as a mapping from layer type, as trunks with several types do."""
+    layer_kinds: str = "layer_types"
+    """Field of the text config with the kind of each layer. ``init: copy_last_layer`` copies the last layer of the
+    head's kind."""
+    streams: Streams | None = None
+    """None if the trunk has one residual stream, or if the head reads the streams mixed into one."""
+    final_norm: str | None = "norm"
+    """Attribute of the decoder's final norm. None if a mixer of streams ends the decoder."""
+    logit_divisor: Callable[[RawConfig], float] | None = None
+    """Raw text config to the divisor of hidden states in front of the lm_head."""
+    logit_bound: str | None = None
+    """Field of the text config with the c of ``c tanh(logits / c)``, for trunks that bound their logits."""
+    real_vocab: str | None = None
+    """Field of the text config with the number of lm_head rows that are tokens; the remaining rows are padding."""
+    recurrent: RecurrentKernels | None = None
+    """None for trunks without recurrent layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engines:
+    """Which serving engines load the head."""
+
+    support: Mapping[str, EngineSupport]
+    """The family's own entries; see ``engine_table``."""
+    of_checkpoint: Callable[[Mapping[str, str]], Mapping[str, EngineSupport]] | None = None
+    """The entries for one checkpoint, from its keys and their safetensors dtypes. None: ``support`` holds for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family of checkpoints that keep an MTP head in the same way."""
+    """One family of checkpoints that store an MTP head in the same way."""
 
     name: str
     title: str
-    """How people call it, for tables and messages."""
+    """The name that tables and messages print."""
     kind: HeadKind = "mtp"
-    """The head's architecture; records of other kinds are derived from a trunk's own, see ``drafts.py``."""
+    """The head's architecture. ``drafts.py`` derives the records of other kinds from a trunk's own record."""
     model_types: tuple[str, ...]
-    """Values of ``model_type`` in the text config, or a wrapper's whose text config could be another family's."""
-    count: CountField
-    head_config_fields: tuple[str, ...]
-    """Every field of the text config that describes the head, the count included; a graft brings them along."""
-    declared_beside: Mapping[str, Any] = field(default_factory=dict)
-    """What the text config says of a head besides its count, the same for all."""
+    """Values of ``model_type`` in the text config, or in a wrapper's config whose text part is another family's."""
     attached: bool = False
-    """Whether releases carry no head, so that there is one only where it was attached."""
+    """Whether releases carry no head, so that a checkpoint has one only after it was attached."""
     wrapper: str | None = None
     """Model type of the vision-language model around such a trunk; see ``wrappers.py``."""
-    trunk_prefixes: tuple[str, ...]
-    """Decoder prefixes this family's checkpoints use, longest first."""
-    embed_key: str = "{trunk}embed_tokens.weight"
-    """The trunk's input embedding, by which its prefix is told."""
-    other_embed_keys: Mapping[str, str] = field(default_factory=dict)
-    """The same under prefixes where it is called otherwise."""
-    lm_head_key: str = "lm_head.weight"
-    """The trunk's lm_head, where it is stored."""
-    saved_names: Mapping[str, str] = field(default_factory=dict)
-    """Parts of trunk keys that transformers' own save leaves otherwise than a release has them: its words to those."""
-    embed_norm_key: str | None = None
-    """The norm that the trunk's embedding ends with: a head on its own reads it too."""
-    head_prefixes: tuple[str, ...]
-    """Every key under one of these belongs to the head (placeholders as in KeyRule)."""
-    key_rules: tuple[KeyRule, ...]
-    shared_keys: tuple[SharedKey, ...] = ()
-    trunk_rules: tuple[KeyRule, ...] = ()
-    """Parts of the trunk's layers that a release calls otherwise than transformers (``{layer}`` is the layer's own
-    number), where the head's rules do not say so already. An adapter's modules are found by them."""
-    wrapper_names: Mapping[str, str] = field(default_factory=dict)
-    """What parts of the wrapper beside the language model are called in transformers, ``model.`` left out, and in a
-    release where that differs: beginnings of names. An adapter's modules are found by them."""
-    num_sublayers: Callable[[RawConfig], int] = lambda config: 1
-    """Numbered sublayers of one head module, from the raw text config."""
-    concat: Literal["embed_first", "hidden_first", "sum"] = "embed_first"
-    """Order of the two normed halves that ``proj`` reads; ``sum``: each has its own projection, and these add up."""
-    final_norm: bool = True
-    """Whether a norm stands between the head's layer and the lm_head."""
-    chain_norm: str | None = None
-    """Field of the text config that says whether one norm, which the first module has here, follows every module."""
-    own_lm_head: bool = False
-    """Whether each head module has an lm_head of its own, frozen here like the trunk's."""
-    own_embedding: bool = False
-    """Whether the head's modules read an embedding of their own, which the first one has here, frozen."""
-    default: Convention
-    conventions: Mapping[Engine, Convention]
-    head_layer_config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
-    """Text config and module count to the config that the borrowed decoder layers are built from."""
-    trunk_layers: Callable[[PretrainedConfig], tuple[int, ...]] = lambda config: ()
-    """The text config to the trunk's layers whose input the head reads, where it reads more than the last state."""
-    borrowed: Borrowed | None = None
-    """None where the head cannot be run here, only its weights be handled; ``why_not_run`` then says why."""
-    why_not_run: str | None = None
-    needs_transformers: str | None = None
-    """The release from which transformers runs the trunk as it is called here; None for all that are allowed."""
-    rotary_axes: int = 1
-    """Rows of positions the rotary embedding takes: 3 where it counts time, height and width (all equal for text)."""
-    rotary_by_layer_type: bool = False
-    """Whether the rotary embedding is told the type of the layer it is for."""
-    rotary_kind: str | None = None
-    """What the layer and the rotary embedding call the one for the head, where they have several."""
-    masks_by_layer_type: bool = False
-    """Whether the trunk takes ready masks as a mapping from layer type, as transformers' mixed trunks do."""
-    layer_kinds: str = "layer_types"
-    """Field of the text config with the kind of each layer, by which the one for the head to copy is found."""
-    masks_of_distances: bool = False
-    """Whether the head's layers take masks that say how far away each key is; see ``relative.py``."""
-    trunk_class: TrunkClass | None = None
-    """The classes that load the trunk, where transformers does not know the model type or would load more."""
-    only_with_vision: bool = False
-    """Whether transformers has the trunk only inside of its vision-language model, which is then loaded whole."""
-    trunk_final_norm: str | None = "norm"
-    """The decoder's final norm, by attribute; None where a mixer of streams ends it."""
-    streams: Streams | None = None
-    """None where the trunk has one residual stream, or the head reads them mixed."""
-    running_windows: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What the trunk's layers need around a forward over windows (rows at different positions, our own cache)."""
-    loading: Callable[[Collection[str]], AbstractContextManager[None]] | None = None
-    """What transformers needs around loading the trunk of a checkpoint with these keys, None for nothing."""
-    prepare_trunk: Callable[[nn.Module], None] = lambda decoder: None
-    """Done once to a loaded decoder: what its layers leave out that windows of several rows need, or do too much."""
-    logit_divisor: Callable[[RawConfig], float] | None = None
-    """Raw text config to what states are divided by before the lm_head reads them."""
-    real_vocab: str | None = None
-    """Field of the text config with how many rows of the lm_head stand for tokens; the rest is padding."""
-    logit_bound: str | None = None
-    """Field of the text config with the c of ``c tanh(logits / c)``, where the trunk bounds its logits so."""
-    engines: Mapping[str, EngineSupport]
-    engines_of: Callable[[Mapping[str, str]], Mapping[str, EngineSupport]] | None = None
-    """The same for one checkpoint, from its keys and their safetensors dtypes, where loaders do not take all."""
-    recurrent: RecurrentKernels | None = None
+    declaration: Declaration
+    keys: Keys
+    wiring: Wiring = Wiring()
+    layer: HeadLayer
+    trunk: TrunkTraits = TrunkTraits()
+    engines: Engines
 
     @property
     def classes(self) -> Borrowed:
-        """The classes to build the head from.
+        """The transformers classes to build the head from.
 
         Raises:
-            UnsupportedModelError: The head cannot be run here, or not with this transformers.
+            UnsupportedModelError: The head cannot be run by this package, or not with the installed transformers.
         """
-        needed = self.needs_transformers
+        needed = self.trunk.needs_transformers
         if needed is not None and Version(transformers.__version__) < Version(needed):
             raise UnsupportedModelError(
-                f"head: to run that of {self.title} takes transformers {needed} or later; found "
+                f"head: running a {self.title} head needs transformers {needed} or later; found "
                 f"{transformers.__version__}. Install a newer one; inspect, graft and export work with this one."
             )
-        if self.borrowed is None:
+        if self.layer.borrowed is None:
             raise UnsupportedModelError(
-                f"head: that of {self.title} cannot be run here ({self.why_not_run}); expected a family that can. "
-                "inspect, graft and export work without running it."
+                f"head: a {self.title} head cannot be run here ({self.layer.why_not_run}); expected a family whose "
+                "head can be run. inspect, graft and export work without running it."
             )
-        return self.borrowed
+        return self.layer.borrowed
 
     @property
     def follows_the_trunk(self) -> bool:
         """Whether the head's keys are numbered after the trunk's layers."""
-        return any("{layer}" in prefix for prefix in self.head_prefixes)
+        return any("{layer}" in prefix for prefix in self.keys.head_prefixes)
 
     @property
     def reads_before_norm(self) -> bool:
-        """Whether any wiring of the head reads the trunk before its final norm."""
-        return any(one.hidden == "before_final_norm" for one in (self.default, *self.conventions.values()))
+        """Whether the head reads the hidden state before the trunk's final norm under any convention."""
+        return any(one.hidden == "before_final_norm" for one in (self.wiring.default, *self.conventions.values()))
+
+    @property
+    def _in_engines(self) -> str | None:
+        """The key of the head that releases of the family have in the engines' records."""
+        return self.name if self.kind == "mtp" and self.wrapper is None else None
+
+    @property
+    def conventions(self) -> dict[str, Convention]:
+        """Every engine that wires the head in a known way, with its convention."""
+        name = self._in_engines
+        engines = {} if name is None else {one.name: one.conventions.get(name) for one in ENGINES}
+        found = {engine: convention for engine, convention in engines.items() if convention is not None}
+        return {**found, **self.wiring.conventions}
+
+    @property
+    def serving(self) -> dict[str, EngineSupport]:
+        """Every engine with its support for the head."""
+        return complete(self.engines.support, self._in_engines)
 
     def embedding(self, trunk_prefix: str) -> str:
         """Return the key of the trunk's input embedding in a checkpoint with this prefix."""
-        return self.other_embed_keys.get(trunk_prefix, self.embed_key).format(trunk=trunk_prefix)
+        return self.keys.embed_by_prefix.get(trunk_prefix, self.keys.embed).format(trunk=trunk_prefix)
 
     def state_width(self, text_config: PretrainedConfig) -> int:
-        """Return the width of the states that the head reads and recycles."""
-        count = 1 if self.streams is None else text_config.to_dict()[self.streams.count]
+        """Return the width of the hidden states that the head reads and recycles."""
+        streams = self.trunk.streams
+        count = 1 if streams is None else text_config.to_dict()[streams.count]
         return int(count * text_config.hidden_size)
 
     def has_chain_norm(self, text_config: PretrainedConfig) -> bool:
-        """Whether one norm follows every module."""
-        return self.chain_norm is not None and bool(text_config.to_dict()[self.chain_norm])
+        """Return whether one norm follows every module."""
+        return self.wiring.chain_norm is not None and bool(text_config.to_dict()[self.wiring.chain_norm])
 
     def divisor(self, text_config: PretrainedConfig) -> float | None:
-        """Return what states are divided by before the lm_head reads them, None for nothing."""
-        return None if self.logit_divisor is None else float(self.logit_divisor(text_config.to_dict()))
+        """Return the divisor of hidden states in front of the lm_head, None if they are not divided."""
+        return None if self.trunk.logit_divisor is None else float(self.trunk.logit_divisor(text_config.to_dict()))
 
-    def engines_for(self, dtypes: Mapping[str, str]) -> Mapping[str, EngineSupport]:
-        """Return what engines take of one checkpoint, by its keys and their safetensors dtypes."""
-        return self.engines if self.engines_of is None else self.engines_of(dtypes)
+    def serving_of(self, dtypes: Mapping[str, str]) -> dict[str, EngineSupport]:
+        """Return every engine with its support for the head of one checkpoint.
+
+        Args:
+            dtypes: The checkpoint's keys and their safetensors dtypes.
+        """
+        if self.engines.of_checkpoint is None:
+            return self.serving
+        return complete(self.engines.of_checkpoint(dtypes), self._in_engines)
 
     def convention(self, name: str) -> Convention:
         """Return the wiring for ``auto`` (this family's default) or for an engine.
 
         Raises:
-            UnsupportedModelError: The engine is unknown for this family.
+            UnsupportedModelError: The family has no convention for this engine.
         """
         if name == "auto":
-            return self.default
-        for engine, convention in self.conventions.items():
-            if engine == name:
-                return convention
-        known = ", ".join(["auto", *self.conventions])
+            return self.wiring.default
+        conventions = self.conventions
+        if name in conventions:
+            return conventions[name]
+        known = ", ".join(["auto", *conventions])
         raise UnsupportedModelError(
             f"head.convention: '{name}'; expected one of {known} for {self.title}. Use auto unless you serve elsewhere."
         )
 
     def count_as_field(self, num_modules: int) -> dict[str, Any]:
-        """Return the text-config fields that declare so many modules; none where it has no such field."""
-        if self.count.name is None or self.count.section:
+        """Return the text-config fields that declare ``num_modules`` modules; empty if the text config has no count."""
+        if self.declaration.count is None or self.declaration.section is not None:
             return {}
-        return {self.count.name: num_modules, **self.declared_beside}
+        return {self.declaration.count: num_modules, **self.declaration.beside}
 
     def declaring(self, num_modules: int, config: RawConfig) -> dict[str, Any]:
-        """Return what a raw config has to say of so many modules: fields of its text config, or its section, whole."""
-        count = self.count
-        if count.section is None or count.name is None:
+        """Return the fields that make a raw config declare ``num_modules`` modules.
+
+        They belong into the text config, or are the whole config's section with the count and the rest of its fields.
+        """
+        declared = self.declaration
+        if declared.section is None or declared.count is None:
             return self.count_as_field(num_modules)
-        fields: dict[str, Any] = {count.section: {**(config.get(count.section) or {}), count.name: num_modules}}
-        if count.repeated_as is not None and count.repeated_as in raw_text_config(config):
-            fields[count.repeated_as] = num_modules
+        fields: dict[str, Any] = {
+            declared.section: {**(config.get(declared.section) or {}), declared.count: num_modules}
+        }
+        if declared.repeated_as is not None and declared.repeated_as in raw_text_config(config):
+            fields[declared.repeated_as] = num_modules
         return fields
 
     def declared_modules(self, config: RawConfig) -> int:
-        """Return the number of head modules a raw config declares, what engines take where it says nothing."""
-        field, section = self.count.name, self.count.section
-        place = raw_text_config(config) if section is None else config.get(section) or {}
-        return int(place.get(field, self.count.implied) or 0) if field is not None else self.count.implied
+        """Return the number of head modules that a raw config declares, or that engines assume if it has no count."""
+        declared = self.declaration
+        place = raw_text_config(config) if declared.section is None else config.get(declared.section) or {}
+        return int(place.get(declared.count, declared.implied) or 0) if declared.count is not None else declared.implied

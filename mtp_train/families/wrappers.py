@@ -1,9 +1,9 @@
-"""Vision-language models around a trunk that gets a head attached.
+"""Vision-language wrappers around a trunk that gets a head attached.
 
-They are all of one build: transformers has the language model as ``model.language_model``, releases call its weights
-``language_model.model.*``. It is loaded with all that is around it, so that an adapter of the whole fits; a head is
-trained and drafts on text. The head is kept as the language model alone would keep it. Where that one scales its logits
-(Granite, Command R), transformers leaves the scale out inside of a wrapper; engines and we do not.
+All of them have one structure: the language model is ``model.language_model`` in transformers, and its tensors are
+``language_model.model.*`` in releases. The whole wrapper is loaded, so that an adapter trained on it fits. The head is
+trained on text, drafts text, and is stored in the layout of the language model alone. If the language model scales its
+logits (Granite, Command R), transformers omits the scale inside of a wrapper; engines and this package apply it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.attached import transformers_only
-from mtp_train.families.spec import Family, RawConfig, raw_text_config
+from mtp_train.families.models.attached import transformers_only
+from mtp_train.families.spec import Engines, Family, RawConfig, raw_text_config
 
 WRAPPERS: Mapping[str, str] = {
     "gemma3": "Gemma 3",
@@ -23,23 +23,23 @@ WRAPPERS: Mapping[str, str] = {
     "aya_vision": "Aya Vision",
     "internvl": "InternVL",
 }
-"""Value of the whole config's ``model_type`` to how people call it."""
+"""Value of ``model_type`` in the whole config to the name in messages."""
 
 
 def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
-    """Return a family's record for a checkpoint with this config, which may be that of a vision-language model.
+    """Return the family's record, adapted if the config is a vision-language wrapper's.
 
     Raises:
-        UnsupportedModelError: A head is attached to the language model on its own, but not inside of this one.
+        UnsupportedModelError: A head can be attached to the language model alone, but not inside of this wrapper.
     """
     if not family.attached or raw_text_config(config) is config:
         return family
     wrapper = str(config.get("model_type"))
     reason = None
     if wrapper not in WRAPPERS:
-        reason = "how it keeps its language model is not known here"
-    elif family.declared_beside.get("architectures"):
-        reason = "engines find such a head by the architecture's name, which has to stay the wrapper's"
+        reason = "the place of its language model in it is not known here"
+    elif family.declaration.beside.get("architectures"):
+        reason = "engines recognise such a head by the architecture's name, which has to stay the wrapper's"
     if reason is not None:
         raise UnsupportedModelError(
             f"{where}: model_type '{wrapper}' around {family.title}: its releases carry no MTP head, and none is "
@@ -50,8 +50,8 @@ def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
         family,
         title=f"{family.title} in {WRAPPERS[wrapper]}",
         wrapper=wrapper,
-        trunk_prefixes=("language_model.model.", "model.language_model."),
-        only_with_vision=True,
-        conventions={},
-        engines=transformers_only(family.engines["transformers"]),
+        keys=replace(family.keys, trunk_prefixes=("language_model.model.", "model.language_model.")),
+        trunk=replace(family.trunk, only_with_vision=True),
+        wiring=replace(family.wiring, conventions={}),
+        engines=Engines(support=transformers_only(family.engines.support["transformers"])),
     )

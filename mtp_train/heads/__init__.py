@@ -1,1 +1,1 @@
-"""The MTP head: its modules, its one forward step, and how depths line up with tokens."""
+"""The head: its modules, its one forward, and the alignment of draft depths with tokens."""

@@ -1,7 +1,8 @@
-"""The one place that says which token a depth reads and which it predicts.
+"""Compute which token each draft depth reads, which token it predicts, and which keys it attends to.
 
-Depth k (counted from 1) of the draft that starts at row t reads token t+k and predicts token t+k+1. Row t holds the
-trunk's hidden state after token t. For the row of tokens ``A B C D E`` (t = 0..4)::
+This module is the only place with that arithmetic. Depth k (counted from 1) of the draft that starts at row t reads
+token t+k and predicts token t+k+1. Row t holds the trunk's hidden state after token t. For the row of tokens ``A B C D
+E`` (t = 0..4)::
 
     start t   depth 1        depth 2        depth 3
     0 (A)     B -> C         C -> D         D -> E
@@ -9,8 +10,8 @@ trunk's hidden state after token t. For the row of tokens ``A B C D E`` (t = 0..
     2 (C)     D -> E         .              .
     3 (D)     .              .              .
 
-A dot marks a depth without a target. The trunk's own prediction of the same target sits at row t+k ("target row"):
-its hidden state after token t+k gives p of token t+k+1.
+A dot marks a depth without a target. The trunk's own prediction of the same target is at row t+k ("target row"): its
+hidden state after token t+k gives p of token t+k+1.
 
 Shapes: B rows, T tokens, K depths, Q query rows, S key rows.
 """
@@ -24,7 +25,7 @@ PADDING_DOCUMENT = -1
 
 
 def shift_left(values_BT: Tensor, num_tokens: int, fill: int) -> Tensor:
-    """Move every row ``num_tokens`` to the left and fill up with ``fill``.
+    """Shift every row ``num_tokens`` to the left, and put ``fill`` into the free places at the end.
 
     ``[a, b, c, d]`` shifted by 1 is ``[b, c, d, fill]``.
     """
@@ -43,7 +44,7 @@ def target_tokens(tokens_BT: Tensor, depth: int) -> Tensor:
 
 
 def valid_targets(document_BT: Tensor, loss_mask_BT: Tensor, depth: int) -> Tensor:
-    """Say at which start rows depth ``depth`` has a target that counts.
+    """Return at which start rows depth ``depth`` has a target that counts in the loss.
 
     Args:
         document_BT: int, document number of each token, ``PADDING_DOCUMENT`` on padding.
@@ -51,7 +52,7 @@ def valid_targets(document_BT: Tensor, loss_mask_BT: Tensor, depth: int) -> Tens
         depth: 1-based depth.
 
     Returns:
-        bool, shape (B, T): the target lies in the start's document and its mask is set.
+        bool, shape (B, T): the target is in the start's document, and its loss mask is set.
     """
     same_document_BT = shift_left(document_BT, depth + 1, PADDING_DOCUMENT) == document_BT
     wanted_BT = shift_left(loss_mask_BT.long(), depth + 1, 0).bool()
@@ -59,25 +60,26 @@ def valid_targets(document_BT: Tensor, loss_mask_BT: Tensor, depth: int) -> Tens
 
 
 def prefix_mask(document_BT: Tensor) -> Tensor:
-    """Return who sees whom at depth 1: earlier rows and itself, in the same document. bool, (B, T, T)."""
+    """Return the attention mask of depth 1, causal in each document: bool, (B, T, T), True where a query attends."""
     num_tokens = document_BT.shape[1]
     causal_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=document_BT.device).tril()
     return (document_BT[:, :, None] == document_BT[:, None, :]) & causal_TT
 
 
 def unroll_mask(prefix_BTT: Tensor, depth: int, sliding_window: int | None = None) -> Tensor:
-    """Return who sees whom at depth ``depth`` of a recursive unroll, exactly as in decoding.
+    """Return the attention mask of depth ``depth`` of a recursive unroll, equal to what decoding computes.
 
-    The keys are the depth-1 rows, then the depth-2 rows, and so on to ``depth``. A draft that starts at row t sees the
-    depth-1 rows up to t (built from true hidden states) and, of the later depths, only its own rows.
+    The keys are the depth-1 rows, then the depth-2 rows, and so on to ``depth``. The query of a draft that starts at
+    row t attends to the depth-1 rows up to t (built from true hidden states). Of each later depth it attends only to
+    its own start's row.
 
     Args:
         prefix_BTT: ``prefix_mask`` of the batch.
-        depth: 1-based depth of the queries; row t stands at position t + depth - 1.
-        sliding_window: How many positions a row sees, itself included; None for all.
+        depth: 1-based depth of the queries; row t has position t + depth - 1.
+        sliding_window: How many positions a query attends to, its own included; None for all.
 
     Returns:
-        bool, shape (B, T, depth * T).
+        bool, shape (B, T, depth * T), True where a query attends to a key.
     """
     own_TT = torch.eye(prefix_BTT.shape[1], dtype=torch.bool, device=prefix_BTT.device)
     own_BTT = own_TT.expand_as(prefix_BTT)
@@ -89,17 +91,17 @@ def unroll_mask(prefix_BTT: Tensor, depth: int, sliding_window: int | None = Non
 
 
 def unroll_distances(mask_BTS: Tensor, depth: int) -> Tensor:
-    """Return how many positions before each row the keys stand that an ``unroll_mask`` shows.
+    """Return the distance from each query back to each key of an ``unroll_mask``, in positions.
 
     Args:
         mask_BTS: ``unroll_mask`` of the batch at ``depth``.
         depth: 1-based depth of the queries.
 
     Returns:
-        int64, shape (B, T, depth * T), -1 where a row does not see a key.
+        int64, shape (B, T, depth * T), -1 where a query does not attend to a key.
     """
     rows_T = torch.arange(mask_BTS.shape[1], device=mask_BTS.device)
     apart_TT = rows_T[:, None] - rows_T
-    # What is seen of later depths are a start's own rows.
+    # For depths above 1, a query attends only to the earlier draft positions of its own start token.
     distance_TS = torch.cat([apart_TT + (depth - own) for own in range(1, depth + 1)], dim=-1)
     return torch.where(mask_BTS, distance_TS, -1)

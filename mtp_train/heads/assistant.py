@@ -1,4 +1,4 @@
-"""An external drafter's checkpoint: what is there of it, key by key, and the model to draft with."""
+"""Check and load an external drafter ("assistant"): a small model with a checkpoint of its own, run by transformers."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ def assistant_config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     """Return transformers' config of an external drafter.
 
     Raises:
-        CheckpointError: transformers refuses the config, or does not know it.
+        CheckpointError: The installed transformers rejects the config or does not support its model type.
     """
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint.path)
     except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
         raise CheckpointError(
-            f"{checkpoint.path}/config.json: this transformers refuses it ({error}); expected an assistant's config "
-            "that it knows. Restore the original config, or install a newer transformers."
+            f"{checkpoint.path}/config.json: the installed transformers rejects it ({error}); expected the config "
+            "of an assistant that it supports. Restore the original config, or install a newer transformers."
         ) from None
     return config
 
 
 def diagnose_assistant(checkpoint: Checkpoint, assistant: Assistant) -> HeadDiagnosis:
-    """Compare the keys of an external drafter with those of transformers' class for it; allocates nothing.
+    """Compare an external drafter's tensor keys with the parameters of transformers' class; allocates no weights.
 
-    A tied lm_head may be stored or not.
+    A tied lm_head may be stored or left out.
 
     Raises:
-        CheckpointError: transformers refuses the config.
+        CheckpointError: transformers rejects the config.
     """
     config = assistant_config_of(checkpoint)
     with assistant.building(config.get_text_config()), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     known = {name: value.shape for name, value in model.state_dict().items()}
-    # Tied parameters are listed once, under their first name.
+    # named_parameters lists tied parameters once, under their first name.
     once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     found = {name: info.shape for name, info in checkpoint.tensors.items() if not is_scale(name, checkpoint.tensors)}
     return HeadDiagnosis(
@@ -66,13 +66,13 @@ def load_assistant(
     """Load transformers' model of an external drafter, frozen and in eval mode.
 
     Args:
-        checkpoint: Its checkpoint.
-        assistant: The record that ``assistant_for`` found.
-        dtype: The trunk's.
-        device: The trunk's.
+        checkpoint: The drafter's checkpoint.
+        assistant: The record that ``assistant_for`` returned.
+        dtype: The trunk's dtype.
+        device: The trunk's device.
 
     Raises:
-        CheckpointError: Weights are missing or do not fit, or transformers refuses the config.
+        CheckpointError: Weights are missing or do not fit, or transformers rejects the config.
     """
     diagnosis = diagnose_assistant(checkpoint, assistant)
     if not diagnosis.complete:

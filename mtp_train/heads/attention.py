@@ -1,24 +1,54 @@
-"""The attention function that heads and the decoder put in the place of transformers' own.
+"""Compute attention in heads and in the decoder: a function that is registered with transformers in place of ``sdpa``.
 
-It takes boolean masks whatever the model, and what some models add to plain attention: a learned logit that draws
-attention to nothing ("sink"), scores bounded by a tanh, and keys chosen beforehand by an indexer (sparse attention).
+It takes boolean masks for every model, and it adds what ``sdpa`` leaves out: attention sinks (a learned logit for each
+head that only enlarges the softmax denominator), scores bounded by a tanh, and sparse attention to keys that an indexer
+chose. :func:`without_cudnn_attention` chooses among torch's kernels for ``scaled_dot_product_attention``.
 
 Shapes: B rows, T queries, S keys, H heads, K chosen keys.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from mtp_train.heads.flex import SeenRows, attend_to_seen
+from mtp_train.upstream.transformers_private import sdpa_attention_forward, sdpa_mask
 
 HEAD_ATTENTION = "mtp_masked"
+_lock = threading.Lock()
+_inside = 0
+_enabled_before = True
+
+
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Disable cuDNN's kernels for ``scaled_dot_product_attention`` inside this context or decorated function.
+
+    torch has one setting for the whole process. Importing this package leaves it unchanged, and so does a finished
+    forward: the last thread to leave restores the value that the first one found. Until then, other threads run without
+    cuDNN too. The backward pass uses the kernels of its forward pass; a recomputed forward chooses again.
+    """
+    global _inside, _enabled_before
+    backends = torch.backends.cuda
+    with _lock:
+        if _inside == 0:
+            _enabled_before = backends.cudnn_sdp_enabled()
+            backends.enable_cudnn_sdp(False)
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                backends.enable_cudnn_sdp(_enabled_before)
 
 
 def masked_attention(
@@ -35,24 +65,24 @@ def masked_attention(
     block_indices: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' ``sdpa`` does (hence the arguments), with sinks and chosen keys.
+    """Attend as transformers' ``sdpa`` does, which fixes the arguments, with attention sinks and chosen keys.
 
     Args:
         module: The attention layer.
         query: Shape (B, H, T, width).
         key: Shape (B, key heads, S, width).
-        value: As ``key``, of its own width.
-        attention_mask: bool, broadcast to (B, 1, T, S), True where a query sees a key; None is plain causal attention.
-            Of layers that see how far away keys are, int64 in a cache of ours: the distance, -1 where it is not seen.
-        s_aux: Shape (H,), each head's sink.
+        value: As ``key``, with a width of its own.
+        attention_mask: bool, broadcast to (B, 1, T, S), True where a query attends to a key; None is causal. Layers
+            that depend on distances get int64 from a cache of ours: the distance, or -1 where a query does not attend.
+        s_aux: Shape (H,), the sink of each head.
         softcap: The c of ``c tanh(scores / c)`` (Gemma 2, arXiv:2408.00118, section 2); None for no bound.
-        position_bias: Added to the scores, (B, H, T, S); by distance, (B, H, T, E), where the mask says distances.
-        indices: int, shape (B, T, K), the keys that each query may see; None for all.
-        block_indices: The blocks of keys that each query may see, as the layer's own indexer keeps them; None for all.
-        **options: What ``sdpa`` takes.
+        position_bias: Added to the scores, (B, H, T, S); where the mask contains distances, (B, H, T, E) by distance.
+        indices: int, shape (B, T, K), the keys that each query may attend to; None for all.
+        block_indices: The blocks of keys that each query may attend to, in the indexer's format; None for all.
+        **options: Further arguments of ``sdpa``.
 
     Returns:
-        Shape (B, T, H, width), and None for the weights.
+        Shape (B, T, H, width), and None for the attention weights.
     """
     if attention_mask is None and any(one is not None for one in (s_aux, softcap, indices, block_indices)):
         attention_mask = _causal(query.shape[2], key.shape[2], key.device)
@@ -72,7 +102,7 @@ def masked_attention(
     elif position_bias is not None:
         options["position_bias"] = position_bias
     if attention_mask is not None and s_aux is not None:
-        # One more key: it scores the sink whatever the query, and has nothing to say.
+        # An attention sink adds to the softmax denominator but has no value vector: one key more, with value 0.
         bias = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
         sink_B1T1 = s_aux.to(query.dtype)[None, :, None, None].expand(query.shape[0], -1, query.shape[2], 1)
         attention_mask = torch.cat([bias.expand(*sink_B1T1.shape[:3], -1), sink_B1T1], dim=-1)
@@ -86,10 +116,10 @@ def masked_attention(
 def _attend_bounded(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, softcap: float, scaling: float
 ) -> Tensor:
-    """Attend with bounded scores, which torch's fused attention knows nothing of. Shape (B, T, H, width)."""
+    """Attend with bounded scores, which torch's fused attention does not support. Shape (B, T, H, width)."""
     key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (key, value))
     scores_BHTS = softcap * torch.tanh(query @ key.transpose(2, 3) * scaling / softcap)
-    # Not infinity: rows of padding see nothing.
+    # The lowest finite number, as a row of padding attends to no key: with minus infinity its softmax would be NaN.
     scores_BHTS = scores_BHTS.masked_fill(~attention_mask, torch.finfo(scores_BHTS.dtype).min)
     weights_BHTS = scores_BHTS.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
     return (weights_BHTS @ value).transpose(1, 2).contiguous()
@@ -98,9 +128,9 @@ def _attend_bounded(
 def _attend_in_groups(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend with a mask for each group of heads, (B, groups, T, S), as if the groups were more rows.
+    """Attend with one mask for each group of heads, (B, groups, T, S), by treating the groups as more rows.
 
-    A mask for each head would be larger than all else there is.
+    Expanding the mask to every head would take more memory than all other tensors of the layer.
     """
     num_rows, groups = attention_mask.shape[:2]
     query, key, value = (one.reshape(num_rows * groups, -1, *one.shape[2:]) for one in (query, key, value))
@@ -120,7 +150,7 @@ def head_attention(
     attention_mask: Tensor | SeenRows | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as :func:`masked_attention`, or to the rows seen in an unroll without masks."""
+    """Attend with :func:`masked_attention`, or with flex_attention where the mask is a :class:`SeenRows`."""
     if not isinstance(attention_mask, SeenRows):
         return masked_attention(module, query, key, value, attention_mask, **options)
     scaling, softcap, sinks_H = float(options["scaling"]), options.get("softcap"), options.get("s_aux")

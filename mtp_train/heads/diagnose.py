@@ -1,4 +1,8 @@
-"""What is there of a head in a checkpoint, key by key, before anything is loaded."""
+"""Compare the head tensors of a checkpoint with those that its family and config need, from file headers alone.
+
+:func:`diagnose_head` does the comparison. :func:`layout_of`, :func:`text_config_of`, :func:`trunk_config` and
+:func:`head_shapes` return what it compares with, for other modules too.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,16 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.trunk import trunk_config
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 from mtp_train.weights.keymap import HeadLayout, Mapped
 from mtp_train.weights.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
@@ -22,32 +27,32 @@ from mtp_train.weights.quantised import is_packed, is_scale, lacks_scales, metho
 
 @dataclass(frozen=True)
 class HeadDiagnosis:
-    """The head's keys in a checkpoint against what its config needs."""
+    """The tensor keys of a head in a checkpoint, compared with those that its config needs."""
 
     declared_modules: int
     present_modules: int
-    """Modules of which at least one key is there."""
+    """Number of modules with at least one key in the checkpoint."""
     found_keys: tuple[str, ...]
-    """Every key under the head's prefixes, shared ones included."""
+    """Every key under the head's prefixes, including keys that repeat trunk tensors."""
     missing_keys: tuple[str, ...]
     unexpected_keys: tuple[str, ...]
     shape_errors: tuple[str, ...]
     """``key: found [..], expected [..]``."""
     dtype_errors: tuple[str, ...] = ()
-    """``key: found DTYPE, expected ..``: what cannot be read as floating-point weights."""
+    """``key: found DTYPE, expected ..``, for tensors that cannot be read as floating-point weights."""
     packed_keys: tuple[str, ...] = ()
-    """Quantised weights in a form that is not read here, and what belongs to them; the weights count as there."""
+    """Quantised weights in a format that we do not read, with their scales; the weights count as present."""
     method: str | None = None
-    """What packed them."""
+    """The quantisation method of ``packed_keys``."""
 
     @property
     def complete(self) -> bool:
-        """Whether every needed key is there, fits, can be read, and nothing else is."""
+        """Whether every needed key is present, readable and of the right shape, and there are no other keys."""
         return bool(self.found_keys) and not (self._damaged or self.packed_keys)
 
     @property
     def quantised(self) -> bool:
-        """Whether nothing is wrong with the head but that it is packed."""
+        """Whether the only problem of the head is a quantisation format that we do not read."""
         return bool(self.packed_keys) and not self._damaged
 
     @property
@@ -55,7 +60,7 @@ class HeadDiagnosis:
         return bool(self.missing_keys or self.unexpected_keys or self.shape_errors or self.dtype_errors)
 
     def describe(self) -> str:
-        """Say in one phrase what is wrong with the head, for an error message."""
+        """Return one phrase that describes the first problem of the head, for an error message."""
         if not self.found_keys:
             return f"holds no head tensors (config declares {self.declared_modules} module(s))"
         if self.shape_errors:
@@ -70,18 +75,18 @@ class HeadDiagnosis:
         return f"head keys missing: {', '.join(self.missing_keys[:3])} ({len(self.missing_keys)} in all)"
 
     def _nearest(self, unknown: str) -> str:
-        """A misspelt key leaves a gap: name the missing key that it comes closest to, else one that is there."""
+        """Return a hint with the key that a misspelt one is closest to: a missing key, or else a present one."""
         known = self.missing_keys or tuple(key for key in self.found_keys if key not in self.unexpected_keys)
         close = difflib.get_close_matches(unknown, known, n=1)
         return f" (nearest known: {close[0]})" if close else ""
 
 
 def stored_dtype(checkpoint: Checkpoint, family: Family | None = None) -> str:
-    """Return the trunk's dtype as stored, in safetensors' spelling: its embedding's.
+    """Return the stored dtype of the trunk's embedding, in safetensors' spelling, as the trunk's dtype.
 
     Args:
         checkpoint: The checkpoint.
-        family: Its record, where that is not the one that claims it.
+        family: Its record, where it differs from the record that the config selects.
 
     Raises:
         CheckpointError: See :func:`layout_of`.
@@ -93,19 +98,19 @@ def layout_of(checkpoint: Checkpoint, family: Family | None = None) -> HeadLayou
     """Return the head's key layout in this checkpoint; ``family`` as for :func:`stored_dtype`.
 
     Raises:
-        CheckpointError: No embedding under any of the family's prefixes, or no layer count in the config.
+        CheckpointError: The trunk has no embedding under the family's prefixes, or the config has no layer count.
     """
     family = family or checkpoint.family
-    embed_keys = {prefix: family.embedding(prefix) for prefix in family.trunk_prefixes}
+    embed_keys = {prefix: family.embedding(prefix) for prefix in family.keys.trunk_prefixes}
     for prefix, embed_key in embed_keys.items():
         if embed_key in checkpoint.tensors:
             num_layers = checkpoint.text_config.get("num_hidden_layers")
             if not isinstance(num_layers, int) and family.follows_the_trunk:
                 raise CheckpointError(
-                    f"{checkpoint.path}: config.json says num_hidden_layers = {num_layers!r}; expected a count. "
-                    "Restore it."
+                    f"{checkpoint.path}: config.json has num_hidden_layers = {num_layers!r}; expected an integer. "
+                    "Restore the original."
                 )
-            layout = HeadLayout(family, prefix, num_layers or 0, family.num_sublayers(checkpoint.text_config))
+            layout = HeadLayout(family, prefix, num_layers or 0, family.keys.num_sublayers(checkpoint.text_config))
             return replace(
                 layout,
                 fused_experts=_has_fused_experts(checkpoint, layout),
@@ -118,13 +123,13 @@ def layout_of(checkpoint: Checkpoint, family: Family | None = None) -> HeadLayou
 
 
 def _lm_head_prefix(checkpoint: Checkpoint, layout: HeadLayout) -> str:
-    """Return what stands before the lm_head's name, packed or plain; nothing where it is tied."""
+    """Return the prefix of the lm_head's keys, packed or plain; empty where the lm_head is tied."""
     name = layout.lm_head_key.removesuffix("weight")
     return "language_model." if any(key.startswith(f"language_model.{name}") for key in checkpoint.tensors) else ""
 
 
 def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
-    """Whether the head's experts, or those of the trunk where no head is, are stored stacked."""
+    """Return whether the head's experts are stored stacked; without a head, whether the trunk's experts are."""
     experts = [key for key in checkpoint.tensors if ".experts." in key]
     of_head = [key for key in experts if layout.is_head_key(key)]
     return bool(experts) and not any(re.search(r"\.experts\.\d+\.", key) for key in of_head or experts)
@@ -134,7 +139,7 @@ def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -
     """Return transformers' text config of a checkpoint.
 
     Raises:
-        CheckpointError: transformers refuses the config.
+        CheckpointError: transformers rejects the config.
     """
     config = trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=trust_remote_code)
     text_config: PretrainedConfig = config.get_text_config()
@@ -142,20 +147,20 @@ def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -
 
 
 def head_shapes(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, torch.Size]:
-    """Return the names and shapes of our head's parameters and buffers for a config; allocates nothing."""
+    """Return the names and shapes of a head's parameters and buffers for a config; allocates no weights."""
     return {name: value.shape for name, value in _empty_head(family, text_config, num_modules).items()}
 
 
 def _empty_head(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, Tensor]:
     with torch.device("meta"):
-        head = MtpHead(family, text_config, num_modules=num_modules, convention=family.default)
+        head = MtpHead(family, text_config, num_modules=num_modules, convention=family.wiring.default)
     return head.state_dict()
 
 
 def _dtype_errors(
     checkpoint: Checkpoint, mapped: Mapping[str, Mapped | None], head: Mapping[str, Tensor] | None, packed: Set[str]
 ) -> tuple[str, ...]:
-    """Return the head's tensors that are stored in whole numbers, or in FP8 without scales; packed ones left out."""
+    """Return errors for integer tensors and for FP8 tensors without scales in the head; packed tensors are skipped."""
     tensors, errors = checkpoint.tensors, []
     for key, entry in sorted(mapped.items()):
         dtype = tensors[key].dtype
@@ -173,7 +178,10 @@ def _dtype_errors(
 def _diagnose_by_rules(
     layout: HeadLayout, declared: int, found: Sequence[str], mapped: Mapping[str, Mapped | None], num_modules: int
 ) -> HeadDiagnosis:
-    """Diagnose a head that cannot be built: every key that its rules spell out, and something of each layer."""
+    """Diagnose a head that transformers cannot build.
+
+    Every key that the rules fully determine has to be present, and at least one key of each layer.
+    """
     needed = {key for module in range(num_modules) for key in layout.spelt_out_keys(module)}
     have_layer = {entry.ours.split(".")[1] for entry in mapped.values() if entry and ".layer." in entry.ours}
     no_layer = {f"module {module}: its layer" for module in range(num_modules) if str(module) not in have_layer}
@@ -188,16 +196,16 @@ def _diagnose_by_rules(
 
 
 def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
-    """Compare the head keys of a checkpoint with what its family and config need."""
+    """Compare the head keys of a checkpoint with those that its family and config need."""
     layout = layout_of(checkpoint)
     declared = layout.family.declared_modules(checkpoint.config)
     found = tuple(key for key in checkpoint.tensors if layout.is_head_key(key))
     own = (key for key in found if layout.shared_key(key) is None and not is_scale(key, checkpoint.tensors))
     mapped = {key: layout.map_key(key) for key in own}
     present = {entry.ours.split(".")[1] for entry in mapped.values() if entry is not None}
-    # What the tensors are compared with: the declared count, or what is there where the count was lost.
+    # The declared number of modules; where the config lost that count, the number that is present.
     num_modules = max(declared, len(present), 1)
-    if layout.family.borrowed is None:
+    if layout.family.layer.borrowed is None:
         diagnosis = _diagnose_by_rules(layout, declared, found, mapped, num_modules)
         of_packed = {weight for key in found if (weight := packed_weight(key)) is not None}
         return replace(diagnosis, dtype_errors=_dtype_errors(checkpoint, mapped, None, of_packed))
@@ -221,3 +229,23 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
         packed_keys=tuple(sorted(packed)),
         method=method_of(checkpoint) if packed else None,
     )
+
+
+def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Return transformers' config of a checkpoint; for a wrapper, the whole config and not only the text config.
+
+    Raises:
+        CheckpointError: transformers rejects the config.
+    """
+    stand_in = family.trunk.stand_in
+    try:
+        if stand_in is not None:
+            return stand_in.read_config(path)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return config
+    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path}/config.json: transformers rejects it ({reason}); expected a config that it can read. Restore the "
+            "original."
+        ) from None

@@ -1,7 +1,7 @@
-"""Reading a draft model: a head of another kind in a directory of its own, ours or anybody's.
+"""Read a draft model: an EAGLE, EAGLE-3 or Medusa head in a directory of its own, written by us or by a third party.
 
-Whatever was trained of it comes along: its own rows of an output matrix, its own shape of the layer. What it repeats of
-its trunk, the embedding, must be the trunk's.
+All its trained parts are read: the layer with the shapes of its own config, and its own rows of an output matrix. Its
+copy of the trunk's embedding is not read, but has to equal the trunk's.
 
 Shapes: D hidden, R tokens that it may draft, V vocabulary.
 """
@@ -19,26 +19,19 @@ from transformers import LlamaConfig
 
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family, HeadKind, draft_kind, draft_title, of_kind
-from mtp_train.families.attached import LLAMA
-from mtp_train.heads.attach import HeadPlan, OwnOutput
+from mtp_train.families.models.attached import LLAMA
+from mtp_train.heads.build import HeadPlan, OwnOutput
 from mtp_train.heads.diagnose import HeadDiagnosis, head_shapes, layout_of, text_config_of
-from mtp_train.weights.draft_checkpoint import (
-    BIAS_KEY,
-    CHOSEN_KEY,
-    LAYER,
-    OFFSETS_KEY,
-    OUTPUT_KEY,
-    SPECULATORS_LAYER,
-)
+from mtp_train.weights.draft_checkpoint import BIAS_KEY, CHOSEN_KEY, LAYER, OFFSETS_KEY, OUTPUT_KEY, SPECULATORS_LAYER
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead, stored_tensor
 from mtp_train.weights.quantised import PLAIN_DTYPES
 
-# What others keep too: their embedding, and the tokens of a Medusa head's rows.
+# Third-party draft models also store the trunk's embedding, and the token of each row of a Medusa head's output matrix.
 EMBED_KEY, TOKENS_KEY = "embed_tokens.weight", "token_map"
 _BESIDE = (OUTPUT_KEY, EMBED_KEY, OFFSETS_KEY, TOKENS_KEY, CHOSEN_KEY, BIAS_KEY)
-# Settings that change the forward, and the values that say it is as the paper has it.
+# Settings that change the forward, and the values with which it equals the forward of the paper.
 _PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "norm_before_fc": (False, None),
     "fc_norm": (False, None),
@@ -51,57 +44,57 @@ _PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft model's checkpoint, opened."""
+    """An opened checkpoint of a draft model."""
 
     checkpoint: Checkpoint
     kind: HeadKind
 
     @property
     def title(self) -> str:
-        """What it is, for messages."""
+        """The name of this kind of model, for messages."""
         return f"{draft_title(self.kind)} draft model"
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """Its config, that of its layer on the same level."""
+        """The config, with the nested config of the layer merged into the top level."""
         config = self.checkpoint.config
         return {**config, **(config.get("transformer_layer_config") or {})}
 
     @property
     def num_modules(self) -> int:
-        """Blocks of a Medusa head; 1 of others."""
+        """The number of blocks of a Medusa head; 1 for other kinds."""
         return self.number("num_heads") if self.kind == "medusa" else 1
 
     @property
     def num_drafted(self) -> int | None:
-        """R, as its config says; None where it has no output matrix of its own."""
+        """R, as the config declares it; None for a model without an output matrix."""
         if self.kind == "eagle":
             return None
         field = "truncated_vocab_size" if self.kind == "medusa" else "draft_vocab_size"
         return self.number(field if self.config.get(field) else "vocab_size")
 
     def number(self, name: str) -> int:
-        """Return a count of its config.
+        """Return an integer of the config.
 
         Raises:
-            CheckpointError: It is not there, or none.
+            CheckpointError: The field is missing, or is not an integer.
         """
         found = self.config.get(name)
         if not isinstance(found, int):
             raise CheckpointError(
-                f"{self.checkpoint.path}/config.json: {name} is {found!r}; expected a count. Restore the original."
+                f"{self.checkpoint.path}/config.json: {name} is {found!r}; expected an integer. Restore the original."
             )
         return found
 
     def family(self, trunk: Family) -> Family:
-        """Return the record of a trunk with this head, its layer as its own config has it."""
+        """Return the family record of a trunk with this head, and with the layer of the draft model's config."""
         found = of_kind(trunk, self.kind)
-        own = found.head_layer_config if self.kind == "medusa" else self._layer_config
+        own = found.layer.config if self.kind == "medusa" else self._layer_config
         layers = self._trunk_layers()
         return replace(
             found,
-            head_layer_config=own,
-            trunk_layers=found.trunk_layers if layers is None else lambda text_config: layers,
+            layer=replace(found.layer, config=own),
+            wiring=found.wiring if layers is None else replace(found.wiring, trunk_layers=lambda text_config: layers),
         )
 
     def _layer_config(self, text_config: Any, num_modules: int) -> LlamaConfig:
@@ -111,43 +104,43 @@ class DraftModel:
         return config
 
     def _trunk_layers(self) -> tuple[int, ...] | None:
-        """Return the layers whose input it reads, where its config says them: counted as vLLM and llama.cpp do."""
+        """Return the layers whose input the head reads, counted as vLLM and llama.cpp do; None without such a field."""
         nested = self.config.get("eagle_config") or {}
         layers = self.config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
         return None if layers is None else tuple(int(layer) for layer in layers)
 
     def renamed(self, key: str) -> str:
-        """Return our name of one of its keys."""
+        """Return our name for one of the draft model's tensor keys."""
         of_layer = self.kind == "eagle3" and key.startswith(SPECULATORS_LAYER)
         return LAYER + key.removeprefix(SPECULATORS_LAYER) if of_layer else key
 
     def require_plain(self) -> None:
-        """Check that its forward is the one that is known here.
+        """Check that every setting has the value for which we implement the forward.
 
         Raises:
-            UnsupportedModelError: It is not.
+            UnsupportedModelError: A setting has another value.
         """
         for name, plain in _PLAIN_SETTINGS.items():
             if self.kind != "medusa" and self.config.get(name, plain[0]) not in plain:
                 raise UnsupportedModelError(
                     f"{self.checkpoint.path}/config.json: {name} = {self.config[name]!r}, a form of {self.title} that "
-                    f"is not known here; expected {plain[0]!r}. Measure it with the engine that it was made for."
+                    f"we do not support; expected {plain[0]!r}. Measure it with the engine that it was made for."
                 )
 
 
 def draft_model(checkpoint: Checkpoint) -> DraftModel | None:
-    """Return a checkpoint as the draft model that it is, None where it is none."""
+    """Return a checkpoint as a draft model, None where it is not one."""
     kind = draft_kind(checkpoint.config)
     return None if kind is None else DraftModel(checkpoint, kind)
 
 
 def diagnose_draft(draft: DraftModel) -> HeadDiagnosis:
-    """Compare the keys of a draft model with what its config says; allocates nothing."""
+    """Compare the tensor keys of a draft model with those that its config needs; allocates no weights."""
     found = {draft.renamed(key): info.shape for key, info in draft.checkpoint.tensors.items() if key not in _BESIDE}
-    # Such a head is the same, whatever the trunk.
+    # The head does not depend on the family of the trunk: any record does here.
     family = draft.family(LLAMA)
     hidden_size, vocab_size = draft.number("hidden_size"), draft.number("vocab_size")
-    # Of a trunk as wide, of which nothing else is known.
+    # A stand-in for the trunk's config: the head needs only these sizes of it.
     text_config = LlamaConfig(hidden_size=hidden_size, vocab_size=vocab_size, num_attention_heads=1)
     shapes = head_shapes(family, text_config, draft.num_modules)
     needed = HeadLayout(family, "model.", 0).native_shapes(shapes)
@@ -177,15 +170,15 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
     """Plan to draft with a draft model on a trunk.
 
     Raises:
-        CheckpointError: It is not whole, or made for a trunk of another size or with another embedding.
-        UnsupportedModelError: Its forward is not known here, or the trunk gets no such heads.
+        CheckpointError: The draft model is incomplete, or was made for a trunk of another size.
+        UnsupportedModelError: Its forward or its embedding is not supported, or the trunk's family has no such heads.
     """
     draft.require_plain()
     diagnosis = diagnose_draft(draft)
     if not diagnosis.complete:
         raise CheckpointError(
-            f"{draft.checkpoint.path}: {diagnosis.describe()}; expected a whole {draft.title}. Download or export it "
-            "again."
+            f"{draft.checkpoint.path}: {diagnosis.describe()}; expected a complete {draft.title}. Download or "
+            "export it again."
         )
     _require_same_size(draft, trunk)
     _require_same_embedding(draft, trunk)
@@ -203,7 +196,7 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
 
 
 def _drafted_tokens(checkpoint: Checkpoint) -> Tensor | None:
-    """Return the tokens of the output matrix's rows; None where these are the vocabulary."""
+    """Return the token of each row of the output matrix; None where the rows are the whole vocabulary in order."""
     if TOKENS_KEY in checkpoint.tensors:
         return checkpoint.read(TOKENS_KEY).long()
     if OFFSETS_KEY not in checkpoint.tensors:
@@ -218,18 +211,18 @@ def _require_same_size(draft: DraftModel, trunk: Checkpoint) -> None:
         found, expected = draft.config.get(name), of_trunk[name]
         if found != expected:
             raise CheckpointError(
-                f"{draft.checkpoint.path}: {name} {found}, of {trunk.path} it is {expected}; expected a draft model of "
-                "this trunk. Use the trunk that it was made for."
+                f"{draft.checkpoint.path}: {name} is {found}, in {trunk.path} it is {expected}; expected a draft "
+                "model of this trunk. Use the trunk that it was made for."
             )
 
 
 def _require_same_embedding(draft: DraftModel, trunk: Checkpoint) -> None:
-    """Check what a draft model repeats of its trunk, or may leave out."""
+    """Check that the stored embedding equals the trunk's, and that the projection's bias, which we ignore, is zero."""
     checkpoint = draft.checkpoint
     if BIAS_KEY in checkpoint.tensors and checkpoint.read(BIAS_KEY).any():
         raise UnsupportedModelError(
-            f"{checkpoint.path}: {BIAS_KEY} is not zero, which engines read differently; expected none. Measure it "
-            "with the engine that it was made for."
+            f"{checkpoint.path}: {BIAS_KEY} is not zero, and engines treat it differently; expected zeros or no bias. "
+            "Measure it with the engine that it was made for."
         )
     if EMBED_KEY not in checkpoint.tensors:
         return
@@ -238,6 +231,6 @@ def _require_same_embedding(draft: DraftModel, trunk: Checkpoint) -> None:
         mine.shape == theirs.shape and torch.equal(mine.float(), theirs.float()) for mine, theirs in pairs
     ):
         raise UnsupportedModelError(
-            f"{checkpoint.path}: {EMBED_KEY} is not that of {trunk.path}; expected the trunk's, which is read in its "
-            "place. Use the trunk that it was made for."
+            f"{checkpoint.path}: {EMBED_KEY} differs from the embedding of {trunk.path}; expected the same values, as "
+            "the trunk's embedding is used in its place. Use the trunk that the draft model was made for."
         )

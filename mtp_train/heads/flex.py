@@ -1,18 +1,20 @@
-"""Attention of the unroll by torch's flex_attention (arXiv:2412.05496), without a mask of all rows and keys.
+"""Compute the attention of an unroll with torch's flex_attention (arXiv:2412.05496), without dense masks.
 
-The keys of depth k of a recursive unroll are the rows of depth 1, then those of depth 2, and so on. Of depth 1 a row
-sees an interval that ends with itself, of the later depths its own start's rows alone. So flex_attention attends to
-depth 1, with a mask by blocks, the same at every depth, and tells the log-sum-exp of its scores; the few scores of a
-start's own rows are worked out elementwise and joined to it, as parts of an online softmax are (arXiv:1805.02867).
-Nothing here is of the size of rows x keys.
+The keys of depth k of a recursive unroll are the rows of depth 1, then the rows of depth 2, and so on. A query attends
+to an interval of depth-1 rows that ends with its own row, and in the later depths to the rows of its own start alone.
+flex_attention covers depth 1, with a block mask that is the same at every depth, and returns the log-sum-exp of its
+scores. The few scores of a start's own rows are computed elementwise and combined with it, as the parts of an online
+softmax are (arXiv:1805.02867). No tensor here has the size of rows x keys.
 
-torch compiles it into a kernel for GPUs: one for all depths of a shape (B, T), another for forwards without gradients.
-More than ``torch._dynamo.config.recompile_limit`` of them (8) are an error, so that callers keep to few shapes:
-a run measures in the shape that it trains in. No GPU has run it yet: what is tested, on a CPU, is what the compiler
-traces, forward and backward, against dense masks. Speed and memory on a GPU are not measured.
+torch compiles flex_attention into a GPU kernel: one for all depths of a shape (B, T), and another for forwards without
+gradients. Compiling more than ``torch._dynamo.config.recompile_limit`` (8) of them is an error, so callers use few
+shapes: a run measures in the shape that it trains in.
+
+No GPU has run this code yet. Tests on a CPU compare the graph that the compiler traces, forward and backward, with
+dense masks. Speed and memory on a GPU are not measured.
 
 Shapes: B rows, T tokens, N blocks of queries, M blocks of keys, R rows of a block, H heads, J key heads, G heads that
-share one, W width.
+share one key head, W width.
 """
 
 from __future__ import annotations
@@ -33,23 +35,24 @@ from mtp_train.heads.alignment import PADDING_DOCUMENT
 Attention = Literal["dense", "flex"]
 
 BLOCK = 128
-"""Rows of a block, torch's own default: its kernels cut them further as they like."""
+"""Rows of a block: torch's default, which its kernels divide further."""
 _DEVICES = ("cuda", "xpu")
-# At 512 the kernel that torch 2.11 makes wants 256 KiB of the 227 that a block has to itself on an H100.
+# At a width of 512, the kernel that torch 2.11 generates needs 256 KiB of shared memory. A block has 227 KiB on an
+# H100.
 _MOST_WIDTH = 256
 
 
 class SeenRows(NamedTuple):
-    """What a row of the unroll sees, in the place of a mask."""
+    """The rows that each query of an unroll attends to, in place of a dense mask."""
 
     blocks: BlockMask
-    """Of the rows of depth 1."""
+    """The block mask over the rows of depth 1."""
     num_own: int
-    """How many of its own start's last rows, itself included; 0 at depth 1."""
+    """How many of the last rows of its own start a query attends to, its own row included; 0 at depth 1."""
 
 
 def require_flex_device(attention: Attention, device: torch.device) -> None:
-    """Check that what the recipe asks for can be trained on the device.
+    """Check that the device can train with the attention that the recipe selects.
 
     Raises:
         RecipeError: It cannot.
@@ -64,30 +67,31 @@ def require_flex_device(attention: Attention, device: torch.device) -> None:
 
 
 def why_dense(family: Family, layer_config: PretrainedConfig) -> str | None:
-    """Say why a head's layers need whole masks; None where they do not.
+    """Return why the layers of a head need dense masks, as a clause for messages; None where flex_attention works.
 
     Args:
         family: The head's record.
-        layer_config: What its layers are built from.
+        layer_config: The config that its layers are built from.
     """
-    if family.masks_of_distances:
-        return "whose layers see how far away each key is"
+    if family.layer.masks_of_distances:
+        return "whose layers depend on the distance to each key"
     if family.classes.frozen is not None:
-        return "whose layers choose the keys that a row sees"
+        return "whose layers choose the keys that a query attends to"
     config = layer_config.to_dict()
     width, dropout = config.get("head_dim"), config.get("attention_dropout")
     if width is not None and width > _MOST_WIDTH:
         return f"whose heads are {width} wide, too wide for torch's kernel ({_MOST_WIDTH} at most)"
-    return f"whose config drops out weights of its attention (attention_dropout: {dropout})" if dropout else None
+    return f"whose config sets attention_dropout: {dropout}" if dropout else None
 
 
 def flex_masks(document_BT: Tensor) -> Callable[[int, int | None], SeenRows]:
-    """Return what says which rows a depth sees: what ``unroll_mask`` says, from depth and sliding window.
+    """Return a function from depth and sliding window to the rows that the queries of that depth attend to.
 
-    Rows of padding see themselves alone: nobody reads them, and the kernel is spared their blocks.
+    It is equivalent to ``unroll_mask``, except that a row of padding attends to itself alone: its result is never used,
+    and the kernel skips its blocks.
 
     Args:
-        document_BT: int, document numbers, each in one piece; ``PADDING_DOCUMENT`` on padding.
+        document_BT: int, document numbers, each document contiguous; ``PADDING_DOCUMENT`` on padding.
     """
     rows_T = torch.arange(document_BT.shape[1], device=document_BT.device)
     begins_BT = torch.ones_like(document_BT, dtype=torch.bool)
@@ -97,7 +101,7 @@ def flex_masks(document_BT: Tensor) -> Callable[[int, int | None], SeenRows]:
     made: dict[int | None, BlockMask] = {}
 
     def seen(depth: int, sliding_window: int | None) -> SeenRows:
-        # Row t of the depth stands at position t + depth - 1.
+        # Row t of the depth has position t + depth - 1.
         back = None if sliding_window is None else sliding_window - depth
         if back not in made:
             made[back] = interval_blocks(first_BT if back is None else first_BT.maximum(rows_T - back))
@@ -107,10 +111,10 @@ def flex_masks(document_BT: Tensor) -> Callable[[int, int | None], SeenRows]:
 
 
 def interval_blocks(first_BT: Tensor) -> BlockMask:
-    """Return the mask by which row t sees the rows ``first[t]`` to t, none where ``first[t]`` is greater.
+    """Return the block mask in which row t attends to the rows ``first[t]`` to t, and to none where ``first[t]`` > t.
 
-    ``create_block_mask`` would look at every row and key; which blocks an interval touches, and which it fills, follows
-    from its ends.
+    ``create_block_mask`` would evaluate every row and key. The ends of an interval determine which blocks it touches
+    and which it fills.
 
     Args:
         first_BT: int, on any device.
@@ -121,7 +125,7 @@ def interval_blocks(first_BT: Tensor) -> BlockMask:
     def seen(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= first_BT[batch, query])
 
-    # Rows past the end see nothing: a block that has any is never full.
+    # Rows past the end attend to nothing: a block that contains one is never full.
     padded_BT = torch.nn.functional.pad(first_BT, (0, -num_rows % BLOCK), value=num_rows)
     first_BNR = padded_BT.unflatten(1, (-1, BLOCK))
     blocks_M = torch.arange(first_BNR.shape[1], device=first_BT.device)
@@ -138,20 +142,24 @@ def interval_blocks(first_BT: Tensor) -> BlockMask:
 
 
 def _listed(chosen_BNM: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks each row of blocks has chosen, and all blocks, those first; the same for every head."""
+    """Return the chosen key blocks of each query block in the format of ``BlockMask``, the same for all heads.
+
+    Returns:
+        The number of chosen blocks, and the numbers of all blocks with the chosen ones first.
+    """
     order_BNM = chosen_BNM.int().argsort(dim=-1, descending=True, stable=True)
     return chosen_BNM.sum(-1, dtype=torch.int32)[:, None], order_BNM.int()[:, None]
 
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    # A graph in one piece or an error: what torch gives up compiling it computes with all scores at once.
-    # Fixed shapes: a kernel for all of them is slower, and each shape is used for long.
+    # fullgraph: after a graph break, torch would compute all scores at once instead of failing. Not dynamic: a kernel
+    # for all shapes is slower, and each shape is used many times.
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return them in autocast's precision, as torch's other attention takes them; flex_attention refuses a mixture."""
+    """Return the tensors in autocast's dtype, as flex_attention rejects mixed dtypes and does not cast."""
     device = query.device.type
     if not torch.is_autocast_enabled(device):
         return query, key, value
@@ -169,16 +177,16 @@ def attend_to_seen(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend to the rows that are seen.
+    """Attend to the rows of a :class:`SeenRows`.
 
     Args:
         query: Shape (B, H, T, W).
-        key: Shape (B, J, depths * T, W): the rows of depth 1 first, those of the queries' own depth last.
-        value: As ``key``, of its own width.
-        seen: What :func:`flex_masks` returned for the depth.
-        scaling: What scores are multiplied by.
+        key: Shape (B, J, depths * T, W): the rows of depth 1 first, the rows of the queries' own depth last.
+        value: As ``key``, with a width of its own.
+        seen: The result of :func:`flex_masks` for the depth.
+        scaling: The factor of the scores.
         softcap: See :func:`mtp_train.heads.attention.masked_attention`.
-        sinks_H: Likewise, its ``s_aux``.
+        sinks_H: ``s_aux`` of the same function.
 
     Returns:
         Shape (B, T, H, width of values), in the queries' dtype.
@@ -189,7 +197,8 @@ def attend_to_seen(
     def bounded(score: Tensor, *_place: Tensor) -> Tensor:
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
-    # Copies are laid out alike at every depth, and so compiled once; what is contiguous already may not be.
+    # Copies have the same strides at every depth, so the kernel is compiled once. contiguous() would keep a slice that
+    # is contiguous already, with other strides.
     attended, aux = _compiled()(
         query,
         key[:, :, :num_rows].clone(memory_format=torch.contiguous_format),
@@ -213,6 +222,6 @@ def attend_to_seen(
         scores.append(sinks_H.float().unflatten(0, (num_groups, -1))[None, :, :, None].expand_as(lse_BJGT))
     weights = torch.stack(scores).softmax(0).unsqueeze(-1)
     parts = [attended.unflatten(1, (num_groups, -1)).float(), *own_values]
-    # A sink has a weight and nothing to say.
+    # An attention sink adds to the softmax denominator but has no value vector.
     joined_BJGTW = sum(weight * part for weight, part in zip(weights, parts, strict=False))
     return joined_BJGTW.flatten(1, 2).transpose(1, 2).to(query.dtype).contiguous()

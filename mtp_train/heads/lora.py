@@ -1,4 +1,4 @@
-"""LoRA on the head (arXiv:2106.09685, equation 3), by peft: the head's own weights stay, low-rank matrices learn."""
+"""Train a head with LoRA (arXiv:2106.09685, equation 3) through peft: the head's own weights stay frozen."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformers import PretrainedConfig
 from mtp_train.errors import RecipeError
 from mtp_train.families import Convention, Family
 from mtp_train.heads.module import MtpHead
-from mtp_train.recipe import LoraSpec
+from mtp_train.recipe.schema import LoraSpec
 
 _MATRICES = (".lora_A.", ".lora_B.")
 
 
 def put_on_lora(head: MtpHead, spec: LoraSpec, *, seed: int) -> Any:
-    """Give a head low-rank matrices, in place; of all its weights only they are left to train.
+    """Add low-rank matrices to a head, in place, and leave only those matrices trainable.
 
-    What is not trained without LoRA gets none: an indexer, a module's own output matrix.
+    Modules that are frozen without LoRA get no matrices: indexers, and a module's own output matrix.
 
     Returns:
         peft's tuner around the head's modules, for :func:`merged_weights`.
@@ -28,14 +28,14 @@ def put_on_lora(head: MtpHead, spec: LoraSpec, *, seed: int) -> Any:
     Raises:
         RecipeError: A target is no layer of the head.
     """
-    from peft import LoraConfig
-    from peft.tuners.lora import LoraModel
+    from peft import LoraConfig, LoraModel
 
     layers, experts = _chosen(head.blocks, spec.targets)
     config = LoraConfig(r=spec.r, lora_alpha=spec.alpha, target_modules=layers, target_parameters=experts)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # Not the head: peft would rewrite the targets by what it knows of the config's model.
+        # The blocks, not the head: peft would replace the targets with its defaults for the model type of the head's
+        # config.
         tuner = LoraModel(head.blocks, {"default": config}, "default")
     for name, parameter in head.named_parameters():
         parameter.requires_grad_(is_lora(name))
@@ -43,17 +43,17 @@ def put_on_lora(head: MtpHead, spec: LoraSpec, *, seed: int) -> Any:
 
 
 def is_lora(name: str) -> bool:
-    """Say whether a parameter of a head is one of LoRA's."""
+    """Return whether a parameter name of a head belongs to one of LoRA's matrices."""
     return any(part in name for part in _MATRICES)
 
 
 def merged_weights(head: MtpHead, spec: LoraSpec, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state of a head with LoRA's matrices merged into its weights, under the head's usual names.
+    """Return the state dict of a head with LoRA's matrices merged into its weights, under the head's usual names.
 
     Args:
-        head: The head that they were trained on, as it was; it is changed.
-        spec: The recipe's.
-        matrices: Those that were trained; a module that no depth uses has none.
+        head: The head before training; changed in place.
+        spec: The LoRA settings of the recipe.
+        matrices: The trained matrices; modules that no depth uses have none.
     """
     tuner = put_on_lora(head, spec, seed=0)
     head.load_state_dict(matrices, strict=False)
@@ -64,13 +64,13 @@ def merged_weights(head: MtpHead, spec: LoraSpec, matrices: Mapping[str, Tensor]
 def require_lora_targets(
     spec: LoraSpec, family: Family, text_config: PretrainedConfig, num_modules: int, convention: Convention
 ) -> int:
-    """Check that a head of these shapes has what LoRA is to be put on; allocates nothing.
+    """Check that a head of these shapes has the layers that LoRA targets; allocates no weights.
 
     Returns:
-        How many weights are then trained.
+        The number of trainable weights.
 
     Raises:
-        RecipeError: It has not.
+        RecipeError: The head has no such layer.
     """
     with torch.device("meta"):
         head = MtpHead(family, text_config, num_modules=num_modules, convention=convention)
@@ -79,8 +79,8 @@ def require_lora_targets(
 
 
 def _chosen(blocks: nn.Module, targets: tuple[str, ...] | None) -> tuple[list[str], list[str]]:
-    """Return the names of the linear layers and of the stacked experts that are asked for."""
-    # Not its subclasses: DeepSeek V4 has one that multiplies group by group, and peft's matrices would not.
+    """Return the names of the linear layers and of the stacked experts that are targeted."""
+    # No subclasses: DeepSeek V4 has one that multiplies group by group, which peft's matrices would not do.
     layers = [name for name, part in blocks.named_modules() if type(part) is nn.Linear and part.weight.requires_grad]
     experts = [name for name, value in blocks.named_parameters() if ".experts." in name and value.ndim == 3]
     if targets is None:

@@ -1,4 +1,12 @@
-"""The head's modules: two norms, a projection, a borrowed decoder layer and a final norm."""
+"""Define a head as torch modules, for every kind of head.
+
+:class:`Block` is the interface of one module of a head, with one subclass for each kind: :class:`HeadModule` (MTP),
+:class:`EagleModule`, :class:`Eagle3Module` and :class:`MedusaModule`. Their decoder layers, norms and rotary embeddings
+come from transformers. :class:`MtpHead` holds the modules of a head of any kind, and selects the module, the norm and
+the sliding window of each depth. :class:`OutputRows` is an output matrix over a part of the vocabulary.
+
+Shapes: B rows, T tokens, D hidden, R rows of an output matrix, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +16,139 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mtp_train.families import Convention, Family, HeadKind
+from mtp_train.families.drafts import NUM_EAGLE3_LAYERS
 from mtp_train.heads.attention import HEAD_ATTENTION
-from mtp_train.heads.block import Block, Eagle3Module, EagleModule, MedusaModule
-from mtp_train.heads.output import OutputRows
+from mtp_train.upstream.transformers_private import DynamicSlidingWindowLayer, set_attention, set_experts
 
 
-class HeadModule(Block):
-    """One module of a head, as DeepSeek-V3 (arXiv:2412.19437, equations 21 to 23) describes it.
+class OutputRows(nn.Module):
+    """Compute logits for a part of the vocabulary. All other tokens get q = 0, so verification stays exact.
 
-    ``u = proj([embed_norm(e), hidden_norm(h)])`` (or the other order), ``z = layer(u)``, ``o = final_norm(z)`` (``z``
-    where the family has no such norm; where one serves the whole chain, the first module holds it). The embedding is
-    the trunk's and is not held here, nor is the lm_head, but where the family gives the head its own. Where the trunk
-    has streams, each of them is such an ``h``, the layer hands on as many, and ``o`` is of what a mixer makes of them.
+    Reading the whole output matrix is most of the cost of a draft where the vocabulary is large: FR-Spec
+    (arXiv:2502.14856), FastMTP (arXiv:2509.18362) and EAGLE-3 read a part.
+
+    Args:
+        weight_RD: The rows of the output matrix; frozen.
+        token_ids_R: int, the token of each row; None where the rows are the whole vocabulary in order.
+        vocab_size: V.
+    """
+
+    def __init__(self, weight_RD: Tensor, token_ids_R: Tensor | None, vocab_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight_RD, requires_grad=False)
+        ids = None if token_ids_R is None else token_ids_R.to(weight_RD.device, torch.long)
+        self.token_ids_R: Tensor | None
+        self.register_buffer("token_ids_R", ids, persistent=False)
+        self.vocab_size = vocab_size
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Return logits (..., V) of states (..., D), minus infinity for tokens without a row."""
+        logits = state @ self.weight.T
+        if self.token_ids_R is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        whole[..., self.token_ids_R] = logits
+        return whole
+
+
+class Block(nn.Module):
+    """One module of a head: the computation before its layer, the layer, and the computation after it."""
+
+    layer: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.final_norm: nn.Module = nn.Identity()
+        self.lm_head: nn.Module | None = None
+        self.embedding: nn.Module | None = None
+
+    def read(self, trunk_BTD: Tensor) -> Tensor:
+        """Return the hidden input of depth 1, computed from the trunk's states."""
+        return trunk_BTD
+
+    def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
+        """Return the input of the layer, computed from the hidden state and the token's embedding."""
+        raise NotImplementedError
+
+    def finish(self, block: Tensor, norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the input of the lm_head and the state to recycle, both (B, T, D), from the layer's output."""
+        return norm(block), block
+
+    def project(self, state: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the logits of ``finish``'s first result, from the module's own lm_head or else from ``shared``."""
+        logits: Tensor = shared(state) if self.lm_head is None else self.lm_head(state)
+        return logits
+
+
+class EagleModule(Block):
+    """EAGLE (arXiv:2401.15077): ``z = layer(fc [e, h])``; the trunk's lm_head reads ``z`` without a norm."""
+
+    def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(2 * layer_config.hidden_size, layer_config.hidden_size, bias=False)
+        self.layer = family.classes.make_layer(layer_config, module_idx)
+
+    def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
+        """Return ``fc [e, h]``, (B, T, D)."""
+        fused_BTD: Tensor = self.proj(torch.cat([embed_BTD, hidden_BTD], dim=-1))
+        return fused_BTD
+
+
+class Eagle3Module(Block):
+    """EAGLE-3 (arXiv:2503.01840): ``z = layer([e, h])``, ``o = norm(z)``.
+
+    At depth 1, ``h = fc [h_1, h_2, h_3]`` with the states of three layers of the trunk.
     """
 
     def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
         super().__init__()
-        hidden_size, streams = layer_config.hidden_size, family.streams
+        self.fc = nn.Linear(NUM_EAGLE3_LAYERS * layer_config.hidden_size, layer_config.hidden_size, bias=False)
+        self.layer = family.classes.make_layer(layer_config, module_idx)
+        self.final_norm = family.classes.make_norm(layer_config)
+
+    def read(self, trunk_BTD: Tensor) -> Tensor:
+        """Return ``h`` from the concatenated states of the trunk's layers: (B, T, layers * D) to (B, T, D)."""
+        hidden_BTD: Tensor = self.fc(trunk_BTD)
+        return hidden_BTD
+
+    def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
+        """Return embedding and state concatenated, (B, T, 2 D): the layer has a norm for each."""
+        return torch.cat([embed_BTD, hidden_BTD], dim=-1)
+
+
+class MedusaModule(Block):
+    """Medusa (arXiv:2401.10774): a residual block of the trunk's state; drafted tokens are no input."""
+
+    def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
+        super().__init__()
+        self.layer = family.classes.make_layer(layer_config, module_idx)
+
+    def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
+        """Return the state, (B, T, D)."""
+        return hidden_BTD
+
+
+class HeadModule(Block):
+    """One module of an MTP head, as DeepSeek-V3 (arXiv:2412.19437, equations 21 to 23) describes it.
+
+    ``u = proj([embed_norm(e), hidden_norm(h)])`` (or the other order), ``z = layer(u)``, ``o = final_norm(z)``. Without
+    a final norm in the family, ``o = z``. Where one norm serves the whole chain, the first module holds it. Embedding
+    and lm_head are the trunk's and are not held here, unless the family gives the head its own.
+
+    In a trunk with residual streams, each stream is such an ``h``, the layer returns as many streams, and ``o`` is
+    computed from a mixture of them.
+    """
+
+    def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
+        super().__init__()
+        hidden_size, streams = layer_config.hidden_size, family.trunk.streams
         self.joined = streams is not None and streams.joined
         self.embed_norm = family.classes.make_norm(layer_config)
         width = family.state_width(layer_config) if self.joined else hidden_size
         self.hidden_norm = family.classes.make_norm(layer_config, width)
-        self.sums = family.concat == "sum"
+        self.sums = family.wiring.concat == "sum"
         if self.sums:
             self.token_proj = nn.Linear(hidden_size, hidden_size, bias=False)
             self.hidden_proj = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -42,16 +158,19 @@ class HeadModule(Block):
         self.mixer: nn.Module | None = None
         if streams is not None:
             self.mixer = family.classes.cls(streams.mixer)(layer_config, **streams.mixer_options)
-        has_norm = family.final_norm or (module_idx == 0 and family.has_chain_norm(layer_config))
+        has_norm = family.wiring.final_norm or (module_idx == 0 and family.has_chain_norm(layer_config))
         self.final_norm = family.classes.make_norm(layer_config) if has_norm else nn.Identity()
-        if family.own_lm_head:
+        if family.wiring.own_lm_head:
             self.lm_head = nn.Linear(hidden_size, layer_config.vocab_size, bias=False).requires_grad_(False)
-        if family.own_embedding and module_idx == 0:
+        if family.wiring.own_embedding and module_idx == 0:
             self.embedding = nn.Embedding(layer_config.vocab_size, hidden_size).requires_grad_(False)
-        self.embed_first = family.concat == "embed_first"
+        self.embed_first = family.wiring.concat == "embed_first"
 
     def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
-        """Return ``u``, the input of the decoder layer: (B, T, D), or (B, T, streams, D), or these joined."""
+        """Return ``u``, the input of the decoder layer: (B, T, D).
+
+        With residual streams, the shape is (B, T, streams, D), or (B, T, streams * D) where the family joins them.
+        """
         if self.joined:
             token_BTD = self.token_proj(self.embed_norm(embed_BTD))
             hidden_BTSD = self.hidden_norm(hidden_BTD).unflatten(-1, (-1, token_BTD.shape[-1]))
@@ -65,14 +184,17 @@ class HeadModule(Block):
         return self.proj(torch.cat(halves if self.embed_first else halves[::-1], dim=-1))
 
     def finish(self, block: Tensor, norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return ``o`` and ``z`` of the layer's output, (B, T, width): streams are mixed in ``o``, joined in ``z``."""
+        """Return ``o`` and ``z`` from the layer's output, both (B, T, width).
+
+        With residual streams, ``o`` is computed from a mixture of them, and ``z`` is their concatenation.
+        """
         if self.mixer is None:
             return norm(block), block
         return norm(self.mixer(block)), block if self.joined else block.flatten(-2)
 
 
 def _centred(state_BTD: Tensor) -> Tensor:
-    """Subtract the mean, in fp32 as norms compute."""
+    """Subtract the mean over the last axis, in fp32 as norms do."""
     exact_BTD = state_BTD.float()
     return (exact_BTD - exact_BTD.mean(-1, keepdim=True)).to(state_BTD.dtype)
 
@@ -89,11 +211,13 @@ Unroll = Literal["recursive", "chained", "chained_drafts", "parallel"]
 
 
 def unroll_of(family: Family, convention: Convention, num_modules: int) -> Unroll:
-    """Say how the depths of a head go on from one another.
+    """Return how the depths of a head depend on each other.
 
-    ``recursive``: one module drafts every depth. ``chained``: depth k uses module k, whose rows read what module k-1
-    says of the same rows. ``chained_drafts``: it does, but over the text the rows of all modules read what those of the
-    first do. ``parallel``: depth k uses module k, on the trunk's state alone.
+    - ``recursive``: one module drafts every depth.
+    - ``chained``: depth k uses module k. Over the text too, the rows of module k read the output of module k-1.
+    - ``chained_drafts``: depth k uses module k. Only drafts read the output of module k-1; over the text, the rows of
+      every module read the trunk's states, as in the first module.
+    - ``parallel``: depth k uses module k, on the trunk's state alone.
     """
     if family.kind == "medusa":
         return "parallel"
@@ -103,13 +227,13 @@ def unroll_of(family: Family, convention: Convention, num_modules: int) -> Unrol
 
 
 class MtpHead(nn.Module):
-    """A head of one or several modules.
+    """A head of any kind, with one or several modules.
 
     Args:
-        family: The record that wires it.
+        family: The record that describes its wiring.
         text_config: The trunk's text config (transformers' object).
-        num_modules: Modules that the checkpoint holds; not the depth drafted to.
-        convention: Which of the engines' wirings to follow.
+        num_modules: Modules in the checkpoint, which may be fewer than the draft depth.
+        convention: The engine's wiring to follow.
     """
 
     def __init__(
@@ -118,25 +242,29 @@ class MtpHead(nn.Module):
         super().__init__()
         self.family = family
         self.convention = convention
-        self.config = family.head_layer_config(text_config, num_modules)
-        # A config that never went through a model has neither set.
-        self.config._attn_implementation = HEAD_ATTENTION
-        self.config._experts_implementation = "eager"
+        self.config = family.layer.config(text_config, num_modules)
+        # transformers sets both when it builds a model; the head's layers are built without one.
+        set_attention(self.config, HEAD_ATTENTION)
+        set_experts(self.config, "eager")
         make_module = MODULES[family.kind]
         self.blocks = nn.ModuleList(make_module(family, self.config, index) for index in range(num_modules))
         self.rotary = family.classes.make_rotary(self.config)
         self.logit_divisor = family.divisor(text_config)
-        self.trunk_layers = family.trunk_layers(text_config)
-        """The trunk's layers whose input it reads; none where the last state is all."""
+        self.trunk_layers = family.wiring.trunk_layers(text_config)
+        """The trunk's layers whose input the head reads; empty where it reads the last hidden state."""
         self._stock_layers = DynamicCache(config=self.config).layers
 
     @property
     def unroll(self) -> Unroll:
-        """How its depths go on from one another."""
+        """How the depths depend on each other, see :func:`unroll_of`."""
         return unroll_of(self.family, self.convention, len(self.blocks))
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
-        """Return what depth 1 takes of what :meth:`mtp_train.heads.trunk.Trunk.head_input` hands over, (B, T, D)."""
+        """Return the hidden input of depth 1, (B, T, D).
+
+        Args:
+            trunk_BTD: The result of :meth:`mtp_train.trunk.load.Trunk.head_input`.
+        """
         return self.module_for(1).read(trunk_BTD)
 
     def module_for(self, depth: int) -> Block:
@@ -145,7 +273,7 @@ class MtpHead(nn.Module):
 
     @property
     def state_width(self) -> int:
-        """The width of the states that it reads and recycles."""
+        """The width of the states that the head reads and recycles."""
         return self.family.state_width(self.config)
 
     def norm_for(self, depth: int) -> Callable[[Tensor], Tensor]:
@@ -156,28 +284,28 @@ class MtpHead(nn.Module):
 
     def own_lm_heads(self, num_depths: int) -> list[Tensor] | None:
         """Return the output matrix (V, D) of each depth, None where all depths use the trunk's."""
-        if not self.family.own_lm_head:
+        if not self.family.wiring.own_lm_head:
             return None
         return [cast(nn.Linear, self.module_for(depth).lm_head).weight for depth in range(1, num_depths + 1)]
 
     def embedding(self, shared: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Return what embeds the tokens that it reads: its own, or else ``shared``, the trunk's."""
+        """Return the embedding function of the head's input tokens: its own, or else ``shared``, the trunk's."""
         own = cast(Block, self.blocks[0]).embedding
         return shared if own is None else own
 
     @property
     def own_embedding_VD(self) -> Tensor | None:
-        """The matrix of its own embedding; None where it reads the trunk's."""
+        """The matrix of the head's own embedding; None where it uses the trunk's."""
         own = cast(Block, self.blocks[0]).embedding
         return None if own is None else cast(nn.Embedding, own).weight
 
     def give_output(self, output: OutputRows) -> None:
-        """Have all depths read an output matrix of the head's own."""
+        """Make all depths use an output matrix of the head's own."""
         for block in self.blocks:
             cast(Block, block).lm_head = output
 
     def sliding_window(self, depth: int) -> int | None:
-        """Return how many positions a row of ``depth`` sees, None for all."""
+        """Return how many positions a query of ``depth`` attends to, None for all."""
         layer = self._stock_layers[0 if self.unroll == "recursive" else depth - 1]
         return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
 

@@ -1,6 +1,6 @@
-"""The one MTP forward: training unrolls it, the decoder calls it with a cache, export checks run it.
+"""Run the one MTP forward: :func:`unroll` for training and :func:`mtp_step` with a cache for the decoder.
 
-Shapes: B rows, T tokens of this call, S keys seen (cached and new), D hidden, K depths.
+Shapes: B rows, T tokens of this call, S keys (cached and new), D hidden, K depths.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache, DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Cache, DynamicCache, DynamicLayer, PretrainedConfig
 
-from mtp_train.families.key_blocks import BLOCK_CACHE_LAYER, UnrolledBlocks
-from mtp_train.families.key_pools import UnrolledPools
-from mtp_train.families.relative import CONVOLVED_CACHE_LAYERS, UnrolledRows
+from mtp_train.families.mechanisms.key_blocks import BLOCK_CACHE_LAYER, UnrolledBlocks
+from mtp_train.families.mechanisms.key_pools import UnrolledPools
+from mtp_train.families.mechanisms.relative_positions import CONVOLVED_CACHE_LAYERS, UnrolledRows
 from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_distances, unroll_mask
+from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.flex import Attention, SeenRows, flex_masks
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.sdpa import without_cudnn_attention
+from mtp_train.upstream.transformers_private import DynamicIndexedLayer, DynamicSlidingWindowLayer
 
 Mask = Tensor | SeenRows
 _Masks = Callable[[int, int | None], Mask]
-"""From how many depths' rows are seen, and a sliding window, to what says which."""
+"""From the number of depths whose rows are attended to, and a sliding window, to the mask."""
 
 
 class StepOutput(NamedTuple):
-    """What one depth yields."""
+    """The result of one depth."""
 
     logit_hidden_BTD: Tensor
-    """State the lm_head reads."""
+    """The state that the lm_head reads."""
     recycled_BTD: Tensor
-    """State that is the next depth's hidden input."""
+    """The state that is the next depth's hidden input."""
 
 
 class KeysWritten(Exception):
-    """Raised by a cache that was asked for keys and values only, once it has them."""
+    """Raised by a cache in keys-only mode, to end a forward once its keys and values are stored."""
 
 
 @without_cudnn_attention()
@@ -57,18 +57,18 @@ def mtp_step(
 
     Args:
         head: The head.
-        hidden_BTD: The trunk's hidden states (depth 1) or the recycled states of the depth before.
-        embed_BTD: The trunk's embedding of the token each row reads.
-        depth: 1-based depth; picks the module.
-        positions_BT: int, row t of depth k stands at position t+k-1.
-        mask_BTS: bool, True where a row sees a key; None is plain causal attention (a single row sees every key). For a
-            family with ``masks_of_distances`` and a cache: int64, how far away each key is, -1 where it is not seen.
-            Of an unroll by flex_attention the rows seen.
+        hidden_BTD: The trunk's hidden states (depth 1), or the recycled states of the depth before.
+        embed_BTD: The trunk's embedding of the token that each row reads.
+        depth: 1-based depth; selects the module.
+        positions_BT: int, row t of depth k has position t+k-1.
+        mask_BTS: bool, True where a query attends to a key; None is plain causal attention (a single row attends to
+            every key). For a family with ``masks_of_distances`` and a cache: int64, the distance to each key, -1 where
+            a query does not attend. For an unroll with flex_attention: ``SeenRows``.
         cache: Keys and values of earlier rows; the new ones are appended. None for a first and only depth.
 
     Returns:
-        The state for the logits and the state to recycle, each of shape (B, T, D). Where the trunk has streams, what is
-        read and recycled is as wide as all of them.
+        The state for the logits and the state to recycle, each of shape (B, T, D). In a trunk with residual streams,
+        the states to read and to recycle have the width of all streams.
     """
     module = head.module_for(depth)
     if head.convention.zero_first_embedding:
@@ -99,17 +99,18 @@ def mtp_keys(
     mask_BTS: Tensor | None,
     cache: Cache,
 ) -> None:
-    """Run one depth only as far as its keys and values: all that rows of a prefix are good for.
+    """Run one depth only until its keys and values are stored, which is all that later queries need of a prefix.
 
-    The cache raises :class:`KeysWritten` out of the borrowed layer, which spares the attention, its output projection
-    and the MLP without knowing anything of the layer.
+    The cache raises :class:`KeysWritten` inside the layer. That skips the attention, its output projection and the MLP,
+    whatever the layer's class.
     """
     try:
         mtp_step(head, hidden_BTD, embed_BTD, depth=depth, positions_BT=positions_BT, mask_BTS=mask_BTS, cache=cache)
     except KeysWritten:
         return
     raise RuntimeError(
-        "head: ran past its keys; expected a cache that raises KeysWritten. Ask the cache for keys only."
+        "head: the forward went on after its keys; expected a cache that raises KeysWritten. Put the cache in "
+        "keys-only mode."
     )
 
 
@@ -119,12 +120,12 @@ def _position_embeddings(
     if head.rotary is None:
         return None
     positions_BT = positions_BT + head.convention.position_offset
-    if head.family.rotary_axes > 1:
-        positions_BT = positions_BT.expand(head.family.rotary_axes, -1, -1)
-    kind = head.family.rotary_kind
+    if head.family.layer.rotary_axes > 1:
+        positions_BT = positions_BT.expand(head.family.layer.rotary_axes, -1, -1)
+    kind = head.family.layer.rotary_kind
     if kind is not None:
         return {kind: head.rotary(fused_BTD, positions_BT, kind)}
-    layer_type = (head.layer_type(depth),) if head.family.rotary_by_layer_type else ()
+    layer_type = (head.layer_type(depth),) if head.family.layer.rotary_by_layer_type else ()
     embeddings: tuple[Tensor, Tensor] = head.rotary(fused_BTD, positions_BT, *layer_type)
     return embeddings
 
@@ -142,29 +143,31 @@ def unroll(
     recompute: bool = False,
     attention: Attention = "dense",
 ) -> list[Tensor]:
-    """Draft ``num_depths`` tokens from every row at once, with each depth seeing exactly what it sees in decoding.
+    """Draft ``num_depths`` tokens from every row at once; each depth attends to the same rows as in decoding.
 
-    A ``recursive`` head re-uses its module: depth k sees the depth-1 rows of the prefix and its own start's rows of
-    depth 2..k. A ``chained`` head runs module k over its own rows; a ``parallel`` one's rows see none. Tokens are
-    teacher-forced.
+    Tokens are teacher-forced. Which rows a query attends to depends on the head (:func:`unroll_of`):
 
-    Where drafts alone chain (``chained_drafts``), depth k sees the same rows as in a recursive head, but as module k
-    reads them: beside a chain's K passes that takes K(K-1)/2 more, which end at keys and values.
+    - ``recursive``: one module for all depths. Depth k attends to the depth-1 rows of the prefix and to its own start's
+      rows of depth 2..k.
+    - ``chained``: module k attends to its own rows.
+    - ``chained_drafts``: depth k attends to the same rows as in a recursive head, but with the keys of module k. That
+      takes K(K-1)/2 passes more than the K of a chain; they end at keys and values.
+    - ``parallel``: no attention.
 
-    With ``apart`` each depth of a recursive head sees rows of its own depth instead, at positions that do not advance
-    (as FastMTP trains, arXiv:2509.18362, section 3.2; in decoding there are no such rows).
+    With ``apart`` the depths of a recursive head are independent: each attends to rows of its own depth, and positions
+    do not advance. FastMTP trains in this way (arXiv:2509.18362, section 3.2); in decoding there are no such rows.
 
     Args:
         head: The head.
-        hidden_BTD: The trunk's hidden states, from the family's source; of layers, side by side.
+        hidden_BTD: The trunk's hidden states from the family's source; states of several layers are concatenated.
         tokens_BT: int, the tokens of the same rows.
         embed: The trunk's embedding.
         num_depths: K.
         positions_BT: int, restarting at each document.
         document_BT: int, document number, ``PADDING_DOCUMENT`` on padding.
-        apart: See above; changes nothing in a chain, whose modules see their own rows anyway.
-        recompute: Keep no activations of a depth but its results and its keys; the backward pass runs it again.
-        attention: With a mask of all rows and keys, or without one (``heads/flex.py``), for heads that can.
+        apart: Independent depths, see above; no effect on a head with a module for each depth.
+        recompute: Keep only the results and keys of each depth, and recompute its activations in the backward pass.
+        attention: With dense masks, or with flex_attention (``heads/flex.py``) for heads that support it.
 
     Returns:
         K tensors (B, T, D): the state for the logits of depth k at each start row.
@@ -190,13 +193,13 @@ def unroll(
 
 
 class _Inputs(NamedTuple):
-    """What the rows of one depth read, from every start."""
+    """The inputs of one depth, for every start row."""
 
     hidden_BTD: Tensor
     embed_BTD: Tensor
     positions_BT: Tensor
     seen_depths: int
-    """Of how many depths they see rows, their own included."""
+    """The number of depths whose rows are attended to, the own depth included."""
 
 
 def _dense_masks(head: MtpHead, document_BT: Tensor) -> _Masks:
@@ -204,13 +207,13 @@ def _dense_masks(head: MtpHead, document_BT: Tensor) -> _Masks:
 
     def mask(seen_depths: int, sliding_window: int | None) -> Tensor:
         mask_BTS = unroll_mask(prefix_BTT, seen_depths, sliding_window)
-        return unroll_distances(mask_BTS, seen_depths) if head.family.masks_of_distances else mask_BTS
+        return unroll_distances(mask_BTS, seen_depths) if head.family.layer.masks_of_distances else mask_BTS
 
     return mask
 
 
 def _run_depth(head: MtpHead, depth: int, masks: _Masks, unread: Sequence[_Inputs], cache: Cache) -> StepOutput:
-    """Run the module of a depth over rows that it has not read yet; return what it makes of the last ones."""
+    """Run the module of a depth over the rows that it has not processed yet; return the output of the last ones."""
 
     def run(rows: _Inputs) -> StepOutput:
         return mtp_step(
@@ -231,7 +234,10 @@ def _run_depth(head: MtpHead, depth: int, masks: _Masks, unread: Sequence[_Input
 
 
 def _rerunnable(run: Callable[..., StepOutput], cache: Cache) -> Callable[[Sequence[_Inputs]], StepOutput]:
-    """Return ``run`` as the backward pass may run it again: with the cache as it was, and without appending to it."""
+    """Return ``run`` in a form that the backward pass can repeat.
+
+    The first call uses the cache itself. Each repetition uses a copy of the cache as it was before the first call.
+    """
     before = _copied(cache)
     caches = iter([cache])
 
@@ -242,12 +248,15 @@ def _rerunnable(run: Callable[..., StepOutput], cache: Cache) -> Callable[[Seque
 
 
 def _copied(cache: Cache) -> Cache:
-    # Layers append by building a new tensor: the copy and the original part at the next keys.
+    # A shallow copy is enough: cache layers append by building a new tensor, which leaves the copy unchanged.
     return Cache(layers=[copy(layer) for layer in cache.layers])
 
 
 def _unsliding_cache(config: PretrainedConfig, positions_BT: Tensor) -> Cache:
-    """Return a cache that forgets nothing: a later depth still sees what is outside of the last row's window."""
+    """Return a cache that keeps all keys, also where the layers have a sliding window.
+
+    Later depths attend to keys that are outside of the last row's window.
+    """
     stock = DynamicCache(config=config).layers
     return Cache(layers=[_unrolled(layer, positions_BT) for layer in stock])
 
@@ -266,7 +275,7 @@ class _UnrolledKeys(DynamicLayer):
     """Keys and values of all rows so far."""
 
     keys_only = False
-    """Whether to stop a forward once it has written its own."""
+    """Whether to end a forward once its keys and values are stored."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
@@ -280,7 +289,7 @@ class _UnrolledKeys(DynamicLayer):
 
 @contextmanager
 def _keys_only(cache: Cache) -> Iterator[None]:
-    """Have forwards stop at their keys and values meanwhile, where nothing of a layer is written after them."""
+    """Make forwards end at their keys and values inside this context, where cache layers store nothing after them."""
     layers = [layer for layer in cache.layers if isinstance(layer, _UnrolledKeys)]
     for layer in layers:
         layer.keys_only = True

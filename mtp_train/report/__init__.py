@@ -1,6 +1,6 @@
-"""The report of a run: its fields, its files, and the same figures for a terminal, a browser and a spreadsheet."""
+"""Reports of runs and studies: ``report.json``, the HTML page, CSV tables, figures, and the summary for a terminal."""
 
-from mtp_train.report.schema import ArmResult, GateResult, Lossless, RunReport, load_report
+from mtp_train.evaluation.results import ArmResult, GateResult, Lossless, RunReport, load_report
 from mtp_train.report.table import arm_table, summary
 from mtp_train.report.write import write_report
 

@@ -1,24 +1,38 @@
-"""The report's figures as PNG bytes.
+"""Draw the figures of runs and studies, as PNG bytes.
 
-Colours are Okabe and Ito's, which colour-blind readers tell apart; every arm also has a marker or a hatch of its own,
-so that the figures survive a black and white printer. matplotlib is imported where a figure is drawn: it is slow, and
-most commands draw none.
+Colours are the palette of Okabe and Ito, which is safe for colour-blind readers. Every arm also has its own marker or
+hatch, so that figures stay readable in black and white. matplotlib is imported where a figure is drawn: its import is
+slow, and most commands draw nothing.
+
+A figure of a study shows one slice of the grid through its headline setting.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mtp_train.acceptance import Interval
-from mtp_train.report.schema import ArmResult, RunReport
-from mtp_train.report.wording import ArmGroups, group_arms, over_groups
+from mtp_train.acceptance.counts import Interval
+from mtp_train.evaluation.cells import ALL_TASKS, Cell, StudyReport
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.results import ArmResult, RunReport
+from mtp_train.report.study_slices import Slices, slice_report
+from mtp_train.report.wording import (
+    ArmGroups,
+    format_number,
+    format_seconds,
+    format_speedup,
+    group_arms,
+    over_groups,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 MarginalIntervals = Mapping[str, Sequence[Interval | None]]
 
@@ -30,7 +44,7 @@ MAX_LABEL_CHARS = 26
 
 @dataclass(frozen=True)
 class Look:
-    """How an arm is drawn in every figure."""
+    """Colour, marker and hatch of an arm, the same in every figure."""
 
     colour: str
     marker: str
@@ -50,28 +64,28 @@ LOOKS = {
 
 @dataclass(frozen=True)
 class Subject:
-    """What a figure shows a line or a row of; an empty note marks those that compare like for like."""
+    """A line or a row of a figure; a note marks arms that do not compare with the others, such as ``other trunk``."""
 
     name: str
     note: str
     look: Look
 
     def label(self, separator: str) -> str:
-        """Return the name, cut to fit, and the note."""
+        """Return the name, shortened to fit, and the note."""
         short = cut(self.name, MAX_LABEL_CHARS)
         return f"{short}{separator}({self.note})" if self.note else short
 
 
 @dataclass(frozen=True)
 class Drawn(Subject):
-    """One arm in a figure."""
+    """An arm with its figures."""
 
     arm: ArmResult
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line in a figure: x, y and y's interval, point by point."""
+    """A line of a figure; each point is x, y and the interval of y."""
 
     subject: Subject
     points: Sequence[tuple[float, float, Interval | None]]
@@ -79,7 +93,7 @@ class Series:
 
 @dataclass(frozen=True)
 class FigureFile:
-    """A rendered figure: its stem, what it shows in one sentence, and its PNG bytes."""
+    """A rendered figure: the stem of its file name, a caption and the PNG bytes."""
 
     stem: str
     caption: str
@@ -90,10 +104,10 @@ FIGURE_STEMS = ("tau", "marginal_acceptance", "speedup")
 
 
 def render_figures(report: RunReport, marginal_ci95: MarginalIntervals) -> list[FigureFile]:
-    """Draw every figure that has data.
+    """Draw every figure of a run that has data.
 
     Args:
-        report: What was measured.
+        report: The report of the run.
         marginal_ci95: By arm, the interval of the marginal acceptance at each position; arms may be missing.
     """
     drawn = _drawn_arms(group_arms(report))
@@ -109,7 +123,7 @@ def render_figures(report: RunReport, marginal_ci95: MarginalIntervals) -> list[
         caption = "Share of rounds that accepted the draft at each position (marginal acceptance)."
         figures.append(FigureFile(FIGURE_STEMS[1], caption, marginal_figure(with_shares, marginal_ci95)))
     if with_speed:
-        caption = "Tokens per second over those of the same trunk without drafts, in the same decoder."
+        caption = "Tokens per second, divided by tokens per second of the same trunk and decoder without drafts."
         figures.append(FigureFile(FIGURE_STEMS[2], caption, speedup_figure(with_speed)))
     return figures
 
@@ -132,7 +146,7 @@ def tau_figure(drawn: Sequence[Drawn]) -> bytes:
 
 
 def marginal_figure(drawn: Sequence[Drawn], marginal_ci95: MarginalIntervals) -> bytes:
-    """Draw marginal acceptance over the position in the draft, one line an arm."""
+    """Draw marginal acceptance over the position in the draft, one line per arm."""
     figure, axes = canvas(3.3 + 0.25 * len(drawn))
     depth = max(len(d.arm.marginal or ()) for d in drawn)
     series = []
@@ -166,14 +180,14 @@ def speedup_figure(drawn: Sequence[Drawn]) -> bytes:
 def draw_series(
     figure: Figure, axes: Axes, series: Sequence[Series], *, shift: float = 0.0, legend: bool = True
 ) -> None:
-    """Draw lines with their intervals, and say below the plot whose they are.
+    """Draw lines with their intervals, and a legend below the plot.
 
     Args:
-        figure: Holds the legend.
-        axes: Hold the lines.
+        figure: The figure that gets the legend.
+        axes: The axes that get the lines.
         series: The lines.
-        shift: Sideways between one line and the next, in units of x: keeps their intervals apart.
-        legend: Leave it out where another plot of the figure has it.
+        shift: Horizontal distance between two lines in units of x, which keeps their intervals apart.
+        legend: False where another plot of the same figure has the legend.
     """
     lines = []
     for index, one in enumerate(series):
@@ -192,7 +206,7 @@ def draw_series(
                 axes.plot([x + aside, x + aside], interval, color=one.subject.look.colour, linewidth=1.4)
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     if legend:
-        # Below the plot, one arm a line: names of any length fit, and nothing covers a curve.
+        # Below the plot, one arm per line: long names fit, and the legend covers no curve.
         labels = [one.subject.label(" ") for one in series]
         texts = figure.legend(lines, labels, loc="outside lower left", frameon=False, fontsize=11).get_texts()
         for text in texts:
@@ -200,8 +214,8 @@ def draw_series(
 
 
 def assign_looks(names: Sequence[str]) -> dict[str, Look]:
-    """Give every arm a look, its own where it has one; no two share one while there are enough."""
-    # Grey is for arms without drafts.
+    """Return a look for every arm: from :data:`LOOKS` for a known name, else an unused one while there are any."""
+    # Grey is reserved for arms without drafts.
     spare = [look for arm, look in LOOKS.items() if arm not in (*names, "none")] or list(LOOKS.values())
     others = [name for name in names if name not in LOOKS]
     chosen = {name: spare[index % len(spare)] for index, name in enumerate(others)}
@@ -215,7 +229,7 @@ def _drawn_arms(groups: ArmGroups) -> list[Drawn]:
 
 
 def _marker(d: Subject) -> dict[str, Any]:
-    """Return the line style of an arm; one that is not like for like is drawn hollow."""
+    """Return the marker style of an arm; hollow for an arm with a note, which does not compare with the others."""
     face = "white" if d.note else d.look.colour
     return {
         "color": d.look.colour,
@@ -228,7 +242,7 @@ def _marker(d: Subject) -> dict[str, Any]:
 
 def canvas(height_inches: float) -> tuple[Figure, Axes]:
     """Return an empty figure of the report's width, and its axes."""
-    # Figure and its default Agg canvas, without pyplot: no global state, no display.
+    # `Figure` with its default Agg canvas, without pyplot, needs neither global state nor a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=PIXELS_PER_INCH, layout="constrained", facecolor="white")
@@ -238,7 +252,7 @@ def canvas(height_inches: float) -> tuple[Figure, Axes]:
 
 
 def style_axes(axes: Axes) -> None:
-    """Give axes the report's look."""
+    """Apply the report's style to axes."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, labelsize=11)
     axes.xaxis.label.set_fontsize(11)
@@ -246,13 +260,13 @@ def style_axes(axes: Axes) -> None:
 
 
 def row_height(num_rows: int) -> float:
-    """Return the height of a figure of rows, inches."""
+    """Return the height in inches of a figure with that many rows."""
     return 0.9 + 0.5 * num_rows
 
 
 def name_rows(axes: Axes, drawn: Sequence[Subject]) -> None:
-    """Name the rows of a figure, the first on top."""
-    # Names come from users: a dollar sign in one is not mathematics.
+    """Label the rows of a figure, the first on top."""
+    # Names come from users: matplotlib must not parse a dollar sign in one as mathematics.
     axes.set_yticks(range(len(drawn)), [d.label("\n") for d in drawn], parse_math=False)
     axes.set_ylim(len(drawn) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
@@ -263,17 +277,268 @@ def name_rows(axes: Axes, drawn: Sequence[Subject]) -> None:
 
 
 def write_value(axes: Axes, x: float, row: int, text: str) -> None:
-    """Write a figure behind its mark."""
+    """Write a value to the right of its mark."""
     axes.annotate(text, (x, row), xytext=(9, 0), textcoords="offset points", va="center", fontsize=11, color=INK)
 
 
 def cut(name: str, length: int) -> str:
-    """Shorten a name that would not fit."""
+    """Shorten a name to at most ``length`` characters."""
     return name if len(name) <= length else f"{name[: length - 3]}..."
 
 
 def png(figure: Figure) -> bytes:
-    """Render a figure."""
+    """Render a figure as PNG bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+STUDY_FIGURE_STEM = re.compile(r"(tau|marginal_acceptance|depth|context|output_position|entropy|costs|drift|tasks_\d+)")
+"""Matches the stem of every figure that a study can have."""
+
+MAX_TASK_CHARS = 18
+
+
+def render_study_figures(report: StudyReport) -> list[FigureFile]:
+    """Draw every figure of a study that has data."""
+    slices = slice_report(report)
+    looks = assign_looks(slices.arms)
+    drawn = [Drawn(arm, "", looks[arm], cell) for arm, cell in slices.pooled().items() if cell.tau is not None]
+    figures = []
+    if len(drawn) > 1:
+        over = over_groups(d.arm for d in drawn)
+        caption = f"Tokens committed per round (tau), with 95 % intervals over {over}. 1 is plain decoding."
+        figures.append(FigureFile("tau", caption, tau_figure(drawn)))
+    if with_shares := [d for d in drawn if d.arm.marginal]:
+        caption = "Share of rounds that accepted the draft at each position (marginal acceptance), with 95 % intervals "
+        caption += f"over {over_groups(d.arm for d in with_shares)}."
+        intervals = {arm: cell.marginal_ci95 or () for arm, cell in slices.pooled().items()}
+        figures.append(FigureFile("marginal_acceptance", caption, marginal_figure(with_shares, intervals)))
+    figures += _heat_maps(slices)
+    figures += [figure for draw in (_depth, _context, _output, _entropy) if (figure := draw(slices, looks))]
+    figures += [figure for draw in (_costs, _drift) if (figure := draw(slices))]
+    return figures
+
+
+def _heat_maps(slices: Slices) -> list[FigureFile]:
+    """Draw tau over task and temperature, one heat map per arm, all on one colour scale."""
+    settings = slices.main_temperatures()
+    tau = {
+        arm: [[_tau(slices.cells.get((arm, task, setting))) for setting in settings] for task in slices.tasks]
+        for arm in slices.arms
+    }
+    known = [value for rows in tau.values() for row in rows for value in row if value is not None]
+    if len(slices.tasks) < 2 or not known:
+        return []
+    columns = [f"{s.temperature:g}" for s in settings]
+    figures = []
+    for number, (arm, rows) in enumerate(tau.items(), 1):
+        drawn = _heat_map(arm, slices.tasks, columns, rows, (min(1.0, *known), max(known)))
+        figures.append(FigureFile(f"tasks_{number}", f"Tau of {arm} by task and temperature.", drawn))
+    return figures
+
+
+def _heat_map(
+    arm: str,
+    tasks: Sequence[str],
+    columns: Sequence[str],
+    rows: Sequence[Sequence[float | None]],
+    scale: tuple[float, float],
+) -> bytes:
+    figure, axes = canvas(1.2 + 0.34 * len(tasks))
+    filled = [[float("nan") if value is None else value for value in row] for row in rows]
+    low, high = scale
+    # Only the light half of the colour map, so that dark numbers stay readable in grey and on a dark page (inverted).
+    axes.imshow(filled, cmap="Blues", vmin=low, vmax=high + 0.8 * (high - low), aspect="auto")
+    for y, row in enumerate(rows):
+        for x, value in enumerate(row):
+            axes.text(x, y, format_number(value, 2), ha="center", va="center", fontsize=11, color=INK)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(tasks)), [cut(task, MAX_TASK_CHARS) for task in tasks], parse_math=False)
+    axes.tick_params(length=0)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.set_xlabel("temperature")
+    axes.set_title(cut(arm, 40), fontsize=11, loc="left", color=INK, parse_math=False)
+    return png(figure)
+
+
+def _depth(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
+    """Draw speedup and tau over the number of drafts, and the tau at which a round breaks even."""
+    at = [(float(setting.depth), setting) for setting in slices.depths()]
+    tau = _series(slices, looks, at, lambda cell: (cell.tau, cell.tau_ci95))
+    speedup = _series(slices, looks, at, lambda cell: (cell.speedup, None))
+    needed = _series(slices, looks, at, lambda cell: (cell.break_even_tau, None))
+    if len(at) < 2 or not tau:
+        return None
+    figure, axes = canvas((5.6 if speedup else 3.3) + 0.25 * len(tau))
+    caption = "Tau by drafts per round."
+    if speedup:
+        caption = "Measured speed and tau by drafts per round. Dashed: the speed without drafts."
+        axes.remove()
+        above, axes = figure.subplots(2, 1, sharex=True)
+        draw_series(figure, above, speedup, legend=False)
+        above.axhline(1.0, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        above.set_ylabel("times the speed\nwithout drafts")
+        style_axes(above)
+        style_axes(axes)
+    draw_series(figure, axes, tau, shift=0.04)
+    for one in needed:
+        xs, ys, _ = zip(*one.points, strict=True)
+        axes.plot(xs, ys, color=one.subject.look.colour, linewidth=1.4, linestyle=":")
+    if needed:
+        caption += " Dotted: the tau needed to break even."
+    axes.set_xticks([x for x, _ in at])
+    axes.set_xlabel("drafts per round")
+    axes.set_ylabel("tokens per round (tau)")
+    return FigureFile("depth", caption, png(figure))
+
+
+def _context(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
+    """Draw tau over the length of the context."""
+    settings = slices.contexts()
+    series = _series(slices, looks, list(enumerate(settings)), lambda cell: (cell.tau, cell.tau_ci95))
+    if len(settings) < 2 or not series:
+        return None
+    ticks = ["own" if s.context_tokens is None else f"{s.context_tokens:,}" for s in settings]
+    over = over_groups(slices.pooled().values())
+    caption = f"Tau by tokens of context, with 95 % intervals over {over}. Own: the unchanged prompts."
+    return FigureFile("context", caption, _curves(series, ticks, "tokens of context", "tokens per round (tau)"))
+
+
+def _output(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
+    """Draw tau along the output, at the headline's temperature, depth and rule."""
+    headline = slices.headline
+    bins = [
+        row
+        for row in slices.report.positions
+        if headline and (row.temperature, row.depth, row.rule) == (headline.temperature, headline.depth, headline.rule)
+    ]
+    stretches = sorted({(row.start, row.stop) for row in bins})
+    if len(stretches) < 2:
+        return None
+    series = [
+        Series(
+            Subject(arm, "", look),
+            [(stretches.index((row.start, row.stop)), row.tau, row.tau_ci95) for row in bins if row.arm == arm],
+        )
+        for arm, look in looks.items()
+        if any(row.arm == arm for row in bins)
+    ]
+    ticks = [f"{start:,}-\n{stop - 1:,}" for start, stop in stretches]
+    over = over_groups(bins)
+    caption = f"Tau of the rounds that begin in each stretch of the output, with 95 % intervals over {over}."
+    return FigureFile("output_position", caption, _curves(series, ticks, "new token", "tokens per round (tau)"))
+
+
+def _entropy(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
+    """Draw overlap over target entropy, at the headline's temperature, else at the lowest that was measured."""
+    known = {row.temperature for row in slices.report.entropy}
+    if not known:
+        return None
+    temperature = slices.headline.temperature if slices.headline else min(known)
+    chosen = temperature if temperature in known else min(known)
+    bins = [row for row in slices.report.entropy if row.temperature == chosen]
+    starts = sorted({row.low_nats for row in bins})
+    points = {
+        arm: [
+            (starts.index(r.low_nats), r.overlap, r.overlap_ci95)
+            for r in bins
+            if r.arm == arm and r.overlap is not None
+        ]
+        for arm in looks
+    }
+    series = [Series(Subject(arm, "", looks[arm]), of_arm) for arm, of_arm in points.items() if of_arm]
+    if not series:
+        return None
+    ticks = [f"{start:g}" for start in starts]
+    caption = (
+        "Overlap of head and trunk at depth 1, at equal entropy of the trunk, with 95 % intervals over "
+        f"{over_groups(row for row in bins if row.groups)}. A better head lies higher."
+    )
+    return FigureFile("entropy", caption, _curves(series, ticks, "target entropy in nats, from", "overlap at depth 1"))
+
+
+def _costs(slices: Slices) -> FigureFile | None:
+    """Draw the time of a round as the time of one plain token plus the time added by drafting and verifying."""
+    rows = [
+        (arm, cell.round_seconds, cell.round_seconds / cell.break_even_tau)
+        for arm, cell in slices.pooled().items()
+        if cell.round_seconds and cell.break_even_tau
+    ]
+    if not rows:
+        return None
+    figure, axes = canvas(row_height(len(rows)) + 0.3)
+    looks = assign_looks(slices.arms)
+    for y, (arm, seconds, plain) in enumerate(rows):
+        axes.barh(y, 1000 * plain, height=0.62, color=FAINT)
+        more = 1000 * max(0.0, seconds - plain)
+        axes.barh(
+            y,
+            more,
+            height=0.62,
+            left=1000 * plain,
+            color=looks[arm].colour,
+            hatch=looks[arm].hatch,
+            linewidth=0,
+            edgecolor="white",
+        )
+        write_value(axes, 1000 * seconds, y, f"{format_seconds(seconds)}, {format_speedup(seconds / plain)}")
+    axes.set_xlim(0, 1.7 * max(1000 * seconds for _, seconds, _ in rows))
+    name_rows(axes, [Subject(arm, "", looks[arm]) for arm, _, _ in rows])
+    axes.set_xlabel("milliseconds per round")
+    caption = "Time of a round. Grey: one token of plain decoding. Colour: the time that drafting and verifying add."
+    return FigureFile("costs", caption, png(figure))
+
+
+def _drift(slices: Slices) -> FigureFile | None:
+    """Draw tau of an unchanged head over the tokens of fine-tuning, else over the change of the trunk's weights."""
+    for label, points in (
+        ("tokens fine-tuned on", [(p.tokens, p) for p in slices.report.drift if p.tokens is not None]),
+        (
+            "relative change of the trunk's weights",
+            [(p.trunk_change, p) for p in slices.report.drift if p.trunk_change is not None],
+        ),
+    ):
+        if len(points) > 1:
+            series = Series(Subject("unchanged head", "", LOOKS["graft"]), [(x, p.tau, p.tau_ci95) for x, p in points])
+            over = over_groups(point for _, point in points)
+            caption = f"Tau of an unchanged head while its trunk is fine-tuned, with 95 % intervals over {over}."
+            return FigureFile("drift", caption, _curves([series], None, label, "tokens per round (tau)"))
+    return None
+
+
+def _series(
+    slices: Slices,
+    looks: Mapping[str, Look],
+    at: Sequence[tuple[float, Setting]],
+    figure_of: Callable[[Cell], tuple[float | None, Interval | None]],
+) -> list[Series]:
+    """Return one line per arm through its cells of all tasks at these settings."""
+    series = []
+    for arm, look in looks.items():
+        points = []
+        for x, setting in at:
+            cell = slices.cells.get((arm, ALL_TASKS, setting))
+            y, interval = figure_of(cell) if cell else (None, None)
+            if y is not None:
+                points.append((x, y, interval))
+        if points:
+            series.append(Series(Subject(arm, "", look), points))
+    return series
+
+
+def _curves(series: Sequence[Series], ticks: Sequence[str] | None, x_label: str, y_label: str) -> bytes:
+    """Draw lines over the labels ``ticks`` at x = 0, 1, ..., or over a numeric axis where ``ticks`` is None."""
+    figure, axes = canvas(3.3 + 0.25 * len(series))
+    draw_series(figure, axes, series, shift=0.05 if ticks else 0.0, legend=len(series) > 1)
+    if ticks:
+        axes.set_xticks(range(len(ticks)), ticks)
+    else:
+        axes.ticklabel_format(axis="x", useMathText=True, scilimits=(-3, 4))
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    return png(figure)
+
+
+def _tau(cell: Cell | None) -> float | None:
+    return cell.tau if cell else None

@@ -1,17 +1,51 @@
-"""The report as one HTML file that needs nothing else: no network, no script, figures inside."""
+"""Render the report of a run or a study as one HTML file without scripts or network, figures included.
+
+The templates and style sheets are in ``templates/``. ``run.html.j2`` and ``study.html.j2`` extend ``page.html.j2``.
+"""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from mtp_train.acceptance_gate import setting_name
+from mtp_train.acceptance.gate import setting_name
+from mtp_train.evaluation.cells import StudyReport
+from mtp_train.evaluation.results import ArmResult, RunReport
 from mtp_train.report.figures import FigureFile
-from mtp_train.report.schema import ArmResult, RunReport
-from mtp_train.report.template import PAGE, STYLE
+from mtp_train.report.study_grids import (
+    Grid,
+    context_grid,
+    depth_grid,
+    difference_grid,
+    difference_matrix,
+    drift_grid,
+    task_grid,
+    temperature_grid,
+)
+from mtp_train.report.study_serving import (
+    advice_grid,
+    advice_matrix,
+    advice_of,
+    break_even_grid,
+    cost_grid,
+    latency_grid,
+    task_words,
+)
+from mtp_train.report.study_slices import Slices, slice_report
+from mtp_train.report.study_wording import (
+    STUDY_GLOSSARY,
+    count_real,
+    depth_words,
+    finding_headline,
+    ranked_arms,
+    setting_words,
+    study_headline,
+    study_key_figures,
+)
 from mtp_train.report.wording import (
     COLUMNS,
     GATE_COLUMNS,
@@ -33,20 +67,20 @@ from mtp_train.report.wording import (
 
 
 def render_page(report: RunReport, figures: Sequence[FigureFile], provenance: Mapping[str, Any]) -> str:
-    """Return the page. Every name, path and reason in it is text: markup in one is shown, not obeyed."""
+    """Return the page of a run. Markup in a name, a path or a reason is escaped."""
     groups = group_arms(report)
     trunk = next((arm.trunk for arm in groups.alike.values()), "")
     values = {
         "headline": headline(report),
         "key_figures": key_figures(report),
-        "alike": arm_rows(groups.alike, "", focus="retrained"),
-        "apart": arm_rows(groups.apart, "other trunk"),
-        "recorded": arm_rows(groups.recorded, "recorded"),
+        "alike": _arm_rows(groups.alike, "", focus="retrained"),
+        "apart": _arm_rows(groups.apart, "other trunk"),
+        "recorded": _arm_rows(groups.recorded, "recorded"),
         "apart_sentence": apart_sentence(groups, report.settings),
         "recorded_sentence": recorded_sentence(groups),
         "held_out_sentence": held_out_sentence(report.settings),
-        "figures": embedded(figures),
-        "served": served_groups(report),
+        "figures": _embedded(figures),
+        "served": _served_groups(report),
         "gate": report.gate,
         "gate_columns": GATE_COLUMNS,
         "gate_rows": gate_rows(report.gate),
@@ -54,26 +88,32 @@ def render_page(report: RunReport, figures: Sequence[FigureFile], provenance: Ma
         "gate_reason": capitalised(report.gate.reason) if report.gate else "",
         "glossary": GLOSSARY,
     }
-    return fill(PAGE, STYLE, shared_values(report, trunk, provenance) | values)
+    return _fill("run.html.j2", _shared_values(report, trunk, provenance) | values)
 
 
-def served_groups(report: RunReport) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return (setting, arms as the template takes them) of every setting but the first."""
+def _served_groups(report: RunReport) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Return (setting, rows for ``arm_table``) of every setting but the first."""
     found: dict[str, list[dict[str, Any]]] = {}
     for cell in report.cells:
         name = setting_name(cell.temperature, cell.top_p, cell.top_k, cell.rule)
-        found.setdefault(name, []).extend(arm_rows({cell.arm: cell}, "", focus="retrained"))
+        found.setdefault(name, []).extend(_arm_rows({cell.arm: cell}, "", focus="retrained"))
     return list(found.items())
 
 
-def fill(template: str, style: str, values: Mapping[str, Any]) -> str:
-    """Fill a template; only the style sheet is taken for markup."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    return environment.from_string(template).render({"style": style, **values})
+def _fill(template: str, values: Mapping[str, Any]) -> str:
+    """Fill a template of the package; every value is escaped."""
+    environment = Environment(
+        loader=PackageLoader("mtp_train.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(values)
 
 
-def shared_values(report: RunReport, subject: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what every report's page shows, whatever its kind."""
+def _shared_values(report: RunReport, subject: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the template values that pages of runs and studies share."""
     depth = max((len(shares) for arm in report.arms.values() for _, shares in _per_depth(arm)), default=0)
     return {
         "subject": subject,
@@ -86,13 +126,13 @@ def shared_values(report: RunReport, subject: str, provenance: Mapping[str, Any]
     }
 
 
-def embedded(figures: Iterable[FigureFile]) -> list[dict[str, str]]:
-    """Return figures as the template takes them."""
+def _embedded(figures: Iterable[FigureFile]) -> list[dict[str, str]]:
+    """Return figures for the template: captions, and PNG bytes in base64."""
     return [{"caption": figure.caption, "base64": base64.b64encode(figure.png).decode()} for figure in figures]
 
 
-def arm_rows(arms: Mapping[str, ArmResult], note: str, focus: str | None = None) -> list[dict[str, Any]]:
-    """Return arms as the template takes them; the one in focus is set off."""
+def _arm_rows(arms: Mapping[str, ArmResult], note: str, focus: str | None = None) -> list[dict[str, Any]]:
+    """Return rows for ``arm_table``; the arm named ``focus`` is highlighted."""
     return [
         {
             "name": name,
@@ -117,7 +157,7 @@ def _per_depth(arm: ArmResult) -> list[tuple[str, Sequence[float | None]]]:
 
 
 def _by_position(report: RunReport, depth: int) -> list[tuple[str, list[tuple[str, list[str]]]]]:
-    """Return (arm, lines), a line being a figure's name and its ``depth`` cells."""
+    """Return (arm, lines) of every arm; a line is the name of a figure and its ``depth`` cells."""
     arms = []
     for name, arm in report.arms.items():
         lines = [
@@ -127,3 +167,142 @@ def _by_position(report: RunReport, depth: int) -> list[tuple[str, list[tuple[st
         if lines:
             arms.append((name, lines))
     return arms
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Engine flags to copy, under a title that names the arm, the depth and the tasks."""
+
+    title: str
+    flags: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and its content, shown in the order of the fields."""
+
+    title: str
+    notes: tuple[str, ...] = ()
+    arms: Sequence[Mapping[str, Any]] = ()
+    figures: Sequence[Mapping[str, str]] = ()
+    positions: bool = False
+    """Whether to show the table of figures by position."""
+    grids: tuple[Grid, ...] = ()
+    flags: tuple[Flags, ...] = ()
+    rows: Sequence[tuple[str, str]] = ()
+
+    @property
+    def anchor(self) -> str:
+        """The fragment of a link to the section."""
+        return self.title.lower().replace(" ", "-")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the section has no content besides notes."""
+        return not (self.arms or self.figures or self.positions or self.grids or self.flags or self.rows)
+
+
+def render_study_page(report: StudyReport, figures: Sequence[FigureFile], provenance: Mapping[str, Any]) -> str:
+    """Return the page of a study. Markup in a name, a path or a reason is escaped."""
+    slices = slice_report(report)
+    shared = _shared_values(report, report.title, provenance)
+    verdict = study_headline(slices)
+    further = [one for one in report.findings if one.statement != verdict.title]
+    sections = _sections(slices, {figure.stem: figure for figure in figures}, bool(shared["by_position"]))
+    values = {
+        "headline": verdict,
+        "key_figures": study_key_figures(slices),
+        "findings": [finding_headline(one) for one in further],
+        "setting_sentence": _setting_sentence(slices),
+        "sections": [section for section in sections if not section.is_empty],
+        "glossary": STUDY_GLOSSARY,
+    }
+    return _fill("study.html.j2", shared | values)
+
+
+def _sections(slices: Slices, figures: Mapping[str, FigureFile], positions: bool) -> list[Section]:
+    """Return every section, including those without content."""
+    report = slices.report
+
+    def drawn(*stems: str) -> list[dict[str, str]]:
+        return _embedded(figures[stem] for stem in stems if stem in figures)
+
+    maps = drawn(*(stem for stem in figures if stem.startswith("tasks_")))
+    by_task = advice_matrix(slices) if len({row.arm for row in report.advice}) > 1 else None
+    return [
+        Section("Arms", _trunk_notes(report), arms=_arms(slices), figures=drawn("tau", "marginal_acceptance")),
+        Section(
+            "Differences", _difference_notes(slices), grids=_given(difference_grid(slices), difference_matrix(slices))
+        ),
+        Section("What to serve", grids=_given(advice_grid(slices), by_task), flags=_flags(slices)),
+        Section("By position in the draft", positions=positions),
+        Section("By task", figures=maps, grids=_given(task_grid(slices))),
+        Section("By temperature", (_RULE_NOTE,), grids=_given(temperature_grid(slices))),
+        Section("By depth", figures=drawn("depth"), grids=_given(depth_grid(slices))),
+        Section("By context", figures=drawn("context"), grids=_given(context_grid(slices))),
+        Section("Along the output", figures=drawn("output_position")),
+        Section("By entropy of the text", figures=drawn("entropy")),
+        Section("What it costs", figures=drawn("costs"), grids=_given(cost_grid(slices))),
+        Section("Time of a reply", (_LATENCY_NOTE,), grids=_given(latency_grid(slices))),
+        Section("From which length on", (_BREAK_EVEN_NOTE,), grids=_given(break_even_grid(slices))),
+        Section("While the trunk is fine-tuned", figures=drawn("drift"), grids=_given(drift_grid(slices))),
+        Section("The served model", rows=flatten(report.endpoint or {})),
+    ]
+
+
+_RULE_NOTE = "Compare arms within one temperature and rule only: which head is better can depend on both."
+_LATENCY_NOTE = "Seconds for a whole reply, prefill included, and the speed over plain decoding in brackets."
+_BREAK_EVEN_NOTE = (
+    "Output length from which drafts save more time than the head costs over the prompt, and the depth for it."
+)
+
+
+def _setting_sentence(slices: Slices) -> str:
+    if slices.headline is None:
+        return ""
+    return (
+        f"Unless a table states another setting: {setting_words(slices.headline)}. "
+        f"All {len(slices.report.cells):,} cells of the grid are in acceptance.csv."
+    )
+
+
+def _arms(slices: Slices) -> list[dict[str, Any]]:
+    ranked = ranked_arms(slices)
+    best = ranked[0][0] if len(ranked) > 1 else None
+    rows = []
+    for name, arm in slices.report.arms.items():
+        rows += _arm_rows({name: arm}, "" if arm.measured_here else "recorded", focus=best)
+    return rows
+
+
+def _trunk_notes(report: StudyReport) -> tuple[str, ...]:
+    if len({arm.trunk for arm in report.arms.values()}) < 2:
+        return ()
+    return (
+        "These arms have different trunks, which write different texts, and text of low entropy is easier to draft. "
+        "Between trunks, compare heads by the difference in overlap at equal entropy.",
+    )
+
+
+def _difference_notes(slices: Slices) -> tuple[str, ...]:
+    return (
+        "First arm minus second, paired by prompt, intervals over groups of prompts. "
+        f"{count_real(slices)} of the report's comparisons are real, at 5 % over all of them together (Holm). "
+        "Other settings are in comparisons.csv.",
+    )
+
+
+def _flags(slices: Slices) -> tuple[Flags, ...]:
+    """Return each set of flags once, titled with its arm, depth and tasks."""
+    tasks: dict[tuple[str, int, tuple[tuple[str, str], ...]], list[str]] = {}
+    for row in advice_of(slices):
+        if row.flags:
+            tasks.setdefault((row.arm, row.depth, tuple(row.flags.items())), []).append(task_words(row.task))
+    return tuple(
+        Flags(f"{arm}, {depth_words(depth)}: {', '.join(dict.fromkeys(names))}", flags)
+        for (arm, depth, flags), names in tasks.items()
+    )
+
+
+def _given(*grids: Grid | None) -> tuple[Grid, ...]:
+    return tuple(grid for grid in grids if grid is not None)

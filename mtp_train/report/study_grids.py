@@ -1,11 +1,12 @@
-"""The tables of a study's report, as text: one source for the page and the terminal."""
+"""Tables of a study's report as text, shared by the page and the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from mtp_train.report.cells import ALL_TASKS, Cell
+from mtp_train.evaluation.cells import ALL_TASKS, Cell
+from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.report.study_slices import Slices
 from mtp_train.report.study_wording import RULE_WORDS, depth_words, difference_words, pair_words, signed
 from mtp_train.report.wording import (
@@ -18,12 +19,11 @@ from mtp_train.report.wording import (
     format_speedup,
     format_tau,
 )
-from mtp_train.study.records import Setting
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line: its name, and a cell for each column behind the first."""
+    """A row: its name, and one cell for each column after the first."""
 
     name: str
     cells: tuple[str, ...]
@@ -31,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Lines under a common title; an empty one is not shown."""
+    """Rows under a common title; an empty title is not shown."""
 
     title: str
     rows: tuple[Row, ...]
@@ -42,9 +42,9 @@ class Grid:
     """A table.
 
     Attributes:
-        columns: Headings, that of the rows' names first.
-        groups: At least one, none empty.
-        prose: The last column holds sentences.
+        columns: Headings; the first is for the names of the rows.
+        groups: At least one group, none of them empty.
+        prose: Whether the last column holds sentences.
     """
 
     columns: tuple[str, ...]
@@ -56,10 +56,10 @@ Point = tuple[str, str, Setting]
 """A label, a task and a setting."""
 
 Texts = dict[str, dict[str, dict[str, str]]]
-"""Title to row to column to what is printed."""
+"""Title of a group to name of a row to column to text of a cell."""
 
 MAX_INTERVALS = 3
-"""Columns of figures with their intervals; more do not fit on 80 characters."""
+"""The most columns with intervals that fit in 80 characters."""
 
 _CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
     "tau [95 %]": format_tau,
@@ -78,27 +78,27 @@ TASK_COLUMNS = ("tau [95 %]", "groups", "macro", "by position", "overlap", "entr
 
 
 def task_grid(slices: Slices) -> Grid | None:
-    """Return every task at the headline setting; None where there is only one."""
+    """Return the arms on every task, at the headline setting; None for a single task."""
     if slices.headline is None or len(slices.tasks) < 2:
         return None
     return _point_grid(slices, "task", [(task, task, slices.headline) for task in slices.tasks], TASK_COLUMNS)
 
 
 def temperature_grid(slices: Slices) -> Grid | None:
-    """Return every temperature and rule, all tasks; None where there is only one."""
+    """Return the arms at every temperature and rule, over all tasks; None for a single setting."""
     points = [(f"{s.temperature:g}, {RULE_WORDS[s.rule]}", ALL_TASKS, s) for s in slices.temperatures()]
     return _point_grid(slices, "temperature", points, TASK_COLUMNS) if len(points) > 1 else None
 
 
 def depth_grid(slices: Slices) -> Grid | None:
-    """Return every depth, all tasks; None where there is only one."""
+    """Return the arms at every depth, over all tasks; None for a single depth."""
     points = [(depth_words(s.depth), ALL_TASKS, s) for s in slices.depths()]
     columns = ("tau [95 %]", "groups", "tau needed", "round", "speedup")
     return _point_grid(slices, "drafts", points, columns) if len(points) > 1 else None
 
 
 def context_grid(slices: Slices) -> Grid | None:
-    """Return every context length, all tasks; None where there is only one."""
+    """Return the arms at every context length, over all tasks; None for a single length."""
     labels = ["own" if s.context_tokens is None else f"{s.context_tokens:,}" for s in slices.contexts()]
     points = [(label, ALL_TASKS, s) for label, s in zip(labels, slices.contexts(), strict=True)]
     columns = ("tau [95 %]", "groups", "by position", "prompt tokens", "prefill", "speedup")
@@ -106,7 +106,7 @@ def context_grid(slices: Slices) -> Grid | None:
 
 
 def tau_matrix(slices: Slices) -> Grid | None:
-    """Return tau by task and arm, at the headline setting; None where there is only one task."""
+    """Return tau by task and arm, at the headline setting; None for a single task."""
     if slices.headline is None or len(slices.tasks) < 2:
         return None
     show = format_tau if len(slices.arms) <= MAX_INTERVALS else lambda cell: format_number(cell.tau, 2)
@@ -121,7 +121,7 @@ def tau_matrix(slices: Slices) -> Grid | None:
 
 
 def difference_grid(slices: Slices) -> Grid | None:
-    """Return the comparisons of all tasks together, at the headline setting; None where there are none."""
+    """Return the comparisons over all tasks together, at the headline setting; None without comparisons."""
     rows = [
         Row(
             pair_words(row),
@@ -142,7 +142,7 @@ def difference_grid(slices: Slices) -> Grid | None:
 
 
 def difference_matrix(slices: Slices) -> Grid | None:
-    """Return the comparisons of single tasks, at the headline setting; None where there are none."""
+    """Return the comparisons on single tasks, at the headline setting; None without comparisons."""
     texts: dict[str, dict[str, str]] = {}
     for row in slices.comparisons():
         if row.task != ALL_TASKS:
@@ -153,7 +153,7 @@ def difference_matrix(slices: Slices) -> Grid | None:
 
 
 def drift_grid(slices: Slices) -> Grid | None:
-    """Return an untouched head along a fine-tuning; None where there is none."""
+    """Return the figures of an unchanged head along a fine-tuning; None where none were measured."""
     rows = [
         Row(
             point.label,
@@ -172,13 +172,13 @@ def drift_grid(slices: Slices) -> Grid | None:
 
 
 def _task_words(task: str, groups: Iterable[int | None]) -> str:
-    """Name a task with the number of groups that its intervals rest on."""
+    """Return a task's name with the number of groups behind its intervals."""
     known = [count for count in groups if count is not None]
     return f"{task} ({count_words(known)})" if known else task
 
 
 def _point_grid(slices: Slices, name: str, points: Sequence[Point], columns: Sequence[str]) -> Grid | None:
-    """Return a group for each point with a row for each arm; with one arm, a row for each point."""
+    """Return a group per point with a row per arm; with a single arm, one row per point."""
     groups: dict[str, list[Row]] = {}
     for label, task, setting in points:
         for arm, cell in slices.drafting(task, setting).items():
@@ -188,7 +188,7 @@ def _point_grid(slices: Slices, name: str, points: Sequence[Point], columns: Seq
 
 
 def make_matrix(name: str, columns: Sequence[str], texts: Texts) -> Grid | None:
-    """Return texts as a table, a dash where there is none; None where there is nothing at all."""
+    """Return texts as a table, with a dash in empty cells; None without any row."""
     groups = {
         title: [Row(row, tuple(by_column.get(column, "-") for column in columns)) for row, by_column in rows.items()]
         for title, rows in texts.items()
@@ -197,7 +197,7 @@ def make_matrix(name: str, columns: Sequence[str], texts: Texts) -> Grid | None:
 
 
 def make_grid(columns: Sequence[str], groups: dict[str, list[Row]], *, prose: bool = False) -> Grid | None:
-    """Return a table without its empty groups; None where none is left."""
+    """Return a table without its empty groups; None where all are empty."""
     kept = tuple(Group(title, tuple(rows)) for title, rows in groups.items() if rows)
     return Grid(tuple(columns), kept, prose) if kept else None
 

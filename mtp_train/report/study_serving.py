@@ -1,8 +1,8 @@
-"""The tables that a user decides on: what a head costs, when it pays, and what to serve."""
+"""Tables of a study about serving: costs of a head, break-even lengths, and the number of drafts to serve with."""
 
 from __future__ import annotations
 
-from mtp_train.report.cells import ALL_TASKS, Advice, BreakEven
+from mtp_train.evaluation.cells import ALL_TASKS, Advice, BreakEven
 from mtp_train.report.study_grids import Grid, Row, Texts, make_grid, make_matrix
 from mtp_train.report.study_slices import Slices
 from mtp_train.report.study_wording import depth_words
@@ -10,7 +10,7 @@ from mtp_train.report.wording import format_bytes, format_number, format_seconds
 
 
 def cost_grid(slices: Slices) -> Grid | None:
-    """Return what each head takes; None where nothing is known."""
+    """Return memory and prefill costs of each head; None where none were measured."""
     rows = [
         Row(
             cost.arm,
@@ -29,7 +29,7 @@ def cost_grid(slices: Slices) -> Grid | None:
 
 
 def latency_grid(slices: Slices) -> Grid | None:
-    """Return the time of a whole reply by batch and length; None where it was not taken."""
+    """Return the time of a whole reply by batch and length; None where it was not measured."""
     texts: Texts = {}
     for row in slices.report.latency:
         title = f"batch {row.batch:,}, prompt of {row.prompt_tokens:,} tokens"
@@ -40,7 +40,7 @@ def latency_grid(slices: Slices) -> Grid | None:
 
 
 def break_even_grid(slices: Slices) -> Grid | None:
-    """Return from which output length on drafts pay, at the headline's temperature."""
+    """Return the output length from which drafts save time, at the headline's temperature; None without data."""
     at = slices.headline
     known = [row for row in slices.report.break_even if at is None or row.temperature == at.temperature]
     texts: Texts = {}
@@ -51,13 +51,13 @@ def break_even_grid(slices: Slices) -> Grid | None:
 
 
 def advice_of(slices: Slices) -> list[Advice]:
-    """Return the advice at the headline's temperature; all of it where nothing was decoded."""
+    """Return the advice at the headline's temperature; all advice where nothing was decoded."""
     headline = slices.headline
     return [row for row in slices.report.advice if headline is None or row.temperature == headline.temperature]
 
 
 def advice_grid(slices: Slices) -> Grid | None:
-    """Return what to serve and why: all tasks together where several arms are advised on, else every task."""
+    """Return drafts to serve and reasons: over all tasks where several arms have advice, else for every task."""
     advice = advice_of(slices)
     arms = {row.arm for row in advice}
     pooled = [row for row in advice if row.task == ALL_TASKS] if len(arms) > 1 else []
@@ -70,7 +70,7 @@ def advice_grid(slices: Slices) -> Grid | None:
 
 
 def advice_matrix(slices: Slices) -> Grid | None:
-    """Return how many drafts to serve each task with, by arm; None without advice."""
+    """Return the number of drafts to serve by task and arm; None without advice."""
     advice = advice_of(slices)
     texts: dict[str, dict[str, str]] = {}
     for row in advice:
@@ -80,7 +80,7 @@ def advice_matrix(slices: Slices) -> Grid | None:
 
 
 def task_words(task: str) -> str:
-    """Name a task for a reader."""
+    """Return the display name of a task."""
     return "all tasks" if task == ALL_TASKS else task
 
 

@@ -1,4 +1,4 @@
-"""What is shown of a grid: the headline setting, and one line through it along each axis.
+"""Select the cells of a grid that the report shows: the headline setting, and one line through it along each axis.
 
 A full grid has thousands of cells; all of them are in ``acceptance.csv``.
 """
@@ -10,19 +10,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import cast
 
-from mtp_train.report.cells import ALL_TASKS, ArmComparison, Cell, StudyReport
-from mtp_train.study.records import Rule, Setting
+from mtp_train.evaluation.cells import ALL_TASKS, ArmComparison, Cell, StudyReport
+from mtp_train.evaluation.prompt_records import Rule, Setting
 
 RULES = ("greedy", "sampled", "argmax")
-"""In the order of choice where a temperature has several; rules that only a server knows come last."""
+"""Verify rules by preference, for temperatures that have several; the rule of a server comes last."""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """A report by the axes of its grid; rows of arms and tasks keep the report's order.
+    """A report indexed by the axes of its grid; arms and tasks keep the report's order.
 
     Attributes:
-        headline: The setting of ``report.arms``; None where nothing drafted.
+        headline: The setting that ``report.arms`` states; None where no arm drafts.
         arms: Arms that draft.
     """
 
@@ -33,12 +33,12 @@ class Slices:
     cells: dict[tuple[str, str, Setting], Cell]
 
     def drafting(self, task: str, setting: Setting) -> dict[str, Cell]:
-        """Return the cells of the arms that draft, by arm; arms that lack the setting are missing."""
+        """Return the cells of the drafting arms, by arm; arms without this setting are left out."""
         found = {arm: self.cells.get((arm, task, setting)) for arm in self.arms}
         return {arm: cell for arm, cell in found.items() if cell is not None}
 
     def pooled(self) -> dict[str, Cell]:
-        """Return the headline cells of all tasks together, by arm."""
+        """Return the cells over all tasks at the headline setting, by arm."""
         return self.drafting(ALL_TASKS, self.headline) if self.headline else {}
 
     def temperatures(self) -> list[Setting]:
@@ -47,7 +47,7 @@ class Slices:
         return sorted(line, key=lambda s: (s.temperature, (*RULES, s.rule).index(s.rule)))
 
     def main_temperatures(self) -> list[Setting]:
-        """Return one setting a temperature: the headline's rule where it has it, else the first of :data:`RULES`."""
+        """Return one setting per temperature: the headline's rule where measured, else the first of :data:`RULES`."""
         chosen: dict[float, Setting] = {}
         for setting in self.temperatures():
             if setting.temperature not in chosen or (self.headline and setting.rule == self.headline.rule):
@@ -60,16 +60,16 @@ class Slices:
         return sorted(line, key=lambda s: s.depth)
 
     def contexts(self) -> list[Setting]:
-        """Return every context length at the headline's temperature, depth and rule; the prompts' own first."""
+        """Return every context length at the headline's temperature, depth and rule; unchanged prompts first."""
         line = [s for s, h in self._settings() if replace(s, context_tokens=h.context_tokens) == h]
         return sorted(line, key=lambda s: s.context_tokens or 0)
 
     def comparisons(self) -> list[ArmComparison]:
-        """Return the comparisons at the headline setting, all tasks and single ones."""
+        """Return the comparisons at the headline setting, over all tasks and on single ones."""
         return [row for row in self.report.comparisons if setting_of(row) == self.headline]
 
     def _settings(self) -> list[tuple[Setting, Setting]]:
-        """Return each setting that drafts, beside the headline's."""
+        """Return (setting, headline setting) for each setting with drafts."""
         every = {setting for _, task, setting in self.cells if task == ALL_TASKS and setting.rule != "none"}
         return [(setting, self.headline) for setting in every] if self.headline else []
 
@@ -88,12 +88,12 @@ def slice_report(report: StudyReport) -> Slices:
 
 
 def setting_of(row: Cell | ArmComparison) -> Setting:
-    """Return the point of the grid that a row belongs to."""
+    """Return the setting of a cell or a comparison."""
     return Setting(row.temperature, row.context_tokens, row.depth, cast(Rule, row.rule))
 
 
 def _headline(report: StudyReport, drafting: Iterable[Cell]) -> Setting | None:
-    """Return the setting at which most arms have the figures that ``report.arms`` states."""
+    """Return the setting whose cells match the figures of the most arms in ``report.arms``."""
     agreeing: Counter[Setting] = Counter()
     for cell in drafting:
         if cell.task == ALL_TASKS:

@@ -1,4 +1,4 @@
-"""A study in a terminal."""
+"""The summary of a study for a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mtp_train.report.cells import ALL_TASKS, Finding, StudyReport
+from mtp_train.evaluation.cells import ALL_TASKS, Finding, StudyReport
 from mtp_train.report.study_grids import Grid, tau_matrix
 from mtp_train.report.study_serving import advice_matrix
 from mtp_train.report.study_slices import Slices, slice_report
@@ -32,7 +32,7 @@ from mtp_train.report.wording import (
 
 
 def study_summary(report: StudyReport) -> RenderableType:
-    """Return verdict, arms, tasks, differences and advice, ready for a rich console."""
+    """Return verdict, arms, tasks, differences and advice as one rich renderable."""
     slices = slice_report(report)
     parts: list[RenderableType] = [verdict_panel(study_headline(slices))]
     if report.findings[1:]:

@@ -1,17 +1,17 @@
-"""What a study's report says in words, for the page and the terminal."""
+"""Sentences of a study's report, shared by the page and the terminal."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from mtp_train.acceptance import Interval
-from mtp_train.report.cells import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding
+from mtp_train.acceptance.counts import Interval
+from mtp_train.evaluation.cells import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding
+from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.report.study_slices import Slices
 from mtp_train.report.wording import GLOSSARY, Headline, format_speedup, format_tau, lossy_headline
-from mtp_train.study.records import Setting
 
 TONES: dict[str, Literal["good", "bad", "neutral"]] = {"good": "good", "bad": "bad"}
-"""A finding of any other tone is neutral."""
+"""Tone of a headline by tone of a finding; any other tone is neutral."""
 
 RULE_WORDS = {
     "none": "no drafts",
@@ -22,40 +22,42 @@ RULE_WORDS = {
 }
 
 _ADDED = (
-    ("macro", "Mean over prompts of each prompt's own tau. Tau itself pools rounds, so that long texts weigh more."),
-    ("overlap", "Mean of sum min(p, q) at depth 1: the acceptance that rejection sampling reaches, without its noise."),
-    ("entropy", "How uncertain the trunk is about its next token, in nats. Text of low entropy is easier to draft."),
+    ("macro", "Mean of tau over prompts. Tau itself pools rounds, so long texts weigh more."),
+    ("overlap", "Mean of sum min(p, q) at depth 1: the expected acceptance of rejection sampling."),
     ("rule", "How drafts are made and verified; figures of different rules do not compare."),
-    ("greedy", "Temperature 0: the longest prefix equal to the trunk's own choices is kept."),
-    ("argmax drafts", "The head's first choice, kept with the trunk's probability of it. Most engines do this."),
+    ("greedy", "Temperature 0: drafts are accepted while they equal the trunk's most probable token."),
+    (
+        "argmax drafts",
+        "The head's most probable token, accepted with the trunk's probability of it. Most engines do this.",
+    ),
     ("sampled drafts", "Drawn from the head's distribution and verified by rejection sampling."),
-    ("tau needed", "Break-even: the tau at which a round, with all it costs, is as fast as plain decoding."),
+    ("tau needed", "Break-even: the tau at which a round takes as long as plain decoding of the same tokens."),
     (
         "real",
         "The difference passes a test paired by prompt, over groups of prompts, at 5 % over all comparisons together "
         "(Holm's correction).",
     ),
-    ("the head", "Compared where both arms meet the same target entropies: an easier text alone does not count."),
-    ("own context", "Prompts as they are. A context of 512 is the same prompts with text before them."),
+    ("the head", "Compared at equal target entropy, so that an easier text alone makes no difference."),
+    ("own context", "The unchanged prompts. A context of 512 is the same prompts with other text before them."),
 )
 STUDY_GLOSSARY = tuple({**dict(GLOSSARY), **dict(_ADDED)}.items())
 
 
 def setting_words(setting: Setting) -> str:
-    """Say a setting in one line."""
+    """Describe a setting in one line."""
     context = "own context" if setting.context_tokens is None else f"context of {setting.context_tokens:,} tokens"
-    # A server may not tell how many.
+    # A server may not report the number of drafts.
     drafts = f", {depth_words(setting.depth)} a round" if setting.depth else ""
     return f"temperature {setting.temperature:g}, {RULE_WORDS[setting.rule]}{drafts}, {context}"
 
 
 def depth_words(depth: int) -> str:
-    """Say how many drafts."""
+    """Format a number of drafts."""
     return "no drafts" if depth == 0 else f"{depth} draft{'s' * (depth > 1)}"
 
 
 def study_headline(slices: Slices) -> Headline:
-    """Return the verdict: a decoder that changed texts, else what was put to the test, else which arm drafts best."""
+    """Return the verdict: a failed lossless check, else the first finding, else the arm with the highest tau."""
     report = slices.report
     if report.lossless and report.lossless.faults:
         return lossy_headline(report.lossless)
@@ -69,18 +71,18 @@ def study_headline(slices: Slices) -> Headline:
 
 
 def verdict_title(finding: Finding) -> str:
-    """Return a statement under its verdict: alone it would read as if it held."""
+    """Return a finding's statement after its verdict; alone, a refuted statement would read as confirmed."""
     verdict = VERDICTS.get(finding.tone, VERDICTS["neutral"])
     return f"{verdict.capitalize()}: {finding.statement[:1].lower()}{finding.statement[1:]}"
 
 
 def finding_headline(finding: Finding) -> Headline:
-    """Return what was put to the test as a verdict of its own."""
+    """Return a finding as a headline."""
     return Headline(TONES.get(finding.tone, "neutral"), finding.statement, finding.evidence)
 
 
 def ranked_arms(slices: Slices) -> list[tuple[str, Cell, float]]:
-    """Return (arm, headline cell, tau) of the arms that draft, the highest tau first."""
+    """Return (arm, cell at the headline setting, tau) of the drafting arms, the highest tau first."""
     known = [(name, cell, cell.tau) for name, cell in slices.pooled().items() if cell.tau is not None]
     return sorted(known, key=lambda entry: -entry[2])
 
@@ -110,12 +112,12 @@ def _best_arm(slices: Slices, ranked: list[tuple[str, Cell, float]]) -> Headline
 
 
 def pair_words(row: ArmComparison) -> str:
-    """Name a difference by its arms."""
+    """Return the name of a comparison: ``first - second``."""
     return f"{row.first} - {row.second}"
 
 
 def difference_words(row: ArmComparison) -> str:
-    """Say what differs between two arms: tau, the head, or only how easy their texts are."""
+    """Describe what differs between two arms: tau, the head, or only the entropy of their texts."""
     alone = row.delta_tau_ci95 is not None and not row.delta_tau_ci95[0] <= 0.0 <= row.delta_tau_ci95[1]
     level = "not shown over so many comparisons" if alone else "no difference shown"
     if row.same_trunk:
@@ -132,7 +134,7 @@ def difference_words(row: ArmComparison) -> str:
 
 
 def signed(value: float | None, interval: Interval | None, decimals: int = 2) -> str:
-    """Print a difference with its interval where there is one."""
+    """Format a difference with its sign, and its interval where it has one."""
     if value is None:
         return "-"
     bounds = f" [{interval[0]:+.{decimals}f}, {interval[1]:+.{decimals}f}]" if interval else ""
@@ -140,13 +142,13 @@ def signed(value: float | None, interval: Interval | None, decimals: int = 2) ->
 
 
 def count_real(slices: Slices) -> str:
-    """Say how many differences of the whole report are real."""
+    """Return the number of real differences of the whole report, as ``18 of 24``."""
     rows = slices.report.comparisons
     return f"{sum(row.differs for row in rows):,} of {len(rows):,}"
 
 
 def study_key_figures(slices: Slices) -> list[tuple[str, str]]:
-    """Return the (figure, meaning) pairs to show large; none where the decoder is not lossless."""
+    """Return the (figure, meaning) pairs to show large; none where the lossless check failed."""
     report = slices.report
     ranked = ranked_arms(slices)
     if (report.lossless and report.lossless.faults) or not ranked:

@@ -1,4 +1,4 @@
-"""The report in a terminal."""
+"""The summary of a run for a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from mtp_train.report.schema import RunReport
+from mtp_train.evaluation.results import RunReport
 from mtp_train.report.wording import (
     COLUMNS,
     GROUPS,
@@ -26,12 +26,12 @@ from mtp_train.report.wording import (
 )
 
 NARROW_COLUMNS = tuple(column for column in COLUMNS if column != GROUPS)
-"""What fits on 80 characters; the numbers of groups stand below the table."""
+"""Columns that fit in 80 characters; the numbers of groups are printed below the table."""
 TONES = {"good": "green", "bad": "red", "neutral": "cyan"}
 
 
 def arm_table(report: RunReport) -> Table:
-    """Return the arms side by side: like for like first, then other trunks, then recorded figures."""
+    """Return the table of arms: those on the run's trunk first, then other trunks, then recorded figures."""
     groups = group_arms(report)
     table = plain_table("arm")
     for index, column in enumerate(NARROW_COLUMNS):
@@ -49,7 +49,7 @@ def arm_table(report: RunReport) -> Table:
 
 
 def summary(report: RunReport) -> RenderableType:
-    """Return the verdict, the arms and the lossless check, ready for a rich console."""
+    """Return verdict, arms, gate and lossless check as one rich renderable."""
     parts: list[RenderableType] = [verdict_panel(headline(report)), arm_table(report), _gate(report)]
     parts.append(Text(f"Lossless: {lossless_sentence(report.lossless)}"))
     if held_out := held_out_sentence(report.settings):
@@ -58,19 +58,19 @@ def summary(report: RunReport) -> RenderableType:
 
 
 def _gate(report: RunReport) -> Text:
-    """Return what the gate found at each setting, and its power; empty without a gate."""
+    """Return the gate's figures at each setting and its power; empty without a gate."""
     lines = gate_lines(report.gate)
     return Text("\n".join([*lines, power_sentence(report.gate), ""]) if lines else "")
 
 
 def verdict_panel(verdict: Headline) -> Panel:
-    """Return the one thing to take away, in a frame."""
-    # Text, not markup: a path may hold square brackets. Not the frame's title, which would be cut off.
+    """Return the verdict in a frame."""
+    # `Text`, since rich would parse square brackets of a path as markup. Inside the panel, since rich truncates titles.
     return Panel(Text.assemble((verdict.title, "bold"), "\n", verdict.detail), border_style=TONES[verdict.tone])
 
 
 def plain_table(first: str) -> Table:
-    """Return an empty table without a frame, its first column named."""
+    """Return an empty table without a frame, with its first column."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, caption_justify="left")
     table.add_column(Text(first), no_wrap=True)
     return table

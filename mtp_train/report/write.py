@@ -1,4 +1,4 @@
-"""The report's files: ``report.json``, ``report.html``, ``acceptance.csv`` and ``figures/``."""
+"""Write the files of a report: ``report.json``, ``report.html``, ``acceptance.csv`` and ``figures/``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtp_train.evaluation.results import REPORT_FILE, ArmResult, RunReport, json_keys
 from mtp_train.report.figures import FIGURE_STEMS, FigureFile, MarginalIntervals, render_figures
 from mtp_train.report.page import render_page
-from mtp_train.report.schema import REPORT_FILE, ArmResult, RunReport
 
 MARGINAL_CI95 = "marginal_ci95"
 SAMPLING = ("temperature", "top_p", "top_k", "draft_sampling")
@@ -27,15 +27,15 @@ def write_report(
     provenance: Mapping[str, Any] | None = None,
     marginal_ci95: MarginalIntervals | None = None,
 ) -> None:
-    """Write the report into a run directory, replacing the one that is there.
+    """Write the report into a run directory, replacing an earlier report.
 
-    Everything is rendered before the first byte is written, and every file is written aside before the first is
-    renamed, ``report.json`` last: whatever fails, an earlier report stays whole.
+    Everything is rendered before the first byte is written. Every file is written under a temporary name before the
+    first is renamed, and ``report.json`` is renamed last. So an earlier report stays intact when something fails.
 
     Args:
-        report: What was measured.
+        report: The report of the run.
         run_dir: The run directory; created where it is missing.
-        provenance: What the page shows of the run's origin, nested as it likes.
+        provenance: Origin of the run for the page; nested values are flattened.
         marginal_ci95: By arm, the interval of the marginal acceptance at each position, for the figure.
     """
     figures = render_figures(report, marginal_ci95 or {})
@@ -51,15 +51,15 @@ def replace_report(
     tables: Mapping[str, str],
     stems: Iterable[str],
 ) -> None:
-    """Put a rendered report in the place of the one that is there, ``report.json`` last.
+    """Write the files of a rendered report over an earlier one, ``report.json`` last.
 
     Args:
-        run_dir: Where to.
-        report: What was measured.
-        page: Its HTML.
-        figures: Go into ``figures``.
+        run_dir: The run directory.
+        report: The report, for ``report.json``.
+        page: The HTML, for ``report.html``.
+        figures: Figures, for ``figures/``.
         tables: CSV texts by file name.
-        stems: Names of figures; those that an earlier report had and this one has not are removed.
+        stems: Stems of figures that an earlier report may have; files that this report does not write are removed.
     """
     files = {Path("figures") / f"{figure.stem}.png": figure.png for figure in figures}
     files[Path("report.html")] = page.encode()
@@ -74,21 +74,21 @@ def replace_report(
 
 
 def csv_text(report: RunReport) -> str:
-    """Return one row per arm, then one per arm and further setting, with the columns of :func:`flat_table`."""
-    # Recorded arms have settings of their own, and older reports do not state them.
+    """Return CSV with one row per arm, then one per arm and further setting, with the columns of :func:`flat_table`."""
+    # Recorded arms were measured with other settings, which older reports do not state.
     first = {name: report.settings.get(name) for name in SAMPLING}
     first["rule"] = "greedy" if report.settings.get("verify_rule") == "greedy" else first["draft_sampling"]
     of_arms = [
-        {"arm": name, **(first if arm.measured_here else dict.fromkeys(first)), **asdict(arm)}
+        {"arm": name, **(first if arm.measured_here else dict.fromkeys(first)), **arm.to_json()}
         for name, arm in report.arms.items()
     ]
-    columns = ["arm", *(field.name for field in fields(ArmResult)), "temperature", "top_p", "top_k", "rule"]
-    return flat_table(columns, [*of_arms, *map(asdict, report.cells)]).csv()
+    columns = ["arm", *json_keys(ArmResult), "temperature", "top_p", "top_k", "rule"]
+    return flat_table(columns, [*of_arms, *(cell.to_json() for cell in report.cells)]).csv()
 
 
 @dataclass(frozen=True)
 class FlatTable:
-    """Records with one value a column, None where a figure has no meaning."""
+    """A table with one value per column, None where a figure has no meaning."""
 
     columns: list[str]
     rows: list[list[Any]]
@@ -101,10 +101,10 @@ class FlatTable:
 
 
 def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> FlatTable:
-    """Spread the figures of records over columns.
+    """Return records as a table with scalar columns.
 
-    A figure per position has a column for each (``marginal_1``, ``marginal_2``, ...), an interval (``*_ci95``) one for
-    each bound, a histogram one for each count from 0.
+    A figure per position becomes a column per position (``marginal_1``, ``marginal_2``, ...), an interval (``*_ci95``)
+    a column per bound, a histogram a column per count from 0.
     """
     depth = max((len(record[name] or ()) for record in records for name in PER_POSITION if name in record), default=0)
     parts = {name: [f"{name}_{k}" for k in range(1, depth + 1)] for name in names if name in PER_POSITION}

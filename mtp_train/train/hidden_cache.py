@@ -1,12 +1,12 @@
-"""The trunk's hidden states on disk: with a frozen trunk they are the same in every epoch and for every objective.
+"""Cache the trunk's hidden states on disk: the trunk is frozen, so they are the same in every epoch and objective.
 
-One layer is kept, the one that head and loss read, so that training needs no forward pass of the trunk at all, only its
-embedding and its output matrix. A cache is a directory of shards::
+Only the layer that head and loss read is stored. Training from a cache runs no forward pass of the trunk: it needs the
+embedding and the output matrix alone. A cache is a directory of shards::
 
-    <digest>/manifest.json               what the digest is of
+    <digest>/manifest.json               the values that the digest is computed from
     <digest>/states-00000.safetensors    "states": the tokens of some documents, one document after the other
 
-Shards are whole or absent: a build that was cut off goes on with those that are missing.
+A shard is complete or absent: an interrupted build continues with the missing shards.
 
 Shapes: N documents, S tokens of a shard, B rows, T tokens of a row, D hidden.
 """
@@ -44,24 +44,24 @@ STATES, SCALES = "states", "scales"
 _FP8_MAX = 448.0
 
 HiddenFn = Callable[[Tensor, Tensor, int], Tensor]
-"""Tokens (1, S), their document numbers (1, S) and the most tokens of one forward pass, to the trunk's hidden states
-(1, S, D): :func:`mtp_train.heads.isolate.isolated_hidden`. Where the trunk is in shards, all processes call it equally
-often."""
+"""From tokens (1, S), their document numbers (1, S) and the most tokens of one forward pass to the trunk's hidden
+states (1, S, D), as :func:`mtp_train.trunk.isolate.isolated_hidden`. With a trunk in shards, all processes have to call
+it equally often."""
 StoredDtype = Literal["auto", "bf16", "fp8"]
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a cache holds and where, from the documents alone; the same in every process."""
+    """The layout of a cache: which document's tokens are where. It is the same in every process."""
 
     lengths: tuple[int, ...]
     """Tokens of each document."""
     width: int
     """D."""
     dtype: torch.dtype
-    """Of a stored number; ``float8_e4m3fn`` comes with a scale per token, fp32."""
+    """Stored dtype; ``float8_e4m3fn`` has a scale per token in fp32."""
     computed: torch.dtype
-    """Of what the trunk computes, and of what is read."""
+    """Dtype that the trunk computes, and that reading returns."""
 
     @property
     def token_bytes(self) -> int:
@@ -70,17 +70,17 @@ class CacheLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole, but for the files' headers."""
+        """Bytes of all shards without their headers."""
         return sum(self.lengths) * self.token_bytes
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """The place of each document's first token, (N + 1,), counted over all shards."""
+        """Index of each document's first token over all shards, (N + 1,)."""
         return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
 
     @cached_property
     def first_documents(self) -> list[int]:
-        """The first document of each shard, and at the end the number of documents."""
+        """Index of each shard's first document, followed by the number of documents."""
         room = max(1, SHARD_BYTES // self.token_bytes)
         firsts, begun = [0], 0
         for index, length in enumerate(self.lengths):
@@ -92,20 +92,20 @@ class CacheLayout:
 
     @property
     def num_shards(self) -> int:
-        """Files there are."""
+        """Number of shards."""
         return len(self.first_documents) - 1
 
 
 def layout_for(
     hidden_fn: HiddenFn, documents: Sequence[Document], dtype: StoredDtype, device: torch.device
 ) -> CacheLayout:
-    """Lay a cache out; runs the trunk on one token to see how wide its states are and of which precision.
+    """Return the layout of a cache. Runs the trunk on one token for the width and the dtype of its states.
 
     Args:
         hidden_fn: Runs the trunk.
-        documents: All that is trained on.
-        dtype: ``auto`` is what the trunk computes.
-        device: The trunk's.
+        documents: All documents to train on.
+        dtype: ``auto`` is the dtype that the trunk computes.
+        device: The trunk's device.
     """
     token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
     one = hidden_fn(token_11, torch.zeros_like(token_11), 1)
@@ -121,15 +121,15 @@ def cache_identity(
     precision: str,
     quantization: str | None,
 ) -> dict[str, Any]:
-    """Say what states depend on.
+    """Return everything that the stored states depend on.
 
     Args:
-        trunk: The content of the trunk's checkpoint.
-        adapter: That of its adapter.
-        documents: All that is trained on.
-        layout: What is kept of them.
-        precision: That the trunk runs in, ``train.precision``.
-        quantization: That it is packed by, ``model.quantization``.
+        trunk: Content hashes of the trunk's checkpoint.
+        adapter: Content hashes of its adapter; None without one.
+        documents: All documents to train on.
+        layout: The layout of the cache.
+        precision: ``train.precision``.
+        quantization: ``model.quantization``.
     """
     tokens = hashlib.sha256()
     for document in documents:
@@ -150,15 +150,15 @@ def cache_identity(
 
 
 def digest_of(identity: dict[str, Any]) -> str:
-    """Return the name of a cache's directory."""
+    """Return the directory name of a cache: the digest of its identity."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def require_room(layout: CacheLayout, directory: Path, max_bytes: int) -> None:
-    """Check that a cache may be and can be written.
+    """Check the size of a cache against the recipe's limit and the free disk space.
 
     Raises:
-        TrainingError: It is larger than the recipe allows, or than the disk has room for.
+        TrainingError: The cache is larger than the recipe allows, or than the disk has room for.
     """
     gib = layout.num_bytes / (1 << 30)
     what = f"{gib:.2f} GiB for {sum(layout.lengths)} tokens of {layout.token_bytes} bytes"
@@ -189,21 +189,21 @@ def build_cache(
     world: int,
     on_shard: Callable[[int, int], None],
 ) -> None:
-    """Write the shards of this process that are missing: every ``world``-th one.
+    """Write the missing shards of this process, which has every ``world``-th shard.
 
-    Every process takes as many turns, also without a shard of its own to write: the trunk may be in shards, whose
-    forward passes all processes run together.
+    Every process takes the same number of turns, also without a shard left to write: if the trunk is in shards, all
+    processes run its forward passes together.
 
     Args:
-        hidden_fn: Runs the trunk; the precision of its autocast is the caller's matter.
-        documents: Those that the layout was made of.
+        hidden_fn: Runs the trunk; the caller sets up autocast.
+        documents: The documents of the layout.
         layout: The layout.
-        directory: The cache's own, made if need be.
-        device: The trunk's.
-        max_tokens: Of one forward pass, padding included.
+        directory: The directory of this cache, created if it does not exist.
+        device: The trunk's device.
+        max_tokens: Most tokens of one forward pass, padding included.
         rank: This process.
         world: Number of processes.
-        on_shard: Told the number of turns behind us and in all.
+        on_shard: Called with the number of turns done and the number in all.
     """
     directory.mkdir(parents=True, exist_ok=True)
     num_turns = -(-layout.num_shards // world)
@@ -220,7 +220,7 @@ def build_cache(
 
 
 def _in_one_row(documents: Sequence[Document], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tokens and document numbers, (1, S); of no documents one token of padding."""
+    """Return tokens and document numbers, (1, S); one token of padding if there are no documents."""
     if not documents:
         token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
         return token_11, torch.full_like(token_11, PADDING_DOCUMENT)
@@ -232,10 +232,10 @@ def _in_one_row(documents: Sequence[Document], device: torch.device) -> tuple[Te
 def _write(states_SD: Tensor, dtype: torch.dtype, path: Path) -> None:
     tensors = {STATES: states_SD}
     if dtype is torch.float8_e4m3fn:
-        # The format spans little: every token is scaled to its full range.
+        # fp8 has a small range: scale every token to the whole of it.
         scales_S1 = states_SD.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / _FP8_MAX
         tensors = {STATES: states_SD.float() / scales_S1, SCALES: scales_S1}
-    # Two runs may build one cache; each writes files of its own until they have their name.
+    # Two runs may build the same cache: each writes under a name of its own, then renames.
     partial = path.with_suffix(f".{os.getpid()}.partial")
     stored = {STATES: SAFETENSORS_DTYPES[dtype], SCALES: SAFETENSORS_DTYPES[torch.float32]}
     write_safetensors(partial, [held_tensor(name, stored[name], values) for name, values in tensors.items()])
@@ -247,23 +247,23 @@ def _shard_path(directory: Path, shard: int) -> Path:
 
 
 def write_manifest(directory: Path, identity: dict[str, Any], layout: CacheLayout) -> None:
-    """Say for people what a directory holds; nothing reads it."""
+    """Write ``manifest.json``, which describes the cache for people; it is never read back."""
     directory.mkdir(parents=True, exist_ok=True)
     described = {**identity, "documents_held": len(layout.lengths), "bytes": layout.num_bytes}
     write_json(directory / MANIFEST_FILE, described)
 
 
 class HiddenCache:
-    """Read a whole cache, a few documents at a time.
+    """A complete cache, from which a few documents at a time are read.
 
     Args:
-        directory: The cache's own.
-        layout: What it was built by.
+        directory: The directory of this cache.
+        layout: The layout that it was built by.
     """
 
     def __init__(self, directory: Path, layout: CacheLayout) -> None:
         self.layout = layout
-        # Mapped, not read: the system keeps in memory what fits.
+        # Memory-mapped: the operating system caches as much as fits.
         self._files = [safe_open(_shard_path(directory, shard), framework="pt") for shard in range(layout.num_shards)]
 
     def rows(self, sequences: Sequence[PackedSequence]) -> Tensor:

@@ -1,7 +1,7 @@
-"""What the launcher asked for, what accelerate made of it, and a module prepared for it.
+"""Build the accelerator, check it against the launcher's request, and prepare module and optimiser.
 
-Several wrong set-ups of accelerate run on without a word, as processes that know nothing of one another or without the
-sharding that was asked for. Here each of them is an error.
+With several wrong set-ups accelerate continues silently: the processes are not connected, or the requested sharding is
+missing. Each of these is an error here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import nn
 
 from mtp_train.errors import LostProcessError, TrainingError
+from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launcher import SHARDING, Request, launcher_request
-from mtp_train.train.module import HeadTraining
 from mtp_train.train.moments import ZeroMoments
 from mtp_train.train.plan import Plan
 from mtp_train.train.shard import shard_layers, shards_trunk
+from mtp_train.upstream.transformers_private import forget_deepspeed
 
-# Evaluation runs on the main process while the others wait; no collective may time out meanwhile.
+# Collectives must not time out while the main process evaluates and the others wait.
 _PATIENCE = timedelta(hours=24)
 _ZERO_STAGES = (2, 3)
 
@@ -33,18 +34,18 @@ _ZERO_STAGES = (2, 3)
 def make_accelerator() -> Accelerator:
     """Build the accelerator that the launcher's settings ask for.
 
-    Precision is not its matter: :class:`HeadTraining` casts by itself, the same under every wrapper. FSDP2's and
-    DeepSpeed's own mixed precision would round the inputs of the loss and the head's weights.
+    It sets no precision: :class:`HeadTraining` casts by itself, alike under every wrapper. The mixed precision of FSDP2
+    and DeepSpeed would round the inputs of the loss and the head's weights.
 
     Raises:
-        TrainingError: The launcher's settings and what accelerate made of them differ.
+        TrainingError: accelerate's state differs from the launcher's settings.
     """
     if _asked_for("ACCELERATE_USE_DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
         raise TrainingError(
             "launcher: asks for DeepSpeed, which is not installed; expected it to be. Run pip install "
             '"mtp-train[deepspeed]", or launch with recipes/accelerate/fsdp2.yaml, which needs nothing more.'
         )
-    # accelerate names no backend for DeepSpeed on a machine without an accelerator.
+    # accelerate sets no backend for DeepSpeed on a machine without an accelerator.
     on_cpu = _asked_for("ACCELERATE_USE_DEEPSPEED") and not torch.accelerator.is_available()
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=_PATIENCE)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[group])
@@ -52,14 +53,12 @@ def make_accelerator() -> Accelerator:
     if accelerator.distributed_type is DistributedType.FSDP:
         from accelerate.utils import disable_fsdp_ram_efficient_loading
 
-        # transformers would give all processes but the first a trunk of random numbers to decode with.
+        # Otherwise transformers loads real weights in the first process only; the others would decode with random ones.
         disable_fsdp_ram_efficient_loading()
         accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        from transformers.integrations import unset_hf_deepspeed_config
-
-        # transformers would load every trunk as partitions, also those that decode.
-        unset_hf_deepspeed_config()
+        # Otherwise transformers loads every trunk in ZeRO-3 partitions, also for decoding.
+        forget_deepspeed()
     return accelerator
 
 
@@ -68,10 +67,10 @@ def _asked_for(variable: str) -> bool:
 
 
 def require_as_asked(accelerator: Accelerator) -> None:
-    """Check that accelerate joined all processes and shards as the launcher's settings say.
+    """Check that accelerate connected all processes and shards as the launcher's settings ask for.
 
     Raises:
-        TrainingError: It does not.
+        TrainingError: Processes or sharding are missing, or the settings are of an unsupported kind.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
@@ -89,7 +88,7 @@ def require_as_asked(accelerator: Accelerator) -> None:
                 f"launcher: asks for {asked.value}, accelerate gives {found.value}; expected what was asked for. "
                 "accelerate shards on GPUs only: on CPUs use recipes/accelerate/cpu_ddp.yaml."
             )
-    # Requests that accelerate dropped before it started this process: no variable tells of them.
+    # accelerate drops some requests before it starts this process, and no environment variable records them.
     request = launcher_request()
     given = Request(accelerator.num_processes, found if found in SHARDING else None)
     if request.num_processes not in (None, given.num_processes) or request.sharding not in (None, given.sharding):
@@ -111,10 +110,10 @@ def require_as_asked(accelerator: Accelerator) -> None:
 
 @contextlib.contextmanager
 def lost_process_is_named() -> Iterator[None]:
-    """Say what a broken connection means: gloo's own words are of sockets. NCCL leaves the ending to the launcher.
+    """Turn gloo's socket errors into one that names the cause. With NCCL the launcher ends the processes instead.
 
     Raises:
-        LostProcessError: Another process went away.
+        LostProcessError: The connection to another process is lost.
     """
     try:
         yield
@@ -123,7 +122,7 @@ def lost_process_is_named() -> Iterator[None]:
             raise
         raise LostProcessError(
             "launcher: another process of this run is gone (killed, out of memory, or ended by an error that stands "
-            "above); expected all of them to the end. Start the same command again: it goes on from the last saved "
+            "above); expected all of them to the end. Start the same command again: it resumes from the last saved "
             "state."
         ) from error
 
@@ -154,7 +153,7 @@ def prepare(
 
 
 def _configure_deepspeed(module: HeadTraining, accelerator: Accelerator, plan: Plan, max_grad_norm: float) -> None:
-    """Tell DeepSpeed what it does by itself: accumulation and clipping."""
+    """Configure what DeepSpeed does itself: accumulation and gradient clipping."""
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
     settings |= {
         "train_micro_batch_size_per_gpu": plan.micro_batch_sequences,
@@ -162,15 +161,15 @@ def _configure_deepspeed(module: HeadTraining, accelerator: Accelerator, plan: P
         "gradient_accumulation_steps": plan.accumulation,
         "gradient_clipping": max_grad_norm,
     }
-    # DeepSpeed allocates this many elements whatever the model; a head often has fewer.
+    # DeepSpeed allocates buckets of this many elements for any model; a head often has fewer.
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     settings["zero_optimization"].setdefault("reduce_bucket_size", min(trained, 200_000_000))
-    # By itself it takes some mixtures' experts for one unit, the head's too, and stumbles over their second depth.
+    # By default DeepSpeed treats the experts of some mixtures as one unit, also in the head, and fails at depth 2.
     settings["zero_optimization"].setdefault("leaf_module", {"classes": []})
 
 
 def clip_gradient(accelerator: Accelerator, wrapped: nn.Module, max_grad_norm: float) -> float:
-    """Scale the gradient down to the norm and return what it was; DeepSpeed has clipped it in its backward."""
+    """Clip the gradient to a norm and return the norm before; DeepSpeed has clipped it in its backward pass."""
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         engine: Any = wrapped
         return float(engine.get_global_grad_norm())
@@ -178,7 +177,7 @@ def clip_gradient(accelerator: Accelerator, wrapped: nn.Module, max_grad_norm: f
 
 
 def run_facts(accelerator: Accelerator, wrapped: nn.Module, precision: str) -> dict[str, Any]:
-    """Say what the launcher really gave."""
+    """Return the processes, the wrapper and the precision that training really uses, for ``metrics.jsonl``."""
     kind = str(accelerator.distributed_type.value)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         kind += f" ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"

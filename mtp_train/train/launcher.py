@@ -1,8 +1,8 @@
-"""Read what `accelerate launch` was asked for from its own command line.
+"""Read the request given to ``accelerate launch`` from the launcher's command line.
 
-Where accelerate's launcher finds no GPU, or is given `--cpu`, it drops the request for several processes or for shards
-and starts one plain process. It sets no variable that tells that process so. The command line of the launcher, which is
-the parent process, still has the request.
+If accelerate's launcher finds no GPU, or gets ``--cpu``, it drops a request for several processes or for shards, starts
+one plain process, and sets no variable about it. The command line of the launcher, which is the parent process, still
+has the request.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 from accelerate.utils import DistributedType
 
-# accelerate's launcher sets it for every process. A process without it was not launched, or was cut loose on purpose.
+from mtp_train.upstream.accelerate_private import default_config_path, launch_parser, read_config_file
+
+# accelerate's launcher sets it for every process. A process without it was not launched by accelerate.
 _MARK = "ACCELERATE_MIXED_PRECISION"
 _PROGRAMS = ("accelerate-launch", "accelerate.commands.launch")
 _PROGRAMS_OF_COMMANDS = ("accelerate", "accelerate.commands.accelerate_cli")
@@ -27,16 +29,25 @@ _FLAGS: dict[str, DistributedType] = {
     "use_megatron_lm": DistributedType.MEGATRON_LM,
 }
 SHARDING = frozenset(_FLAGS.values())
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+"""The variable by which accelerate's launcher sets the number of threads of its processes."""
 
 
 class Request(NamedTuple):
-    """What a launcher was asked for; None is not asked for."""
+    """Processes, shards and threads that the user requested from the launcher.
+
+    Attributes:
+        num_processes: Number of processes; None if not given.
+        sharding: Kind of sharding; None if not given.
+        default_threads: Whether the launcher set ``OMP_NUM_THREADS`` to its own default.
+    """
 
     num_processes: int | None
     sharding: DistributedType | None
+    default_threads: bool = False
 
     def __str__(self) -> str:
-        """Describe it in an error message."""
+        """Describe the request in an error message."""
         parts = [] if self.num_processes is None else [f"{self.num_processes} process{'es' * (self.num_processes > 1)}"]
         return " with ".join([*parts, "no shards" if self.sharding is None else f"{self.sharding.value} shards"])
 
@@ -45,25 +56,25 @@ NOTHING = Request(None, None)
 
 
 def launcher_request() -> Request:
-    """Return what the launcher above this process was asked for; nothing where none is found, or none can be read."""
+    """Return the request of the launcher above this process; an empty one if no launcher is found or readable."""
     if _MARK not in os.environ:
         return NOTHING
-    for command, directory in _ancestors():
+    for command, directory, environment in _ancestors():
         arguments = launch_arguments(command)
         if arguments is not None:
-            return read_request(arguments, directory)
+            return read_request(arguments, directory, environment)
     return NOTHING
 
 
-def _ancestors() -> Iterator[tuple[list[str], Path]]:
-    """Yield the command line and the working directory of each ancestor of this process that can be read."""
+def _ancestors() -> Iterator[tuple[list[str], Path, Mapping[str, str]]]:
+    """Yield command line, working directory and environment of each ancestor of this process that can be read."""
     try:
         parents = psutil.Process().parents()
     except (psutil.Error, OSError):
         return
     for process in parents:
         with contextlib.suppress(psutil.Error, OSError):
-            yield process.cmdline(), Path(process.cwd())
+            yield process.cmdline(), Path(process.cwd()), process.environ()
 
 
 def launch_arguments(command: Sequence[str]) -> list[str] | None:
@@ -77,36 +88,36 @@ def launch_arguments(command: Sequence[str]) -> list[str] | None:
     return None
 
 
-def read_request(arguments: Sequence[str], directory: Path) -> Request:
-    """Read the launcher's arguments and the file that they name, as the launcher itself does.
+def read_request(arguments: Sequence[str], directory: Path, environment: Mapping[str, str]) -> Request:
+    """Read the launcher's arguments and the config file that they name, as the launcher itself does.
 
     Args:
-        arguments: What stands after ``accelerate launch``.
+        arguments: The command line after ``accelerate launch``.
         directory: The launcher's working directory.
+        environment: The launcher's environment variables.
     """
-    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
-    from accelerate.commands.launch import launch_command_parser
-
     with contextlib.redirect_stderr(io.StringIO()):
         try:
-            args = launch_command_parser().parse_args(list(arguments))
+            args = launch_parser().parse_args(list(arguments))
         except SystemExit:
             return NOTHING
     # 0 is accelerate's own default on a machine without GPUs.
     num_processes = args.num_processes or None
     sharding = next((kind for flag, kind in _FLAGS.items() if getattr(args, flag, False)), None)
-    # accelerate reads the default file only without --cpu, and takes no kind from any file where a flag names one.
-    path = args.config_file or (default_config_file if not args.cpu else None)
+    # A config file cannot set threads: accelerate refuses the key.
+    default_threads = args.num_cpu_threads_per_process is None and THREADS_VARIABLE not in environment
+    # accelerate reads the default file only without --cpu. A flag for the kind of sharding overrides every file.
+    path = args.config_file or (default_config_path() if not args.cpu else None)
     if path is not None and (directory / path).is_file():
         try:
-            file = load_config_from_file(str(directory / path))
+            file = read_config_file(str(directory / path))
         except Exception:
-            # The launcher has read this file: a run must not end because it has changed since.
-            return Request(num_processes, sharding)
+            # The launcher has read this file already: a run must not fail because the file has changed since.
+            return Request(num_processes, sharding, default_threads)
         # -1 is accelerate's own default.
         count = getattr(file, "num_processes", None)
         if num_processes is None and isinstance(count, int) and count > 0:
             num_processes = count
         if sharding is None and not (args.multi_gpu or args.tpu) and file.distributed_type in SHARDING:
             sharding = DistributedType(file.distributed_type)
-    return Request(num_processes, sharding)
+    return Request(num_processes, sharding, default_threads)

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: ``metrics.jsonl`` always, Weights & Biases where the recipe says so."""
+"""Log a run's numbers: to ``metrics.jsonl`` always, to Weights & Biases if the recipe asks for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RunLog:
         wandb: ``off``, ``offline`` (needs no network; upload later with ``wandb sync``) or ``online``.
         project: The Weights & Biases project.
         config: The resolved recipe, for Weights & Biases.
-        resume_step: Lines after this step are dropped: a killed run may have logged steps it will do again.
+        resume_step: Lines after this step are dropped: a killed run may have logged steps that will be repeated.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RunLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the logged lines of a run; a last line torn by a kill is left out."""
+    """Return the logged lines of a run, without a last line that a kill cut off."""
     path = run_dir / METRICS_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     parsed = []

@@ -1,4 +1,4 @@
-"""The training loop, meant to be read from top to bottom."""
+"""The training loop of the head, to be read from top to bottom."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from mtp_train.data.pack import PackedSequence, collate, count_targets
 from mtp_train.errors import StoppedError, TrainingError
 from mtp_train.heads.module import MtpHead
-from mtp_train.losses import depth_weights
-from mtp_train.recipe import Recipe
+from mtp_train.losses.chunked import depth_weights
+from mtp_train.recipe.schema import Recipe
+from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.launch import clip_gradient, prepare, run_facts
 from mtp_train.train.log import RunLog
-from mtp_train.train.module import HeadTraining
 from mtp_train.train.plan import Plan, learning_rate
 from mtp_train.train.select import Selection
 from mtp_train.train.state import head_state, load_best, load_moments, load_weights, load_window, save_state
@@ -33,7 +33,7 @@ BatchFn = Callable[[int], Sequence[PackedSequence]]
 
 @dataclass
 class Window:
-    """Numbers gathered since the last log line."""
+    """Sums since the last log line."""
 
     loss_sum_K: list[float]
     targets_K: list[float]
@@ -53,14 +53,14 @@ class Window:
         return self.seconds_before + time.perf_counter() - self.started
 
     def saved(self) -> dict[str, Any]:
-        """Return the window as a resume state stores it: the arguments that make it again."""
+        """Return the constructor arguments of the window, for a resume state."""
         sums = {"loss_sum_K": self.loss_sum_K, "targets_K": self.targets_K, "tokens": self.tokens}
         return {**sums, "seconds_before": self.seconds}
 
 
 @dataclass
 class Run:
-    """What a step works with."""
+    """The objects that a training step uses."""
 
     recipe: Recipe
     plan: Plan
@@ -79,9 +79,10 @@ def make_optimizer(head: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     matrices = [parameter for parameter in head.parameters() if parameter.requires_grad and parameter.ndim > 1]
     vectors = [parameter for parameter in head.parameters() if parameter.requires_grad and parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": recipe.train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    # LoRA trains no vector, and DeepSpeed has no use for an empty group.
+    # LoRA trains no vectors. Leave the empty group out, which DeepSpeed does not expect.
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=recipe.train.lr, betas=recipe.train.betas)
+    beta1, beta2 = recipe.train.betas
+    return torch.optim.AdamW(groups, lr=recipe.train.lr, betas=(beta1, beta2))
 
 
 def train_head(
@@ -102,21 +103,21 @@ def train_head(
     Args:
         module: Trunk and head.
         recipe: The recipe.
-        plan: Its numbers for this world size.
-        batch_fn: Step (0-based) to the step's packed sequences, the same on every rank.
+        plan: The recipe's numbers for this world size.
+        batch_fn: From a step (0-based) to its packed sequences, the same on every rank.
         accelerator: Built with ``gradient_accumulation_steps=plan.accumulation``.
-        state_dir: Where resume states live.
-        make_log: Given the step resumed from, opens the log (None on ranks that do not log).
+        state_dir: Directory of resume states.
+        make_log: From the step to resume at to the open log; None on ranks that do not log.
         on_step: Called after each step with the number of steps done, for a progress bar.
         cache: The trunk's hidden states; None computes them in every step.
-        selection: Chooses among the heads on the way; None takes the last.
+        selection: Selects the best head during training; None takes the last head.
 
     Returns:
-        The trained weights, whole on every rank, of LoRA its matrices; ``module`` may be left in shards.
+        The trained weights, whole on every rank; with LoRA, its matrices. ``module`` may be left in shards.
 
     Raises:
         TrainingError: The loss or the gradient is not finite, or the ranks are not joined.
-        StoppedError: SIGTERM came; the state is saved.
+        StoppedError: The process received SIGTERM; the state is saved.
     """
     head = module.head
     done = load_weights(state_dir, head)
@@ -127,7 +128,7 @@ def train_head(
     wrapped, prepared = prepare(module, make_optimizer(head, recipe), accelerator, plan, recipe.train.max_grad_norm)
     if done:
         load_moments(state_dir, done, head, prepared)
-    # States of earlier releases have no window.
+    # Resume states of earlier releases have no window.
     saved = load_window(state_dir)
     log, window = make_log(done), Window(**saved) if saved else Window.empty(module.num_depths)
     run = Run(recipe, plan, accelerator, head, wrapped, prepared, selection, state_dir, log, window)
@@ -139,8 +140,8 @@ def train_head(
         log.close()
     if not is_over(done, plan, selection):
         raise StoppedError(
-            f"{state_dir.parent}: told to stop (SIGTERM) after step {done} of {plan.max_steps}; expected to go on to "
-            "the end. The state is saved: start the same command again."
+            f"{state_dir.parent}: stopped by SIGTERM after step {done} of {plan.max_steps}; expected to train to the "
+            "end. The state is saved: start the same command again to resume."
         )
     return chosen_weights(head, selection)
 
@@ -148,7 +149,7 @@ def train_head(
 def take_steps(
     run: Run, done: int, batch_fn: BatchFn, cache: HiddenCache | None, on_step: Callable[[int], None]
 ) -> int:
-    """Go on from ``done`` steps until training is over or told to stop; return the steps done then."""
+    """Train from step ``done`` until the end or a stop signal; return the number of steps done."""
     told_to_stop = False
     with noted_sigterm() as sigterm:
         while not (told_to_stop or is_over(done, run.plan, run.selection)):
@@ -166,7 +167,7 @@ def take_steps(
 
 
 def is_over(done: int, plan: Plan, selection: Selection | None) -> bool:
-    """Say whether there is nothing left to train after ``done`` steps."""
+    """Return whether training is over after ``done`` steps."""
     return done >= plan.max_steps or (selection is not None and selection.is_exhausted)
 
 
@@ -186,12 +187,12 @@ def optimise(
 ) -> tuple[Tensor, float]:
     """Do one optimiser step over the ranks' shares of ``sequences``.
 
-    Losses are divided by the number of targets of the whole step, whatever rank or micro-batch they fall in, so the
-    gradient is the same for every world size and accumulation. The wrapper's averaging over ranks and accelerate's
-    over micro-batches are multiplied out again.
+    Losses are divided by the number of targets of the whole step, over all ranks and micro-batches, so the gradient is
+    the same for every world size and accumulation. The factors undo the wrapper's averaging over ranks and
+    accelerate's averaging over micro-batches.
 
     Returns:
-        Each depth's loss sum and number of counted targets on this rank, shape (2, K), and the norm.
+        Each depth's loss sum and number of counted targets on this rank, shape (2, K), and the gradient norm.
     """
     num_depths = recipe.head.num_depths
     totals = [sum(column) for column in zip(*(count_targets(one, num_depths) for one in sequences), strict=True)]
@@ -231,7 +232,7 @@ def gather(run: Run, sums_2K: Tensor, sequences: Sequence[PackedSequence], told_
     num_depths = sums_2K.shape[1]
     for depth in range(num_depths):
         run.window.loss_sum_K[depth] += sums[depth]
-        # Not the targets of the text: objective.on_policy leaves some out.
+        # Counted targets: with objective.on_policy they are fewer than the targets of the text.
         run.window.targets_K[depth] += sums[num_depths + depth]
     for sequence in sequences:
         run.window.tokens += int((sequence.document_T >= 0).sum())
@@ -239,7 +240,7 @@ def gather(run: Run, sums_2K: Tensor, sequences: Sequence[PackedSequence], told_
 
 
 def finish_step(run: Run, done: int, norm: float, sequences: Sequence[PackedSequence], *, saves: bool) -> None:
-    """Check, log, measure and save after ``done`` steps, whatever is due."""
+    """Check, log, measure and save after ``done`` steps, as far as each is due."""
     train, accelerator, selection = run.recipe.train, run.accelerator, run.selection
     require_finite(run, done, norm, sequences)
     if done % train.log_steps == 0 or done == run.plan.max_steps:
@@ -259,10 +260,10 @@ def finish_step(run: Run, done: int, norm: float, sequences: Sequence[PackedSequ
 
 
 def require_finite(run: Run, done: int, norm: float, sequences: Sequence[PackedSequence]) -> None:
-    """Check the step's loss and gradient; the batch that spoilt them is kept to look at.
+    """Check that the step's loss and gradient are finite. If not, the batch is written to a file for inspection.
 
     Raises:
-        TrainingError: They are not finite.
+        TrainingError: The loss or the gradient is not finite.
     """
     if math.isfinite(norm) and all(math.isfinite(value) for value in run.window.loss_sum_K):
         return
@@ -276,7 +277,7 @@ def require_finite(run: Run, done: int, norm: float, sequences: Sequence[PackedS
 
 
 def log_line(window: Window, recipe: Recipe, norm: float, lr: float) -> dict[str, Any]:
-    """Turn a window into the numbers of one line."""
+    """Return the numbers of one log line from a window."""
     per_depth = [
         total / count if count else None for total, count in zip(window.loss_sum_K, window.targets_K, strict=True)
     ]

@@ -1,7 +1,7 @@
-"""AdamW's moments of a parameter, read and written whole, wherever the optimiser keeps them.
+"""Read and write AdamW's moments of a parameter as whole tensors, under every wrapper.
 
-torch keeps them by parameter, in shards under FSDP2. DeepSpeed flattens the parameters of a group, cuts the result
-among the processes, and knows which cut holds what of which parameter.
+torch stores them by parameter, in shards under FSDP2. DeepSpeed flattens the parameters of a group, partitions the
+result over the processes, and maps partitions to parameters.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mtp_train.train.shard import whole
+from mtp_train.upstream.deepspeed_private import flat_groups, is_zero_3, link_moments, partition_of
 
 FIELDS = ("exp_avg", "exp_avg_sq")
 
 
 class Moments(NamedTuple):
-    """What AdamW knows of one parameter."""
+    """AdamW's state of one parameter."""
 
     step: float
-    """Its own count of steps, for the bias correction."""
+    """The parameter's count of steps, for the bias correction."""
     values: dict[str, Tensor]
     """The moments by name, each of the parameter's shape."""
 
 
 class TorchMoments:
-    """Those of a torch optimiser."""
+    """The moments of a torch optimiser."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.state = optimizer.state
 
     def get(self, parameter: nn.Parameter) -> Moments | None:
-        """Return a parameter's moments, None where no loss has reached it yet."""
+        """Return a parameter's moments; None before its first gradient."""
         entry = self.state.get(parameter)
         return Moments(float(entry["step"]), {field: whole(entry[field]) for field in FIELDS}) if entry else None
 
@@ -45,7 +46,7 @@ class TorchMoments:
 
 
 class ZeroMoments:
-    """Those of DeepSpeed's ZeRO-2 and ZeRO-3."""
+    """The moments of DeepSpeed's ZeRO-2 and ZeRO-3."""
 
     def __init__(self, optimizer: Any) -> None:
         self.zero = optimizer
@@ -64,26 +65,25 @@ class ZeroMoments:
 
         for entry in self.state.values():
             entry["step"] = torch.tensor(moments.step)
-        partition: Tensor | None = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else None
+        partition = partition_of(parameter)
         for field, value in moments.values.items():
             if partition is None:
                 safe_set_full_optimizer_state(parameter, value, field)
             else:
-                # DeepSpeed's own cut of a whole value has no room for the padding of the last partition.
+                # DeepSpeed's own partitioning of a whole value leaves out the padding of the last partition.
                 safe_set_local_optimizer_state(parameter, _own_part(value, partition.numel()), field)
 
     def make_room(self) -> None:
-        """Do what the optimiser does at its first step.
+        """Allocate all moments, as the optimiser does at its first step.
 
-        Left to itself, ZeRO-2 ties parameters to their moments when the first of its groups has made that step, and
-        finds none for those of the other groups.
+        By default ZeRO-2 links parameters to their moments after the first step of its first group, and then finds no
+        moments for the parameters of the other groups.
         """
         zero = self.zero
-        in_parts = hasattr(zero, "fp32_partitioned_groups_flat")
-        for flat in zero.fp32_partitioned_groups_flat if in_parts else zero.single_partition_of_fp32_groups:
+        for flat in flat_groups(zero):
             self.state[flat] = {"step": torch.tensor(0.0), **{field: torch.zeros_like(flat) for field in FIELDS}}
-        if not in_parts:
-            zero._lazy_init_hp_params_optimizer_state()
+        if not is_zero_3(zero):
+            link_moments(zero)
 
 
 def moments_of(optimizer: Any) -> TorchMoments | ZeroMoments:
@@ -100,7 +100,7 @@ def _laid_out_as(parameter: nn.Parameter, value: Tensor) -> Tensor:
 
 
 def _own_part(value: Tensor, size: int) -> Tensor:
-    """Return this process's part of a flattened value, of equal size in all processes, zeros at the very end."""
+    """Return this process's partition of a flattened value; partitions have equal size, the last one is padded."""
     padded = value.new_zeros(size * torch.distributed.get_world_size())
     padded[: value.numel()] = value.flatten()
     return padded[size * torch.distributed.get_rank() :][:size]

@@ -1,4 +1,4 @@
-"""From a recipe and a world size to the numbers of a run. Pure; touches no weights and no device."""
+"""Derive the numbers of a run (steps, micro-batches, learning rates) from a recipe and a world size."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 from mtp_train.errors import RecipeError
-from mtp_train.recipe import Recipe
+from mtp_train.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one optimiser step is cut up; the optimisation is the same for every world size."""
+    """How an optimiser step is divided into micro-batches. The optimisation is the same for every world size."""
 
     max_steps: int
     seq_len_tokens: int
@@ -23,11 +23,16 @@ class Plan:
 
     @property
     def total_tokens(self) -> int:
-        """Token places of the whole run, padding included."""
+        """Tokens of the whole run, padding included."""
         return self.max_steps * self.sequences_per_step * self.seq_len_tokens
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of one micro-batch of one rank, padding included: the rows of its matrix products."""
+        return self.micro_batch_sequences * self.seq_len_tokens
+
     def share(self, micro: int, rank: int) -> slice:
-        """Return which of a step's sequences a rank takes in its micro-batch ``micro``."""
+        """Return the slice of a step's sequences in micro-batch ``micro`` of a rank."""
         start = (micro * self.world_size + rank) * self.micro_batch_sequences
         return slice(start, start + self.micro_batch_sequences)
 
@@ -36,7 +41,7 @@ def make_plan(recipe: Recipe, world_size: int) -> Plan:
     """Derive the accumulation from ``train.tokens_per_step``.
 
     Raises:
-        RecipeError: The step does not divide among the processes; the message names the values that would do.
+        RecipeError: A step's sequences are not divisible by the processes; the message names the nearest values.
     """
     sequences = recipe.train.tokens_per_step // recipe.data.seq_len_tokens
     per_micro_step = recipe.train.micro_batch_sequences * world_size

@@ -1,8 +1,8 @@
-"""Keep the head whose drafts are accepted best on text that it is not trained on.
+"""Select the head with the best acceptance on text that it is not trained on.
 
-The loss says little about which head drafts best, and long training can make acceptance worse while it still falls.
-Every so many steps all processes measure the head together, teacher-forced; the weights of the best measure are kept
-beside the resume states, and returned in the end.
+The loss is a weak guide to acceptance: long training can make acceptance worse while the loss still falls. Every
+``train.select.every_steps`` steps all processes measure the head together, teacher-forced. The weights of the best
+measure are stored beside the resume states, and returned at the end.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from torch import Tensor, nn
 from mtp_train.data.pack import PackedSequence, collate, full_batches
 from mtp_train.errors import TrainingError
 from mtp_train.heads.module import MtpHead
-from mtp_train.recipe import SelectSpec
-from mtp_train.train.dense import DenseMetrics
-from mtp_train.train.dense_sums import DenseSums
+from mtp_train.recipe.schema import SelectSpec
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.state import Best, best_weights, head_state, save_best
+from mtp_train.train.teacher_forced import DenseMetrics, DenseSums
 
 
 class Selection:
-    """Measure, keep the best, say when to stop.
+    """Measures the head, stores the best weights, and ends training when measures stop improving.
 
     Args:
-        spec: The recipe's.
+        spec: The recipe's ``train.select``.
         sequences: Packed text to measure on, the same on every process.
-        sequences_per_call: How many of them a process measures in one call.
-        cache: The trunk's states of its documents, None to compute them.
-        directory: Where resume states live.
-        decode: Decodes with the head as it is and returns figures to log; None where no process holds a whole trunk.
+        sequences_per_call: Number of sequences that a process measures in one call.
+        cache: The trunk's states of the text; None computes them.
+        directory: Directory of resume states.
+        decode: Decodes with the current head and returns figures to log; None if no process has a whole trunk.
     """
 
     def __init__(
@@ -57,18 +56,18 @@ class Selection:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether nothing got better for too long."""
+        """Whether measures have not improved for ``patience`` measures."""
         return self.spec.patience is not None and self.best.since >= self.spec.patience
 
     def is_due(self, done: int, max_steps: int) -> bool:
-        """Say whether the head is to be measured after ``done`` steps."""
+        """Return whether a measure is due after ``done`` steps."""
         return done % self.spec.every_steps == 0 or done == max_steps
 
     def measure(self, wrapped: nn.Module, head: MtpHead, num_depths: int, accelerator: Accelerator) -> dict[str, Any]:
         """Measure the head; every process must call it.
 
         Returns:
-            Figures to log. ``held_out_tau`` is what heads are chosen by.
+            Figures to log. Heads are compared by ``held_out_tau``.
 
         Raises:
             TrainingError: The text has no target.
@@ -94,7 +93,7 @@ class Selection:
         world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
         zeros_K = torch.zeros(num_depths, device=device)
         total = DenseSums(zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, torch.zeros((), device=device))
-        # As many calls for every process: where the trunk is in shards, they run it together.
+        # Every process makes the same number of calls: with a trunk in shards they run it together.
         for together in full_batches(self.sequences, world * self.sequences_per_call):
             own = together[rank * self.sequences_per_call :][: self.sequences_per_call]
             batch = {name: value.to(device) for name, value in collate(own).items()}
@@ -112,7 +111,7 @@ class Selection:
         return DenseSums(*(accelerator.reduce(value, reduction="sum") for value in total))
 
     def judge(self, step: int, score: float, head: MtpHead, *, writes: bool) -> None:
-        """Take note of a measure; the weights of a better one are kept. Every process must call it."""
+        """Record a measure, and store the head's weights if it is the best so far. Every process must call it."""
         if self.best.step and score <= self.best.score:
             self.best = replace(self.best, since=self.best.since + 1)
             return
@@ -122,5 +121,5 @@ class Selection:
             save_best(self.directory, step, weights)
 
     def best_weights(self) -> dict[str, Tensor]:
-        """Return the head that was measured best."""
+        """Return the weights of the best measure."""
         return best_weights(self.directory, self.best)

@@ -1,8 +1,8 @@
-"""The trunk in shards: each process holds a part of every layer and borrows the rest while the layer runs.
+"""Shard the trunk: each process holds a part of every layer and gathers the rest while the layer runs.
 
-The layers are units of their own, so that no more than one or two are whole at a time. What is left - embedding, output
-matrix, norms and the head - is whole during a step: embedding and output matrix are read outside of their modules'
-forward, and the head is what every process trains.
+Each layer is a unit of its own, so at most two layers are whole at a time. Embedding, output matrix, norms and the head
+are whole during a step: embedding and output matrix are read outside of their modules' forward, and every process
+trains the whole head.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mtp_train.errors import TrainingError
-from mtp_train.heads.isolate import isolated_hidden
-from mtp_train.heads.trunk import Trunk
-from mtp_train.train.module import HeadTraining
+from mtp_train.train.head_training import HeadTraining
+from mtp_train.trunk.isolate import isolated_hidden
+from mtp_train.trunk.load import Trunk
+from mtp_train.upstream.deepspeed_private import fetch_as_a_whole, is_partitioned, partition_of
 
 _SHARDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def shards_trunk(accelerator: Accelerator) -> bool:
-    """Say whether the trunk is in shards while training (FSDP2, ZeRO-3): no process can then decode with it."""
+    """Return whether the trunk is in shards in training (FSDP2, ZeRO-3), so that no process can decode with it."""
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         stage: int = accelerator.state.deepspeed_plugin.zero_stage
         return stage == 3
@@ -33,10 +34,10 @@ def shards_trunk(accelerator: Accelerator) -> bool:
 
 
 def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
-    """Shard the trunk's layers in place, one after the other, from wherever its weights lie.
+    """Shard the trunk's layers in place, one after the other, from any device.
 
-    accelerate's ``prepare`` does the rest. Its own policies know classes only, and a head's layer is often of the
-    trunk's class.
+    accelerate's ``prepare`` shards the rest. Its own policies select modules by class, and a head's layer often has the
+    class of the trunk's layers.
 
     Raises:
         TrainingError: The trunk is quantised.
@@ -55,11 +56,11 @@ def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
 
 
 class HiddenInShards(nn.Module):
-    """Runs a trunk in shards, for its hidden states alone; the module that the shards are gathered below.
+    """A trunk in shards that only computes hidden states; the module that shards are gathered in.
 
     Args:
-        trunk: The trunk, from wherever its weights lie; its layers are sharded in place, the rest goes to the device.
-        accelerator: Says which device.
+        trunk: The trunk, on any device. Its layers are sharded in place, the rest is moved to the accelerator's device.
+        accelerator: The accelerator.
 
     Raises:
         TrainingError: The trunk is quantised.
@@ -71,8 +72,8 @@ class HiddenInShards(nn.Module):
         super().__init__()
         self.trunk = trunk
         _make_ready(trunk, accelerator)
-        # By torch under DeepSpeed too, whose engine holds on to every module that it was ever given: these layers are
-        # let go of before training.
+        # Sharded by torch, under DeepSpeed too: its engine never releases a module, and these layers have to be
+        # released before training.
         for layer in trunk.layers:
             fully_shard(layer, reshard_after_forward=True)
         trunk.to(accelerator.device)
@@ -95,16 +96,15 @@ def _make_ready(trunk: Trunk, accelerator: Accelerator) -> None:
 
 def _partition(module: HeadTraining, accelerator: Accelerator) -> None:
     import deepspeed
-    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 
     trunk, head = module.trunk, module.head
     for layer in trunk.layers:
-        # Fetched as a whole: what a mixture's experts run on differs between processes, what they fetch must not.
-        set_z3_leaf_module(layer, True)
+        # Gather each layer as a whole: processes use different experts, but have to gather the same weights.
+        fetch_as_a_whole(layer)
     deepspeed.zero.Init(
         module=trunk, config_dict_or_path=accelerator.state.deepspeed_plugin.deepspeed_config, dtype=torch.float32
     )
-    # DeepSpeed takes a module with partitions for one that is where it belongs.
+    # DeepSpeed does not move modules with partitions to the device.
     head.to(accelerator.device)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(accelerator.device)
@@ -113,29 +113,30 @@ def _partition(module: HeadTraining, accelerator: Accelerator) -> None:
 
 
 def give_up_shards(trunk: Trunk, accelerator: Accelerator) -> None:
-    """Let go of what training held, to make room for a whole trunk; the caller gives up its own references."""
+    """Release the memory of training to make room for a whole trunk; the caller has to drop its own references."""
     accelerator.free_memory()
     for parameter in trunk.parameters():
-        # DeepSpeed's hooks keep the module alive for good, and with it its share of the weights.
-        if hasattr(parameter, "ds_tensor"):
-            parameter.data = parameter.ds_tensor.data = parameter.new_empty(0)
+        # DeepSpeed's hooks keep the module alive for good, and with it this process's shard of the weights.
+        partition = partition_of(parameter)
+        if partition is not None:
+            parameter.data = partition.data = parameter.new_empty(0)
 
 
 def most_of_all(count: int, device: torch.device) -> int:
-    """Return the largest count of all processes."""
+    """Return the maximum of a count over all processes."""
     most = torch.tensor(count, device=device)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     return int(most)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor put together from its shards; every process must ask for it."""
+    """Return a tensor gathered from its shards; every process must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's state with every tensor whole; every process must ask for it."""
-    partitioned: list[Any] = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+    """Return a module's state dict with every tensor gathered; every process must call it."""
+    partitioned: list[Any] = [parameter for parameter in module.parameters() if is_partitioned(parameter)]
     if not partitioned:
         return {name: whole(value) for name, value in module.state_dict().items()}
     import deepspeed

@@ -1,8 +1,8 @@
-"""Resume state: what a killed run needs to go on to exactly the weights it would have reached.
+"""Save and load resume states, from which a killed run reaches exactly the weights of an unbroken run.
 
-One directory per saved step, written aside and renamed: whatever is there is whole, and the newest wins. Data order,
-learning rate and random numbers are functions of the step, so weights, optimiser moments and the step are all that the
-weights need. Beside them stand the sums since the last log line, so that the next line is that of an unbroken run.
+Each saved step has a directory, written under another name and renamed: a directory is always complete, and the newest
+one is used. Data order, learning rate and random numbers are functions of the step, so a state holds weights, optimiser
+moments and the step. It also holds the sums since the last log line, so that the log equals an unbroken run's.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _WEIGHTS, _OPTIMIZER, _META = "head.safetensors", "optimizer.safetensors", "stat
 
 @dataclass(frozen=True)
 class Best:
-    """The head that was measured best (:mod:`mtp_train.train.select`), as far as a state knows."""
+    """The best measured head (:mod:`mtp_train.train.select`) that a state records."""
 
     step: int = 0
-    """Steps done when it was measured; 0 before the first measure."""
+    """Steps done at its measure; 0 before the first measure."""
     score: float = 0.0
     since: int = 0
-    """Measures taken after it."""
+    """Number of measures after it."""
 
 
 def _step_directories(state_dir: Path) -> list[tuple[int, Path]]:
@@ -43,13 +43,13 @@ def _step_directories(state_dir: Path) -> list[tuple[int, Path]]:
 
 
 def latest_step(state_dir: Path) -> int:
-    """Return the newest saved step, 0 where there is none."""
+    """Return the newest saved step; 0 if there is none."""
     found = _step_directories(state_dir)
     return found[-1][0] if found else 0
 
 
 def head_state(head: nn.Module) -> dict[str, Tensor]:
-    """Return what is left of training, whole: the head, or those of its LoRA matrices that are trained."""
+    """Return the trained weights as whole tensors: the head's, or with LoRA the trained matrices."""
     state = whole_state(head)
     trained = {name for name, _ in _trained(head)}
     return {name: state[name] for name in trained} if any(map(is_lora, trained)) else state
@@ -65,18 +65,19 @@ def save_state(
     *,
     writes: bool = True,
 ) -> None:
-    """Save the state after ``step`` optimiser steps, then remove older ones.
+    """Save the state after ``step`` optimiser steps, then remove older states.
 
-    Every process must call it, to give its shards; one of them writes. What is written knows nothing of processes.
+    Every process must call it, to contribute its shards; one process writes. The state does not depend on the number of
+    processes.
 
     Args:
-        state_dir: Where states live.
+        state_dir: Directory of resume states.
         step: Steps done.
         head: The head, sharded or whole.
         optimizer: AdamW, prepared by accelerate or not.
-        best: The best head so far, None where none is chosen; those that were best before it are removed.
+        best: The best head so far, None without a selection. Earlier best heads are removed.
         window: The sums since the last log line.
-        writes: Whether this process is the one that writes.
+        writes: Whether this process writes.
     """
     weights = head_state(head)
     moments, numbers = _flatten_optimizer(head, optimizer)
@@ -88,7 +89,7 @@ def save_state(
         meta = {"step": step, "optimizer": numbers, "best": asdict(best or Best()), "window": window}
         write_json(directory / _META, meta)
     for path in state_dir.glob("best-*"):
-        # Not before: a state from before the measure still needs the older one.
+        # Only after the state is saved: a state from before the measure needs the earlier best head.
         if best is not None and path != _best_directory(state_dir, best.step):
             shutil.rmtree(path)
     for old_step, path in _step_directories(state_dir):
@@ -100,10 +101,10 @@ def load_weights(state_dir: Path, head: nn.Module) -> int:
     """Load the newest state's weights into a head that is not wrapped yet.
 
     Returns:
-        Its step, 0 where there is none.
+        The step of the state; 0 if there is none.
 
     Raises:
-        TrainingError: The state is of another head.
+        TrainingError: The state belongs to another head.
     """
     step = latest_step(state_dir)
     if step == 0:
@@ -114,7 +115,7 @@ def load_weights(state_dir: Path, head: nn.Module) -> int:
         raise TrainingError(
             f"{path}: holds the state of another head; expected this recipe's. Use another run_dir or remove this one."
         )
-    # Of LoRA the state holds nothing else.
+    # With LoRA the state holds the trained matrices alone.
     head.load_state_dict(weights, strict=False)
     return step
 
@@ -131,29 +132,29 @@ def load_moments(state_dir: Path, step: int, head: nn.Module, optimizer: Any) ->
 
 
 def load_best(state_dir: Path) -> Best:
-    """Return the best head that the newest state knows of."""
+    """Return the best head that the newest state records."""
     step = latest_step(state_dir)
     return Best(**read_json(_step_directory(state_dir, step) / _META)["best"]) if step else Best()
 
 
 def load_window(state_dir: Path) -> dict[str, Any] | None:
-    """Load the newest state's sums since the last log line; None where it has none."""
+    """Load the newest state's sums since the last log line; None if it has none."""
     step = latest_step(state_dir)
     return read_json(_step_directory(state_dir, step) / _META).get("window") if step else None
 
 
 def save_best(state_dir: Path, step: int, weights: dict[str, Tensor]) -> None:
-    """Save weights that were measured best after ``step`` steps."""
+    """Save the weights of the best measure, taken after ``step`` steps."""
     path = _best_directory(state_dir, step)
     if path.exists():
-        # Of a run that was killed before its next state: the same weights.
+        # Left by a run that was killed before its next state: the weights are the same.
         shutil.rmtree(path)
     with new_directory(path, what="the best head") as directory:
         write_safetensors(directory / _WEIGHTS, _pending(weights))
 
 
 def best_weights(state_dir: Path, best: Best) -> dict[str, Tensor]:
-    """Load the weights that were measured best."""
+    """Load the weights of the best measure."""
     return load_file(_best_directory(state_dir, best.step) / _WEIGHTS)
 
 
@@ -170,13 +171,13 @@ def _trained(head: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _flatten_optimizer(head: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Name AdamW's moments by parameter. The step count of a parameter is the optimiser's own (bias correction)."""
+    """Return AdamW's moments by parameter name, and each parameter's own step count (for the bias correction)."""
     values: dict[str, Tensor] = {}
     numbers: dict[str, float] = {}
     source = moments_of(optimizer)
     for name, parameter in _trained(head):
         moments = source.get(parameter)
-        # A parameter that no loss has reached has no moments yet.
+        # A parameter has no moments before its first gradient.
         if moments is not None:
             values |= {f"{name}.{field}": value for field, value in moments.values.items()}
             numbers[name] = moments.step

@@ -1,4 +1,4 @@
-"""Being told to stop: what schedulers and launchers send some seconds before they kill."""
+"""Catch SIGTERM, which schedulers and launchers send some seconds before they kill a process."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from types import FrameType
 
 
 class StopSignal:
-    """Whether SIGTERM came."""
+    """Whether the process received SIGTERM."""
 
     received = False
 
 
 @contextlib.contextmanager
 def noted_sigterm() -> Iterator[StopSignal]:
-    """Take note of SIGTERM within the block instead of dying of it, so that a step can end and its state be saved."""
+    """Record SIGTERM within the block instead of ending, so that the step can finish and its state be saved."""
     noted = StopSignal()
     if threading.current_thread() is not threading.main_thread():
-        # Only the main thread may set handlers: whoever runs us in another has his own ways.
+        # Python allows signal handlers in the main thread only. In other threads the caller has to stop the run.
         yield noted
         return
 

@@ -1,1 +1,1 @@
-"""Reading checkpoints, mapping head keys, and writing head-preserved exports."""
+"""Checkpoints on disk: read them, map head keys, merge adapters, and write exports that keep the head."""

@@ -1,6 +1,7 @@
-"""Reading a peft LoRA adapter: which modules it changes, by what, and at which scale.
+"""Read a peft adapter: check its config and its files, and find the low-rank matrices of each module.
 
-Nothing here knows the checkpoint; :mod:`mtp_train.weights.merge` finds each module's tensors in it.
+Nothing here depends on the checkpoint that the adapter is for. :mod:`mtp_train.weights.lora_merge` finds each module's
+tensors in the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from mtp_train.weights.finite import require_finite_checkpoint
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
-# A mixture's fused adapter is needed once for each expert's tensor: both its matrices, of two parameters.
+# The experts of a mixture share one stacked adapter, which is read once for each expert's tensor: both matrices of two
+# parameters are kept.
 _NUM_KEPT = 4
 _ROOT = "base_model.model."
 _PART = re.compile(
@@ -30,9 +32,9 @@ _PART = re.compile(
     r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.default)?(?:\.(?P<field>weight|bias))?\Z"
 )
-# peft wraps the parameters of one module in the order in which the module declares them, the first one innermost.
+# peft wraps the parameters of one module in the order of their declaration, the first one innermost.
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-# What makes an adapter more than a sum of low-rank products, and why that cannot be written into the weights here.
+# Config fields of adapters that are more than a sum of low-rank products, with the reason why they cannot be merged.
 _UNMERGEABLE = {
     "alora_invocation_tokens": "acts only after its invocation tokens",
     "arrow_config": "routes each token to other adapters",
@@ -43,7 +45,8 @@ _UNMERGEABLE = {
     "use_bdlora": "is block-diagonal",
     "use_qalora": "belongs to a quantised base",
 }
-# peft subtracts the adapter's start from the base's weights for these: the adapter alone does not say what was trained.
+# With these, peft subtracts the adapter's initial product from the base's weights: the adapter alone does not contain
+# the change.
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 Kind = Literal["linear", "embedding", "experts"]
@@ -62,7 +65,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _is_pattern(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a check for a mapping from regular expressions to values."""
+    """Return a check for mappings from regular expressions to values."""
 
     def holds(value: Any) -> bool:
         if not isinstance(value, dict):
@@ -75,7 +78,7 @@ def _is_pattern(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return holds
 
 
-# Fields of a LoRA adapter's config that are read here, what each has to be, and how to call that.
+# The fields of a LoRA adapter's config that we read: name, check, and the expected value for messages.
 _FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("r", _is_rank, "a rank, 1 or more"),
     ("lora_alpha", _is_number, "a number"),
@@ -91,7 +94,7 @@ _FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 class AdapterWeights:
-    """An adapter's stored tensors, read when they are needed; the last few are kept, as neighbours share them.
+    """Read an adapter's stored tensors on demand, and keep the last few, which neighbouring modules share.
 
     Args:
         stored: The adapter's file, opened.
@@ -112,7 +115,7 @@ class AdapterWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredMatrix:
-    """A matrix of an adapter, not loaded yet."""
+    """A matrix of an adapter that is not loaded yet."""
 
     weights: AdapterWeights
     key: str
@@ -120,68 +123,68 @@ class StoredMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape as it is used."""
+        """The shape after the transposition."""
         shape = self.weights.stored.tensors[self.key].shape
         return shape[::-1] if self.transposed else shape
 
     def load(self) -> Tensor:
-        """Return it in fp32."""
+        """Return the matrix in fp32."""
         value = self.weights.load(self.key)
         return value.T if self.transposed else value
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """One pair of matrices that adapts one parameter: ``scale * B @ A``."""
+    """One pair of matrices that adapts one parameter by ``scale * B @ A``."""
 
     module: str
     """The module's name in transformers' tree, without peft's prefix."""
     parameter: str
     """``weight``, or the name of a parameter that peft targets directly."""
     kind: Kind
-    """``linear``, ``embedding``, or ``experts`` (one pair an expert, stacked as peft stacks them)."""
+    """``linear``, ``embedding``, or ``experts`` (one pair for each expert, stacked in peft's order)."""
     left: StoredMatrix
-    """What peft stores as B, or as A of an embedding, transposed: shape (rows, rank); for experts B as stored."""
+    """B, or for an embedding A transposed: shape (rows, rank). For experts, B as peft stores it."""
     right: StoredMatrix
-    """Shape (rank, columns); for experts A as stored."""
+    """A, or for an embedding B transposed: shape (rank, columns). For experts, A as peft stores it."""
     rank: int
     scale: float
     magnitude: Tensor | None = None
-    """DoRA's: the norm of each row of the merged weight."""
+    """DoRA's magnitude: the norm of each row of the merged weight."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter: what it changes, its matrices still on the disk."""
+    """A LoRA adapter: the parameters that it changes, with its matrices still on disk."""
 
     path: Path
     weights: AdapterWeights
     pairs: tuple[LowRank, ...]
     bias_steps: Mapping[str, Tensor]
-    """Parameter name in transformers' tree to what is added to it."""
+    """Parameter name in transformers' tree to the values that are added to it."""
     replacements: Mapping[str, str]
-    """Parameter name in transformers' tree to the key of what takes its place (``modules_to_save``, biases)."""
+    """Parameter name in transformers' tree to the key of the tensor that replaces it (``modules_to_save``, biases)."""
     keeps_tied: bool
-    """Whether it was trained with the embedding and the lm_head tied to each other."""
+    """Whether it was trained with embedding and lm_head tied to each other."""
 
 
 @dataclass
 class _Parts:
     keys: dict[str, str] = field(default_factory=dict)
-    """``lora_A`` and the like to the stored key."""
+    """``lora_A``, ``lora_B`` and so on to the stored key."""
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a directory holds an adapter and no model."""
+    """Return whether a directory contains an adapter and no model."""
     return (path / ADAPTER_CONFIG_FILE).is_file() and not (path / "config.json").is_file()
 
 
 def refuse_embedded_adapter(path: Path) -> None:
-    """Raise a CheckpointError where an adapter is in a model's directory: transformers puts it on, engines do not."""
+    """Raise a CheckpointError for an adapter in a model's directory: transformers applies it, engines do not."""
     if (path / ADAPTER_CONFIG_FILE).is_file():
         raise CheckpointError(
-            f"{path}: holds {ADAPTER_CONFIG_FILE} beside the model, which transformers applies in silence and engines "
-            "do not; expected a model alone. Move the adapter to a directory of its own, and name that as the adapter."
+            f"{path}: has {ADAPTER_CONFIG_FILE} beside the model, which transformers applies silently and engines "
+            "ignore; expected a model alone. Move the adapter to a directory of its own, and pass that as the adapter."
         )
 
 
@@ -192,11 +195,11 @@ def merge_command(checkpoint: str, adapter: str) -> str:
 
 
 def locate_adapter(location: str, trunk: str) -> Path:
-    """Return the directory of an adapter that is put on a trunk unmerged.
+    """Return the directory of an adapter to apply unmerged.
 
     Raises:
-        CheckpointError: There is none, its config or weights are damaged, incomplete or not finite, or its names are
-            those of a vision-language model, which the text model that is loaded here would pass over in silence.
+        CheckpointError: There is no adapter; its config or weights are damaged, incomplete or not finite; or it adapts
+            modules of a vision-language model, which the text model that we load does not have.
     """
     path = locate_checkpoint(location)
     if not (path / ADAPTER_CONFIG_FILE).is_file():
@@ -209,10 +212,10 @@ def locate_adapter(location: str, trunk: str) -> Path:
     wrapped = next((key for key in keys if "language_model." in key or ".visual." in key), None)
     if wrapped is not None:
         raise CheckpointError(
-            f"{location}: adapts {wrapped}, a module of the vision-language model; expected names of the text model, "
-            f"which is all that is loaded here. Run '{merge_command(trunk, location)}' and use the result."
+            f"{location}: adapts {wrapped}, a module of the vision-language model; expected modules of the text model, "
+            f"which alone is loaded. Run '{merge_command(trunk, location)}' and use the result."
         )
-    # Other kinds of adapter are checked by the names that peft gives their tensors, when they are put on.
+    # Adapters of other kinds are checked when peft applies them, by the names that it gives their tensors.
     if config["peft_type"] == "LORA":
         for (module, _), parts in _group(weights)[0].items():
             _require_whole(weights, config, module, parts)
@@ -223,8 +226,8 @@ def read_adapter(path: Path) -> Adapter:
     """Read an adapter directory.
 
     Raises:
-        CheckpointError: It is no LoRA adapter, its weights are missing, damaged, not finite or of another rank than it
-            says, or it does something that a merged weight cannot do.
+        CheckpointError: It is no LoRA adapter; its weights are missing, damaged, not finite or of another rank than the
+            config declares; or it has an effect that merged weights cannot have.
     """
     config = _read_config(path)
     _require_mergeable(path, config)
@@ -242,7 +245,7 @@ def read_adapter(path: Path) -> Adapter:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read an adapter's config, and check the fields that its weights are read by."""
+    """Read an adapter's config, and check the fields that determine how its weights are read."""
     file = path / ADAPTER_CONFIG_FILE
     config = read_json(file)
     if not isinstance(config.get("peft_type"), str):
@@ -260,7 +263,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _group(weights: AdapterWeights) -> tuple[dict[tuple[str, int], _Parts], dict[str, str]]:
-    """Return the low-rank tensors by module and by how deep peft wrapped it, and what takes a parameter's place."""
+    """Return low-rank tensors by module and depth of peft's wrapping, and the tensors that replace a parameter."""
     groups: dict[tuple[str, int], _Parts] = {}
     replacements: dict[str, str] = {}
     for key in weights.stored.tensors:
@@ -280,7 +283,7 @@ def _require_mergeable(path: Path, config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise CheckpointError(
             f"{where}: peft_type {config.get('peft_type')!r}; expected LORA, the only kind merged here. Merge it with "
-            "peft's merge_and_unload where peft can, save the model, and put the head back with mtp-train graft."
+            "peft's merge_and_unload if it has one, save the model, and put the head back with mtp-train graft."
         )
     for name, reason in _UNMERGEABLE.items():
         if config.get(name):
@@ -320,7 +323,7 @@ def _open_weights(path: Path, config: Mapping[str, Any]) -> AdapterWeights:
 def _parameter_names(
     path: Path, config: Mapping[str, Any], groups: Iterable[tuple[str, int]]
 ) -> dict[tuple[str, int], str]:
-    """Say which parameter of its module each group adapts, from how deep peft wrapped it."""
+    """Return the parameter that each group of tensors adapts, from the depth of peft's wrapping."""
     depths: dict[str, list[int]] = {}
     for module, depth in groups:
         depths.setdefault(module, []).append(depth)
@@ -330,7 +333,7 @@ def _parameter_names(
         ordered = [name for name in experts if _is_targeted(config, f"{module}.{name}")] or ["weight"]
         if sorted(found) != list(range(len(ordered))):
             raise CheckpointError(
-                f"{path}: {module} is adapted {len(found)} times, while target_parameters asks for "
+                f"{path}: {module} is adapted {len(found)} times, while target_parameters lists "
                 f"{', '.join(ordered)}; expected one adapter for each. Save it again with the peft that made it."
             )
         named |= {(module, len(ordered) - 1 - place): name for place, name in enumerate(ordered)}
@@ -338,7 +341,7 @@ def _parameter_names(
 
 
 def _is_targeted(config: Mapping[str, Any], name: str) -> bool:
-    """Whether ``target_parameters`` names a parameter."""
+    """Return whether ``target_parameters`` names a parameter."""
     return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
 
 
@@ -348,12 +351,12 @@ def _matrices(parts: _Parts) -> tuple[str, str]:
 
 
 def _require_whole(weights: AdapterWeights, config: Mapping[str, Any], module: str, parts: _Parts) -> None:
-    """Check that a module's adapter has both matrices, and DoRA's magnitudes exactly where the config says DoRA."""
+    """Check that a module's adapter has both matrices, and DoRA's magnitude exactly if the config sets DoRA."""
     file, (a, b) = weights.stored.path / ADAPTER_FILE, _matrices(parts)
     if not {a, b} <= parts.keys.keys():
         alone = next(iter(parts.keys.values()))
         raise CheckpointError(
-            f"{file}: {alone} stands alone; expected both {a} and {b} of {module}. Save the adapter again."
+            f"{file}: {alone} has no counterpart; expected both {a} and {b} of {module}. Save the adapter again."
         )
     if bool(config.get("use_dora")) != ("lora_magnitude_vector" in parts.keys):
         found = "no lora_magnitude_vector" if config.get("use_dora") else "a lora_magnitude_vector"
@@ -376,14 +379,14 @@ def _pair(weights: AdapterWeights, config: Mapping[str, Any], module: str, param
     kind: Literal["linear", "embedding", "experts"] = (
         "embedding" if embedding else "linear" if parameter == "weight" else "experts"
     )
-    # peft looks ranks up by the module's name, or by the parameter's where that was targeted itself.
+    # peft looks ranks up by the module's name, or by the parameter's name for target_parameters.
     name = f"{module}.{parameter}" if _is_targeted(config, f"{module}.{parameter}") else module
     rank = int(_pattern_value(config.get("rank_pattern"), name, config["r"]))
     alpha = float(_pattern_value(config.get("alpha_pattern"), name, config["lora_alpha"]))
     if down[0] % rank or (kind != "experts" and down[0] != rank) or down[0] != up[1]:
         raise CheckpointError(
             f"{path / ADAPTER_FILE}: {module} has {a} {list(down)} and {b} {list(up)}; expected rank "
-            f"{rank}, as {ADAPTER_CONFIG_FILE} says. Save the adapter again."
+            f"{rank}, as {ADAPTER_CONFIG_FILE} declares. Save the adapter again."
         )
     transposed = embedding or (bool(config.get("fan_in_fan_out")) and kind == "linear")
     magnitude = parts.keys.get("lora_magnitude_vector")
@@ -405,7 +408,7 @@ def _pair(weights: AdapterWeights, config: Mapping[str, Any], module: str, param
 
 
 def _pattern_value(patterns: Mapping[str, Any] | None, name: str, otherwise: Any) -> Any:
-    """Return the value of the first pattern that a module's name ends with, as peft looks it up."""
+    """Return the value of the first pattern that matches the end of a module's name, as peft looks it up."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", name):
             return value

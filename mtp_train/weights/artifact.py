@@ -1,4 +1,8 @@
-"""The head directory: ``head.safetensors`` (native keys) and ``head_config.json`` (what they belong to)."""
+"""Read and write head directories, which contain a head on its own.
+
+``head.safetensors`` has the weights under native keys. ``head_config.json`` has the family, the layout and the origin.
+A head with a draft vocabulary also has ``draft_vocab.safetensors``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from mtp_train.errors import CheckpointError
-from mtp_train.families import FAMILIES, Family, of_kind
+from mtp_train.families import Family, family_named, of_kind
 from mtp_train.weights.files import read_json, scan_safetensors
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead
@@ -23,17 +27,17 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Artifact:
-    """A head on its own, with what is needed to run it and to put it into a checkpoint."""
+    """A head on its own, with the metadata that is needed to run it and to put it into a checkpoint."""
 
     family: Family
     layout: HeadLayout
     num_modules: int
     num_depths: int
-    """Depths it was trained for; how deep to draft by default."""
+    """The number of depths that it was trained for, and the default draft depth."""
     convention: str
     head: NativeHead
     notes: dict[str, Any]
-    """Where it came from; written as it is, read back as it is."""
+    """The origin of the head, free-form; written and read back unchanged."""
     draft_vocab: Tensor | None = None
     """int32, the tokens that may be drafted; None for all."""
 
@@ -71,10 +75,10 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
 
 
 def load_artifact(path: Path) -> Artifact:
-    """Open a head directory; tensors are read when they are needed.
+    """Open a head directory; tensors are read on demand.
 
     Raises:
-        CheckpointError: Not a head directory, of another format version, or damaged.
+        CheckpointError: It is no head directory, has another format version, or is damaged.
     """
     config = read_json(path / HEAD_CONFIG_FILE)
     if config.get("format_version") != FORMAT_VERSION:
@@ -83,8 +87,8 @@ def load_artifact(path: Path) -> Artifact:
             "Write the head again with this version of mtp-train."
         )
     try:
-        of_trunk = next(family for family in FAMILIES if family.name == config["family"])
-        # Heads written before there were other kinds do not say it.
+        of_trunk = family_named(config["family"])
+        # Heads written by versions without other kinds have no such field.
         family = of_kind(of_trunk, config.get("kind", "mtp"))
         layout = HeadLayout(
             family,
@@ -105,7 +109,7 @@ def load_artifact(path: Path) -> Artifact:
             notes=config["notes"],
             draft_vocab=_load_draft_vocab(path, config.get("draft_vocab")),
         )
-    except (KeyError, StopIteration) as error:
+    except KeyError as error:
         raise CheckpointError(
             f"{path / HEAD_CONFIG_FILE}: incomplete or of an unknown family ({error}); expected a head that mtp-train "
             "wrote. Write it again."
@@ -120,7 +124,8 @@ def _load_draft_vocab(path: Path, size: int | None) -> Tensor | None:
     found = list(infos[VOCAB_KEY].shape) if VOCAB_KEY in infos else "absent"
     if found != [size]:
         raise CheckpointError(
-            f"{file}: {VOCAB_KEY} is {found}; expected {size} tokens, as {HEAD_CONFIG_FILE} says. Write the head again."
+            f"{file}: {VOCAB_KEY} is {found}; expected {size} tokens, as {HEAD_CONFIG_FILE} declares. Write the head "
+            "again."
         )
     token_ids: Tensor = _pending(file, VOCAB_KEY, "I32", (size,)).load()
     return token_ids

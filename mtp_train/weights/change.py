@@ -1,4 +1,4 @@
-"""How far one trunk is from another on disk, a block of a tensor in memory at a time."""
+"""Measure how far one trunk's weights are from another's on disk, with one block of a tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from mtp_train.weights.quantised import is_scale, read_plain_in_blocks
 def shared_tensors(
     checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, base_layout: HeadLayout
 ) -> dict[str, tuple[str, str]]:
-    """Return the trunk's tensors that both checkpoints have, sorted by name, to their key in each.
+    """Return the trunk tensors that both checkpoints have: name, sorted, to the key in each checkpoint.
 
-    Those are all, unless the two are quantised differently. Scales are none: they go into the weights they belong to.
+    These are all tensors, unless the two checkpoints are quantised differently. Scales are left out: they are part of
+    the weights that they belong to.
     """
     ours, theirs = trunk_tensors(checkpoint, layout), trunk_tensors(base, base_layout)
     if layout.lm_head_key in checkpoint.tensors and base_layout.lm_head_key in base.tensors:
-        name = layout.family.lm_head_key
+        name = layout.family.keys.lm_head
         ours[name], theirs[name] = layout.lm_head_key, base_layout.lm_head_key
     names = sorted(name for name in ours.keys() & theirs.keys() if not is_scale(ours[name], checkpoint.tensors))
     return {name: (ours[name], theirs[name]) for name in names}
 
 
 def squared_change(checkpoint: Checkpoint, key: str, base: Checkpoint, base_key: str) -> tuple[float, float]:
-    """Return ``|W - W0|^2`` and ``|W0|^2`` over the rows that both tensors have, whatever each is stored in."""
+    """Return ``|W - W0|^2`` and ``|W0|^2`` over the rows that both tensors have, whatever their stored dtypes."""
     change, size = 0.0, 0.0
     for new, old in paired_rows(read_plain_in_blocks(checkpoint, key), read_plain_in_blocks(base, base_key)):
         change += float((new.double() - old.double()).square().sum())
@@ -37,7 +38,7 @@ def squared_change(checkpoint: Checkpoint, key: str, base: Checkpoint, base_key:
 
 
 def paired_rows(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same rows of two tensors that come in blocks, each in its own; to the end of the shorter one.
+    """Yield the same rows of two tensors that come in blocks of different sizes, to the end of the shorter tensor.
 
     An embedding may have been resized, and packed weights come in blocks of more rows.
     """

@@ -1,37 +1,52 @@
-"""An EAGLE or Medusa head as a draft model in a directory of its own, which engines load beside any copy of its trunk.
+"""Write an EAGLE, EAGLE-3 or Medusa head as a draft model: a directory of its own that engines load beside the trunk.
 
-EAGLE-3 (arXiv:2503.01840) goes out as its authors keep it, which vLLM, SGLang and llama.cpp all read, or as the
-speculators package does, which vLLM reads too. EAGLE (arXiv:2401.15077) goes out as vLLM and SGLang read it, Medusa
-(arXiv:2401.10774) as vLLM 0.32 does. The embedding is left out: engines, and speculators, take the trunk's.
+EAGLE-3 (arXiv:2503.01840) is written in the format of its authors, which vLLM, SGLang and llama.cpp read, or in the
+format of the speculators package, which vLLM reads too. EAGLE (arXiv:2401.15077) is written in the format that vLLM and
+SGLang read, Medusa (arXiv:2401.10774) in the format of vLLM 0.32. The embedding is left out, because engines and
+speculators use the trunk's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from mtp_train.errors import CheckpointError
-from mtp_train.families import HeadKind
 from mtp_train.families.draft_engines import require_trunk_layers
+from mtp_train.families.drafts import SPECULATORS_ARCHITECTURE, WRITTEN_ARCHITECTURES
+from mtp_train.families.spec import HeadKind, RawConfig
 from mtp_train.weights.artifact import Artifact
-from mtp_train.weights.draft_config import draft_config, speculators_config
-from mtp_train.weights.files import CONFIG_FILE, SINGLE_FILE, Checkpoint
+from mtp_train.weights.files import CONFIG_FILE, SINGLE_FILE, TORCH_DTYPES, Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import plain_tensor
 from mtp_train.weights.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 
+_LAYER_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "rope_parameters",
+)
+_TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# The fields that speculators stores outside of the layer's config.
+_NOT_OF_THE_LAYER = ("architectures", "draft_vocab_size", "target_hidden_size", "norm_before_residual", "dtype")
 DraftForm = Literal["engines", "speculators"]
 OUTPUT_KEY, BIAS_KEY = "lm_head.weight", "fc.bias"
-# Where the rows of a smaller output matrix are found in the vocabulary, and which tokens have one.
+# d2t: the offset from a row of a smaller output matrix to its token. t2d: whether a token has a row.
 OFFSETS_KEY, CHOSEN_KEY = "d2t", "t2d"
 LAYER, SPECULATORS_LAYER = "midlayer.", "layers.0."
-"""How the names of EAGLE-3's layer begin: for engines, and for speculators."""
+"""The prefix of EAGLE-3's layer in tensor keys, for engines and for speculators."""
 
 
 def write_draft_checkpoint(
@@ -48,24 +63,26 @@ def write_draft_checkpoint(
     Args:
         source: The trunk's checkpoint; only read.
         artifact: The head, of another kind than ``mtp``.
-        layer_config: Of its layers (``head_layer_config`` of its family).
+        layer_config: The config of its layers (``head_layer_config`` of its family).
         out: The new directory.
-        form: For engines, or for the speculators package, which holds EAGLE-3 alone.
-        verifier: What speculators and ``vllm serve OUT`` load as the trunk; None for ``source``'s path.
+        form: For engines, or for the speculators package, which supports EAGLE-3 only.
+        verifier: The trunk that speculators and ``vllm serve OUT`` load; None for ``source``'s path.
 
     Raises:
         OutputExistsError: ``out`` exists.
-        CheckpointError: The form does not hold this head, the trunk's lm_head cannot be copied, or the disk is full.
-        UnsupportedModelError: Engines would not give it what it reads.
+        CheckpointError: The form does not support this head, the lm_head cannot be copied, or the disk is full.
+        UnsupportedModelError: Engines would give the head other inputs than it was trained with.
     """
     kind = artifact.family.kind
     require_readable(source, kind, form)
-    # No engine loads such a list of the others: vLLM 0.32 has one of Medusa, and then misses it among what it loaded.
+    # For the other kinds no engine loads such a list: vLLM 0.32 has code for a Medusa list, and then reports the list
+    # as missing.
     vocab = artifact.draft_vocab if kind == "eagle3" else None
     tensors = [*artifact.head.tensors]
     dtype = tensors[0].dtype
     if kind == "eagle":
-        # SGLang's projection has a bias, of random numbers where a file has none; vLLM's has none, and ignores one.
+        # SGLang's projection has a bias, with random values where the file has none. vLLM's projection has no bias, and
+        # ignores a stored one.
         tensors.append(held_tensor(BIAS_KEY, dtype, torch.zeros(layer_config.hidden_size)))
     else:
         tensors += [
@@ -95,15 +112,109 @@ def write_draft_checkpoint(
 
 
 def require_readable(source: Checkpoint, kind: HeadKind, form: DraftForm = "engines") -> None:
-    """Check that whoever reads a draft model in this form gives a head of this kind what it reads of this trunk.
+    """Check that the readers of this format give a head of this kind the inputs that it was trained with on this trunk.
 
     Raises:
-        CheckpointError: The form holds no such head.
+        CheckpointError: The format does not support this kind of head.
         UnsupportedModelError: The trunk has too few layers.
     """
     if form == "speculators" and kind != "eagle3":
-        raise CheckpointError(f"speculators holds no head of kind {kind}; expected eagle3. Write it for engines.")
+        raise CheckpointError(
+            f"speculators does not support heads of kind {kind}; expected eagle3. Write it for engines."
+        )
     require_trunk_layers(kind, source.text_config, where=str(source.path))
+
+
+def draft_config(
+    kind: HeadKind,
+    layer_config: PretrainedConfig,
+    num_modules: int,
+    trunk: RawConfig,
+    *,
+    num_drafted: int | None,
+    dtype: str,
+) -> dict[str, Any]:
+    """Return the ``config.json`` for engines.
+
+    It does not name the layers whose states an EAGLE-3 head reads: engines agree on the default, but count named layers
+    from different ends.
+
+    Args:
+        kind: The kind of head.
+        layer_config: The config of the head's layers.
+        num_modules: Blocks of a Medusa head.
+        trunk: The trunk's raw text config.
+        num_drafted: The number of the trunk's tokens that may be drafted; None for all.
+        dtype: The dtype of the head's tensors, in safetensors' spelling.
+    """
+    vocab_size = layer_config.vocab_size
+    common = {
+        "architectures": list(WRITTEN_ARCHITECTURES[kind]),
+        "vocab_size": vocab_size,
+        "dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch."),
+    }
+    if kind == "medusa":
+        return {
+            **common,
+            "model_type": "medusa",
+            "hidden_size": layer_config.hidden_size,
+            "num_heads": num_modules,
+            "num_hidden_layers": 1,
+            "medusa_fc_bias": True,
+            "original_lm_head": True,
+            "truncated_vocab_size": vocab_size,
+        }
+    layer = layer_config.to_dict()
+    config = {
+        **common,
+        "model_type": "llama",
+        **{field: layer[field] for field in _LAYER_FIELDS},
+        **{field: trunk.get(field) for field in _TOKEN_FIELDS},
+        **_older_rope(layer["rope_parameters"]),
+        "num_hidden_layers": 1,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+    if kind == "eagle3":
+        config["draft_vocab_size"] = num_drafted or vocab_size
+        config["target_hidden_size"] = layer["hidden_size"]
+        # Always written: vLLM's default for a missing field is true.
+        config["norm_before_residual"] = bool(layer.get("norm_before_residual"))
+    return config
+
+
+def speculators_config(
+    config: Mapping[str, Any], num_depths: int, verifier: str, architectures: Sequence[str]
+) -> dict[str, Any]:
+    """Return the ``config.json`` of an EAGLE-3 head for the speculators package.
+
+    Args:
+        config: The config for engines.
+        num_depths: The default draft depth.
+        verifier: Path or hub id of the trunk.
+        architectures: The trunk's architectures.
+    """
+    return {
+        **{field: config[field] for field in _NOT_OF_THE_LAYER},
+        "architectures": [SPECULATORS_ARCHITECTURE],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_depths}],
+            "verifier": {"name_or_path": verifier, "architectures": list(architectures)},
+        },
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {field: value for field, value in config.items() if field not in _NOT_OF_THE_LAYER},
+    }
+
+
+def _older_rope(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding's settings in the format of transformers 4, which some engines read."""
+    scaled = rope_parameters.get("rope_type", "default") != "default"
+    scaling = {name: value for name, value in rope_parameters.items() if name != "rope_theta"} if scaled else None
+    return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaling}
 
 
 def _output_rows(
@@ -111,20 +222,20 @@ def _output_rows(
 ) -> PendingTensor:
     """Return the rows of the trunk's lm_head that the head uses, in plain floats."""
     stored = layout.lm_head_key
-    # One that is not stored is tied to the embedding, or packed.
+    # An lm_head that is not stored is tied to the embedding, or packed.
     key = stored if stored in source.tensors else layout.embed_key
     packed = [name for name in source.tensors if name.startswith(stored.removesuffix("weight")) and name != key]
     if key not in source.tensors or (key == layout.embed_key and packed):
         raise CheckpointError(
             f"{source.path}: {', '.join(sorted(packed)[:3]) or f'no {key}'}; expected {stored} in plain floats or FP8, "
-            "as its rows go into the draft model. Export with the trunk that is not quantised."
+            "as its rows go into the draft model. Export with the unquantised trunk."
         )
     whole = plain_tensor(source, key, OUTPUT_KEY)
     expected = (layer_config.vocab_size, layer_config.hidden_size)
     if whole.shape != expected:
         raise CheckpointError(
-            f"{source.path}: {key} is {list(whole.shape)}; expected {list(expected)}, as config.json and the head have "
-            "it. Use the trunk that the head was trained on."
+            f"{source.path}: {key} is {list(whole.shape)}; expected {list(expected)}, as in config.json and in the "
+            "head. Use the trunk that the head was trained on."
         )
     if draft_vocab is None:
         return whole
@@ -139,7 +250,7 @@ def _output_rows(
 
 
 def _picked(blocks: Iterable[Tensor], rows_R: Tensor) -> Iterator[Tensor]:
-    """Yield some rows, ascending, of a matrix that comes in blocks of rows."""
+    """Yield the given rows, in ascending order, of a matrix that comes in blocks of rows."""
     first = 0
     for block in blocks:
         stop = first + len(block)
@@ -148,7 +259,7 @@ def _picked(blocks: Iterable[Tensor], rows_R: Tensor) -> Iterator[Tensor]:
 
 
 def _vocab_tensors(vocab_size: int, draft_vocab: Tensor | None) -> list[PendingTensor]:
-    """Return what leads from the rows of a smaller lm_head to tokens: offsets, and which tokens have a row."""
+    """Return the tensors that map rows of a smaller lm_head to tokens: offsets, and a flag for each chosen token."""
     if draft_vocab is None:
         return []
     tokens_R = draft_vocab.long()

@@ -1,8 +1,12 @@
-"""Writing a checkpoint with a head: copy the source, patch what the head needs, touch nothing else.
+"""Write a checkpoint with a head: all of it (:func:`write_checkpoint`), in its own directory, or the head alone.
 
-Trunk bytes are never re-encoded. A file that needs no change is hard-linked (or copied); a shard that already holds
-head tensors of the same shape and dtype is copied and patched in place; head tensors that have no place yet go into one
-more shard that the index names. A shard with a packed head that a new one replaces is written without it.
+Trunk bytes are never re-encoded. :func:`write_checkpoint` hard-links or copies a file that needs no change. A shard
+that already has head tensors of the same shape and dtype is copied and patched. Other head tensors go into one new
+shard, which the index lists. A shard with a packed head that the new one replaces is written without it.
+:func:`add_in_place` adds a head to a checkpoint that has none. :func:`write_head_only` leaves the trunk out.
+
+:func:`source_files` returns the files that belong to a copy of a checkpoint, and :func:`patched_documents` its JSON
+files with the head's settings.
 """
 
 from __future__ import annotations
@@ -49,22 +53,25 @@ from mtp_train.weights.writing import (
 
 HEAD_FILE = "model-mtp.safetensors"
 LinkMode = Literal["hard", "copy"]
-# Files beside the weights that a model, its tokenizer or its processor is loaded from.
+# The files beside the weights from which a model, its tokenizer or its processor is loaded.
 _NAMED = re.compile(
     r".*config\.json|model\.safetensors\.index\.json|tokenizer.*\.(?:json|model)|spiece\.model|.*\.tiktoken"
     r"|(?:vocab|added_tokens|special_tokens_map)\.(?:json|txt)|merges\.txt|chat_template.*\.(?:json|jinja)"
 )
+# write_head_only leaves these out. The other files beside the weights are small and may be needed: tokenizer,
+# generation config, chat template, processor.
+_WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 
 
 def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path, *, link: LinkMode) -> None:
     """Write ``source`` with ``head`` to a new directory.
 
     Args:
-        source: The checkpoint whose trunk is exported; it is only read.
-        layout: Its head layout.
-        head: The head to put in, keys in ``layout``.
+        source: The checkpoint whose trunk is exported; only read.
+        layout: The head layout of ``source``.
+        head: The head to write, with keys in ``layout``.
         out: The new directory.
-        link: Hard-link unchanged files where the file system allows, or copy them all.
+        link: Hard-link unchanged files where the file system supports it, or copy them all.
 
     Raises:
         OutputExistsError: ``out`` exists.
@@ -102,22 +109,22 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
 def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> None:
     """Add ``head`` to a checkpoint that lacks it, in its own directory. No tensor of the trunk is read or moved.
 
-    A loader finds the checkpoint without the head, or with it, whenever this is interrupted: the last rename counts.
+    If this is interrupted, loaders find the checkpoint without the head or with it: the last rename decides.
 
     Args:
-        source: The checkpoint; nobody else may be writing to it.
-        layout: Its head layout.
-        head: The head to put in, keys in ``layout``.
+        source: The checkpoint; no other process may write to it.
+        layout: The head layout of ``source``.
+        head: The head to write, with keys in ``layout``.
 
     Raises:
-        CheckpointError: It holds another head's tensors, or the disk is full.
+        CheckpointError: The checkpoint has tensors of another head, or the disk is full.
     """
     tensors = [*head.tensors, *shared_tensors(source, layout, head)]
     patches, additions = _sort_by_place(source, layout, tensors, set())
     if patches:
         raise CheckpointError(
-            f"{source.path}: holds {len(patches)} file(s) with head tensors of its own; expected a checkpoint without "
-            "any. Use mtp-train graft, which writes a new one."
+            f"{source.path}: has {len(patches)} file(s) with head tensors already; expected a checkpoint without a "
+            "head. Use mtp-train graft, which writes a new checkpoint."
         )
     added_to, renames = _new_file(source), _shard_names(source, additions)
     shard = source.path / renames.get(added_to, added_to)
@@ -133,15 +140,45 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
         for name, document in documents.items():
             write_json(source.path / name, document)
         if SINGLE_FILE in renames:
-            # transformers reads a single file as long as there is one, and the index from here on.
+            # transformers reads the single file while it exists, and the index after this rename.
             (source.path / SINGLE_FILE).replace(source.path / renames[SINGLE_FILE])
-            # Left of an earlier save in shards: transformers clears away its own.
+            # A file of an earlier save in shards. transformers deletes its own files, but not this one.
             (source.path / HEAD_FILE).unlink(missing_ok=True)
         sync_directory(source.path)
 
 
+def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path) -> None:
+    """Write the head with the files that an engine needs to load it alone: embedding, lm_head, config and tokenizer.
+
+    An engine replaces the embedding and the lm_head with the trunk's, but does not start without them.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: The disk is full, or a head tensor has another shape than the head declares.
+    """
+    ends: tuple[str, ...] = (layout.embed_key, layout.lm_head_key.removesuffix("weight"))
+    if layout.family.keys.embed_norm is not None:
+        ends = (*ends, layout.family.keys.embed_norm.format(trunk=layout.trunk_prefix))
+    tensors = [stored_tensor(source, key, key) for key in sorted(source.tensors) if key.startswith(ends)]
+    tensors += [*head.tensors, *shared_tensors(source, layout, head)]
+    documents = patched_documents(source, layout, head)
+    files = source_files(source)
+    with new_directory(out, what="the head") as directory:
+        write_safetensors(directory / SINGLE_FILE, tensors)
+        for file in files:
+            kept = file.parent == source.path and file.suffix not in _WEIGHT_SUFFIXES and file.name != INDEX_FILE
+            if kept and file.name not in documents:
+                shutil.copyfile(file, directory / file.name)
+        for name, document in documents.items():
+            write_json(directory / name, document)
+
+
 def shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[PendingTensor]:
-    """Yield the keys that repeat trunk tensors, filled from the trunk that is exported."""
+    """Yield the head's copies of trunk tensors, with the values of the exported trunk.
+
+    Raises:
+        CheckpointError: A key is not one that the family's head shares with its trunk.
+    """
     for key in head.shared_keys:
         shared = layout.shared_key(key)
         if shared is None:
@@ -153,7 +190,7 @@ def shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> 
 
 
 def _replaced_packed(source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor]) -> set[str]:
-    """Return the keys of packed head weights, and of what belongs to them, that new plain ones take the place of."""
+    """Return the keys of packed head weights, and of their scales, that new plain weights replace."""
     new = {pending.key for pending in tensors}
     parts = {key: packed_weight(key) for key in source.tensors if layout.is_head_key(key)}
     # Stacked experts may be replaced one by one.
@@ -169,7 +206,7 @@ def _replaced_packed(source: Checkpoint, layout: HeadLayout, tensors: list[Pendi
 def _write_without(
     source: Checkpoint, file: str, dropped: set[str], patches: list[PendingTensor], target: Path
 ) -> None:
-    """Write a shard without some of its tensors; not at all where none is left."""
+    """Write a shard without some of its tensors, or no shard where no tensor is left."""
     patched = {pending.key: pending for pending in patches}
     keys = [key for key, info in source.tensors.items() if info.file == file and key not in dropped]
     if keys:
@@ -179,7 +216,7 @@ def _write_without(
 def _sort_by_place(
     source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor], dropped: set[str]
 ) -> tuple[dict[str, list[PendingTensor]], list[PendingTensor]]:
-    """Split head tensors into those that replace stored ones, by file, and those that have no place yet."""
+    """Split head tensors into replacements of stored tensors, by file, and tensors that have no place yet."""
     patches: dict[str, list[PendingTensor]] = {}
     additions: list[PendingTensor] = []
     for pending in tensors:
@@ -187,43 +224,43 @@ def _sort_by_place(
         if stored is None or pending.key in dropped:
             additions.append(pending)
         elif pending.origin == (source.path, pending.key):
-            # It is there already, as it is to be.
+            # The stored tensor is the one to write.
             continue
         elif pending.dtype in PLAIN_DTYPES and scale_of(pending.key, source.tensors) is not None:
             raise CheckpointError(
-                f"{source.path}: its own head is stored in {stored.dtype} ({pending.key}); expected a head in plain "
-                "floats, or none, in the place of a new one. Put the new head on the unquantised checkpoint."
+                f"{source.path}: its own head is stored in {stored.dtype} ({pending.key}); expected no head, or a head "
+                "in plain floats to replace. Put the new head on the unquantised checkpoint."
             )
         elif (stored.dtype, stored.shape) == (pending.dtype, pending.shape):
             patches.setdefault(stored.file, []).append(pending)
         else:
             raise CheckpointError(
-                f"{source.path}: {pending.key} is {stored.dtype} {list(stored.shape)}, the new head's is "
-                f"{pending.dtype} "
-                f"{list(pending.shape)}; expected the same. Use a head of this checkpoint's family and dtype."
+                f"{source.path}: {pending.key} is {stored.dtype} {list(stored.shape)}, in the new head it is "
+                f"{pending.dtype} {list(pending.shape)}; expected the same. Use a head of this checkpoint's family and "
+                "dtype."
             )
     new = {pending.key for pending in tensors}
     stray = {key for key in source.tensors if layout.is_head_key(key)} - new - dropped
     if stray:
         raise CheckpointError(
-            f"{source.path}: holds head tensors that the new head lacks ({', '.join(sorted(stray)[:3])}); expected the "
+            f"{source.path}: has head tensors that the new head lacks ({', '.join(sorted(stray)[:3])}); expected the "
             "same keys. Use a head of this checkpoint's family."
         )
     return patches, additions
 
 
 def _new_file(source: Checkpoint) -> str:
-    """Return a name that no shard has: a head's shard may be there that keeps some of its tensors."""
+    """Return a file name that no shard has, as an earlier shard of the head may keep some of its tensors."""
     taken = {info.file for info in source.tensors.values()}
     names = itertools.chain([HEAD_FILE], (f"model-mtp-{number}.safetensors" for number in itertools.count(2)))
     return next(name for name in names if name not in taken)
 
 
 def _shard_names(source: Checkpoint, additions: list[PendingTensor]) -> Mapping[str, str]:
-    """Return new names for shards.
+    """Return new names for shards, old name to new.
 
-    A single ``model.safetensors`` that gets company becomes shard 1 of 2: beside an index, loaders disagree on which of
-    ``model.safetensors`` and the index counts (transformers takes the file, vLLM the index).
+    A single ``model.safetensors`` to which a shard is added becomes shard 1 of 2. Beside an index, loaders disagree on
+    whether ``model.safetensors`` or the index counts (transformers takes the file, vLLM the index).
     """
     if source.index is None and additions:
         return {SINGLE_FILE: "model-00001-of-00002.safetensors", HEAD_FILE: "model-00002-of-00002.safetensors"}
@@ -231,13 +268,13 @@ def _shard_names(source: Checkpoint, additions: list[PendingTensor]) -> Mapping[
 
 
 def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> dict[str, Any]:
-    """Return the JSON files that have to change, by name; what already says the right thing is linked verbatim.
+    """Return the JSON files that have to change, by name; files with the right content already are left out.
 
-    The config gets the head's fields. Where it is quantised and the head comes from elsewhere, in plain floats, the
-    head is named among its exceptions.
+    The config gets the head's fields. Where the checkpoint is quantised and the new head is in plain floats, the head
+    is added to the exceptions of the quantisation config.
 
     Raises:
-        CheckpointError: The quantisation's exceptions are not known here.
+        CheckpointError: The exceptions of this quantisation method are not supported.
     """
     config = _with_fields(source, head.config_fields)
     documents: dict[str, Any] = {} if config is None else {CONFIG_FILE: config}
@@ -258,7 +295,7 @@ def _with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any
     nested = config.get("text_config")
     text_config = nested if isinstance(nested, dict) else config
     for name, value in fields.items():
-        (config if name == source.family.count.section else text_config)[name] = value
+        (config if name == source.family.declaration.section else text_config)[name] = value
     return None if config == source.config else config
 
 
@@ -281,14 +318,14 @@ def _index(
 
 
 def source_files(source: Checkpoint) -> list[Path]:
-    """Return the files a copy needs: the weights, and what is beside them, in the order of their paths.
+    """Return the files that a copy of a checkpoint needs, sorted by path: the weights, and the files beside them.
 
-    Left out are hidden files, pickles, training checkpoints and other models in subdirectories.
+    Hidden files, pickles, training checkpoints, and other models in subdirectories are left out.
 
     Raises:
-        CheckpointError: A link is among them that the checkpoint does not name: it could lead anywhere.
+        CheckpointError: A link that could bring in files from anywhere is among them.
     """
-    # Weights count wherever they are: their directories may be named like those that are left out.
+    # Weights are always included: their directories may have names like the ones that are left out.
     weights = {source.path / info.file for info in source.tensors.values()}
     return sorted(weights.union(_files_under(source.path, source.path, weights)))
 
@@ -307,7 +344,7 @@ def _files_under(root: Path, directory: Path, weights: Set[Path]) -> Iterator[Pa
 
 
 def _require_known_link(root: Path, link: Path) -> None:
-    """Raise a CheckpointError for a link, unless it is of a model's own files or leads into the hub cache's blobs."""
+    """Raise a CheckpointError for a link that is neither one of a model's own files nor a link into the hub's cache."""
     real_root = root.resolve()
     if link.is_file():
         # In the hub's cache every file of snapshots/REVISION is a link into blobs, two directories up.
@@ -317,13 +354,13 @@ def _require_known_link(root: Path, link: Path) -> None:
     found = "a link to a directory" if link.is_dir() else "a link"
     raise CheckpointError(
         f"{link}: {found}, which could bring in files from anywhere; expected links only to weights, config, tokenizer "
-        "and processor files, or into the hub cache's blobs. Put the file in the place of the link, or remove the link."
+        "and processor files, or into the hub cache's blobs. Replace the link with the file, or remove the link."
     )
 
 
 def place_file(file: Path, target: Path, link: LinkMode) -> None:
-    """Hard-link a file into a checkpoint, or copy it."""
-    # The hub's cache keeps symbolic links; the link must be to the file behind them.
+    """Hard-link or copy a file into a new checkpoint."""
+    # The hub's cache contains symbolic links; the hard link has to be to the file behind them.
     real = file.resolve()
     if link == "hard":
         try:

@@ -1,7 +1,7 @@
-"""Reading a checkpoint directory: what tensors it has and where, without loading them.
+"""Open a checkpoint directory: read its config, and list its tensors from the file headers, without loading them.
 
-Only safetensors are read. Everything that can be wrong with the files is found when the checkpoint is opened, so that
-no command fails half way through a write.
+Only safetensors are read. :func:`open_checkpoint` checks all files when it opens the checkpoint, so that no command
+fails in the middle of a write.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 OWN_CONFIG_FILE = "params.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# Shards of transformers' distributed save, which it loads before any other weights.
+# Shards of transformers' distributed save, which it prefers to any other weights.
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
-# safetensors' names for the dtypes that weights come in.
+# The dtypes that we read, by safetensors' names.
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -57,7 +57,7 @@ SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is and what it looks like; ``dtype`` in safetensors' spelling."""
+    """The file, dtype (in safetensors' spelling) and shape of a stored tensor."""
 
     file: str
     """Path of the file inside the checkpoint, as a POSIX path."""
@@ -72,7 +72,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint directory. Build it with ``open_checkpoint``."""
+    """An opened checkpoint directory, built by :func:`open_checkpoint`."""
 
     path: Path
     config: RawConfig
@@ -82,10 +82,10 @@ class Checkpoint:
 
     @cached_property
     def family(self) -> Family:
-        """The family record that claims this checkpoint.
+        """The family record that the config selects.
 
         Raises:
-            UnsupportedModelError: No record does.
+            UnsupportedModelError: There is no such record.
         """
         return family_for(self.config, where=str(self.path))
 
@@ -96,8 +96,8 @@ class Checkpoint:
 
     @property
     def engines(self) -> Mapping[str, EngineSupport]:
-        """What engines take of it, as its tensors are stored."""
-        return self.family.engines_for({key: info.dtype for key, info in self.tensors.items()})
+        """The support of each engine for this checkpoint, given the stored dtypes of its tensors."""
+        return self.family.serving_of({key: info.dtype for key, info in self.tensors.items()})
 
     def read(self, key: str) -> Tensor:
         """Load one tensor on the CPU, in its stored dtype."""
@@ -112,9 +112,9 @@ class Checkpoint:
         return {(file, key): start for file in files for key, start in _first_bytes(self.path / file).items()}
 
     def read_in_blocks(self, key: str, max_elements: int = 1 << 22) -> Iterator[Tensor]:
-        """Yield a tensor in slices along its first axis, each at most about ``max_elements`` long (or one row).
+        """Yield a tensor in slices along its first axis, each of at most about ``max_elements`` elements (or one row).
 
-        The file is read, not mapped: pages of a mapping count as this process's memory for as long as it is open.
+        The file is read, not memory-mapped: pages of a mapping count as this process's memory while it is open.
         """
         info = self.tensors[key]
         if not info.shape or not info.num_bytes:
@@ -125,7 +125,7 @@ class Checkpoint:
             yield self.read_rows(key, first, min(first + rows, info.shape[0]))
 
     def read_rows(self, key: str, first: int, stop: int) -> Tensor:
-        """Load some rows of a tensor that has rows."""
+        """Load the rows ``first`` to ``stop - 1`` of a tensor with at least one axis."""
         info = self.tensors[key]
         row_bytes = info.num_bytes // info.shape[0]
         data = torch.empty((stop - first) * row_bytes, dtype=torch.uint8)
@@ -143,12 +143,13 @@ def _first_bytes(path: Path) -> dict[str, int]:
 
 
 def _fill(handle: io.RawIOBase, view: memoryview) -> None:
-    """Read until the buffer is full: one call of the system returns 2 GiB at most, and less on some file systems."""
+    """Read until the buffer is full: one system call returns at most 2 GiB, and less on some file systems."""
     while view:
         count = handle.readinto(view)
         if not count:
             raise CheckpointError(
-                "a weights file became shorter while it was read; expected files that nobody writes to. Start again."
+                "a weights file became shorter while it was read; expected files that no process writes to. Run the "
+                "command again."
             )
         view = view[count:]
 
@@ -170,23 +171,22 @@ def read_json(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}); expected an object. Restore the file.") from None
     if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path}: holds {type(parsed).__name__}; expected a JSON object. Restore the file.")
+        raise CheckpointError(f"{path}: contains {type(parsed).__name__}; expected a JSON object. Restore the file.")
     return parsed
 
 
 def named_file(directory: Path, name: object, *, named_by: Path) -> str:
-    """Return the path, relative to a checkpoint's directory, of a file that the checkpoint names.
+    """Return the path of a file that the checkpoint names, relative to the checkpoint's directory.
 
-    The file itself may be a link, as in the hub's cache. The directories on the way to it may not.
+    The file itself may be a link, as in the hub's cache. The directories above it may not.
 
     Args:
         directory: The checkpoint.
-        name: The name as its index or config gives it.
+        name: The name in its index or config.
         named_by: The file that contains the name, for messages.
 
     Raises:
-        CheckpointError: The name leads outside of the checkpoint or through a link to a directory, or the link is
-            broken.
+        CheckpointError: The name leads out of the checkpoint or through a link to a directory, or the link is broken.
     """
     parts = PurePosixPath(name).parts if isinstance(name, str) else ()
     if not parts or ".." in parts or parts[0].startswith("/") or "\\" in "".join(parts):
@@ -198,14 +198,14 @@ def named_file(directory: Path, name: object, *, named_by: Path) -> str:
         parent = directory.joinpath(*parts[:depth])
         if parent.is_symlink():
             raise CheckpointError(
-                f"{parent}: a link to a directory; expected a directory of the checkpoint itself. Put the directory in "
-                "the place of the link."
+                f"{parent}: a link to a directory; expected a directory of the checkpoint itself. Replace the link "
+                "with the directory."
             )
     file = directory.joinpath(*parts)
     if file.is_symlink() and not file.is_file():
         raise CheckpointError(
-            f"{file}: a link that leads to no file; expected one of the checkpoint's files. Put the file in the place "
-            "of the link, or download it again."
+            f"{file}: a link that leads to no file; expected one of the checkpoint's files. Replace the link with "
+            "the file, or download it again."
         )
     return "/".join(parts)
 
@@ -215,7 +215,7 @@ def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInf
 
     Args:
         path: The file.
-        name: Its path inside the checkpoint; None for its own name.
+        name: Its path inside the checkpoint; None for the file's own name.
 
     Raises:
         CheckpointError: The file is missing, truncated or not safetensors.
@@ -235,14 +235,14 @@ def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInf
     strange = next((key for key, info in found.items() if info.dtype not in TORCH_DTYPES), None)
     if strange is not None:
         raise CheckpointError(
-            f"{path}: {strange} is stored as {found[strange].dtype}, which is not read here; expected one of "
+            f"{path}: {strange} is stored as {found[strange].dtype}, which is not supported; expected one of "
             f"{', '.join(TORCH_DTYPES)}. Use a checkpoint in one of these dtypes."
         )
     return found
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint directory and check that its files are whole and agree.
+    """Open a checkpoint directory, and check that its files are complete and consistent.
 
     Raises:
         CheckpointError: The directory, config, index or a shard is missing or damaged, or the weights are pickles.
@@ -255,7 +255,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     named_file(path, CONFIG_FILE, named_by=path)
     config = _read_config(path)
     _refuse_other_weights(path, config)
-    # transformers reads the single file first where both exist, and so do we.
+    # transformers prefers the single file to an index, and so do we.
     for name in (SINGLE_FILE, INDEX_FILE):
         named_file(path, name, named_by=path)
     if (path / SINGLE_FILE).is_file():
@@ -270,35 +270,35 @@ def open_checkpoint(path: Path) -> Checkpoint:
             "safetensors. Convert them once with transformers' save_pretrained in a place you trust."
         )
     raise CheckpointError(
-        f"{path}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}. Point at the directory that holds them."
+        f"{path}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}. Point at the directory that contains them."
     )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     config_file = path / CONFIG_FILE
-    # Meta's releases have another file, or a directory for each of several models.
+    # Meta's releases have params.json instead, or a directory with it for each of several models.
     own = [] if config_file.is_file() else [*path.glob(OWN_CONFIG_FILE), *path.glob(f"*/{OWN_CONFIG_FILE}")]
     configs = {file.parent: read_json(file) for file in sorted(own) or [config_file]}
-    # Before any look at the weights: those are pickles, and to convert them would not help.
+    # Before the check of the weights: they are pickles, and converting them would not help.
     for directory, config in configs.items():
         refuse_unserved_heads(config, where=str(directory))
     if own:
         raise CheckpointError(
-            f"{path}: in the layout of its authors' own code ({OWN_CONFIG_FILE}, no {CONFIG_FILE}); expected a "
+            f"{path}: in the layout of the authors' own code ({OWN_CONFIG_FILE}, no {CONFIG_FILE}); expected a "
             "transformers checkpoint. Convert it once with transformers' script for the model, in a place you trust."
         )
     return configs[path]
 
 
 def _refuse_other_weights(path: Path, config: RawConfig) -> None:
-    """Refuse a checkpoint of which transformers would load other files than the index or the single file."""
+    """Raise a CheckpointError where transformers would load other files than the index or the single file."""
     explicit = config.get("transformers_weights")
     sharded = next((file.name for file in sorted(path.iterdir()) if _DISTRIBUTED.fullmatch(file.name)), None)
     found = f"config.json sets transformers_weights = {explicit!r}" if explicit is not None else None
-    found = f"holds {sharded}, a shard of a distributed save" if sharded is not None else found
+    found = f"contains {sharded}, a shard of a distributed save" if sharded is not None else found
     if found is not None:
         raise CheckpointError(
-            f"{path}: {found}, which transformers loads in the place of the other weights and engines do not; expected "
+            f"{path}: {found}, which transformers loads instead of the other weights and engines ignore; expected "
             f"{SINGLE_FILE} or {INDEX_FILE} alone. Keep one set of weights, under these names."
         )
 
@@ -309,7 +309,7 @@ def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]
         raise CheckpointError(f"{path / INDEX_FILE}: has no weight_map; expected key -> file. Restore the index.")
     files: dict[Any, str] = {}
     for file in weight_map.values():
-        # A large mixture's index has tens of thousands of entries, and few files.
+        # Each file name is checked once: the index of a large mixture has tens of thousands of entries, and few files.
         if not isinstance(file, str) or file not in files:
             files[file] = named_file(path, file, named_by=path / INDEX_FILE)
     named = {key: files[file] for key, file in weight_map.items()}
@@ -323,15 +323,16 @@ def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]
     absent = sorted(key for key, file in named.items() if key not in stored[file])
     if absent:
         raise CheckpointError(
-            f"{path / INDEX_FILE}: lists {absent[0]} in {named[absent[0]]}, which does not hold it ({len(absent)} "
+            f"{path / INDEX_FILE}: lists {absent[0]} in {named[absent[0]]}, which does not contain it ({len(absent)} "
             "such keys); expected index and shards of one save. Download both again."
         )
-    # Loaders read every tensor of a shard, whether the index lists it or not; the last shard's counts.
+    # Loaders read every tensor of a shard, listed in the index or not. Of several with one key, the last shard's
+    # counts.
     read = {key: info for infos in stored.values() for key, info in infos.items()}
     twice = sorted(key for key, file in named.items() if read[key].file != file)
     if twice:
         raise CheckpointError(
-            f"{path / INDEX_FILE}: lists {twice[0]} in {named[twice[0]]}, and {read[twice[0]].file} holds another one, "
+            f"{path / INDEX_FILE}: lists {twice[0]} in {named[twice[0]]}, but {read[twice[0]].file} contains another, "
             f"which transformers loads ({len(twice)} such keys); expected index and shards of one save. Download both "
             "again."
         )
@@ -339,10 +340,10 @@ def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]
 
 
 def locate_checkpoint(name: str) -> Path:
-    """Return the directory of a checkpoint: a local path as it is, a hub id downloaded into the hub's cache.
+    """Return the directory of a checkpoint: a local path unchanged, or a hub id downloaded into the hub's cache.
 
     Raises:
-        CheckpointError: Neither a directory nor a hub id that can be had.
+        CheckpointError: It is neither a directory nor a hub id that can be downloaded.
     """
     path = Path(name).expanduser()
     if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):

@@ -1,4 +1,4 @@
-"""Looking for NaN and infinities, a block of a tensor in memory at a time."""
+"""Find NaN and infinities in a checkpoint, with one block of a tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtp_train.weights.files import Checkpoint
 
 
 def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> list[str]:
-    """Return the keys of floating-point tensors that hold NaN or infinities."""
+    """Return the keys of floating-point tensors with NaN or infinities."""
     found = []
     for key in progress.track(sorted(checkpoint.tensors), description=f"looking for NaN in {checkpoint.path.name}"):
         if not all(all_finite(block) for block in checkpoint.read_in_blocks(key)):
@@ -20,11 +20,11 @@ def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> list[str]:
 
 
 def all_finite(block: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinities."""
+    """Return whether a tensor has neither NaN nor infinities; true for integer and empty tensors."""
     if not block.is_floating_point() or not block.numel():
         return True
-    # The extremes of what is not finite are not finite, NaN included: one pass without a copy, ten times as fast as
-    # isfinite. float8 has no extremes.
+    # Minimum and maximum are NaN or infinite if any element is: one pass without a copy, ten times as fast as isfinite.
+    # torch has no aminmax for float8.
     ends = torch.aminmax(block) if block.dtype.itemsize > 1 else torch.aminmax(block.float())
     return bool(torch.isfinite(torch.stack(ends)).all())
 
@@ -33,7 +33,7 @@ def require_finite_checkpoint(checkpoint: Checkpoint, progress: Progress) -> Non
     """Check that no weight of a checkpoint is NaN or infinite.
 
     Raises:
-        CheckpointError: One is; the message names it.
+        CheckpointError: A weight is; the message names its tensor.
     """
     found = find_non_finite(checkpoint, progress)
     if found:

@@ -1,21 +1,26 @@
-"""What makes two checkpoints the same: the content of every file that a result depends on.
+"""Identify inputs by the content of their files, and check that a directory's results belong to the same inputs.
 
-A record keeps the SHA-256 of each file beside its size, times, inode and device. Files whose status is as recorded are
-not read again. A file that was touched, copied, restored or moved to another disk or machine has another status: its
-content is hashed again and decides.
+:func:`hash_inputs` returns a record of each input, with the SHA-256 of every file that a result depends on, and
+:func:`write_records` keeps it in ``inputs.json``. :func:`require_same` compares the inputs of a run or study directory
+(:class:`Claimed`) with that record, before the directory is used again.
+
+A record also keeps each file's size, times, inode and device (its status). A file with the recorded status is not read
+again. A file that was touched, copied, restored or moved to another disk or machine has another status: it is hashed
+again, and its content decides.
 
 The status counts only where it can show a change:
 
 - Times advance in ticks. A file that was hashed within ``TICK_NS`` of its last change could be rewritten at the same
   size in the same tick and keep its status, so it is hashed again next time.
 - A program can set the modification time (``cp -p``, ``os.utime``), so the change time (ctime), which it cannot set,
-  must agree as well. A new hard link to a file changes it too; the price is one more hash.
-- The name of a blob in the hub's cache is the SHA-256 that the server announced. It is not used in place of a hash:
-  the hub client checks the size of a download, and a program that writes through the link keeps the name.
+  must be the same as well. A new hard link to a file changes the ctime too; the price is one more hash.
+- The name of a blob in the hub's cache is the SHA-256 that the server announced. It is not used instead of a hash: the
+  hub client checks only the size of a download, and a program that writes through the link keeps the name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -30,7 +35,7 @@ from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from mtp_train.errors import CheckpointError
+from mtp_train.errors import ChangedInputError, CheckpointError, MtpError
 from mtp_train.weights.files import INDEX_FILE, Checkpoint, read_json
 from mtp_train.weights.writing import write_json
 
@@ -38,7 +43,7 @@ RECORD_FILE = "inputs.json"
 TICK_NS = 2_000_000_000
 """The coarsest tick of a file system's clock in use: FAT's."""
 HASH_BYTES_PER_SECOND = 1e9
-"""Rate that plans are made with: SHA-256 with the instructions that current CPUs have, on one core."""
+"""Assumed rate for plans: SHA-256 on one core, with the instructions of current CPUs."""
 _BLOCK_BYTES = 1 << 22
 _MAX_THREADS = 8
 _SHOWN_SECONDS = 2.0
@@ -46,7 +51,7 @@ CHECKPOINT_PATTERNS = (
     *("config.json", "generation_config.json", "*processor_config.json", "hf_quant_config.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
     *("tekken.json", "chat_template*", "additional_chat_templates/*.jinja"),
-    # Code of the checkpoint's own, which trust_remote_code runs.
+    # The checkpoint's own code, which trust_remote_code runs.
     "*.py",
 )
 """Files of a checkpoint besides its weights and their index."""
@@ -55,7 +60,7 @@ Contents = Mapping[str, str]
 
 
 class FileStatus(NamedTuple):
-    """What a file system says of a file; equal for the same unchanged file, whatever it is called."""
+    """The metadata of a file in its file system; equal for the same unchanged file under any name."""
 
     size: int
     mtime_ns: int
@@ -65,13 +70,13 @@ class FileStatus(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStatus:
-        """Take what counts from the system's answer."""
+        """Return the fields that identify a file's state."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The content of a file, and the status under which it was read."""
+    """The content hash of a file, and the status with which it was read."""
 
     status: FileStatus
     read_ns: int
@@ -79,7 +84,7 @@ class FileRecord:
 
     @property
     def is_settled(self) -> bool:
-        """Whether any later write must change the status."""
+        """Whether every later write changes the status."""
         return self.status.ctime_ns + TICK_NS < self.read_ns
 
 
@@ -89,7 +94,7 @@ class InputFiles:
 
     location: Path
     files: Mapping[str, Path]
-    """By names that stay the same where the whole moves."""
+    """Name to path; the names stay the same when the directory is moved."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +106,12 @@ class InputRecord:
 
     @property
     def contents(self) -> Contents:
-        """The identity: what is compared."""
+        """The identity of the input, which is compared."""
         return {name: record.sha256 for name, record in self.files.items()}
 
 
 Records = Mapping[str, InputRecord]
-"""By what the input is for, such as ``model.trunk``."""
+"""By the use of the input, such as ``model.trunk``."""
 
 
 def checkpoint_files(checkpoint: Checkpoint) -> InputFiles:
@@ -119,24 +124,24 @@ def checkpoint_files(checkpoint: Checkpoint) -> InputFiles:
 
 
 def directory_files(path: Path) -> InputFiles:
-    """Return the files that identify an adapter's or a head's directory: its configs and its weights."""
+    """Return the files that identify an adapter or head directory: its configs and weights."""
     return InputFiles(path, matching_files(path, ("*_config.json", "*.safetensors")))
 
 
 def matching_files(path: Path, patterns: Iterable[str]) -> dict[str, Path]:
-    """Return the files of a directory that match, by their names in it."""
+    """Return the files of a directory that match the patterns: name in the directory to path."""
     names = sorted({str(file.relative_to(path)) for pattern in patterns for file in path.glob(pattern)})
     return {name: path / name for name in names if (path / name).is_file()}
 
 
 def stored_bytes(path: Path) -> int:
-    """Return the bytes that identify a checkpoint or adapter, from its directory alone; 0 where it is not there."""
+    """Return the total size of the files that identify a checkpoint or adapter; 0 where the directory is missing."""
     files = matching_files(path, (*CHECKPOINT_PATTERNS, "*.json", "*.safetensors", "*/*.safetensors"))
     return sum(file.stat().st_size for file in files.values())
 
 
 def read_records(directory: Path) -> dict[str, InputRecord]:
-    """Return what a run or a study recorded of its inputs; nothing where it recorded none.
+    """Return the records of a run's or study's inputs; empty where there is no record file.
 
     Raises:
         CheckpointError: The file is damaged.
@@ -161,7 +166,7 @@ def _parsed(record: Mapping[str, Any]) -> FileRecord:
 
 
 def write_records(directory: Path, records: Records) -> None:
-    """Write records beside what was made of the inputs."""
+    """Write the records of inputs into the directory of their results."""
     inputs = {
         label: {
             "location": one.location,
@@ -176,19 +181,19 @@ def write_records(directory: Path, records: Records) -> None:
 
 
 def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Progress) -> dict[str, InputRecord]:
-    """Return the content of inputs. Files whose recorded status vouches for them are not read.
+    """Return the records of inputs. Files with the status of a settled record are not read.
 
     Args:
-        inputs: What to identify.
-        known: Earlier records, of these inputs or others.
-        progress: Where to show progress.
+        inputs: The inputs to identify.
+        known: Earlier records, of these inputs or of others.
+        progress: Shows the hashing.
 
     Raises:
-        CheckpointError: A file cannot be read, or is being written to.
+        CheckpointError: A file cannot be read, or another process is writing to it.
     """
     trusted = {record.status: record for one in known.values() for record in one.files.values() if record.is_settled}
     statuses = {path: _status(path) for one in inputs.values() for path in one.files.values()}
-    # By status: several names of one file cost one hash.
+    # By status: a file with several names is hashed once.
     unknown = {status: path for path, status in statuses.items() if status not in trusted}
     found = trusted | _hash_all(unknown, progress)
     return {
@@ -221,13 +226,13 @@ def _hash_all(files: Mapping[FileStatus, Path], progress: Progress) -> dict[File
     task = progress.add_task("hashing inputs", total=total, visible=visible)
     stop = threading.Event()
     hashed = partial(_hash, on_bytes=partial(progress.advance, task), stop=stop)
-    # hashlib releases the GIL. The largest file first: it is the one to wait for.
+    # hashlib releases the GIL. The largest file determines the total time, so it comes first.
     ordered = sorted(files.items(), key=lambda item: -item[0].size)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(ordered))) as pool:
         try:
             records = list(pool.map(hashed, (path for _, path in ordered)))
         except BaseException:
-            # An interrupt must not wait for the end of a large file.
+            # On an interrupt, do not wait for the end of a large file.
             stop.set()
             raise
     return {status: record for (status, _), record in zip(ordered, records, strict=True)}
@@ -240,7 +245,7 @@ def _hash(path: Path, *, on_bytes: Callable[[int], None], stop: threading.Event)
             before = FileStatus.of(os.fstat(handle.fileno()))
             read_ns = time.time_ns()
             left = before.size
-            # A file that grows while it is read would have no end.
+            # Stop at the first size: reading a file that keeps growing would never end.
             while left > 0 and not stop.is_set() and (count := handle.readinto(buffer)):
                 digest.update(buffer[:count])
                 on_bytes(count)
@@ -250,13 +255,14 @@ def _hash(path: Path, *, on_bytes: Callable[[int], None], stop: threading.Event)
         raise _unreadable(path, error) from None
     if (before.size, before.mtime_ns) != (after.size, after.mtime_ns):
         raise CheckpointError(
-            f"{path}: is being written to; expected files that nobody writes to. Start again when the writer is done."
+            f"{path}: is being written to; expected files that no process writes to. Run the command again when the "
+            "writer is done."
         )
     return FileRecord(before, read_ns, digest.hexdigest())
 
 
 def changed_files(recorded: Contents, found: Contents) -> list[str]:
-    """Name the files whose content differs, those that are gone and those that are new."""
+    """Return the names of files with another content, and of files that are gone or new."""
     return [
         name if name in recorded and name in found else f"{name} ({'gone' if name in recorded else 'new'})"
         for name in sorted(recorded.keys() | found.keys())
@@ -265,10 +271,11 @@ def changed_files(recorded: Contents, found: Contents) -> list[str]:
 
 
 def written_since(one: InputFiles, moment_ns: int) -> list[str]:
-    """Name the files of an input that may have been written or put in place at a moment or after it.
+    """Return the names of an input's files that may have been written or moved there at a time or later.
 
-    For directories of versions that recorded no content: files that are all older than the directory are the files
-    that it began with. A directory or link that names them counts too, as it may name others by now.
+    This is for directories of versions that recorded no content: files that are all older than the directory are the
+    files with which it was begun. The path and status of links and of the input's directory count too, as they may lead
+    to other files by now.
     """
     places = {**one.files, "the directory": one.location}
     return [name for name, path in places.items() if any(_is_after(found, moment_ns) for found in _statuses(path))]
@@ -282,6 +289,112 @@ def _statuses(path: Path) -> list[os.stat_result]:
 
 
 def _is_after(found: os.stat_result, moment_ns: int) -> bool:
-    # An export that hard-links a shard changes its ctime, and nothing else.
+    # An export that hard-links a shard changes only its ctime.
     is_linked = stat.S_ISREG(found.st_mode) and found.st_nlink > 1
     return found.st_mtime_ns >= moment_ns or (found.st_ctime_ns >= moment_ns and not is_linked)
+
+
+Loaders = Mapping[str, Callable[[], InputFiles]]
+"""By the use of an input, a function that returns its files; raises a MtpError where they are missing."""
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A directory with results, and the words for it in messages."""
+
+    directory: Path
+    marker: str
+    """The file in it that was written once, at its beginning."""
+    noun: str
+    hint: str
+    """What the user can do to use the new inputs."""
+    earlier: Mapping[str, Mapping[str, Any]]
+    """Path and hashes of checkpoints, as recorded by versions that did not record all inputs."""
+
+
+def loaded(loaders: Loaders) -> dict[str, InputFiles]:
+    """Return the files of all inputs.
+
+    Raises:
+        MtpError: An input is missing.
+    """
+    return {label: load() for label, load in loaders.items()}
+
+
+def require_same(
+    claimed: Claimed, loaders: Loaders, progress: Progress, *, finished: bool = False, keeps: bool = True
+) -> None:
+    """Check that inputs are the ones from which a directory's results were computed.
+
+    Inputs that were touched, copied or moved pass if their content is the same. For a directory that an earlier version
+    began without a record, inputs pass if all their files are older than the directory.
+
+    Args:
+        claimed: The directory.
+        loaders: The current inputs.
+        progress: Shows the hashing of files whose status changed.
+        finished: Whether the results are complete.
+        keeps: Whether to record the new status of files that were hashed again, if the directory is writable.
+
+    Raises:
+        ChangedInputError: An input changed, is gone, or cannot be shown to be the same.
+    """
+    recorded = read_records(claimed.directory)
+    found: dict[str, InputFiles] = {}
+    changed, unproven = [], []
+    for label, load in loaders.items():
+        try:
+            found[label] = load()
+        except MtpError as error:
+            changed.append(f"{label} cannot be opened ({error})")
+    records = hash_inputs({label: one for label, one in found.items() if label in recorded}, recorded, progress)
+    for label, record in records.items():
+        names = changed_files(recorded[label].contents, record.contents)
+        changed += [_named(label, record.location, names)] if names else []
+    for label in [label for label in found if label not in recorded]:
+        one = found[label]
+        if recorded:
+            changed.append(f"{label} ({one.location}) was not among them")
+            continue
+        names = _unproven_files(claimed, one, claimed.earlier.get(label, {}))
+        unproven += [_named(label, str(one.location), names)] if names else []
+    _refuse(claimed, changed, unproven, finished)
+    if keeps and recorded != (updated := {**recorded, **records}):
+        with contextlib.suppress(OSError):
+            write_records(claimed.directory, updated)
+
+
+def _named(label: str, location: str, names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{label} ({location}): {', '.join(names[:5])}{more}"
+
+
+def _refuse(claimed: Claimed, changed: list[str], unproven: list[str], finished: bool) -> None:
+    where, noun = claimed.directory, claimed.noun
+    keeps = f" The results in {where} are complete, and were computed from the old files." if finished else ""
+    if changed:
+        raise ChangedInputError(
+            f"{where}: inputs changed since the {noun} began: {'; '.join(changed)}; expected the files that it began "
+            f"with. Restore the old files, or {claimed.hint}.{keeps}"
+        )
+    if unproven:
+        raise ChangedInputError(
+            f"{where}: begun by a version that wrote no {RECORD_FILE}, and input files were written or moved since: "
+            f"{'; '.join(unproven)}; expected files older than {claimed.marker}. Without the record, their content "
+            f"cannot be compared with the files that the {noun} began with: {claimed.hint}.{keeps}"
+        )
+
+
+def _unproven_files(claimed: Claimed, one: InputFiles, earlier: Mapping[str, Any]) -> list[str]:
+    """Return the names of files that cannot be shown to be unchanged since the directory was begun."""
+    moment_ns = (claimed.directory / claimed.marker).stat().st_mtime_ns
+    hashes = earlier.get("sha256", {})
+    same = {name for name in hashes if name in one.files and hashes[name] == _sha256(one.files[name])}
+    names = [name for name in written_since(one, moment_ns) if name not in same]
+    if earlier and earlier["path"] != str(one.location.resolve()):
+        names.append(f"all, as the path was {earlier['path']}")
+    return names
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,7 +1,7 @@
-"""Native head keys to ours and back: one table per family, both directions worked out from it.
+"""Map native head keys to our parameter names and back, with one table for each family.
 
 Ours are the parameter names of ``MtpHead`` (``blocks.0.proj.weight``). Every native key under the head's prefixes is
-mapped, shared with the trunk, or unknown; an unknown key is an error for whoever loads it.
+mapped to one of them, shared with the trunk, or unknown. Loading a head with an unknown key is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBERS = ("module", "layer", "expert", "sub", "last")
 
 @dataclass(frozen=True)
 class Mapped:
-    """What a native key means: part of parameter ``ours``; ``expert`` and ``order`` say which part."""
+    """The meaning of a native key: a part of parameter ``ours``, selected by ``rule.order`` and ``expert``."""
 
     ours: str
     rule: KeyRule
@@ -30,30 +30,30 @@ class Mapped:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The head's keys in one checkpoint: a family's table with this checkpoint's numbers filled in."""
+    """The native keys of a head in one checkpoint: the family's table with the numbers of this checkpoint."""
 
     family: Family
     trunk_prefix: str
     num_hidden_layers: int
     num_sublayers: int = 1
     fused_experts: bool = False
-    """Whether the head's experts are stored stacked, as we hold them, and not one by one."""
+    """Whether the head's experts are stored stacked, as our parameters are, instead of one by one."""
     lm_head_prefix: str = ""
-    """What a wrapper puts before the name of the trunk's lm_head."""
+    """The prefix that a wrapper adds to the key of the trunk's lm_head."""
 
     @cached_property
     def _rules(self) -> list[tuple[KeyRule, re.Pattern[str], re.Pattern[str]]]:
         stacked = ("experts", "experts_concat") if self.fused_experts else ()
-        rules = [rule for rule in self.family.key_rules if rule.stack not in stacked]
+        rules = [rule for rule in self.family.keys.rules if rule.stack not in stacked]
         return [(rule, self._pattern(rule.native), self._pattern(rule.ours)) for rule in rules]
 
     @cached_property
     def _prefixes(self) -> list[re.Pattern[str]]:
-        return [self._pattern(prefix + "{rest}") for prefix in self.family.head_prefixes]
+        return [self._pattern(prefix + "{rest}") for prefix in self.family.keys.head_prefixes]
 
     @cached_property
     def _shared(self) -> list[tuple[SharedKey, re.Pattern[str]]]:
-        return [(shared, self._pattern(shared.native)) for shared in self.family.shared_keys]
+        return [(shared, self._pattern(shared.native)) for shared in self.family.keys.shared]
 
     def _pattern(self, template: str) -> re.Pattern[str]:
         pattern = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
@@ -76,19 +76,19 @@ class HeadLayout:
     @property
     def lm_head_key(self) -> str:
         """The native key of the trunk's lm_head, where it is stored."""
-        return self.lm_head_prefix + self.family.lm_head_key
+        return self.lm_head_prefix + self.family.keys.lm_head
 
     def trunk_layer_keys(self, layer: int, tail: str) -> list[str]:
-        """Return the native keys that keep a trunk layer's tensor, where rules say it: the trunk's own, or those of a
-        head that is kept as one more layer.
+        """Return the native keys of a trunk layer's tensor, if rules describe it; else an empty list.
 
-        Several are rows one below the other; ``{expert}`` stays in a key that each expert has its own of.
+        The rules are the trunk's own, or the rules of a head that is stored as one more layer. Several keys are parts
+        of the tensor's rows, in order. ``{expert}`` stays in a key that exists once for each expert.
 
         Args:
             layer: The layer's number.
-            tail: The tensor's name inside of transformers' layer.
+            tail: The tensor's name in transformers' layer.
         """
-        for rules in (self.family.trunk_rules, [rule for rule, _, _ in self._rules]):
+        for rules in (self.family.keys.trunk_rules, [rule for rule, _, _ in self._rules]):
             numbered = [rule for rule in rules if "{layer}" in rule.native]
             found = [(rule, match) for rule in numbered if (match := self._pattern(rule.ours).match(f"layer.{tail}"))]
             if found:
@@ -99,9 +99,9 @@ class HeadLayout:
         return []
 
     def same_in_trunk(self, key: str, layer: int) -> str | None:
-        """Return the native key under which a trunk layer keeps what a head key keeps of the head's layer.
+        """Return the native key of the trunk layer's tensor that corresponds to a tensor of the head's layer.
 
-        None where the key is not of the head's layer, or its rules do not say that it is called alike there.
+        None where the key is not in the head's layer, or where the rules do not give both the same names.
         """
         mapped = self.map_key(key)
         alike = next((native for rule, native, _ in self._rules if rule.ours == "layer.{rest}"), None)
@@ -111,23 +111,23 @@ class HeadLayout:
         return None if match is None else f"{self.trunk_prefix}layers.{layer}.{match['rest']}"
 
     def is_head_key(self, key: str) -> bool:
-        """Whether a native key belongs to the head (known or not)."""
+        """Return whether a native key belongs to the head, mapped or unknown."""
         matches = (pattern.match(key) for pattern in self._prefixes)
         return any(match is not None and self._module(match) >= 0 for match in matches)
 
     def shared_key(self, key: str) -> SharedKey | None:
-        """Return the trunk tensor a head key repeats, or None."""
+        """Return the record of the trunk tensor that a head key repeats, or None."""
         return next((shared for shared, pattern in self._shared if pattern.match(key)), None)
 
     def trunk_key(self, shared: SharedKey, trunk_keys: Iterable[str]) -> str:
-        """Return the trunk key to copy for a shared key."""
+        """Return the trunk key whose tensor is copied to a shared key."""
         key = shared.trunk.format(trunk=self.trunk_prefix)
-        if key == self.family.lm_head_key:
+        if key == self.family.keys.lm_head:
             key = self.lm_head_key
         return key if key in set(trunk_keys) else self.embed_key
 
     def map_key(self, key: str) -> Mapped | None:
-        """Return what a native key means, or None where no rule claims it."""
+        """Return the meaning of a native key, or None where no rule matches it."""
         for rule, pattern, _ in self._rules:
             match = pattern.match(key)
             if match is None:
@@ -138,13 +138,13 @@ class HeadLayout:
         return None
 
     def renamed(self, key: str, target: HeadLayout) -> str:
-        """Return a head key's name in another checkpoint of the family (another decoder prefix)."""
-        if key.startswith(self.trunk_prefix) and any("{trunk}" in prefix for prefix in self.family.head_prefixes):
+        """Return a head key's name in another checkpoint of the family, which may have another decoder prefix."""
+        if key.startswith(self.trunk_prefix) and any("{trunk}" in prefix for prefix in self.family.keys.head_prefixes):
             return target.trunk_prefix + key[len(self.trunk_prefix) :]
         return key
 
     def native_shapes(self, ours: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
-        """Return every native key that parameters of these names and shapes need, with its shape."""
+        """Return all native keys of parameters with these names and shapes, each with its shape."""
         return {
             key: tuple(meta.shape)
             for name, shape in ours.items()
@@ -152,7 +152,7 @@ class HeadLayout:
         }
 
     def spelt_out_keys(self, module: int) -> Iterator[str]:
-        """Yield the native keys of one module whose rules leave nothing open."""
+        """Yield the native keys of one module that the rules fully determine."""
         for rule, _, _ in self._rules:
             if not rule.optional and "{rest}" not in rule.native and "{expert}" not in rule.native:
                 yield rule.native.format(**self._placeholders(module))
@@ -180,7 +180,7 @@ class HeadLayout:
                 yield rule.native.format(**placeholders, expert=expert), piece
 
     def join(self, native: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Turn native tensors into ours; shared keys are left out. The inverse of ``split``."""
+        """Convert native tensors to our parameters, without shared keys. The inverse of ``split``."""
         parts: dict[str, dict[tuple[int, int], Tensor]] = {}
         stacks: dict[str, str] = {}
         for key, value in native.items():

@@ -1,4 +1,7 @@
-"""A head in the checkpoint's own layout, on its way from one checkpoint or artifact to another."""
+"""Take a head in native keys from a checkpoint, for another checkpoint or a head directory, without loading it.
+
+:func:`require_same_trunk_shape` checks that the head of one checkpoint fits another.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 
 from mtp_train.errors import CheckpointError
+from mtp_train.upstream.transformers_private import unpack_mxfp4
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.quantised import (
@@ -29,11 +33,11 @@ from mtp_train.weights.writing import PendingTensor
 
 @dataclass(frozen=True)
 class NativeHead:
-    """Everything that makes a checkpoint one with a head.
+    """The tensors and config fields that a checkpoint with a head has in addition to its trunk.
 
-    ``tensors`` are the head's own, under the keys of the checkpoint they go to. ``shared_keys`` repeat trunk tensors
-    and are written from the trunk they go to. ``config_fields`` belong into its text config, the family's section for
-    the head, where it has one, into the whole config.
+    ``tensors`` are the head's own, under the keys of the checkpoint that they are written to. ``shared_keys`` repeat
+    trunk tensors, and get the values of that checkpoint's trunk. ``config_fields`` belong in its text config; a
+    family's section for the head, where it has one, belongs in the whole config.
     """
 
     tensors: tuple[PendingTensor, ...]
@@ -44,15 +48,15 @@ class NativeHead:
 def native_head_of(
     source: Checkpoint, source_layout: HeadLayout, target_layout: HeadLayout, *, verbatim: bool = False
 ) -> NativeHead:
-    """Take the head of one checkpoint, its keys renamed for another. Loads nothing yet.
+    """Return the head of one checkpoint with its keys renamed for another. Loads nothing yet.
 
-    Weights in FP8 and FP4 become bf16, and their scales go, unless the head stays where it is.
+    Weights in FP8 and FP4 become bf16 without scales, unless ``verbatim`` is set.
 
     Args:
-        source: A checkpoint whose head is complete (``diagnose_head``).
-        source_layout: Its layout.
-        target_layout: The layout of the checkpoint it goes to.
-        verbatim: Keep every tensor as it is stored: the checkpoint is its own target.
+        source: A checkpoint with a complete head (``diagnose_head``).
+        source_layout: The layout of ``source``.
+        target_layout: The layout of the checkpoint that the head is written to.
+        verbatim: Keep every tensor as stored, for a head that stays in its own checkpoint.
 
     Raises:
         CheckpointError: An FP8 weight has no scales.
@@ -69,8 +73,8 @@ def native_head_of(
 
 
 def head_config_fields(source: Checkpoint) -> dict[str, Any]:
-    """Return the text-config fields that describe the head, and its section, as the checkpoint has them."""
-    fields, section = source.family.head_config_fields, source.family.count.section
+    """Return the text-config fields that describe the head, and the head's section, with the checkpoint's values."""
+    fields, section = source.family.declaration.fields, source.family.declaration.section
     found = {field: source.text_config[field] for field in fields if field in source.text_config}
     if section is not None and section in source.config:
         found[section] = source.config[section]
@@ -78,7 +82,7 @@ def head_config_fields(source: Checkpoint) -> dict[str, Any]:
 
 
 def stored_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
-    """Return a tensor of a checkpoint, to be written verbatim under another key."""
+    """Return a tensor of a checkpoint, to be written unchanged under another key."""
     info = source.tensors[key]
     return PendingTensor(
         new_key,
@@ -91,7 +95,7 @@ def stored_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
 
 
 def plain_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
-    """Return a tensor of a checkpoint, verbatim, or in bf16 where it is stored in FP8 or FP4.
+    """Return a tensor of a checkpoint, unchanged, or in bf16 where it is stored in FP8 or FP4.
 
     Raises:
         CheckpointError: It is stored in FP8 without scales for its blocks.
@@ -114,9 +118,10 @@ def plain_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
 
 
 def plain_experts(source: Checkpoint, key: str, new_key: str) -> PendingTensor | None:
-    """Return stacked experts in bf16 that a checkpoint keeps in MXFP4, as gpt-oss is released; None where it does not.
+    """Return stacked experts in bf16 that are stored in MXFP4, as gpt-oss is released; None for another format.
 
-    Their bytes are (experts, out, blocks, 16), two values each, with a scale for each block; plain, (experts, in, out).
+    The stored blocks have shape (experts, out, blocks, 16), with two values in each byte and a scale for each block.
+    The result has shape (experts, in, out).
     """
     packed, scales = f"{key}_blocks", f"{key}_scales"
     if not {packed, scales} <= source.tensors.keys():
@@ -124,25 +129,22 @@ def plain_experts(source: Checkpoint, key: str, new_key: str) -> PendingTensor |
     num_experts, num_out, *inward = source.tensors[packed].shape
 
     def load() -> torch.Tensor:
-        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-        values: torch.Tensor = convert_moe_packed_tensors(source.read(packed), source.read(scales))
-        return values.contiguous()
+        return unpack_mxfp4(source.read(packed), source.read(scales))
 
     return PendingTensor(new_key, "BF16", (num_experts, 2 * math.prod(inward), num_out), load)
 
 
 def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
-    """Return the decoder's tensors, the name that a release gives each, without its prefix, to the full key.
+    """Return the decoder's tensors: the release's name without its prefix, to the full key.
 
-    Leaves out the lm_head: it may be tied.
+    The lm_head is left out, because it may be tied.
     """
     prefix, family = layout.trunk_prefix, layout.family
     found = {}
     for key in checkpoint.tensors:
         if key.startswith(prefix) and not layout.is_head_key(key) and key != layout.lm_head_key:
             name = key[len(prefix) :]
-            for saved, released in family.saved_names.items():
+            for saved, released in family.keys.saved_names.items():
                 name = name.replace(saved, released)
             found[name] = key
     return found
@@ -151,11 +153,12 @@ def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
 def require_same_trunk_shape(
     finetune: Checkpoint, finetune_layout: HeadLayout, base: Checkpoint, base_layout: HeadLayout
 ) -> None:
-    """Check that a head of ``base`` fits ``finetune``: the same family, and a trunk of the same tensors and shapes.
+    """Check that a head of ``base`` fits ``finetune``: the same family, and a trunk with the same tensors and shapes.
 
-    Where they are quantised differently, or one stacks its experts: of the same modules, and the same shapes where both
-    store a tensor as it is. The embedding may have more or fewer rows (added tokens) where the head has no weights of
-    that size: it reads the embedding and the output matrix of the trunk that it is on.
+    Where the two are quantised differently, or only one stacks its experts, their modules are compared, and the shapes
+    of tensors that both store in plain floats. The embedding may have more or fewer rows (added tokens), unless the
+    head has weights of that size: heads otherwise use the embedding and the output matrix of the trunk that they are
+    on.
 
     Raises:
         CheckpointError: They differ; the message names the first tensor.
@@ -171,8 +174,8 @@ def require_same_trunk_shape(
         missing = trunk_modules(ours) ^ trunk_modules(theirs)
         if missing:
             raise CheckpointError(
-                f"{base.path}: trunk module {min(missing)} is there or in {finetune.path}, not in both; expected the "
-                "same trunk. Point at the base that the fine-tune came from."
+                f"{base.path}: trunk module {min(missing)} is either here or in {finetune.path}, not in both; expected "
+                "the same trunk. Point at the base that the fine-tune came from."
             )
         names = {
             name
@@ -186,7 +189,7 @@ def require_same_trunk_shape(
             continue
         both = mine is not None and other is not None and mine[1:] == other[1:]
         resized = both and ours[name] == finetune_layout.embed_key
-        if resized and not (finetune.family.own_lm_head or finetune.family.own_embedding):
+        if resized and not (finetune.family.wiring.own_lm_head or finetune.family.wiring.own_embedding):
             continue
         because = f": a {finetune.family.title} head has a matrix of its own over the vocabulary" if resized else ""
         raise CheckpointError(
@@ -200,7 +203,7 @@ def _stacks_experts(names: Iterable[str]) -> bool:
 
 
 def trunk_modules(names: Iterable[str]) -> set[str]:
-    """Return the modules that tensors belong to, however each is stored; experts count as one module."""
+    """Return the modules that tensors belong to, whatever the storage format; experts count as one module."""
     return {re.sub(r"\.experts\..*", ".experts.", name).rpartition(".")[0] for name in names}
 
 

@@ -1,9 +1,11 @@
-"""Quantised checkpoints: their trunk's bytes are kept, their head is kept or written in plain floats.
+"""Read quantised checkpoints, and declare a head in plain floats as an exception in their quantisation config.
 
-A head in plain floats must be named in the quantisation config, or an engine looks for scales that it has not. Every
-method has a field for that and a way to match names in it. Weights in FP8 with a scale for each block are read here,
-and DeepSeek V4's experts in FP4; a head packed in any other way is recognised, and replaced where a new one takes its
-place.
+The trunk's bytes are kept. A head in plain floats must be named in the quantisation config, or an engine looks for
+scales that do not exist. Each method has a field for exceptions, and its own way to match names in it
+(``leave_alone``).
+
+Weights in FP8 with a scale for each block can be read, and DeepSeek V4's experts in FP4. A head that is packed in
+another way is recognised, so that a new head can replace it.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ from mtp_train.weights.writing import PendingTensor
 QUANTISATION = "quantization_config"
 MODELOPT_FILE = "hf_quant_config.json"
 SCALE_SUFFIXES = ("weight_scale_inv", "scale")
-"""What follows a module's name in the key of its weight's scales; DeepSeek V4 has the second."""
+"""The suffix after a module's name in the key of its weight's scales; DeepSeek V4 uses the second."""
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
 _FP4_DTYPE = "I8"
-"""A byte holds two values of a row, the first in its lower half. There is a scale for 32 values of a row."""
+"""A byte contains two values of a row, the first in its lower half. A scale belongs to 32 values of a row."""
 _FP4_BLOCK = (1, 32)
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 Groups = Mapping[str, Sequence[str]]
-# What methods keep beside, or instead of, a module's weight: AWQ and GPTQ; compressed-tensors; modelopt; bitsandbytes.
+# The tensors that methods store with, or instead of, a module's weight: AWQ and GPTQ; compressed-tensors; modelopt;
+# bitsandbytes.
 _PACKED = re.compile(
     r"(?P<module>.+)\.(?:"
     r"qweight|qzeros|scales|g_idx"
@@ -44,21 +47,21 @@ _PACKED = re.compile(
     r"|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+)"
     r")"
 )
-# What transformers keeps of stacked experts, which have no ".weight": MXFP4's two halves; the scales of FP8.
+# The tensors of stacked experts, which have no ".weight": MXFP4's blocks and scales, and FP8's scales.
 _PACKED_STACK = re.compile(r"(?P<weight>.+\.experts\.\w+_proj)_(?:blocks|scales|scale_inv)")
 
 _UNPACKED = re.compile(r".+\.weight|.+\.experts\.\w+_proj")
-"""The weight of a layer, or that of stacked experts."""
+"""The weight of a layer, or of stacked experts."""
 
 
 @dataclass(frozen=True)
 class _Method:
-    """How a quantisation method names the modules that it leaves alone."""
+    """How a quantisation method names the modules that it leaves in plain floats."""
 
     fields: tuple[str, ...]
-    """Where, the first one that is there; else the first."""
+    """The config fields for the names: the first one that is set, or else the first."""
     entries: Callable[[str, Sequence[str]], list[str]]
-    """The head's prefix (``mtp.``) and its modules to what is added."""
+    """From the head's prefix (``mtp.``) and its modules to the entries to add."""
     matches: Callable[[str, str], bool]
     """Whether an entry covers a module."""
 
@@ -69,7 +72,7 @@ def _names(prefix: str, modules: Sequence[str]) -> list[str]:
 
 
 def _names_match(entry: str, module: str) -> bool:
-    # As transformers and vLLM both read them: a module, or one that holds it.
+    # An entry names a module, or a module that contains it: transformers and vLLM agree on this.
     return module == entry or module.startswith(entry.rstrip(".*") + ".")
 
 
@@ -111,13 +114,13 @@ _METHODS: Mapping[str, _Method] = {
 
 
 def quant_method(config: RawConfig) -> str | None:
-    """Return the name of a raw config's quantisation method, None where the weights are plain."""
+    """Return the quantisation method of a raw config, None for plain weights."""
     holder = _holder(config)
     return None if holder is None else str(holder[QUANTISATION].get("quant_method"))
 
 
 def packed_weight(key: str) -> str | None:
-    """Return the key of the weight that a packed tensor stands for or belongs to, None for any other tensor."""
+    """Return the key of the weight that a packed tensor replaces or belongs to, None for any other tensor."""
     if match := _PACKED_STACK.fullmatch(key):
         return match["weight"]
     match = _PACKED.fullmatch(key)
@@ -125,7 +128,7 @@ def packed_weight(key: str) -> str | None:
 
 
 def method_of(checkpoint: Checkpoint) -> str:
-    """Return the name of the method that packed a checkpoint's weights, for messages."""
+    """Return the quantisation method of a checkpoint with packed weights, for messages."""
     in_own_file = (
         "modelopt" if (checkpoint.path / MODELOPT_FILE).is_file() else "a method that config.json does not name"
     )
@@ -133,21 +136,21 @@ def method_of(checkpoint: Checkpoint) -> str:
 
 
 def _holder(config: RawConfig) -> RawConfig | None:
-    """Return the part of a config that says how it is quantised: the top, or the language model's."""
+    """Return the part of a config with the quantisation settings: the top level, or the text config."""
     candidates = (config, config.get("text_config"))
     return next((part for part in candidates if isinstance(part, dict) and part.get(QUANTISATION)), None)
 
 
 def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, Any] | None:
-    """Return a config whose quantisation leaves the head's modules alone, None where it does already.
+    """Return a config whose quantisation leaves the head's modules in plain floats, None where it does so already.
 
     Args:
         config: The raw config.
-        groups: What the keys of each head module begin with, to the layers under it that are in plain floats.
+        groups: The key prefix of each head module, to the layers under it that are in plain floats.
         where: The checkpoint's path, for the message.
 
     Raises:
-        CheckpointError: It is quantised in a way whose list of exceptions is not known here.
+        CheckpointError: The quantisation method is not one whose exceptions we support.
     """
     name = quant_method(config)
     if name is None:
@@ -155,9 +158,9 @@ def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, A
     method = _METHODS.get(name)
     if method is None:
         raise CheckpointError(
-            f"{where}: quantised with {name}, whose list of exceptions is not known here; expected one of "
-            f"{', '.join(_METHODS)}, as the head in plain floats has to be named in it. Export the unquantised model "
-            "and quantise that."
+            f"{where}: quantised with {name}, whose list of exceptions is not supported; expected one of "
+            f"{', '.join(_METHODS)}, as the head in plain floats has to be on that list. Export the unquantised model "
+            "and quantise the export."
         )
     changed = copy.deepcopy(dict(config))
     holder = _holder(changed)
@@ -166,17 +169,17 @@ def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, A
 
 
 def leave_alone_in_modelopt(document: Mapping[str, Any], groups: Groups) -> dict[str, Any] | None:
-    """Do the same in modelopt's own file beside the config, whose list is under ``quantization``."""
+    """Do the same for modelopt's own file beside the config, whose list is under ``quantization``."""
     changed = copy.deepcopy(dict(document))
     method = _Method(("exclude_modules",), _GLOB.entries, _GLOB.matches)
     return changed if _extend(changed.setdefault("quantization", {}), method, groups) else None
 
 
 def plain_modules(tensors: Iterable[PendingTensor], layout: HeadLayout) -> Groups:
-    """Return the layers of a head that would be quantised like the trunk's and are not, by head module."""
+    """Return the layers of a head that the method would quantise but that are in plain floats, by head module."""
     keys = [pending.key for pending in tensors if len(pending.shape) > 1 and pending.dtype in PLAIN_DTYPES]
     groups: dict[str, list[str]] = {}
-    for template in layout.family.head_prefixes:
+    for template in layout.family.keys.head_prefixes:
         for module in range(len(keys)):
             numbers = {"module": module, "layer": layout.num_hidden_layers + module}
             prefix = template.format(trunk=layout.trunk_prefix, **numbers)
@@ -188,7 +191,7 @@ def plain_modules(tensors: Iterable[PendingTensor], layout: HeadLayout) -> Group
 
 
 def _extend(settings: dict[str, Any], method: _Method, groups: Groups) -> bool:
-    """Add what is missing to a list of exceptions; return whether anything was."""
+    """Add the missing entries to a list of exceptions; return whether there were any."""
     field = next((name for name in method.fields if settings.get(name)), method.fields[0])
     listed = list(settings.get(field) or [])
     added: list[str] = []
@@ -197,48 +200,48 @@ def _extend(settings: dict[str, Any], method: _Method, groups: Groups) -> bool:
             added += [entry for entry in method.entries(prefix, modules) if entry not in listed]
     if not added:
         return False
-    # GPTQ keeps exceptions as keys of a mapping, all others as a list.
+    # GPTQ stores exceptions as the keys of a mapping, all other methods as a list.
     is_mapping = field == "dynamic"
     settings[field] = (settings.get(field) or {}) | {entry: {} for entry in added} if is_mapping else [*listed, *added]
     return True
 
 
 def scale_of(key: str, tensors: Iterable[str]) -> str | None:
-    """Return the key of the block scales of a weight, None for a weight without."""
+    """Return the key of the block scales of a weight, None for a weight without scales."""
     module = key.removesuffix("weight")
     scales = (module + suffix for suffix in SCALE_SUFFIXES if key.endswith(".weight"))
     return next((scale for scale in scales if scale in tensors), None)
 
 
 def is_scale(key: str, tensors: Iterable[str]) -> bool:
-    """Whether a key holds the block scales of a weight that is there."""
+    """Return whether a key contains the block scales of a weight in the checkpoint."""
     return any(
         key.endswith(f".{suffix}") and key.removesuffix(suffix) + "weight" in tensors for suffix in SCALE_SUFFIXES
     )
 
 
 def lacks_scales(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether a weight is stored in FP8 and nothing beside it says by what to multiply it."""
+    """Return whether a weight is stored in FP8 and no scales for it are in the checkpoint."""
     if tensors[key].dtype not in FP8_DTYPES or not _UNPACKED.fullmatch(key):
         return False
-    # "weight_scale" is one number, or one for each row, where "weight_scale_inv" is one for each block.
+    # "weight_scale" is one number for the tensor or for each row, "weight_scale_inv" one for each block.
     of_weight = (f"{key}_{suffix}" for suffix in ("scale_inv", "scale", "scales"))
     return scale_of(key, tensors) is None and not any(scale in tensors for scale in of_weight)
 
 
 def is_packed(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether a weight is stored in FP4, two values in a byte."""
+    """Return whether a weight is stored in FP4, with two values in a byte."""
     return tensors[key].dtype == _FP4_DTYPE and scale_of(key, tensors) is not None
 
 
 def plain_shape(key: str, tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
-    """Return the shape of a weight in plain floats."""
+    """Return the shape of a weight after unpacking."""
     shape = tensors[key].shape
     return (*shape[:-1], 2 * shape[-1]) if is_packed(key, tensors) else shape
 
 
 def read_plain_in_blocks(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
-    """Yield a weight in blocks of rows; one in FP8 or FP4 multiplied with its block scales, in fp32.
+    """Yield a weight in blocks of rows; FP8 and FP4 weights are multiplied with their block scales, in fp32.
 
     Raises:
         CheckpointError: The scales do not fit the weight.

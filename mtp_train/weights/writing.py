@@ -1,7 +1,7 @@
-"""Writing that leaves no half-written thing behind: directories are built aside, flushed and renamed.
+"""Write files and directories so that no partial output is left behind: to a temporary path, flushed, then renamed.
 
-The safetensors writer here streams one tensor at a time, or a block of one, so that a head of any size is written
-in the memory of its largest tensor; the ``safetensors`` package would hold them all.
+The safetensors writer streams one tensor at a time, or one block of a tensor, so that a head of any size is written in
+the memory of its largest tensor. The ``safetensors`` package would hold all tensors in memory.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from mtp_train.weights.finite import all_finite
 
 @dataclass(frozen=True)
 class PendingTensor:
-    """A tensor to be written: its header entry and a way to load it when its turn comes."""
+    """A tensor to be written: its header entry, and a function that loads it when it is written."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
     blocks: Callable[[], Iterator[Tensor]] | None = None
-    """The same a block of rows at a time, where it need not be in memory at once."""
+    """Yields the same tensor in blocks of rows, for tensors that need not be in memory as a whole."""
 
     origin: tuple[Path, str] | None = None
-    """The checkpoint and key that it is read from, verbatim; None for a new value."""
+    """The checkpoint and key from which it is copied unchanged; None for a new value."""
 
     def parts(self) -> Iterator[Tensor]:
-        """Yield the tensor as it is to be written: in blocks, or whole.
+        """Yield the tensor in blocks, or as a whole.
 
         Raises:
-            CheckpointError: It has another shape than was announced.
+            CheckpointError: It has another shape than its header entry.
         """
         if self.blocks is not None:
             yield from self.blocks()
@@ -61,17 +61,17 @@ class PendingTensor:
         return self.info("").num_bytes
 
     def info(self, file: str) -> TensorInfo:
-        """Describe the tensor as it will be stored in ``file``."""
+        """Return the tensor's description as stored in ``file``."""
         return TensorInfo(file, self.dtype, self.shape)
 
 
 def held_tensor(key: str, dtype: str, value: Tensor) -> PendingTensor:
-    """Return a tensor that is in memory already, to be written in the given stored dtype."""
+    """Return a tensor in memory as a pending one, to be written in the given stored dtype."""
     return PendingTensor(key, dtype, tuple(value.shape), lambda: value)
 
 
 def raw_bytes(tensor: Tensor, dtype: str) -> memoryview:
-    """Return a tensor's bytes in the given stored dtype, without a second copy where it already has it."""
+    """Return a tensor's bytes in the given stored dtype, without a copy where it already has that dtype."""
     flat = tensor.detach().to("cpu", TORCH_DTYPES[dtype]).contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -96,7 +96,7 @@ def write_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
 
 
 def patch_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
-    """Overwrite tensors in place in a file of our own (never a linked one); names, dtypes and shapes stay."""
+    """Overwrite tensors in place in a file of our own (never a linked file); names, dtypes and shapes stay."""
     with path.open("r+b") as handle:
         header_bytes = int.from_bytes(handle.read(8), "little")
         header = json.loads(handle.read(header_bytes))
@@ -105,7 +105,7 @@ def patch_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
             data = raw_bytes(pending.load(), pending.dtype)
             if len(data) != end - start:
                 raise CheckpointError(
-                    f"{path.name}: {pending.key} holds {end - start} bytes, the new tensor {len(data)}; expected the "
+                    f"{path.name}: {pending.key} has {end - start} bytes, the new tensor {len(data)}; expected the "
                     "same shape and dtype. Use a head of this model."
                 )
             handle.seek(8 + header_bytes + start)
@@ -114,19 +114,19 @@ def patch_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
 
 
 RowChange = Callable[[int, Tensor], Tensor]
-"""The number of a block's first row and the block as stored, to the block that takes its place (any dtype)."""
+"""From the number of a block's first row, and the stored block, to the block that replaces it (in any dtype)."""
 
 
 def rewrite_safetensors(source: Path, target: Path, changes: Mapping[str, RowChange], *, block_bytes: int) -> None:
-    """Write a safetensors file anew with some tensors changed, a block of rows in memory at a time.
+    """Write a copy of a safetensors file with some tensors changed, with one block of rows in memory at a time.
 
-    Header, order, dtypes and shapes stay, and so does every byte of the tensors without a change.
+    Header, order, dtypes and shapes stay the same, and so does every byte of the other tensors.
 
     Args:
         source: The file to read.
-        target: The file to write; not the same.
-        changes: Key to its change.
-        block_bytes: About how much of a tensor is held at once; never less than a row.
+        target: The file to write; not the same file.
+        changes: Key to the change of its tensor.
+        block_bytes: Approximate size of a block; at least one row is held.
 
     Raises:
         CheckpointError: A changed tensor is no longer finite in its stored dtype.
@@ -151,8 +151,8 @@ def rewrite_safetensors(source: Path, target: Path, changes: Mapping[str, RowCha
                 changed = changes[key](first, block).to(TORCH_DTYPES[dtype])
                 if not all_finite(changed):
                     raise CheckpointError(
-                        f"{source}: {key} would hold NaN or infinite values in {dtype}; expected finite weights. Use "
-                        "finite weights, or an adapter that was trained on this base."
+                        f"{source}: {key} would contain NaN or infinite values in {dtype}; expected finite weights. "
+                        "Use an adapter that was trained on this base."
                     )
                 writer.write(raw_bytes(changed, dtype))
         _flush(writer)
@@ -183,7 +183,7 @@ def _flush(handle: IO[Any]) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory's entries, so that a rename in it survives a power cut."""
+    """Flush a directory's entries, so that a rename in it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -192,7 +192,7 @@ def sync_directory(path: Path) -> None:
 
 
 def refuse_existing(target: Path, *, what: str) -> None:
-    """Raise OutputExistsError where the output target is already there."""
+    """Raise OutputExistsError where the output path exists."""
     if target.exists() or target.is_symlink():
         raise OutputExistsError(
             f"{target}: already exists; expected a new path for {what}. Choose another --out or remove it first."
@@ -201,9 +201,9 @@ def refuse_existing(target: Path, *, what: str) -> None:
 
 @contextlib.contextmanager
 def new_directory(target: Path, *, what: str) -> Iterator[Path]:
-    """Give a temporary directory in the target's parent; rename it to the target when the block ends well.
+    """Yield a temporary directory in the target's parent, and rename it to the target when the block succeeds.
 
-    Nothing is left behind when the block fails, a full disk included.
+    If the block fails, also on a full disk, nothing is left behind.
 
     Raises:
         OutputExistsError: The target exists.
@@ -228,7 +228,7 @@ def new_directory(target: Path, *, what: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def full_disk_is_named(target: Path, *, what: str) -> Iterator[None]:
-    """Turn the failures of a disk that is full or not writable into an error for the user.
+    """Convert write failures on a full or read-only disk to an error for the user.
 
     Raises:
         FullDiskError: The disk is full or not writable.
@@ -239,6 +239,6 @@ def full_disk_is_named(target: Path, *, what: str) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
             raise
         raise FullDiskError(
-            f"{target}: writing {what} failed ({os.strerror(error.errno)}); what was there before is whole. Free "
-            "space, or write somewhere else."
+            f"{target}: writing {what} failed ({os.strerror(error.errno)}); expected space and permission to write. "
+            "Earlier files are unchanged. Free space, or choose another directory."
         ) from error

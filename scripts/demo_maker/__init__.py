@@ -1,1 +1,1 @@
-"""The parts of ``make_demo.py``: how the two tiny checkpoints and the prompts of ``mtp_train.demo`` came to be."""
+"""Parts of ``make_demo.py``, which makes the checkpoints and prompts of ``mtp_train.weights.demo``."""

@@ -1,8 +1,8 @@
-"""Text for the demo, from the source of the running Python's own standard library: no network, one licence (PSF).
+"""Collect text for the demo from the source of Python's standard library: no network, one licence (PSF).
 
-Three sets of top-level modules. ``code``: their source is what the base learns. ``chat``: their functions are what the
-fine-tune learns to describe. ``prompts``: neither trunk ever saw them; their functions are the shipped prompts, so
-whatever part of them a recipe holds out is unseen by trunk and head alike.
+The top-level modules are split in three sets. The base is trained on the source of ``code``. The fine-tune is trained
+to describe functions of ``chat``. Neither is trained on ``prompts``: their functions are the prompts of the package, so
+trunk and head have not seen the prompts that a recipe holds out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 _SKIPPED = "test tests idle_test site-packages idlelib lib2to3 turtledemo ensurepip pydoc_data encodings __phello__"
 SKIPPED_PARTS = frozenset(_SKIPPED.split())
-# Widely different code, so that the base sees more than one style.
+# Modules of different styles.
 _CODE = """
 _pydecimal _pyio argparse ast asyncio cgi codecs collections concurrent configparser contextlib ctypes dataclasses
 datetime difflib dis distutils doctest email enum ftplib http imaplib importlib inspect json logging mailbox
@@ -24,7 +24,7 @@ multiprocessing nntplib optparse os pathlib pickle pickletools pydoc random re s
 tarfile threading tkinter traceback turtle typing unittest urllib xml xmlrpc zipfile
 """
 CODE_MODULES = tuple(_CODE.split())
-# Modules that repeat each other's functions stay on one side.
+# Modules that contain the same functions stay in one set.
 TWINS = (
     ("posixpath", "ntpath", "genericpath", "nturl2path"),
     ("aifc", "sunau", "wave", "chunk"),
@@ -34,14 +34,14 @@ TWINS = (
     ("pty", "tty"),
     ("abc", "_py_abc"),
 )
-# Not prompts: they repeat modules in CODE_MODULES.
+# These modules repeat modules of CODE_MODULES, so they are not used as prompts.
 _TWINS_OF_CODE = "_collections_abc _threading_local _weakrefset cgitb fractions imp pkgutil socket weakref zipimport"
 TWINS_OF_CODE = frozenset(_TWINS_OF_CODE.split())
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of the standard library."""
+    """A file of the standard library."""
 
     module: str
     """Dotted name, ``email.message``."""
@@ -54,13 +54,13 @@ class SourceFile:
 
 
 def source_files() -> list[SourceFile]:
-    """Read the standard library, tests and data tables left out, in a fixed order."""
+    """Return the files of the standard library without tests and data tables, in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return _read(root, root)
 
 
 def package_files(name: str) -> list[SourceFile]:
-    """Read an installed package, its tests left out, in a fixed order."""
+    """Return the files of an installed package without its tests, in a fixed order."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise SystemExit(f"{name}: not installed; expected it, to read its source. Install it.")
@@ -88,13 +88,13 @@ def by_module(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
 
 
 def pick_prompt_modules(num_functions: Mapping[str, int], share: float, smallest: int, largest: int) -> list[str]:
-    """Pick modules for the prompts by the hash of their names, twins together.
+    """Choose modules for the prompts by the hash of their names; modules with the same functions stay together.
 
     Args:
-        num_functions: Described functions of each module.
-        share: Share of the eligible twin groups to take.
-        smallest: Modules with fewer functions are not taken: each should say something when it is held out.
-        largest: Modules with more are not taken: none should outweigh the rest.
+        num_functions: Number of described functions of each module.
+        share: Share of the eligible groups of modules to choose.
+        smallest: Fewest functions of a module, so that every held-out module gives a useful estimate.
+        largest: Most functions of a module, so that none dominates the others.
     """
     groups: dict[str, list[str]] = {}
     for name, count in num_functions.items():
@@ -105,12 +105,12 @@ def pick_prompt_modules(num_functions: Mapping[str, int], share: float, smallest
 
 
 def held_out_with(module: str) -> str:
-    """Return the group that a module is held out in: the first of those that repeat each other."""
+    """Return the hold-out group of a module: the first of the modules with the same functions."""
     return next((names[0] for names in TWINS if module in names), module)
 
 
 def twins_of(modules: Sequence[str]) -> set[str]:
-    """Return the modules together with everything that repeats them."""
+    """Return the modules and all modules with the same functions."""
     touched = [names for names in TWINS if set(names) & set(modules)]
     return set(modules).union(*touched)
 

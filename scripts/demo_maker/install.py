@@ -1,4 +1,4 @@
-"""Put what the stages made into the package, with a record of how it was made."""
+"""Copy the results of the stages into the package, with a record of how they were made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from demo_maker.corpus import SourceFile, held_out_with
 from demo_maker.texts import Texts
 from mtp_train.weights.writing import new_directory, write_json, write_text
 
-# Trainers write such a card; it is how `mtp-train inspect` knows the base.
+# Trainers write such a card; `mtp-train inspect` finds the base in it.
 FINETUNE_CARD = """---
 base_model: base
 ---
@@ -31,7 +31,7 @@ MAX_SNIPPETS, MAX_SNIPPET_CHARS, SNIPPET_EVERY_CHARS = 96, 900, 7000
 
 
 def install(texts: Texts, work: Path, assets: Path) -> None:
-    """Replace the package's assets by the results in the work directory."""
+    """Replace the assets of the package by the results in the work directory."""
     fresh = assets.with_name("assets.new")
     with new_directory(fresh, what="the assets") as directory:
         for name in ("base", "finetune"):
@@ -41,20 +41,20 @@ def install(texts: Texts, work: Path, assets: Path) -> None:
         write_lines(directory / "data" / "prompts.jsonl", prompt_lines(texts))
         write_lines(directory / "data" / "code.jsonl", code_lines(texts.unseen_code))
         write_json(directory / "provenance.json", provenance(texts, work))
-        # The arms are recorded on what is installed here; old ones belong to other checkpoints.
+        # Arms that were recorded on the previous checkpoints do not apply to these.
         write_json(directory / "recorded.json", {"settings": {}, "arms": {}})
     shutil.rmtree(assets, ignore_errors=True)
     fresh.rename(assets)
 
 
 def prompt_lines(texts: Texts) -> Iterable[dict[str, Any]]:
-    """Yield the records to ship: question and reference answer, and the modules to hold out by."""
+    """Yield the prompt records: question, reference answer, and the module as the group to hold out."""
     for number, one in enumerate(texts.prompts, start=1):
         yield {"id": f"{one.group}-{number}", "group": held_out_with(one.group), "messages": one.messages()}
 
 
 def code_lines(files: Iterable[SourceFile]) -> Iterable[dict[str, Any]]:
-    """Yield pieces of source that the base never saw, cut at line ends."""
+    """Yield pieces of source that the base was not trained on, cut at line ends."""
     number = 0
     for file in files:
         for start in range(0, len(file.text), SNIPPET_EVERY_CHARS):
@@ -66,7 +66,7 @@ def code_lines(files: Iterable[SourceFile]) -> Iterable[dict[str, Any]]:
 
 
 def provenance(texts: Texts, work: Path) -> dict[str, Any]:
-    """Say what the assets were made from and how."""
+    """Return the sources and settings that the assets were made from."""
     stages = {name: _read(work / f"{name}.json") for name in ("base", "finetune", "check")}
     for name in ("base", "finetune"):
         stages[name]["final_training_loss"] = stages[name].pop("log")[-1]

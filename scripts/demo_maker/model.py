@@ -1,4 +1,4 @@
-"""The demo's model: Qwen3.5 text, small enough to ship and shaped so that serving engines load it."""
+"""Build and save the demo's model: a Qwen3.5 text model that fits in the package and that serving engines load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import (
 
 from demo_maker.sizes import Size
 from demo_maker.tokenizer import MAX_TOKENS
-from mtp_train.families.qwen import QWEN3_5
+from mtp_train.families.models.qwen import QWEN3_5
 from mtp_train.heads.module import MtpHead
 from mtp_train.weights.files import INDEX_FILE
 from mtp_train.weights.keymap import HeadLayout
@@ -32,8 +32,8 @@ SHARD_SIZE = "2MB"
 def make_config(size: Size) -> Qwen3_5TextConfig:
     """Return the config.
 
-    Linear head dims of 128 and an attention head_dim of at least 32 are what vLLM's CPU kernels take. The rotary
-    parameters carry no ``mrope_*`` keys: with them vLLM mistakes the model for a multimodal one.
+    vLLM's CPU kernels need linear-attention head sizes of 128 and attention head sizes of at least 32. The rotary
+    parameters have no ``mrope_*`` keys, since vLLM treats a model with them as multimodal.
     """
     return Qwen3_5TextConfig(
         **size.shape,
@@ -52,7 +52,7 @@ def fresh_model(config: Qwen3_5TextConfig, *, seed: int) -> tuple[Qwen3_5ForCaus
     """Return a randomly initialised trunk and its native head, in fp32."""
     torch.manual_seed(seed)
     trunk = Qwen3_5ForCausalLM(config)
-    head = MtpHead(QWEN3_5, config, num_modules=1, convention=QWEN3_5.default)
+    head = MtpHead(QWEN3_5, config, num_modules=1, convention=QWEN3_5.wiring.default)
     for parameter in head.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=INIT_STD)
@@ -60,7 +60,7 @@ def fresh_model(config: Qwen3_5TextConfig, *, seed: int) -> tuple[Qwen3_5ForCaus
 
 
 def checkpoint_tensors(trunk: PreTrainedModel, head: MtpHead) -> dict[str, Tensor]:
-    """Return trunk and head under their native keys, bf16, the tied output matrix once."""
+    """Return the tensors of trunk and head under native keys, in bf16; the tied output matrix is left out."""
     layout = HeadLayout(QWEN3_5, "model.", trunk.config.num_hidden_layers)
     tensors = {key: value for key, value in trunk.state_dict().items() if key != "lm_head.weight"}
     for name, value in head.state_dict().items():
@@ -69,7 +69,7 @@ def checkpoint_tensors(trunk: PreTrainedModel, head: MtpHead) -> dict[str, Tenso
 
 
 def save_base(trunk: PreTrainedModel, head: MtpHead, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the base as published ones come: sharded, with an index, the head's tensors beside the trunk's."""
+    """Write the base in the layout of a release: sharded, with an index, head and trunk in the same files."""
     tensors = checkpoint_tensors(trunk, head)
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=SHARD_SIZE)
     config = trunk.config
@@ -85,13 +85,13 @@ def save_base(trunk: PreTrainedModel, head: MtpHead, tokenizer: PreTrainedTokeni
 
 
 def load_trunk_to_train(path: Path) -> PreTrainedModel:
-    """Load a checkpoint's trunk in fp32; transformers leaves the head out, as it does for every user."""
+    """Load the trunk of a checkpoint in fp32. transformers ignores the head's tensors."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return model
 
 
 def save_finetune(trunk: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the fine-tune with ``save_pretrained``, which keeps the config's word about the head and no head."""
+    """Write the fine-tune with ``save_pretrained``, which keeps the head's fields in the config but not its tensors."""
     set_ends(trunk.config, tokenizer)
     trunk.generation_config = _generation_config(tokenizer)
     with new_directory(out, what="the fine-tune") as directory:
@@ -100,7 +100,7 @@ def save_finetune(trunk: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, ou
 
 
 def set_ends(config: Qwen3_5TextConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write the tokenizer's ends into a config."""
+    """Set the EOS and padding ids of a config to the tokenizer's."""
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
 
 

@@ -1,15 +1,15 @@
-"""The arms that take too long for the recipe, measured once.
+"""Measure the arms that take too long for the demo's recipe, and record them.
 
-``control`` trains on the old data, ``ceiling`` for more steps, ``random`` from random weights with the recipe's
-budget; ``ngram`` drafts from a static table of the recipe's own training text. All are measured on the recipe's own
-held-out prompts, like the arms beside them.
+``control`` trains on the base's data, ``ceiling`` for more steps, ``random`` from random weights with the recipe's
+number of steps. ``ngram`` drafts from a static table of the recipe's training text. All are measured on the recipe's
+held-out prompts, like its own arms.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +19,23 @@ from rich.progress import Progress
 from demo_maker.table import LONGEST, TableDrafting, make_table
 from demo_maker.texts import Texts
 from mtp_inference import HeadDrafting
-from mtp_train.arms import PLAIN
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.evaluation import arm_result, decode, evaluation_settings, measure
-from mtp_train.heads.attach import artifact_plan, build_head
+from mtp_train.evaluation.results import ArmResult
+from mtp_train.evaluation.settings import draft_depth, greedy
+from mtp_train.heads.build import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.heads.trunk import Trunk
-from mtp_train.inputs import Inputs, gather_inputs
-from mtp_train.machine import with_resolved_precision
-from mtp_train.recipe import Recipe
-from mtp_train.recipe_io import load_recipe
-from mtp_train.report.schema import ArmResult
-from mtp_train.run_inputs import hash_run_inputs
-from mtp_train.serving import GREEDY
-from mtp_train.stages import claim_run, load_run_trunk, make_documents
-from mtp_train.train.dense import DenseMetrics
+from mtp_train.job.evaluate_run import decode, evaluation_settings, measure_dense, outputs, run_result
+from mtp_train.job.input_identity import hash_run_inputs
+from mtp_train.job.inputs import Inputs, gather_inputs
+from mtp_train.job.run_dir import with_resolved_precision
+from mtp_train.job.stages import claim_run, load_run_trunk, make_documents
+from mtp_train.job.training import train_stage
+from mtp_train.recipe.loading import load_recipe
+from mtp_train.recipe.schema import Recipe
 from mtp_train.train.launch import make_accelerator
-from mtp_train.training import train_stage
+from mtp_train.train.teacher_forced import DenseMetrics
+from mtp_train.trunk.load import Trunk
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.writing import write_json
 
@@ -54,7 +53,7 @@ DATA = {
 
 @dataclass
 class Recording:
-    """What the arms share: the trunk, its held-out prompts, and its answers, which are generated once."""
+    """The trunk, its held-out prompts, and its answers, which all recorded arms share."""
 
     texts: Texts
     accelerator: Accelerator
@@ -67,10 +66,10 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
     """Train and measure the recorded arms on the installed demo, and write them to ``out``.
 
     Args:
-        texts: Where the control's code comes from.
-        recipe_path: The recipe whose arms these stand beside.
-        work: For the run directories.
-        out: The file.
+        texts: The texts; ``control`` trains on their code.
+        recipe_path: The recipe whose report shows these arms.
+        work: Parent of the run directories.
+        out: The file to write.
     """
     arms: dict[str, Any] = {}
     settings: dict[str, Any] = {}
@@ -81,7 +80,7 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
         RANDOM_HEAD: ["head.init=random"],
         NGRAM: [],
     }
-    # Same heads, in half the time: the texts are read for several epochs.
+    # The cache of hidden states halves the time over several epochs, with the same heads.
     shared = ["track.wandb=off", "train.hidden_cache={}"]
     with Progress() as progress:
         recording = Recording(texts, make_accelerator(), progress)
@@ -101,32 +100,35 @@ def _record(arm: str, recipe: Recipe, recording: Recording) -> tuple[dict[str, A
     trunk = load_run_trunk(recipe, inputs, accelerator)
     inputs = claim_run(recipe, run_dir, inputs, contents, accelerator, progress)
     documents = _documents(arm, recipe, inputs, trunk, recording)
+    setting = greedy(draft_depth(recipe))
     if arm == NGRAM:
         result = _measure_table(recipe, inputs, trunk, documents, recording)
     else:
         train_stage(recipe, run_dir, inputs, trunk, documents, accelerator, progress)
-        # The cache of hidden states has taken the trunk's layers.
+        # Load the trunk again: the cache of hidden states releases its layers.
         trunk = load_run_trunk(recipe, inputs, accelerator)
         plan = artifact_plan(load_artifact(run_dir / "head"))
         head = build_head(plan, text_config_of(inputs.finetune), dtype=trunk.lm_head_VD.dtype).eval()
-        runs, dense = measure(recipe, inputs, trunk, {arm: HeadDrafting(head)}, GREEDY, progress)
-        recording.target_entropy = dense[arm].target_entropy
-        result = arm_result(runs[arm], recipe.model.trunk, f"recorded:{arm}", dense[arm], runs[PLAIN])
-    # Speed is of the machine and the moment: recorded, it would stand beside figures it does not compare with.
+        heads = {arm: HeadDrafting(head)}
+        (plain, drafted), _ = decode(recipe, inputs, trunk, heads, {arm: f"recorded:{arm}"}, [setting], progress)
+        dense = measure_dense(recipe, inputs, trunk, heads, outputs(plain, setting), progress)[arm]
+        recording.target_entropy = dense.target_entropy
+        result = run_result(drafted, setting, dense)
+    # Speeds are not recorded, since they do not compare with speeds of another machine.
     recorded = replace(result, measured_here=False, tokens_per_second=None, speedup=None)
     facts = {"documents": len(documents), "tokens": sum(len(document.input_ids) for document in documents)}
-    told = {**evaluation_settings(recipe, inputs, trunk, [GREEDY]), "data": DATA[arm], **facts}
-    return asdict(recorded), told
+    told = {**evaluation_settings(recipe, inputs, trunk, [setting]), "data": DATA[arm], **facts}
+    return recorded.to_json(), told
 
 
 def _measure_table(
     recipe: Recipe, inputs: Inputs, trunk: Trunk, documents: Sequence[Document], recording: Recording
 ) -> ArmResult:
     """Decode with a static n-gram table of the documents; the text is the trunk's, whatever drafts it."""
-    table = TableDrafting(make_table(documents))
-    runs = decode(recipe, inputs, trunk, {NGRAM: table}, GREEDY, recording.progress)
-    dense = DenseMetrics([], [], recording.target_entropy, [])
-    return arm_result(runs[NGRAM], recipe.model.trunk, f"recorded:{NGRAM}", dense, runs[PLAIN])
+    drafting, names = {NGRAM: TableDrafting(make_table(documents))}, {NGRAM: f"recorded:{NGRAM}"}
+    setting = greedy(draft_depth(recipe))
+    (_, drafted), _ = decode(recipe, inputs, trunk, drafting, names, [setting], recording.progress)
+    return run_result(drafted, setting, DenseMetrics([], [], recording.target_entropy, []))
 
 
 def _documents(arm: str, recipe: Recipe, inputs: Inputs, trunk: Trunk, recording: Recording) -> Sequence[Document]:

@@ -1,7 +1,7 @@
-"""The chat task: "Describe mod.Cls.fn(self, a)", answered by a JSON record read off the function's syntax tree.
+"""Build the chat task: "Describe mod.Cls.fn(self, a)", answered by a JSON record from the function's syntax tree.
 
-Much of a record can be copied from the prompt (name, arguments, defaults), some can be guessed (what it raises, whether
-it returns), some hardly (its length, its docstring): a tiny model learns it well, and its entropy is not zero.
+Parts of a record are copies of the prompt (name, arguments, defaults), parts are predictable (exceptions, whether it
+returns), others are not (length, docstring). So a tiny model learns the task well, and its output has entropy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Described:
-    """One function: the question about it and the answer."""
+    """A function with its question and answer."""
 
     group: str
     prompt: str
@@ -33,9 +33,9 @@ class Described:
 
 
 def described_functions(file: SourceFile) -> list[Described]:
-    """Describe every function and method of a file, nested functions left out; each question once."""
+    """Describe the functions and methods of a file, without nested functions and repeated questions."""
     with warnings.catch_warnings():
-        # Old modules hold string escapes that today's compiler warns about.
+        # The compiler warns about string escapes in old modules.
         warnings.simplefilter("ignore")
         tree = ast.parse(file.text)
     found: dict[str, Described] = {}
@@ -73,7 +73,7 @@ def _describe(file: SourceFile, owner: str | None, node: FunctionNode) -> Descri
 
 
 def _signature(arguments: ast.arguments) -> list[str]:
-    """Return the arguments without annotations, ``name`` or ``name=default``, stars kept."""
+    """Return the arguments without annotations, as ``name`` or ``name=default``, with their stars."""
     positional = [*arguments.posonlyargs, *arguments.args]
     given = [ast.unparse(value) for value in arguments.defaults]
     defaults = [None] * (len(positional) - len(given)) + given
@@ -92,7 +92,7 @@ def _with_default(name: str, value: str | None) -> str:
 
 
 def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function without those of functions and classes inside it."""
+    """Yield the nodes of a function, without the bodies of nested functions and classes."""
     for child in ast.iter_child_nodes(function):
         if not isinstance(child, FunctionNode | ast.ClassDef | ast.Lambda):
             yield child
@@ -100,7 +100,7 @@ def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def _raised(function: ast.AST) -> list[str]:
-    """Return the names a function raises, each once, in order, at most three."""
+    """Return the names of the first three exceptions that a function raises, without repeats."""
     names: list[str] = []
     for node in _own_nodes(function):
         if isinstance(node, ast.Raise) and node.exc is not None:
@@ -112,7 +112,7 @@ def _raised(function: ast.AST) -> list[str]:
 
 
 def _first_line(docstring: str | None) -> str | None:
-    """Return a docstring's first line, cut at a word where it is long."""
+    """Return the first line of a docstring; a long one is cut between words."""
     first = (docstring or "").strip().split("\n")[0].strip()
     if len(first) > MAX_DOC_CHARS:
         first = first[:MAX_DOC_CHARS].rsplit(" ", 1)[0]

@@ -1,4 +1,4 @@
-"""Whether the fine-tune answers as it should: JSON, ended by itself, without loops."""
+"""Check the answers of the fine-tune: valid JSON, ended by EOS, without loops."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from demo_maker.records import Described
-from mtp_train.acceptance import repeated_ngram_share
+from mtp_train.acceptance.counts import repeated_ngram_share
 
 
 @torch.inference_mode()
 def answer_figures(
     trunk: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Described], max_new_tokens: int
 ) -> dict[str, Any]:
-    """Answer prompts greedily and return shares over them, with a few answers to read."""
+    """Decode prompts greedily; return shares of good answers, and some answers to read."""
     answers: list[list[int]] = []
     for one in prompts:
         inputs = tokenizer.apply_chat_template(
@@ -44,7 +44,7 @@ def _share(flags: Sequence[bool]) -> float:
 
 
 def _record(text: str) -> dict[str, Any]:
-    """Return the JSON object a text holds; empty where it holds none."""
+    """Return the JSON object in a text; empty where there is none."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""How large the model is, what it reads and for how long: the demo that ships, and one for a GPU that does not."""
+"""Model sizes and training settings: the demo of the package, and a larger one for a GPU outside of the package."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from demo_maker.training import TrainSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """One size."""
+    """Size of a model, with the settings of its training."""
 
     shape: Mapping[str, int]
-    """Fields of the config by their names."""
+    """Values of config fields."""
     base: TrainSettings
     base_tokens: int
-    """Tokens that the base is trained on, in all."""
+    """Total number of training tokens of the base."""
     base_row_tokens: int
     base_rows: int
-    """Rows of a step."""
+    """Rows per training step of the base."""
     finetune: TrainSettings
     finetune_rows: int
     finetune_epochs: int
     packages: tuple[str, ...] = ()
-    """Installed packages whose source the base reads beside the standard library's."""
+    """Installed packages whose source the base is trained on, besides the standard library."""
 
 
-# Eight layers against the head's one leave speculative decoding something to gain in wall-clock time.
+# Eight layers, against one in the head, so that speculative decoding can save wall-clock time.
 DEMO = Size(
     shape={
         "vocab_size": 2048,
@@ -48,7 +48,7 @@ DEMO = Size(
     finetune_rows=24,
     finetune_epochs=1,
 )
-# Nobody has trained this one yet: rates and lengths are guesses from the demo's.
+# Not trained yet: learning rates and lengths are extrapolated from the demo's.
 LARGE = Size(
     shape={
         "vocab_size": 16384,

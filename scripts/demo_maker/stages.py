@@ -1,4 +1,4 @@
-"""The stages of making the demo; each leaves its result and a note on how it was made in the work directory.
+"""The stages of making the demo. Each writes its result, and a note with its settings, to the work directory.
 
 Shapes: B rows, T tokens.
 """
@@ -35,7 +35,7 @@ HELD_OUT_ROWS, HELD_OUT_BATCH = 240, 24
 
 
 def make_base(texts: Texts, work: Path, size: Size, device: torch.device) -> None:
-    """Train trunk and native head together on code, and write the base."""
+    """Train trunk and native head jointly on code, and write the base."""
     learned = [file.text for file in texts.code] + [f"{one.prompt}\n{one.answer}" for one in texts.chat]
     tokenizer = wrap(train_tokenizer(learned, size.shape["vocab_size"]), eos_token=END_OF_TEXT)
     rows_NT = code_rows(texts.code, tokenizer, size.base_row_tokens)
@@ -69,7 +69,7 @@ def make_base(texts: Texts, work: Path, size: Size, device: torch.device) -> Non
 
 
 def make_finetune(texts: Texts, work: Path, size: Size, device: torch.device) -> None:
-    """Fine-tune the base's trunk, and only it, on the exchanges, and write it as transformers saves it."""
+    """Fine-tune the base's trunk without its head on the chats, and write it by ``save_pretrained``."""
     tokenizer = wrap(AutoTokenizer.from_pretrained(work / "base").backend_tokenizer, eos_token=TURN_END)
     trunk = load_trunk_to_train(work / "base").to(device)
     exchanges = [tokenise_exchange(one, tokenizer) for one in texts.chat]
@@ -96,7 +96,7 @@ def make_finetune(texts: Texts, work: Path, size: Size, device: torch.device) ->
 
 
 def batches_by_length(exchanges: Sequence[Exchange], rows: int) -> Iterator[list[Exchange]]:
-    """Yield batches of similar length (little padding) in random order, epoch after epoch."""
+    """Yield batches of similar length (for little padding) in random order, for all epochs."""
     generator = torch.Generator().manual_seed(SEED)
     while True:
         order = torch.randperm(len(exchanges), generator=generator).tolist()
@@ -119,14 +119,14 @@ def padded(batch: Sequence[Exchange], pad: int) -> tuple[Tensor, Tensor, Tensor]
     for row, one in enumerate(batch):
         tokens_BT[row, : len(one.tokens)] = torch.tensor(one.tokens)
         mask_BT[row, : len(one.tokens)] = 1
-        # The token before the answer predicts its first token.
+        # The row of the token before the answer predicts the answer's first token.
         targets_BT[row, one.answer_start - 1 : one.answer_end - 1] = tokens_BT[row, one.answer_start : one.answer_end]
     return tokens_BT, targets_BT, mask_BT
 
 
 @torch.no_grad()
 def held_out_loss(trunk: PreTrainedModel, exchanges: Sequence[Exchange], pad: int) -> float:
-    """Return the mean loss per answer token on exchanges."""
+    """Return the mean loss per answer token."""
     trunk.eval()
     total, count = 0.0, 0
     for start in range(0, len(exchanges), HELD_OUT_BATCH):
@@ -142,7 +142,7 @@ def held_out_loss(trunk: PreTrainedModel, exchanges: Sequence[Exchange], pad: in
 def read_samples(
     work: Path, texts: Texts, device: torch.device, *, num_prompts: int, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Let the fine-tune answer unseen prompts greedily, one by one, and say how sane the answers are."""
+    """Decode answers of the fine-tune to held-out prompts, and return the figures of :mod:`demo_maker.sanity`."""
     tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(work / "finetune")
     trunk = load_trunk_to_train(work / "finetune").to(device).eval()
     chosen = texts.prompts[:: math.ceil(len(texts.prompts) / num_prompts)]

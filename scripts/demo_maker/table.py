@@ -1,4 +1,4 @@
-"""A static n-gram table as a drafter: what a head must beat to have learnt more than the phrases of its training text.
+"""Draft from a static n-gram table: a baseline for heads that shows the gain from repeated phrases alone.
 
 Shapes: B rows of the batch, K drafts.
 """
@@ -10,20 +10,20 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from mtp_inference.chooser import Chooser, Drafts
-from mtp_inference.draft import Drafter, Place, Size
-from mtp_inference.other_drafters import NgramDrafter
+from mtp_inference.drafters.drafter import Drafter, Place, Size
+from mtp_inference.drafters.other_drafters import NgramDrafter
+from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_train.data.tokenize import Document
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 
 LONGEST = 4
-"""Tokens of context. On the demo 2 give tau 2.32, 3 to 8 give 2.36 to 2.38, and 4 the most."""
+"""Tokens of context. On the demo, 2 give tau 2.32, 3 to 8 give 2.36 to 2.38, and 4 give the highest."""
 
 Table = dict[tuple[int, ...], int]
 
 
 def make_table(documents: Iterable[Document], longest: int = LONGEST) -> Table:
-    """Return the most frequent target after every context of 1 to ``longest`` tokens; of several, the lowest."""
+    """Return the most frequent target after every context of 1 to ``longest`` tokens; on a tie, the lowest token id."""
     counts: dict[tuple[int, ...], Counter[int]] = {}
     for document in documents:
         tokens = document.input_ids.tolist()
@@ -34,11 +34,11 @@ def make_table(documents: Iterable[Document], longest: int = LONGEST) -> Table:
 
 
 class TableDrafting:
-    """Draft what most often followed the longest known context.
+    """Draft the most frequent target of the longest known context.
 
     Args:
-        table: Of :func:`make_table`.
-        longest: Tokens of its longest contexts.
+        table: Result of :func:`make_table`.
+        longest: Length of its longest contexts.
     """
 
     def __init__(self, table: Table, longest: int = LONGEST) -> None:
@@ -53,20 +53,20 @@ class TableDrafting:
         return TableDrafter(self, size, depth, trunk.lm_head_VD.device)
 
     def next_token(self, text: Sequence[int]) -> int | None:
-        """Return the token to draft after a text; None where the table has no context of it."""
+        """Return the token to draft after a text; None where the table has none of its contexts."""
         contexts = (tuple(text[-length:]) for length in range(min(self.longest, len(text)), 0, -1))
         return next((self.table[context] for context in contexts if context in self.table), None)
 
 
 class TableDrafter(NgramDrafter):
-    """Keep every text as prompt lookup does, and look its end up in the table."""
+    """Store every text like prompt lookup, and look up its last tokens in the table."""
 
     def __init__(self, maker: TableDrafting, size: Size, depth: int, device: torch.device) -> None:
         super().__init__(maker.longest, 1, size, depth, device)
         self.maker = maker
 
     def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        """See :class:`Drafter`. A row stops where its context is unknown."""
+        """See :class:`Drafter`. A row without a known context drafts no further tokens."""
         tokens_BK = torch.zeros(len(self.length_B), depth, dtype=torch.long)
         num_drafted_B = torch.zeros(len(self.length_B), dtype=torch.long)
         for row, length in enumerate(self.length_B.tolist()):

@@ -1,4 +1,4 @@
-"""The three sets of text, put together: code for the base, exchanges for the fine-tune, prompts to ship.
+"""Build the three sets of text: code for the base, chats for the fine-tune, prompts for the package.
 
 Shapes: N rows, T tokens.
 """
@@ -33,16 +33,16 @@ MAX_EXCHANGE_CHARS = 480
 
 @dataclass(frozen=True)
 class Texts:
-    """Everything that is read from the standard library."""
+    """All texts from the standard library, split by set."""
 
     code: list[SourceFile]
     chat: list[Described]
     prompts: list[Described]
     unseen_code: list[SourceFile]
-    """Source of the prompts' modules: text of the base's own kind that it never saw."""
+    """Source of the modules of the prompts: code that the base was not trained on."""
 
     def provenance(self) -> dict[str, Any]:
-        """Say what the sets hold and where they come from."""
+        """Return the sources and sizes of the sets."""
         exchanges = {name: [f"{one.prompt}\n{one.answer}" for one in rows] for name, rows in self._exchanges().items()}
         return {
             "source": "the standard library of the Python that ran the script",
@@ -66,10 +66,10 @@ class Texts:
 
 
 def gather_texts(packages: Sequence[str] = ()) -> Texts:
-    """Read the standard library and split it by module; source of installed packages joins the code.
+    """Read the standard library and split it by module; the source of installed packages is added to the code.
 
-    Prompts whose docstring occurs anywhere in the fine-tune's exchanges are dropped (overridden methods share them):
-    held out by module is not yet held out by content.
+    Prompts whose docstring occurs in the fine-tune's chats are dropped, since a split by module does not prevent equal
+    content (overridden methods share docstrings).
     """
     groups = by_module(source_files())
     described = {name: [one for file in files for one in described_functions(file)] for name, files in groups.items()}
@@ -93,7 +93,7 @@ def _short(one: Described) -> bool:
 
 
 def code_rows(files: Sequence[SourceFile], tokenizer: PreTrainedTokenizerFast, row_tokens: int) -> Tensor:
-    """Join files, each ended by the end-of-text token, and cut them into rows. int64, (N, T)."""
+    """Return files, each followed by the end-of-text token, joined and cut into rows: int64, (N, T)."""
     stream = [token for file in files for token in tokenizer(file.text + END_OF_TEXT)["input_ids"]]
     num_rows = len(stream) // row_tokens
     return torch.tensor(stream[: num_rows * row_tokens]).view(num_rows, row_tokens)
@@ -101,16 +101,16 @@ def code_rows(files: Sequence[SourceFile], tokenizer: PreTrainedTokenizerFast, r
 
 @dataclass(frozen=True)
 class Exchange:
-    """A tokenised exchange."""
+    """A tokenised question with its answer."""
 
     tokens: list[int]
     answer_start: int
     answer_end: int
-    """One past the end-of-turn token, the last one that is learned."""
+    """One past the end-of-turn token, which is the last training target."""
 
 
 def tokenise_exchange(one: Described, tokenizer: PreTrainedTokenizerFast) -> Exchange:
-    """Apply the chat template and find the answer in it."""
+    """Apply the chat template, and locate the answer in the tokens."""
     messages = one.messages()
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
     full = tokenizer.apply_chat_template(messages, return_dict=False)

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer that splits text as Qwen3.5's does, with ChatML's special tokens."""
+"""Train a byte-level BPE tokenizer with the pre-tokenizer of Qwen3.5 and the special tokens of ChatML."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-# Qwen3.5's pattern (transformers, models/qwen3_5/tokenization_qwen3_5.py): engines choose their own copy of it by the
-# model type, so another pattern would give other tokens there.
+# Qwen3.5's pattern (transformers, models/qwen3_5/tokenization_qwen3_5.py). Engines choose their copy of the pattern by
+# the model type, so another pattern would give other tokens there.
 PRETOKENIZE_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,7 +47,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def wrap(tokenizer: Tokenizer, *, eos_token: str) -> PreTrainedTokenizerFast:
-    """Return the transformers tokenizer; the base ends at the end of text, the chat model at the end of a turn."""
+    """Return the transformers tokenizer. EOS is the end of text for the base, the end of a turn for the chat model."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=eos_token,

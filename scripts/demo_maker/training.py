@@ -1,4 +1,4 @@
-"""Training the demo's checkpoints: one optimiser loop, two losses.
+"""Train the demo's checkpoints: one optimiser loop, two losses.
 
 Shapes: B rows, T tokens.
 """
@@ -18,15 +18,15 @@ from transformers import PreTrainedModel
 
 from mtp_train.heads.alignment import target_tokens, valid_targets
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.precision import resolve_precision
 from mtp_train.heads.step import unroll
+from mtp_train.trunk.precision import resolve_precision
 
 IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """What one training run is made of."""
+    """Settings of one training run."""
 
     lr: float
     warmup_steps: int
@@ -38,7 +38,7 @@ class TrainSettings:
 
 
 def learning_rate(settings: TrainSettings, step: int, num_steps: int) -> float:
-    """Return the rate of a 0-based step: linear warm-up, then a cosine down to ``last_lr_share``."""
+    """Return the learning rate of a 0-based step: linear warm-up, then a cosine decay to ``last_lr_share``."""
     warm = min(1.0, (step + 1) / settings.warmup_steps)
     cosine = 0.5 * (1.0 + math.cos(math.pi * step / num_steps))
     return settings.lr * warm * (settings.last_lr_share + (1.0 - settings.last_lr_share) * cosine)
@@ -52,7 +52,7 @@ def train(
     *,
     num_steps: int,
 ) -> list[dict[str, float]]:
-    """Minimise the sum of the losses that ``loss_of`` names; return a log line every few steps."""
+    """Minimise the sum of the losses from ``loss_of``, and return a log line every few steps."""
     device = next(modules.parameters()).device
     matrices = [parameter for parameter in modules.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in modules.parameters() if parameter.ndim <= 1]
@@ -83,9 +83,9 @@ def train(
 
 
 def joint_losses(trunk: PreTrainedModel, head: MtpHead, tokens_BT: Tensor, weights: list[float]) -> dict[str, Tensor]:
-    """Return the trunk's next-token loss and the head's at each depth, weighted; rows are documents of their own.
+    """Return the weighted losses of the trunk and of each draft depth, with every row as its own document.
 
-    The head's loss reaches the trunk, as in DeepSeek-V3 (arXiv:2412.19437, equation 25).
+    Gradients of the head's loss reach the trunk, as in DeepSeek-V3 (arXiv:2412.19437, equation 25).
     """
     rows, columns = tokens_BT.shape
     device = tokens_BT.device
@@ -119,7 +119,7 @@ def answer_loss(trunk: PreTrainedModel, tokens_BT: Tensor, targets_BT: Tensor, m
 
 
 def shuffled_rows(rows_NT: Tensor, batch_rows: int, *, seed: int) -> Iterator[Tensor]:
-    """Yield batches of rows, epoch after epoch, each in a new order."""
+    """Yield batches of rows for all epochs, in a new order in each epoch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order_N = torch.randperm(len(rows_NT), generator=generator)
@@ -129,5 +129,5 @@ def shuffled_rows(rows_NT: Tensor, batch_rows: int, *, seed: int) -> Iterator[Te
 
 
 def settings_of(settings: TrainSettings) -> dict[str, Any]:
-    """Return settings for the record."""
+    """Return settings as JSON for the record."""
     return asdict(settings)

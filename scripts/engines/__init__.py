@@ -1,1 +1,1 @@
-"""Drive a serving engine that lives in an environment of its own, and compare what it says with our decoder."""
+"""Run a serving engine in its own Python environment, and compare its output with our decoder's."""

@@ -1,4 +1,4 @@
-"""The engines there are, and how the program that drives one is started in that engine's own environment."""
+"""List the supported engines, and run the program of an engine in the engine's own Python environment."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Kind = Literal["decode", "logits"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineUnderTest:
-    """One engine, as a witness."""
+    """An engine, with the properties that a comparison depends on."""
 
     program: str
-    """File under ``programs/``."""
+    """Name of its file under ``programs/``."""
     convention: str
-    """How it wires the head, as the family records name it."""
+    """The convention of its head's wiring, as named in the family records."""
     leading_row: bool = False
-    """Whether its head reads one more row before all others: the first token, beside a hidden state of zeros."""
+    """Whether its head reads an extra first row: the first token with a hidden state of zeros."""
     drafts_first: bool = False
-    """Whether it drafts before it knows the first token of the answer."""
+    """Whether it drafts before the first token of the answer is known."""
     decodes: bool = True
-    """Whether it can draft and verify; else its head's logits are all there is to compare."""
+    """Whether it can draft and verify; otherwise only the logits of its head are compared."""
 
 
 ENGINES: Mapping[str, EngineUnderTest] = {
@@ -43,25 +43,25 @@ ENGINES: Mapping[str, EngineUnderTest] = {
 
 
 class EngineProgramError(Exception):
-    """Report a program that ended without its document."""
+    """Raised for a program that ended without its document."""
 
 
 def run_program(engine: EngineUnderTest, python: str, job: Mapping[str, Any], work: Path) -> dict[str, Any]:
     """Run an engine's program and return the document it writes.
 
     Args:
-        engine: Which one.
+        engine: The engine.
         python: The interpreter of its environment.
-        job: What it is to do, as JSON.
+        job: The job, as JSON.
         work: A directory for the job, the document and the program's log.
 
     Raises:
-        EngineProgramError: It failed; the message ends with the last lines of its log.
+        EngineProgramError: The program failed; the message ends with the last lines of its log.
     """
     work.mkdir(parents=True, exist_ok=True)
     job_file, out, log = work / "job.json", work / OUT_FILE, work / "log.txt"
     job_file.write_text(json.dumps(job), encoding="utf-8")
-    # Nothing of our environment may reach another interpreter.
+    # Variables of our environment must not affect another interpreter.
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     env = {name: value for name, value in os.environ.items() if name not in ours}
     env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

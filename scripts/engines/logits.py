@@ -1,4 +1,4 @@
-"""The head's logits over whole texts, for witnesses that do not decode.
+"""Compare the logits of a head over whole texts, for engines that do not decode.
 
 Shapes: T tokens, D hidden, V vocabulary.
 """
@@ -18,15 +18,15 @@ from mtp_train.heads.alignment import input_tokens
 from mtp_train.heads.step import mtp_step, unroll
 
 MOST_DIFFERENCE = 1e-4
-"""Of logits of size 10 and more, each computed in fp32 by programs that sum in different orders."""
+"""Tolerance for logits of size 10 and more, computed in fp32 with sums in different orders."""
 
 
 @torch.inference_mode()
 def own_row_logits(subject: Subject, text: Sequence[int], depth: int) -> list[Tensor]:
-    """Return the logits (T, V) of every depth, teacher-forced, each depth over its own rows alone.
+    """Return teacher-forced logits (T, V) of every depth, where each depth attends to its own rows only.
 
-    At depth 1 that is what decoding sees. Deeper, it is how some toolkits train: decoding would see the rows of depth 1
-    instead. The last rows read past the text.
+    At depth 1 this equals decoding. At deeper depths some toolkits train this way, while in decoding a query attends to
+    the rows of depth 1. The last rows read tokens past the text.
     """
     tokens_1T = torch.tensor([list(text)])
     hidden_1TD = subject.trunk.head_input(subject.trunk.hidden(tokens_1T), subject.head.convention)
@@ -49,7 +49,7 @@ def own_row_logits(subject: Subject, text: Sequence[int], depth: int) -> list[Te
 
 @torch.inference_mode()
 def draft_row_logits(subject: Subject, text: Sequence[int], depth: int) -> list[Tensor]:
-    """Return the logits (T, draft vocabulary) of every depth, teacher-forced, over the rows that decoding would see."""
+    """Return teacher-forced logits (T, draft vocabulary) of every depth, with the attention of decoding."""
     tokens_1T = torch.tensor([list(text)])
     states = unroll(
         subject.head,
@@ -65,10 +65,10 @@ def draft_row_logits(subject: Subject, text: Sequence[int], depth: int) -> list[
 
 
 def judge_logits(ours: Sequence[Sequence[Tensor]], theirs: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Compare logits; return the verdict and what led to it, as JSON.
+    """Compare logits, and return the verdict with its figures, as JSON.
 
     Args:
-        ours: For each text, for each depth (T, V).
+        ours: Logits (T, V) by text and depth.
         theirs: ``"{text}.{depth}"`` to the logits (rows, V) of the first rows.
     """
     widest: dict[str, float] = {}
@@ -89,5 +89,5 @@ def judge_logits(ours: Sequence[Sequence[Tensor]], theirs: Mapping[str, Tensor])
 
 
 def read_logits(out: Path) -> dict[str, Tensor]:
-    """Return the logits that a program wrote beside its document."""
+    """Return the logits that a program wrote, from the file beside its document."""
     return load_file(out.with_suffix(".safetensors"))

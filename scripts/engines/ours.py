@@ -1,4 +1,4 @@
-"""Our side: the checkpoint, its head as an engine wires it, and our decoder with its drafts written down.
+"""Our side of a comparison: a checkpoint, its head with an engine's wiring, and our decoder with recorded drafts.
 
 Shapes: R rows that start together, T tokens, D hidden.
 """
@@ -14,36 +14,36 @@ from torch import Tensor
 
 from engines.traces import Round, Text
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
-from mtp_inference.chooser import Chooser, Drafts
-from mtp_inference.draft import Drafter, Place, Size
-from mtp_train.heads.attach import build_head, native_plan, stored_head_plan
+from mtp_inference.drafters.drafter import Drafter, Place, Size
+from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_train.heads.build import build_head, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.weights.files import Checkpoint
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A trunk and its head, both in one dtype."""
+    """A trunk and its head, in the same dtype."""
 
     trunk: Trunk
     head: MtpHead
     draft_vocab_R: Tensor | None = None
-    """int64, the tokens that the head may draft; None for all."""
+    """Token ids of the draft vocabulary, int64; None for all tokens."""
 
 
 def load_subject(checkpoint: Checkpoint, convention: str, dtype: torch.dtype, head: Path | None = None) -> Subject:
-    """Load a checkpoint with the head that it holds, or with another one, on the CPU.
+    """Load a checkpoint with its own head, or with a head directory, on the CPU.
 
     Args:
-        checkpoint: The trunk.
-        convention: How an engine wires the head.
-        dtype: Of both.
+        checkpoint: The checkpoint of the trunk.
+        convention: The convention of an engine's wiring.
+        dtype: Dtype of trunk and head.
         head: A head directory; None for the checkpoint's own head.
 
     Raises:
-        MtpError: There is no head, or the family knows no such convention.
+        MtpError: There is no head, or the family has no such convention.
     """
     if head is None:
         plan = native_plan(checkpoint, convention)
@@ -55,20 +55,21 @@ def load_subject(checkpoint: Checkpoint, convention: str, dtype: torch.dtype, he
 
 
 def with_state_before_norm(trunk: Trunk) -> Trunk:
-    """Return a trunk that keeps its state before its final norm too, also of a family of whose heads none reads it."""
+    """Return a trunk that also keeps the hidden state before the final norm, for any family."""
     family = trunk.family
     if family.reads_before_norm:
         return trunk
-    return Trunk(trunk.model, replace(family, default=replace(family.default, hidden="before_final_norm"))).eval()
+    default = replace(family.wiring.default, hidden="before_final_norm")
+    return Trunk(trunk.model, replace(family, wiring=replace(family.wiring, default=default))).eval()
 
 
 class _Recorder:
-    """A drafter that keeps what another one drafts.
+    """Wrap a drafter and record its drafts.
 
     Args:
-        drafter: The one that drafts.
-        drafted: Where its drafts go, a list per round.
-        leading_row: Whether to begin every text with a row of its first token and a hidden state of zeros.
+        drafter: The wrapped drafter.
+        drafted: The list that gets one tuple of drafts per round.
+        leading_row: Whether to add a first row to every text: its first token with a hidden state of zeros.
     """
 
     def __init__(self, drafter: Drafter, drafted: list[tuple[int, ...]], leading_row: bool) -> None:
@@ -79,8 +80,8 @@ class _Recorder:
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
         """See :class:`Drafter`."""
         if self._leading_row:
-            # A row pairs a state with the token after it: the new first row pairs zeros with the first token. All rows
-            # stand one position later than ours do, which rotary attention does not see.
+            # A row pairs a hidden state with the token after it: the added row pairs zeros with the first token. All
+            # rows move by one position, which does not change rotary attention.
             hidden_RTD = torch.cat([torch.zeros_like(hidden_RTD[:, :1]), hidden_RTD], dim=1)
             prompt_RT = torch.cat([prompt_RT[:, :1], prompt_RT], dim=1)
         self._drafter.start(rows, hidden_RTD, prompt_RT, first_R)
@@ -101,7 +102,7 @@ class _Recorder:
 
 
 class RecordedDrafting:
-    """Draft with a head, one text at a time, and keep the drafts of every round in ``drafted``."""
+    """Draft with a head, one text at a time, and record the drafts of every round in ``drafted``."""
 
     def __init__(self, subject: Subject, *, leading_row: bool) -> None:
         self._drafting = HeadDrafting(subject.head, subject.draft_vocab_R)
@@ -127,15 +128,15 @@ def decode(
     eos_ids: Collection[int],
     leading_row: bool,
 ) -> list[Text]:
-    """Decode each prompt by itself, greedily, and return every round of it.
+    """Decode each prompt by itself, greedily, and return all of its rounds.
 
     Args:
-        subject: What decodes.
-        prompts: Their tokens.
+        subject: The trunk and head.
+        prompts: Token ids of the prompts.
         depth: Drafts per round.
         max_new_tokens: Limit of each text.
         eos_ids: Tokens that end a text.
-        leading_row: Whether the head reads one more row, of the first token and a hidden state of zeros, before all.
+        leading_row: Whether the head reads an extra first row: the first token with a hidden state of zeros.
     """
     drafting = RecordedDrafting(subject, leading_row=leading_row)
     decoder = SpeculativeDecoder(subject.trunk, drafting, depth, eos_ids, max_batch=1)
@@ -143,7 +144,7 @@ def decode(
     for prompt_ids in prompts:
         drafting.drafted.clear()
         request = Request(prompt_ids=prompt_ids, max_new_tokens=max_new_tokens)
-        committed = [chunk.token_ids for chunk in decoder.stream([request])]
+        committed = [chunk.token_ids for chunk in decoder.decode_chunks([request])]
         drafts = [(), *drafting.drafted]
         texts.append(Text(tuple(prompt_ids), tuple(map(Round, drafts, committed))))
     return texts

@@ -1,7 +1,7 @@
-"""Compute a text's tokens and drafts again, in fp32 and without any cache, and say which were not the best ones.
+"""Recompute the tokens and drafts of a text in fp32 without any cache, and find those that are not the argmax.
 
-Everything is conditioned on the text itself: a trunk token on the tokens before it, a draft of depth k on the drafts
-before it in its round. So one close call, after which two sides go different ways, does not hide what follows.
+All logits are conditioned on the text itself: a trunk token on the tokens before it, a draft of depth k on the earlier
+drafts of its round. So a near tie, after which the two sides diverge, does not hide later errors.
 
 Shapes: T tokens, D hidden, V vocabulary.
 """
@@ -19,25 +19,25 @@ from engines.traces import Text
 from engines.verdict import Miss
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float32: 23}
 
 
 def step_at(logit: float, dtype: torch.dtype) -> float:
-    """Return the distance between neighbouring numbers of a dtype at a logit's size."""
+    """Return the distance between adjacent numbers of a dtype at the magnitude of a logit."""
     return float(2.0 ** (math.floor(math.log2(max(abs(logit), 1e-6))) - MANTISSA_BITS[dtype]))
 
 
 @torch.inference_mode()
 def misses(subject: Subject, texts: Sequence[Text], *, dtype: torch.dtype, leading_row: bool) -> list[Miss]:
-    """Return every token and draft of the texts that is not the best one.
+    """Return every token and draft of the texts that is not the argmax.
 
     Args:
-        subject: In fp32, the head wired as the engine under test wires it.
-        texts: What to compute again.
-        dtype: What the texts were computed in; sets the size of a step.
-        leading_row: Whether the head reads one more row, of the first token and no hidden state, before all others.
+        subject: Trunk and head in fp32, with the wiring of the engine under test.
+        texts: The texts to recompute.
+        dtype: The dtype in which the texts were decoded; determines the size of a step.
+        leading_row: Whether the head reads an extra first row: the first token with a hidden state of zeros.
     """
     found = []
     for number, text in enumerate(texts):
@@ -50,7 +50,7 @@ def misses(subject: Subject, texts: Sequence[Text], *, dtype: torch.dtype, leadi
 
 
 def replayed(subject: Subject, text: Text, leading_row: bool) -> Iterator[tuple[int, int, int, Tensor]]:
-    """Yield position, depth (0 for the trunk), token and logits (V,) of all that a text holds."""
+    """Yield position, depth (0 for the trunk), token and logits (V,) of every token and draft of a text."""
     trunk, head = subject.trunk, subject.head
     tokens = [*text.prompt_ids, *text.token_ids]
     num_prompt = len(text.prompt_ids)
@@ -68,7 +68,7 @@ def replayed(subject: Subject, text: Text, leading_row: bool) -> Iterator[tuple[
 
 
 def of_drafts(logits: Tensor, draft_vocab_R: Tensor | None) -> Tensor:
-    """Return logits (..., V) that are minus infinity for tokens that a head may not draft."""
+    """Return logits (..., V) with minus infinity for tokens outside the draft vocabulary."""
     if draft_vocab_R is None:
         return logits
     return torch.full_like(logits, -torch.inf).index_copy(-1, draft_vocab_R, logits[..., draft_vocab_R])
@@ -77,23 +77,23 @@ def of_drafts(logits: Tensor, draft_vocab_R: Tensor | None) -> Tensor:
 def draft_states(
     trunk: Trunk, head: MtpHead, hidden_TD: Tensor, tokens: Sequence[int], leading_row: bool
 ) -> list[Tensor]:
-    """Return the states that the drafts after the last hidden state were read from, one per draft.
+    """Return the head's hidden states from which a round's drafts are computed, one per draft.
 
     Args:
         trunk: The trunk, for its embedding.
         head: The head.
-        hidden_TD: What the head reads of the trunk: a state of every token but the last committed one.
+        hidden_TD: Hidden states of the trunk for all committed tokens but the last.
         tokens: All committed tokens, then the drafts.
         leading_row: See :func:`misses`.
     """
     ids = list(tokens)
     if leading_row:
-        # Row 0 reads token 1 of this list: the text's first token, beside a state of zeros.
+        # Row 0 reads token 1 of this list, which is the text's first token, with a hidden state of zeros.
         ids = [ids[0], *ids]
         hidden_TD = torch.cat([torch.zeros_like(hidden_TD[:1]), hidden_TD])
     num_rows = len(hidden_TD)
     num_drafts = len(ids) - num_rows - 1
-    # Rows past the last hidden state are seen by none before them.
+    # Attention is causal: the padding rows at the end do not affect earlier rows.
     padded_TD = torch.nn.functional.pad(hidden_TD, (0, 0, 0, len(ids) - num_rows))
     tokens_1T = torch.tensor([ids])
     states = unroll(

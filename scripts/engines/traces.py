@@ -1,8 +1,8 @@
-"""What a greedy decoder did with its prompts, round by round; the one form in which engines and we are compared.
+"""Traces of greedy decoding, round by round: the common format in which engines and our decoder are compared.
 
-A round drafts some tokens and commits the accepted ones and one more. The first round of a text is its prefill: no
-drafts, one token. Tokens that a round committed past the end of the text are not part of the trace, on either side, so
-that the last round may show fewer accepted drafts than an engine's own counters do.
+A round drafts some tokens, and commits the accepted ones plus one more. The first round of a text is its prefill: no
+drafts, one token. Tokens committed past the end of a text are not part of a trace. So the last round may have fewer
+accepted drafts than in the engine's own counters.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 
 
 class Round(NamedTuple):
-    """One round of one text."""
+    """Drafts and committed tokens of a round."""
 
     drafts: tuple[int, ...]
     committed: tuple[int, ...]
 
     @property
     def num_accepted(self) -> int:
-        """Leading drafts that were committed."""
+        """Number of leading drafts that were committed."""
         pairs = zip(self.drafts, self.committed, strict=False)
         return next((place for place, (draft, token) in enumerate(pairs) if draft != token), min(map(len, self)))
 
 
 class Text(NamedTuple):
-    """One prompt and what was said after it."""
+    """A prompt and the rounds that continue it."""
 
     prompt_ids: tuple[int, ...]
     rounds: tuple[Round, ...]
@@ -37,7 +37,7 @@ class Text(NamedTuple):
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """New tokens committed before each round."""
+        """Number of new tokens committed before each round."""
         starts = [0]
         for one in self.rounds:
             starts.append(starts[-1] + len(one.committed))
@@ -45,7 +45,7 @@ class Text(NamedTuple):
 
 
 def make_text(prompt_ids: Sequence[int], rounds: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Text:
-    """Return a text from plain lists: its prompt, and drafts and committed tokens of every round."""
+    """Return a text from lists: the prompt, and (drafts, committed tokens) of every round."""
     return Text(tuple(prompt_ids), tuple(Round(tuple(drafts), tuple(committed)) for drafts, committed in rounds))
 
 
@@ -53,7 +53,7 @@ def read_texts(document: Mapping[str, Any], prompts: Sequence[Sequence[int]]) ->
     """Return the texts of an engine program's document, in the order of the prompts.
 
     Raises:
-        ValueError: It holds another number of texts.
+        ValueError: The document has another number of texts.
     """
     texts = document["texts"]
     if len(texts) != len(prompts):
@@ -68,10 +68,10 @@ def read_texts(document: Mapping[str, Any], prompts: Sequence[Sequence[int]]) ->
 
 
 def after_first_round(text: Text) -> Text:
-    """Return a text as if all that its first round committed but the last token had been in the prompt.
+    """Return a text with the tokens of its first round, except the last one, moved to the prompt.
 
-    For an engine that drafts before it knows any token of the answer: what follows is what another engine does whose
-    prompt is the longer one. The first drafts are no part of it.
+    For an engine that drafts before the first token of the answer is known. From then on, it behaves like an engine
+    with the longer prompt. The drafts of the first round are dropped.
     """
     first = text.rounds[0].committed
     rounds = (Round((), first[-1:]), *text.rounds[1:])
@@ -79,7 +79,7 @@ def after_first_round(text: Text) -> Text:
 
 
 def cut(text: Text, max_new_tokens: int, eos_ids: Collection[int]) -> Text:
-    """Return a text up to a limit, or up to the first token that ends it."""
+    """Return a text cut at a number of new tokens, or after its first EOS token."""
     rounds: list[Round] = []
     room = max_new_tokens
     for one in text.rounds:

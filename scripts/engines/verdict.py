@@ -1,9 +1,10 @@
-"""Whether an engine did what our decoder did: ``equal``, ``explained`` or ``different``.
+"""Compare the traces of an engine and our decoder; the verdict is ``equal``, ``explained`` or ``different``.
 
-``equal``: the same tokens, the same drafts, the same number accepted in every round. ``explained``: not equal, but our
-own computation in fp32, run again over each side's own texts, finds each of that side's tokens and drafts to be the
-best one or as good as the best (``replay.py``), every round took all drafts that it should have, and no text merely
-ends before the other. ``different``: anything else.
+- ``equal``: the same tokens, the same drafts, and the same number of accepted drafts in every round.
+- ``explained``: not equal, but in our fp32 computation over each side's own texts (``replay.py``), every token and
+draft
+  is the argmax or a near tie with it; every round accepted all drafts that match; and no text just ends earlier.
+- ``different``: anything else.
 """
 
 from __future__ import annotations
@@ -19,33 +20,34 @@ RANKING: tuple[Verdict, ...] = ("equal", "explained", "different")
 
 
 class Difference(NamedTuple):
-    """Where two texts part for the first time."""
+    """The first difference between two texts."""
 
     what: Literal["token", "draft", "round", "end"]
-    """``end``: one text goes on where the other has ended."""
+    """``end``: one text has ended, the other one continues."""
     position: int
-    """New tokens that both had committed."""
+    """Number of new tokens that both had committed."""
     ours: tuple[int, ...]
     theirs: tuple[int, ...]
 
 
 class Miss(NamedTuple):
-    """A token or a draft that is not the best one by our fp32 computation over the same text."""
+    """A token or draft that is not the argmax in our fp32 computation over the same text."""
 
     text: int
     position: int
     depth: int
     """0 for a token of the trunk."""
     gap: float
-    """How far its logit lies below the best."""
+    """Difference between the best logit and its logit."""
     steps: float
-    """The same in steps of the dtype under test, at the size of the best logit."""
+    """The same difference in steps of the tested dtype, at the magnitude of the best logit."""
 
 
 def first_difference(ours: Text, theirs: Text) -> Difference | None:
-    """Return where two texts of one prompt part, None where they never do.
+    """Return the first difference between two texts of one prompt; None if they are equal.
 
-    A round that the limit cuts may have fewer drafts on one side: an engine need not draft what it could not return.
+    A round that reaches the token limit may have fewer drafts on one side, since an engine may skip drafts that it
+    could not return.
     """
     limit = max(len(ours.token_ids), len(theirs.token_ids))
     for start, our_round, their_round in zip(ours.starts, ours.rounds, theirs.rounds, strict=False):
@@ -64,12 +66,12 @@ def first_difference(ours: Text, theirs: Text) -> Difference | None:
 
 
 def _cut(drafts: tuple[int, ...], others: tuple[int, ...], room: int | None) -> tuple[int, ...]:
-    """Return the drafts to compare: all, or, in a round that reaches the limit, those that both sides have."""
+    """Return the drafts to compare: all drafts, or in a round at the token limit as many as both sides have."""
     return drafts if room is None else drafts[: len(others)]
 
 
 def wrong_rounds(texts: Sequence[Text]) -> list[tuple[int, int]]:
-    """Return text and start of the rounds, not cut by the limit, that ended before a draft was refused."""
+    """Return (text, start) of rounds that stopped before a wrong draft, except for rounds at the token limit."""
     return [
         (number, start)
         for number, text in enumerate(texts)
@@ -91,12 +93,12 @@ def judge(
     Args:
         ours: Our texts.
         theirs: The engine's.
-        our_misses: What the replay found in ours.
-        their_misses: What the replay found in theirs.
-        most_steps: Widest gap that counts as a near tie.
+        our_misses: The misses in our texts.
+        their_misses: The misses in the engine's texts.
+        most_steps: Largest gap that counts as a near tie.
 
     Returns:
-        The verdict and what led to it, as JSON.
+        The verdict with its figures, as JSON.
     """
     differences = {
         number: difference

@@ -1,4 +1,4 @@
-"""One witness: drive the engine, do the same ourselves, compare, and say so in a record."""
+"""Run an engine and our decoder on the same job, compare them, and build the record of the comparison."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from engines.replay import misses
 from engines.traces import Text, after_first_round, count, cut, read_texts
 from engines.verdict import Miss, judge, worst
 from mtp_train import __version__
-from mtp_train.families.streams import Streams
+from mtp_train.families.mechanisms.residual_streams import Streams
 from mtp_train.weights.files import Checkpoint
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MOST_STEPS = {"bfloat16": 4.0, "float32": 256.0}
-"""Widest near tie, in steps of the dtype at the size of the best logit."""
+"""Largest gap of a near tie, in steps of the dtype at the magnitude of the best logit."""
 
 
 CONTROLS = ("zero_first_embedding", "leading_row")
-"""Parts of the wiring that a control turns round."""
+"""Parts of the wiring that a control inverts."""
 RECYCLE, OTHER_STATE, LATER_LAYERS = "recycle", "other_state", "later_layers"
-"""Controls of what is read of the head and of the trunk: the last state before the norm for the one after it, and the
-other way round; of heads that read layers, each the next one."""
+"""Controls of hidden states: recycle the head's state, or read the trunk's, on the other side of the final norm; for
+heads that read trunk layers, read the layer above each one."""
 OTHER_STREAMS, TRUNK_MIXER = "other_streams", "trunk_mixer"
-"""Controls of heads that read residual streams, which stand before any norm: each the next one, and those of the head
-mixed as the trunk mixes its own."""
+"""Controls of heads that read residual streams, before any norm: read the next stream instead of each one, or mix the
+head's streams with the trunk's mixer."""
 OTHER_TOKENS, OTHER_ORDER, OTHER_PREFIX = "other_tokens", "other_order", "other_prefix"
-"""Controls of heads with tokens of their own, each the next one; with several modules, the last one first, and the
-other of two things that they may read of the text."""
+"""Controls of a reduced draft vocabulary (every id plus 1), and of heads with several modules: reverse their order, or
+switch ``Convention.prefix`` between ``trunk`` and ``chained``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What to witness."""
+    """A comparison to run."""
 
     engine: EngineUnderTest
     kind: Kind
@@ -55,31 +55,31 @@ class Task:
     python: str
     """The interpreter of the engine's environment."""
     files: Mapping[str, str]
-    """What else the engine's program is given: a binary, the model in a format of its own."""
+    """Further files for the engine's program: a binary, or the model in another format."""
     work: Path
     trust_remote_code: bool = False
-    """Whether the engine may run code beside the weights."""
+    """Whether the engine may run the Python code of the checkpoint."""
     head: Path | None = None
-    """Our head directory, where the checkpoint holds no head."""
+    """Our head directory, for a checkpoint without a head."""
     draft: Path | None = None
-    """The same head as the engine reads it: a draft model."""
+    """The same head as a draft model, for the engine."""
     control: str | None = None
-    """The control that our side gets wrong on purpose."""
+    """The part of the wiring that our side gets wrong on purpose."""
 
     @cached_property
     def fp32(self) -> Subject:
-        """The subject that judges."""
+        """The subject in fp32, for the replay."""
         return self._subject(torch.float32)
 
     @cached_property
     def tested(self) -> Subject:
-        """The subject that decodes as the engine does."""
+        """The subject in the dtype of the comparison, for decoding."""
         return self._subject(DTYPES[self.dtype])
 
     @property
     def leading_row(self) -> bool:
-        """Whether our head reads one more row before all others."""
-        # Draft models read rows as all engines do.
+        """Whether our head reads an extra first row."""
+        # Engines add no extra row for draft models.
         return (self.engine.leading_row and self.draft is None) != (self.control == "leading_row")
 
     def _subject(self, dtype: torch.dtype) -> Subject:
@@ -91,7 +91,7 @@ class Task:
             subject = replace(subject, draft_vocab_R=subject.draft_vocab_R + 1)
         if self.control == OTHER_ORDER:
             subject.head.blocks = torch.nn.ModuleList(reversed(list(subject.head.blocks)))
-        streams = subject.head.family.streams
+        streams = subject.head.family.trunk.streams
         if streams is not None and self.control in (OTHER_STREAMS, TRUNK_MIXER):
             _confuse_streams(subject, streams, self.control)
         convention = subject.head.convention
@@ -114,13 +114,13 @@ def witness(task: Task, depth: int, *, with_controls: bool) -> tuple[dict[str, A
     """Compare at one depth; return the record's entry and the versions in the engine's environment.
 
     Args:
-        task: What to compare.
+        task: The comparison.
         depth: Drafts per round.
         with_controls: Whether to compare with wrong wirings as well.
 
     Raises:
         EngineProgramError: The engine's program failed.
-        ValueError: It left prompts out.
+        ValueError: The program left prompts out.
     """
     job, work = job_of(task, depth), task.work / f"depth-{depth}"
     if task.kind == "decode":
@@ -137,10 +137,10 @@ def witness(task: Task, depth: int, *, with_controls: bool) -> tuple[dict[str, A
 
 
 def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare again, with one part of our wiring wrong at a time: what the engine's texts can tell apart."""
+    """Repeat the comparison with one wrong part of our wiring at a time, to show which parts the texts can test."""
     found = {}
     head, draft_vocab_R = task.fp32.head, task.fp32.draft_vocab_R
-    has_streams = head.family.streams is not None
+    has_streams = head.family.trunk.streams is not None
     more = {
         RECYCLE: not has_streams,
         OTHER_STATE: not has_streams and not head.trunk_layers,
@@ -170,7 +170,7 @@ def _reading_the_next_stream(fuse: Callable[[Tensor, Tensor], Tensor]) -> Callab
 
 
 def job_of(task: Task, depth: int) -> dict[str, Any]:
-    """Return what the engine's program is to do."""
+    """Return the job of the engine's program."""
     draft = None
     if task.draft is not None:
         draft = {"kind": task.fp32.head.family.kind, "path": str(task.draft.resolve())}
@@ -188,7 +188,7 @@ def job_of(task: Task, depth: int) -> dict[str, Any]:
 
 
 def compare_decoding(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode what an engine decoded, and compare; return the record's entry."""
+    """Decode the prompts that the engine decoded, compare, and return the record's entry."""
     theirs = read_texts(document, task.prompts)
     if task.engine.drafts_first:
         theirs = [after_first_round(text) for text in theirs]
@@ -224,7 +224,7 @@ def _decode(task: Task, prompts: Sequence[Sequence[int]], depth: int, eos_ids: f
 def record(
     task: Task, name: str, date: str, entries: Mapping[int, dict[str, Any]], versions: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the record of a witness."""
+    """Return the record of a comparison."""
     return {
         "engine": name,
         "verdict": worst([entry["verdict"] for entry in entries.values()]),
@@ -271,7 +271,7 @@ def _draft_model(task: Task) -> dict[str, Any]:
 
 
 def checkpoint_hash(directory: Path) -> str:
-    """Return one hash of a checkpoint's config and weights."""
+    """Return one sha256 over a checkpoint's config and weights."""
     digest = hashlib.sha256()
     for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
         digest.update(path.name.encode())

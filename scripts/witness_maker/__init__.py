@@ -1,1 +1,1 @@
-"""Small trained checkpoints of every family, in the layout of its releases, for engines to load."""
+"""Make small trained checkpoints of every family, in the layout of its releases, for tests of engines."""

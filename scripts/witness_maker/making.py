@@ -1,4 +1,4 @@
-"""Make, train, spoil a little and save: a trunk and the head that drafts for it, right most of the time.
+"""Make, train and save a trunk and its head, with noise in the head so that some drafts are wrong.
 
 Shapes: B rows, T tokens, D hidden, V vocabulary.
 """
@@ -17,12 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from mtp_inference.bench.chain import TRAINED_DEPTHS, Chain, train
 from mtp_inference.bench.subject import random_head
 from mtp_train.families import FAMILIES, Family, HeadKind
-from mtp_train.heads.attach import trained_head
+from mtp_train.heads.build import fresh_plan, trained_head
 from mtp_train.heads.diagnose import layout_of, text_config_of
-from mtp_train.heads.fresh import fresh_plan
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from mtp_train.weights.artifact import Artifact, save_artifact
 from mtp_train.weights.draft_checkpoint import write_draft_checkpoint
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
@@ -35,17 +34,17 @@ from witness_maker.words import WORDS, word_tokenizer
 PROMPTS_FILE = "prompts.json"
 NUM_PROMPTS, PROMPT_TOKENS = 12, 24
 NOISE = 0.05
-"""How often a text does not go on as its chain has it."""
+"""Probability that a text leaves its Markov chain at a token."""
 MOST_RIGHT = 0.7
-"""A head that drafts more than this rightly is spoilt until it does not: engines must agree on wrong drafts too."""
+"""Upper limit of correct first drafts: noise is added above it, since engines must agree on wrong drafts too."""
 SPOILING_STEP = 0.25
 MOST_STEPS_OF_SPOILING = 40
 SMALL, LARGE = 0.1, 0.3
 MORE_THAN_SCORES = 2.0
-"""Scores of experts are shares or probabilities."""
+"""A correction bias above any expert score, since scores are shares or probabilities."""
 CORRECTIONS = ("correction_bias", "expert_bias")
 ROUTING = (*CORRECTIONS, "sinks", "hc.base", "hc_base", "position_bias")
-"""Ends of names of tensors that begin at zero, or anywhere, and that training hardly moves."""
+"""Suffixes of tensors that start at zero, or uninitialised, and that training hardly changes."""
 
 
 def make_witness(
@@ -58,22 +57,22 @@ def make_witness(
     num_drafted: int | None = None,
     sglang: bool = False,
 ) -> dict[str, float]:
-    """Write a checkpoint of a family, with its head, a tokenizer and prompts that suit it.
+    """Write a checkpoint of a family, with its head, a tokenizer and prompts for it.
 
-    A head of another kind than ``mtp`` goes into ``head``, as our head directory, and as a draft model into ``draft``,
-    one of EAGLE-3 as speculators' into ``speculators`` too.
+    A head of another kind than ``mtp`` is written to ``head`` (our head directory) and to ``draft`` (a draft model). An
+    EAGLE-3 head is also written to ``speculators``, in the format of speculators.
 
     Args:
         name: The family.
-        directory: Where it goes; files of the same names there are replaced.
+        directory: The output directory; existing files are replaced.
         num_steps: Training steps.
-        seed: Of weights and texts.
-        kind: Of the head.
-        num_drafted: How many tokens a head of another kind may draft; None for all.
-        sglang: Whether it must suit SGLang's CPU kernels.
+        seed: Seed of weights and texts.
+        kind: Kind of the head.
+        num_drafted: Size of the draft vocabulary of a head of another kind; None for all tokens.
+        sglang: Whether SGLang's CPU kernels must be able to run it.
 
     Returns:
-        The last loss, the spoiling applied, and how many of the head's first drafts are right after it.
+        The last loss, the noise in the head, and its share of correct first drafts with that noise.
     """
     shape = SHAPES[name] if kind == "mtp" else beside_a_trunk(SHAPES[name], kind)
     if sglang:
@@ -106,17 +105,17 @@ def make_witness(
 def random_trunk(family: Family, shape: WitnessShape) -> Trunk:
     """Return an untrained trunk in fp32."""
     config = _config(family, shape)
-    if family.trunk_class is not None:
-        model: Any = family.trunk_class.model_class()(config)
+    if family.trunk.stand_in is not None:
+        model: Any = family.trunk.stand_in.model_class()(config)
     else:
-        auto = AutoModelForImageTextToText if family.only_with_vision else AutoModelForCausalLM
+        auto = AutoModelForImageTextToText if family.trunk.only_with_vision else AutoModelForCausalLM
         model = auto.from_config(config, dtype=torch.float32)
     return Trunk(model, family).eval()
 
 
 def _config(family: Family, shape: WitnessShape) -> PretrainedConfig:
-    if family.trunk_class is not None:
-        return family.trunk_class.config_class()(**shape.fields)
+    if family.trunk.stand_in is not None:
+        return family.trunk.stand_in.config_class()(**shape.fields)
     kind = shape.config_type or family.model_types[0]
     fields = shape.fields if shape.wrapper is None else {"text_config": dict(shape.fields), **shape.wrapper}
     config: PretrainedConfig = AutoConfig.for_model(kind, **fields)
@@ -124,14 +123,14 @@ def _config(family: Family, shape: WitnessShape) -> PretrainedConfig:
 
 
 def _stir(module: nn.Module, generator: torch.Generator) -> None:
-    """Move what would else be the identity or zero, so that it shows where an engine leaves it out."""
+    """Randomise tensors that would otherwise be the identity or zero, so that an engine that ignores them is found."""
     with torch.no_grad():
         for part in module.modules():
             kind = type(part).__name__
             if kind.endswith("Norm") and not kind.endswith("UnweightedRMSNorm"):
                 part.weight.add_(LARGE * torch.randn(part.weight.shape, generator=generator))
             if kind.endswith("HashRouter"):
-                # A table that sends every token to experts of its own.
+                # A hash-routing table with other experts for every token.
                 chances_VE = torch.rand(len(part.tid2eid), part.num_experts, generator=generator)
                 part.tid2eid.copy_(chances_VE.topk(part.top_k).indices)
         for name, value in [*module.named_parameters(), *module.named_buffers()]:
@@ -140,7 +139,7 @@ def _stir(module: nn.Module, generator: torch.Generator) -> None:
 
 
 def _choose_always(module: nn.Module, number: int, generator: torch.Generator) -> None:
-    """Let the correction biases choose some experts of every mixture, all in one half: routers may choose by groups."""
+    """Set the correction biases so that all tokens use the same experts, of one half since routers may use groups."""
     for name, bias in [*module.named_parameters(), *module.named_buffers()]:
         if name.endswith(CORRECTIONS):
             bias_E = bias.data.view(-1)
@@ -150,10 +149,10 @@ def _choose_always(module: nn.Module, number: int, generator: torch.Generator) -
 
 
 def spoil(trunk: Trunk, head: MtpHead, chain: Chain, generator: torch.Generator) -> tuple[float, float]:
-    """Add noise to a head's matrices, step by step, until it drafts ``MOST_RIGHT`` at most rightly.
+    """Increase the noise in a head's matrices until its share of correct first drafts is at most ``MOST_RIGHT``.
 
     Returns:
-        The noise, in units of each matrix's own spread, and the share of first drafts that are right.
+        The noise as a multiple of each matrix's standard deviation, and the share of correct first drafts.
     """
     tokens_BT = chain.draw(16, 64, generator)
     matrices = {name: value for name, value in head.named_parameters() if value.ndim > 1 and "lm_head" not in name}
@@ -174,7 +173,7 @@ def _noise_like(value: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def share_right(trunk: Trunk, head: MtpHead, chain: Chain, tokens_BT: Tensor) -> float:
-    """Return how often the first draft is what the chain says comes after the token that the head reads."""
+    """Return the share of first drafts that equal the successor, in the chain, of the token that the head reads."""
     hidden_BTD = trunk.head_input(trunk.hidden(tokens_BT), head.convention)
     (state_BTD,) = unroll(
         head,
@@ -194,13 +193,13 @@ def save(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path) -> N
     trunk.causal_lm.to(torch.bfloat16).save_pretrained(directory)
     family = trunk.family
     _set_fields(directory, family.count_as_field(shape.num_modules), shape.released)
-    if family.saved_names:
+    if family.keys.saved_names:
         _rename_as_released(directory)
     tensors = load_file(directory / SINGLE_FILE)
     layout = layout_of(open_checkpoint(directory))
     for name, value in head.state_dict().items():
         tensors |= {key: part.to(torch.bfloat16).contiguous() for key, part in layout.split(name, value)}
-    for shared in family.shared_keys:
+    for shared in family.keys.shared:
         source = layout.trunk_key(shared, tensors)
         for module in range(shape.num_modules):
             native = shared.native.format(
@@ -213,7 +212,7 @@ def save(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path) -> N
 
 
 def _rename_as_released(directory: Path) -> None:
-    """Give a trunk's tensors the names of its release, which has no prefix, instead of transformers' own."""
+    """Rename a trunk's tensors from transformers' names to the names of its release, which have no prefix."""
     checkpoint, tensors = open_checkpoint(directory), load_file(directory / SINGLE_FILE)
     layout = layout_of(checkpoint)
     names = {**trunk_tensors(checkpoint, layout), layout.lm_head_key: layout.lm_head_key}
@@ -221,7 +220,7 @@ def _rename_as_released(directory: Path) -> None:
 
 
 def save_beside(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path, vocab_R: Tensor | None) -> None:
-    """Write a trunk in bf16, and a head of another kind in every form that there is."""
+    """Write a trunk in bf16, and a head of another kind in every supported format."""
     trunk.causal_lm.to(torch.bfloat16).save_pretrained(directory)
     _set_fields(directory, {}, shape.released)
     checkpoint, kind = open_checkpoint(directory), head.family.kind

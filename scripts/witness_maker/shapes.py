@@ -1,6 +1,6 @@
-"""Sizes of a small model of each family, such that engines' CPU kernels take them.
+"""Define the sizes of a small model of each family that the CPU kernels of engines can run.
 
-What those want: attention heads of 32 or more, linear-attention heads of 128, a latent cache of 512 + 64.
+These kernels need attention heads of 32 or more, linear-attention heads of 128, and a latent cache of 512 + 64.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from witness_maker.words import VOCAB_SIZE
 
 @dataclass(frozen=True, kw_only=True)
 class WitnessShape:
-    """A model to make."""
+    """Configuration of a model to make."""
 
     fields: Mapping[str, Any]
-    """Of its text config."""
+    """Fields of the text config."""
     config_type: str | None = None
-    """Model type of the config that transformers builds; None for the family's own."""
+    """Model type of the config in transformers; None for the family's own type."""
     wrapper: Mapping[str, Any] | None = None
-    """Fields beside the text config, where the model exists only inside of a vision-language one."""
+    """Fields of the outer config, for a model that exists only as part of a vision-language model; else None."""
     num_modules: int = 1
-    """Modules of the head."""
+    """Number of modules in the head."""
     released: Mapping[str, Any] = field(default_factory=dict)
-    """What the text config says in releases, where transformers writes something else; None removes a field."""
+    """Fields of the text config in releases, where transformers writes others; None removes a field."""
     code: Mapping[str, str] = field(default_factory=dict)
-    """Python files beside the weights, name to text."""
+    """Python files of the checkpoint: name to text."""
     always_chosen: int = 0
-    """Experts of a mixture that its correction bias chooses for every token; 0 leaves the choice to the scores."""
+    """Number of experts that the correction bias selects for every token; with 0 the scores select them."""
 
 
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -55,7 +55,7 @@ _GATED_DELTA = {
     "linear_value_head_dim": 128,
     "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
 }
-# Every expert is chosen: where engines run in bf16 alone, rounding would send tokens to others.
+# All experts are used: in engines with bf16 only, rounding would route tokens to other experts.
 _ALL_OF_FOUR = {
     "num_experts": 4,
     "num_experts_per_tok": 4,
@@ -63,7 +63,7 @@ _ALL_OF_FOUR = {
     "shared_expert_intermediate_size": 128,
 }
 _EIGHT_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-# One dense layer, then mixtures of eight experts in two groups.
+# One dense layer, then mixture layers of eight experts in two groups.
 _ROUTED = {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
@@ -84,11 +84,11 @@ _LATENT = {
     "rope_parameters": _ROPE,
 }
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32, "beta_slow": 1}
-# As many rows as the releases choose: more than these texts have.
+# `index_topk` of the releases, which is more rows than these texts have.
 _INDEXED = {"index_n_heads": 4, "index_head_dim": 128, "index_topk": 2048}
 _VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
 _WINDOWS_BETWEEN = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-# The released names of what transformers does always.
+# Fields of the releases for behaviour that transformers always has.
 _ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
@@ -131,7 +131,7 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
                 "num_hash_layers": 1,
                 "qk_rope_head_dim": 32,
             },
-            # The released names; transformers has its own. The head's one layer is counted among the ratios.
+            # Names of the releases; transformers uses others. The ratios include the head's layer.
             released={
                 "compress_ratios": [0, 4, 128, 4, 0],
                 "num_hash_layers": 1,
@@ -157,7 +157,7 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
                 )
             },
         ),
-        # Heads attached to trunks whose releases have none.
+        # Trunks whose releases have no head: an attached one is made.
         "llama": WitnessShape(fields=_SIZES | {"rope_parameters": _ROPE}),
         "qwen2": WitnessShape(
             fields={name: value for name, value in _SIZES.items() if name != "head_dim"} | {"rope_parameters": _ROPE}
@@ -196,8 +196,8 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
                 },
             },
             num_modules=3,
-            # The released names; transformers has its own. Its window is one wider than the released number, as
-            # SGLang's is; vLLM's is not. No text is that long here.
+            # Names of the releases; transformers uses others. In transformers and SGLang the window is one wider
+            # than the released number, in vLLM it is not. No text is that long here.
             released={
                 "layernorm_epsilon": 1e-5,
                 "rope_theta": 10_000.0,
@@ -250,7 +250,7 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
                 "num_nextn_predict_layers": 1,
                 "rope_parameters": _ROPE,
             },
-            # vLLM's head reads the vocabulary's size there, where releases have it too.
+            # vLLM's head reads `vocab_size` from the outer config, which has it in releases too.
             wrapper={"vision_config": _VISION | {"num_key_value_heads": 1}, "vocab_size": VOCAB_SIZE},
         ),
         "glm_ocr": WitnessShape(
@@ -274,7 +274,7 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
             }
         ),
         "nemotron_h": WitnessShape(
-            # No dense MLP: llama.cpp's graph of the mixtures has none.
+            # No dense MLP: llama.cpp's graph of this mixture has none.
             fields=_SIZES
             | {
                 "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
@@ -359,7 +359,7 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
                 "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
             },
             num_modules=3,
-            # Lists of releases go on over the head's modules.
+            # Per-layer lists of releases include the head's modules.
             released={
                 "num_attention_groups": 2,
                 "attention_other_setting": {

@@ -1,4 +1,4 @@
-"""What a family's shape becomes for another kind of head, or for an engine that takes few sizes."""
+"""Change the shape of a family for another kind of head, or for an engine that supports few sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from witness_maker.shapes import WitnessShape
 
 
 def beside_a_trunk(shape: WitnessShape, kind: HeadKind) -> WitnessShape:
-    """Return a shape for a head of another kind than ``mtp``: layers enough for EAGLE-3, a block for each depth."""
+    """Return a shape for a head of another kind than ``mtp``: enough layers for EAGLE-3, and a block for each depth."""
     return replace(
         shape,
         fields={**shape.fields, "num_hidden_layers": 8},
@@ -34,10 +34,10 @@ _YARN = {
 
 
 def for_sglang(shape: WitnessShape) -> WitnessShape:
-    """Return a shape that SGLang's CPU kernels take: of 128 experts every token gets the same 8, latents are scaled.
+    """Return a shape that SGLang's CPU kernels can run: 128 experts, the same 8 for every token, and scaled latents.
 
-    Its router takes no fewer where scores have a correction bias. It computes in bf16; with the choice left to the
-    scores, rounding would send tokens to other experts. A mixture that chooses every expert stays as it is.
+    With a correction bias, its router supports no fewer experts. It computes in bf16, where rounding would route tokens
+    to other experts if the scores chose them. A mixture in which every token uses all experts is not changed.
     """
     if shape.fields.get("num_experts", 0) == shape.fields.get("num_experts_per_tok"):
         return shape
@@ -47,6 +47,6 @@ def for_sglang(shape: WitnessShape) -> WitnessShape:
     )
     if "kv_lora_rank" in fields:
         fields["rope_parameters"] = _YARN
-        # Releases say so, transformers does not.
+        # In the config of releases, but not of transformers.
         released["moe_layer_freq"] = 1
     return replace(shape, fields=fields, released=released, always_chosen=8)

@@ -1,7 +1,7 @@
-"""A tokenizer of two-letter words, made rather than trained: every word is one token, whatever stands around it.
+"""Build a tokenizer of two-letter words in which every word is one token, in any context. It is not trained.
 
-Engines that take text only must read a text as the tokens that it was made of. All of them split text before a space,
-so that a word with the space before it always becomes the same token.
+Engines that take only text must tokenise a text to the tokens that it was made of. All of them split text before a
+space, so a word with its leading space always becomes the same token.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SPACE = "Ġ"
-"""How a byte-level vocabulary writes a space."""
+"""The space in a byte-level vocabulary."""
 WORDS = tuple(f"{SPACE}{first}{second}" for first, second in product(ascii_lowercase, repeat=2))
-"""The tokens with the lowest ids; texts are made of nothing else."""
+"""The tokens with the lowest ids. Texts contain no others."""
 END_OF_TEXT = "<|endoftext|>"
-# The others are asked for by name by llama.cpp's converter.
+# llama.cpp's converter looks up the other tokens by name.
 SPECIALS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>", "[gMASK]", "<|user|>", "<|observation|>")
 VOCAB_SIZE = 1024
-"""Rows of the embedding: some more than there are tokens."""
+"""Rows of the embedding: more than the tokenizer has tokens."""
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer; it adds no token of its own to a text."""
+    """Return the tokenizer. It adds no special token to a text."""
     halves = [f"{SPACE}{first}" for first in ascii_lowercase]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*WORDS, *halves, *alphabet])}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from adapters import rename_keys, rewrite_config, write_adapter
 from checkpoints import all_tensors
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from mtp_train.weights.files import open_checkpoint
@@ -81,7 +81,7 @@ def test_an_adapter_that_would_not_be_put_on_is_refused(
         ["run", recipe, f"model.trunk={base}", f"model.adapter={adapter}", f"run_dir={tmp_path / 'other'}"],
     ):
         message = refusal(argv, capfd)
-        assert "a module of the vision-language model; expected names of the text model" in message
+        assert "a module of the vision-language model; expected modules of the text model" in message
         assert f"mtp-train merge {base} --adapter {adapter} --out" in message
     message = refusal(["generate", base, "--adapter", tmp_path / "nowhere", "--prompt", "x"], capfd)
     assert "nowhere: no adapter_config.json; expected a peft adapter directory" in message
@@ -128,7 +128,7 @@ def write_config(adapter: Path, text: str) -> None:
 
 # What is done to an adapter of q_proj and up_proj, and the message that must name it.
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "lora_A alone": (lose_matrices, r"lora_A\.weight stands alone; expected both lora_A and lora_B"),
+    "lora_A alone": (lose_matrices, r"lora_A\.weight has no counterpart; expected both lora_A and lora_B"),
     "no tensors": (lambda path: rewrite_tensors(path, dict.clear), "holds no tensor; expected"),
     "NaN": (poison, "holds NaN or infinite values"),
     "integers": (
@@ -139,23 +139,26 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "magnitudes without DoRA": (deny_dora, r"a lora_magnitude_vector for .*, while .* sets use_dora = False"),
     "renamed modules": (
         lambda path: rename_keys(path, ".mlp.", ".ffn."),
-        r"holds nothing for \S*mlp\.up_proj\S*, which its config adapts|holds \S*ffn.up_proj\S*, for which"
+        r"has no tensor for \S*mlp\.up_proj\S*, which its config adapts|contains \S*ffn.up_proj\S*, for which"
         r"|adapts \S*ffn\.up_proj\.weight, for which",
     ),
     "a module's tensors gone": (
         lose_one_module,
-        r"holds nothing for \S*layers\.3\.self_attn\.q_proj\S*, which its config",
+        r"has no tensor for \S*layers\.3\.self_attn\.q_proj\S*, which its config",
     ),
     "more than the config says": (
         lambda path: rewrite_config(path, target_modules=["q_proj"]),
-        r"holds \S*up_proj\S*, for which the trunk has no adapted module",
+        r"contains \S*up_proj\S*, for which the trunk has no adapted module",
     ),
-    "another rank": (lambda path: rewrite_config(path, r=3), r"peft cannot put it on the trunk .*size mismatch|rank 3"),
+    "another rank": (
+        lambda path: rewrite_config(path, r=3),
+        r"peft cannot apply it to the trunk .*size mismatch|rank 3",
+    ),
     "a config that is no JSON": (lambda path: write_config(path, "{"), "adapter_config.json: not valid JSON"),
     "a config without a kind": (lambda path: write_config(path, "{}"), "peft_type None; expected the kind of a peft"),
     "an unknown kind": (
         lambda path: rewrite_config(path, peft_type="LARO"),
-        "peft cannot put it on the trunk|peft_type 'LARO'; expected LORA",
+        "peft cannot apply it to the trunk|peft_type 'LARO'; expected LORA",
     ),
     "a rank of text": (lambda path: rewrite_config(path, r="eight"), "r is 'eight'; expected a rank, 1 or more"),
     "no alpha": (lambda path: rewrite_config(path, lora_alpha=None), "lora_alpha is None; expected a number"),
@@ -163,7 +166,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: rewrite_config(path, rank_pattern="4"),
         "rank_pattern is '4'; expected a mapping",
     ),
-    "no targets": (lambda path: rewrite_config(path, target_modules=["nothing"]), "peft cannot put it on the trunk"),
+    "no targets": (lambda path: rewrite_config(path, target_modules=["nothing"]), "peft cannot apply it to the trunk"),
 }
 MERGED_ANYWAY = ("a module's tensors gone", "more than the config says", "no targets")
 """Merging needs no more than the tensors that are there."""
@@ -213,7 +216,7 @@ def test_a_head_trained_on_an_adapter_is_exported_with_the_adapter_merged(
     assert tree(tmp_path / "again") == tree(run_dir / "export")
     assert not list(run_dir.glob(".export*"))
     message = refusal(["export", run_dir, "--head-only", "--out", tmp_path / "alone"], capfd)
-    assert f"its trunk wears the adapter {adapter}" in message
+    assert f"its trunk has the unmerged adapter {adapter}" in message
 
 
 def test_an_adapter_that_cannot_be_merged_stops_a_run_that_exports_before_it_begins(

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors, save_with_head, set_fields
-from mtp_train.commands.inspect import SUGGESTED_DEPTH
 from mtp_train.families import FAMILIES
-from mtp_train.inputs import open_location
-from mtp_train.recipe_io import load_recipe
+from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
+from mtp_train.recipe.loading import load_recipe
+from mtp_train.weights.locations import open_location
 from runs import BYTE_VOCAB_SIZE, LEARNS, document, overrides_of, run_quietly, write_inputs, write_recipe
 from tiny import tiny_head, tiny_trunk
 from wrapped import save_wrapped
@@ -98,7 +98,7 @@ def test_a_model_without_a_head_gets_one(
     written = all_tensors(export)
     assert all(torch.equal(written[key], value) for key, value in all_tensors(trunk).items())
     assert_lossless(export)
-    if ATTACHED[family_name].engines["transformers"].supported:
+    if ATTACHED[family_name].serving["transformers"].supported:
         assert_transformers_drafts_the_same(export, monkeypatch)
 
 
@@ -135,7 +135,7 @@ def assert_transformers_drafts_the_same(export: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "family_name", [name for name, one in ATTACHED.items() if one.engines["transformers"].supported]
+    "family_name", [name for name, one in ATTACHED.items() if one.serving["transformers"].supported]
 )
 def test_transformers_drafts_with_every_head_that_it_is_said_to_draft_with(
     family_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +157,7 @@ def test_transformers_builds_no_head_where_it_is_said_not_to(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family_name", ["llama", "qwen3"])
 def test_there_is_nothing_to_graft(family_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from mtp_train.cli import main
+    from mtp_train.cli.main import main
 
     trunk = str(write_headless(tmp_path / "in", family_name))
     assert main(["graft", trunk, "--from", trunk, "--out", str(tmp_path / "out")]) == 2
@@ -173,7 +173,7 @@ def test_who_would_not_serve_a_head_is_said_before_there_is_one(
 ) -> None:
     tiny_trunk(family_name).causal_lm.save_pretrained(tmp_path / "model")
     serves = inspected(capfd, tmp_path / "model")["serves"]
-    for engine, support in ATTACHED[family_name].engines.items():
+    for engine, support in ATTACHED[family_name].serving.items():
         expected = f"no: {support.text}" if support.supported is False else "no: holds no head tensors"
         assert serves[engine].startswith(expected)
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from damages import DAMAGES, Damage, poison
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.weights import artifact as artifact_module
 from mtp_train.weights import export as export_module
 from runs import tree, write_inputs, write_recipe
@@ -290,8 +290,8 @@ def test_a_full_disk_leaves_nothing_behind(
     fill_the_disk(monkeypatch)
     message = refusal(argv, capfd)
     assert re.fullmatch(
-        r".*out: writing the checkpoint failed \(No space left on device\); what was there before is whole\. Free "
-        r"space, or write somewhere else\.",
+        r".*out: writing the checkpoint failed \(No space left on device\); expected space and permission to "
+        r"write\. Earlier files are unchanged\. Free space, or choose another directory\.",
         message,
     )
     assert (tree(pristine), tree(finished), tree(tmp_path)) == before
@@ -351,7 +351,7 @@ def test_a_bug_keeps_its_traceback_and_is_recorded_as_one(
         raise ZeroDivisionError("division by zero")
 
     with monkeypatch.context() as patched:
-        patched.setattr("mtp_train.pipeline.train_stage", buggy)
+        patched.setattr("mtp_train.job.pipeline.train_stage", buggy)
         with pytest.raises(ZeroDivisionError, match="division by zero"):
             main(["run", str(recipe)])
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())

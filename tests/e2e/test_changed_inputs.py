@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from adapters import write_adapter
-from mtp_train import pipeline
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.data.responses import settings_key
 from mtp_train.errors import ChangedInputError
-from mtp_train.recipe_io import load_recipe
-from mtp_train.run_dir import checkpoint_identity
-from mtp_train.study import run as study_run
+from mtp_train.evaluation import run as study_run
+from mtp_train.job import pipeline
+from mtp_train.job.run_dir import checkpoint_identity
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.weights.files import open_checkpoint
 from runs import LEARNS, document, run_quietly, tree, write_inputs, write_recipe
 
@@ -101,7 +101,7 @@ def test_a_killed_run_does_not_go_on_with_another_input(name: str, place: Path, 
     assert f"): {Path(file).name}" in said.replace(f"({place / file})", "()").replace(" (gone)", "").replace(
         " (new)", ""
     )
-    assert "; expected the files that it began with. Put the old ones back, or write another run_dir" in said
+    assert "; expected the files that it began with. Restore the old files, or write another run_dir" in said
     outcome = json.loads((place / "run" / "outcome.json").read_text())
     assert (outcome["exit_code"], outcome["stage"]) == (2, "check")
     assert f"mtp-train: {outcome['message']}\n" == said
@@ -157,7 +157,7 @@ def test_an_early_run_goes_on_where_all_inputs_are_older_and_is_refused_by_name_
     assert reaches_evaluation(early / "recipe.yaml")
     (early / "run" / "inputs.json").unlink()
     said = refused(["run", early / "recipe.yaml"], capfd)
-    assert "run: begun by a version that kept no inputs.json, and files were written or moved since" in said
+    assert "run: begun by a version that wrote no inputs.json, and input files were written or moved since" in said
     assert f": model.trunk ({early / 'finetune'}): model.safetensors; expected files older than recipe.yaml" in said
     assert not (early / "run" / "inputs.json").exists()
 
@@ -197,7 +197,7 @@ def test_a_finished_run_whose_inputs_changed_says_so_and_keeps_its_outcome(finis
     with changed(finished / "finetune" / "model.safetensors", flip):
         said = refused(["run", finished / "recipe.yaml"], capfd)
     assert f"inputs changed since the run began: model.trunk ({finished / 'finetune'}): model.safetensors;" in said
-    assert f"What {finished / 'run'} holds is whole, and made with the old ones." in said
+    assert f"The results in {finished / 'run'} are complete, and were computed from the old files." in said
     with changed(finished / "chats.jsonl", Path.unlink):
         assert "data.sources.0 cannot be opened (data.sources.0: no such file;" in refused(
             ["run", finished / "recipe.yaml"], capfd
@@ -213,7 +213,7 @@ def test_an_early_finished_run_is_finished_where_its_inputs_are_older(finished: 
     record = finished / "run" / "inputs.json"
     with changed(record, Path.unlink):
         # The inputs were copied since the run began.
-        assert "begun by a version that kept no inputs.json" in refused(["run", finished / "recipe.yaml"], capfd)
+        assert "begun by a version that wrote no inputs.json" in refused(["run", finished / "recipe.yaml"], capfd)
         os.utime(finished / "run" / "recipe.yaml")
         assert main(["run", str(finished / "recipe.yaml")]) == 0
         assert not record.exists()
@@ -298,7 +298,7 @@ def test_a_study_is_not_read_or_continued_for_other_arms(pristine: Path, tmp_pat
             said = refused(argv, capfd)
         assert f"{tmp_path / 'out'}: inputs changed since the study began: vanilla: trunk ({inputs / 'base'})" in said
         assert f"graft: head ({inputs / 'base'}): model.safetensors; expected" in said
-        assert "Put the old ones back, or choose another --out for the new ones." in said
+        assert "Restore the old files, or choose another --out for the new ones." in said
         with changed(inputs / "finetune" / "tokenizer.json", more):
             assert "graft: trunk (" in refused(argv, capfd)
         with changed(inputs / "chats.jsonl", lambda path: path.write_text(path.read_text().replace("say", "tell"))):
@@ -332,7 +332,7 @@ def test_an_early_study_goes_on_where_its_arms_are_older(pristine: Path, tmp_pat
     assert document(argv, capfd) == report
     (base / "model.safetensors").touch()
     said = refused(argv, capfd)
-    assert "out: begun by a version that kept no inputs.json" in said
+    assert "out: begun by a version that wrote no inputs.json" in said
     assert f"base: trunk ({base}): model.safetensors; expected files older than study.json" in said
 
 

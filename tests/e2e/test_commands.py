@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from adapters import write_adapter
 from checkpoints import all_tensors
 from mtp_inference import SpeculativeDecoder
-from mtp_train.cli import main
-from mtp_train.recipe_io import load_recipe
+from mtp_train.cli.main import main
+from mtp_train.recipe.loading import load_recipe
 from runs import GETS_NO_BETTER, TINY_RESCUE, document, tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def test_check_says_what_offloading_leaves_on_the_device(recipe: Path, inputs: P
         on_disk = sum(by_layer) if where == "disk" else 0
         assert found["cost"]["disk_bytes"] == whole["cost"]["disk_bytes"] + on_disk
     assert main(["check", str(recipe), "model.offload=cpu", "--processes", "2"]) == 2
-    assert "model.offload: cpu, and 2 processes; expected one" in capfd.readouterr().err
+    assert "model.offload: cpu, with 2 processes; expected one" in capfd.readouterr().err
 
 
 def test_check_touches_no_weights(recipe: Path, inputs: Path, tmp_path: Path, capfd: Capture) -> None:
@@ -183,13 +183,13 @@ def test_a_run_goes_on_from_regenerated_responses(
     assert counts["responses"] == len(written.splitlines())
     assert not (tmp_path / "run" / "head").exists()
     batches: list[int] = []
-    generate = SpeculativeDecoder.generate
+    decode = SpeculativeDecoder.decode
 
     def counted(decoder: SpeculativeDecoder, requests: Any, *settings: Any) -> Any:
         batches.append(len(requests))
-        return generate(decoder, requests, *settings)
+        return decode(decoder, requests, *settings)
 
-    monkeypatch.setattr(SpeculativeDecoder, "generate", counted)
+    monkeypatch.setattr(SpeculativeDecoder, "decode", counted)
     assert document(["regenerate", recipe], capfd) == counts
     assert batches == []
     # A response that got lost is the only one that is generated again.
@@ -249,7 +249,7 @@ def test_a_run_gives_the_gguf_file_of_its_export(run_dir: Path, tmp_path: Path) 
         assert main(["export", str(source), "--out", str(tmp_path / name), "--gguf", "q8_0"]) == 0
         (file,) = (tmp_path / name).iterdir()
         found[file.name] = {tensor.name: tensor.data.tobytes() for tensor in GGUFReader(file).tensors}
-    # Named after the trunk, which a run knows by its own name.
+    # The file has the trunk's name, which the run records.
     assert found["mtp-finetune.gguf"] == found["mtp-export.gguf"]
     assert "blk.4.nextn.eh_proj.weight" in found["mtp-finetune.gguf"]
 
@@ -277,7 +277,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
     command: str, recipe: Path, inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The demo's own checkpoints are large beside these.
-    monkeypatch.setattr("mtp_train.demo.demo_path", lambda name: inputs / name)
+    monkeypatch.setattr("mtp_train.weights.demo.demo_path", lambda name: inputs / name)
     small: list[Any] = ["--suite", inputs / "chats.jsonl", "--prompts-per-task", 2, "--depths", 1]
     small += ["--temperatures", 0, "--max-new-tokens", 4, "--no-costs", "--out"]
     argv: dict[str, list[Any]] = {

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import byte_tokenizer
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.families import FAMILIES
-from mtp_train.heads.trunk import load_trunk
+from mtp_train.trunk.load import load_trunk
 from openai_server import Served, openai_server, served_by
 from runs import document, write_recipe
 

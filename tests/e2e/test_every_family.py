@@ -15,13 +15,13 @@ import torch
 
 from checkpoints import all_tensors
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
-from mtp_train.heads.attach import build_head, native_plan
+from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
-from mtp_train.heads.trunk import load_trunk
-from mtp_train.recipe_io import load_recipe
+from mtp_train.recipe.loading import load_recipe
+from mtp_train.trunk.load import load_trunk
 from mtp_train.weights.files import open_checkpoint
 from runs import LEARNS, document, run_quietly, write_inputs, write_recipe
-from tiny import ALL_FAMILIES
+from tiny import ALL_FAMILIES, CACHE_KINDS
 
 NEW_TOKENS = 24
 PROMPT = [5, 9, 3, 44, 60]
@@ -30,7 +30,11 @@ SHORT = {**LEARNS, "train__max_steps": 40, "evaluate__arms": ["none", "graft", "
 LONGER = {"inkling": {"train__max_steps": 80}}
 
 
-@pytest.mark.parametrize("family_name", ALL_FAMILIES)
+# The fast tier goes the whole way with one family of each kind of cache; the slow tier with the others.
+EVERY_ONE = [pytest.param(name, marks=[pytest.mark.slow] * (name not in CACHE_KINDS.values())) for name in ALL_FAMILIES]
+
+
+@pytest.mark.parametrize("family_name", EVERY_ONE)
 def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
     family_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,7 +76,7 @@ def assert_lossless(path: Path) -> None:
     head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
     plain = plain_greedy(trunk, PROMPT, NEW_TOKENS, ())
     for depth in (1, 2, 3):
-        (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).generate([PROMPT], NEW_TOKENS)
+        (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).decode([PROMPT], NEW_TOKENS)
         assert result.num_drafts > 0
         assert compare(result.token_ids, plain, trunk, PROMPT).verdict == "identical", depth
 
@@ -88,6 +92,6 @@ def assert_export_is_faithful(export: Path, finetune: Path, base: Path) -> None:
         assert (written[key].shape, written[key].dtype) == (original[key].shape, original[key].dtype)
     trained = [key for key in head_keys if not torch.equal(written[key], original[key])]
     assert len(trained) > len(head_keys) // 2
-    fields = open_checkpoint(base).family.head_config_fields
+    fields = open_checkpoint(base).family.declaration.fields
     written_config, base_config = (json.loads((path / "config.json").read_text()) for path in (export, base))
     assert all(written_config.get(field) == base_config.get(field) for field in fields)

@@ -25,12 +25,12 @@ from mtp_train.weights.keymap import HeadLayout
 
 ROOT = Path(__file__).parents[2]
 MAX_RESIDENT_BYTES = 2e9
-# The command line with a last line on stderr that says how much memory it held at most. Not ru_maxrss: that begins at
-# what the process that started this one held.
+# The command line, with its peak memory as the last line on stderr. `ru_maxrss` would start at the memory of the parent
+# process.
 MEASURED = """
 import re, sys
 from pathlib import Path
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 code = main()
 print(1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]), file=sys.stderr)
 sys.exit(code)
@@ -63,7 +63,7 @@ def write_checkpoint(path: Path, config: Qwen3_5TextConfig, num_shards: int, *, 
         model = AutoModelForCausalLM.from_config(config)
     trunk = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     raw = json.loads((path / "config.json").read_text()) | {"architectures": ["Qwen3_5ForCausalLM"]}
-    # A head that its config forgot: export declares it.
+    # The config does not declare the head: export declares it.
     raw.pop("mtp_num_hidden_layers", None)
     (path / "config.json").write_text(json.dumps(raw))
     family = family_for(raw, where="test")
@@ -87,7 +87,7 @@ def measured(argv: list[Any]) -> int:
 
 
 def disk_bytes(path: Path) -> int:
-    """What a directory takes on the disk, linked files counted once and holes not at all."""
+    """Return the bytes of a directory on disk: linked files count once, holes do not count."""
     return sum({file.stat().st_ino: 512 * file.stat().st_blocks for file in path.iterdir()}.values())
 
 

@@ -13,9 +13,9 @@ import torch
 from byte_tokenizer import byte_tokenizer
 from checkpoints import wrap_as_vision_language
 from mtp_inference.reference import plain_greedy
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.families import FAMILIES
-from mtp_train.heads.trunk import load_trunk
+from mtp_train.trunk.load import load_trunk
 from mtp_train.weights.artifact import load_artifact
 from runs import LEARNS, document, write_recipe
 

@@ -12,14 +12,14 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from mtp_train.commands.check import check
+from mtp_train import check
 from mtp_train.data.records import PromptResponse, Record
 from mtp_train.errors import GateRefusedError
-from mtp_train.inputs import Inputs, gather_inputs
-from mtp_train.measuring import part_documents
-from mtp_train.pipeline import run
-from mtp_train.recipe import Recipe
-from mtp_train.study.material import near_trained
+from mtp_train.job.inputs import Inputs, gather_inputs
+from mtp_train.job.pipeline import run
+from mtp_train.job.study.material import near_trained
+from mtp_train.job.training import part_documents
+from mtp_train.recipe.schema import Recipe
 from runs import GETS_NO_BETTER, tiny_recipe, write_inputs
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant. Answer briefly."}
@@ -113,7 +113,7 @@ def test_a_suite_s_prompt_that_is_nearly_trained_on_is_found(directory: Path) ->
 def test_check_says_how_groups_are_made_and_what_that_costs(
     directory: Path, tmp_path: Path, field: str | None, told: str
 ) -> None:
-    assert told in check(tiny_recipe(directory, tmp_path, data__group_field=field), 1).to_text()
+    assert told in str(check(tiny_recipe(directory, tmp_path, data__group_field=field), processes=1))
 
 
 @pytest.mark.parametrize("leak", [False, True])

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from launching import COMMAND_LINE, DEADLINE_SECONDS, environment, head, launch, metrics, outcome, responses, start
-from mtp_train.cli import main
-from mtp_train.run_dir import PROVENANCE_FILE, RECIPE_FILE
+from mtp_train.cli.main import main
+from mtp_train.job.run_dir import PROVENANCE_FILE
+from mtp_train.recipe.loading import RECIPE_FILE
 from runs import GETS_NO_BETTER, LEARNS, tree, write_inputs, write_recipe
 
 POLL_SECONDS = 0.01
@@ -58,7 +59,7 @@ def unbroken(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_train_as_one_does(recipe: Path, unbroken: Path, tmp_path: Path) -> None:
     done = launch("cpu_ddp.yaml", recipe, tmp_path / "run", ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
-    # One process speaks for both.
+    # Only one process prints.
     assert json.loads(done.stdout) == {"run_dir": str(tmp_path / "run"), **outcome(tmp_path / "run")}
     assert outcome(tmp_path / "run")["exit_code"] == 0
     one, two = metrics(unbroken), metrics(tmp_path / "run")
@@ -104,7 +105,7 @@ def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, tmp_pa
 def test_a_request_that_the_launcher_drops_is_refused(
     machine: str, flags: tuple[str, ...], asked: str, recipe: Path, tmp_path: Path
 ) -> None:
-    """accelerate starts one plain process instead, whose environment says nothing of the request."""
+    """accelerate starts one plain process instead, whose environment does not record the request."""
     run_dir = tmp_path / "run"
     done = start(machine, *COMMAND_LINE, recipe, f"run_dir={run_dir}", "--json", flags=flags)
     assert done.returncode == 1

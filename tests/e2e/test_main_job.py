@@ -11,14 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
-from mtp_inference.chooser import Chooser, Drafts
-from mtp_inference.draft import Drafter, Place, Size
+from mtp_inference.drafters.drafter import Drafter, Place, Size
+from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_train.errors import GateRefusedError, MtpError
-from mtp_train.heads.attach import build_head, native_plan
+from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.trunk import Trunk, load_trunk
-from mtp_train.recipe import Recipe
+from mtp_train.recipe.schema import Recipe
+from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import open_checkpoint
 from mtp_train.weights.identity import RECORD_FILE
@@ -47,12 +47,12 @@ def our_drafts(export: Path, prompt: list[int], num_tokens: int) -> tuple[list[i
     trunk = load_trunk(export, checkpoint.family, dtype=torch.float32)
     head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
     spy = Spy(head)
-    (result,) = SpeculativeDecoder(trunk, spy, 1, ()).generate([prompt], num_tokens)
+    (result,) = SpeculativeDecoder(trunk, spy, 1, ()).decode([prompt], num_tokens)
     return spy.drafts, list(result.token_ids)
 
 
 class Spy(HeadDrafting):
-    """Draft with the head, one token a round, and remember the drafts."""
+    """Draft with the head, one token per round, and record the drafts."""
 
     def __init__(self, head: MtpHead) -> None:
         super().__init__(head)
@@ -80,7 +80,7 @@ def their_drafts(
     model = AutoModelForCausalLM.from_pretrained(export)
     if not hasattr(candidate_generator, "MTPCandidateGenerator"):
         pytest.skip("this transformers has no generate(use_mtp=True)")
-    # transformers knows the head's layer number of the released sizes only.
+    # transformers lists the head's layer number for the released sizes only.
     model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3.*"]
     generator = candidate_generator.MTPCandidateGenerator
     drafts: list[int] = []
@@ -108,7 +108,7 @@ def test_the_gate_refuses_a_head_that_got_worse(
     inputs = write_inputs(tmp_path / "in")
     run_quietly(tiny_recipe(inputs, tmp_path / "first", **LEARNS))
     if shuffled:
-        from mtp_train.train import module
+        from mtp_train.train import aligned as module
 
         shift = module.shift_left
         monkeypatch.setattr(module, "shift_left", lambda tokens, by, fill: (shift(tokens, by, fill) * 7 + 3) % 256)

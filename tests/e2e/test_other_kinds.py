@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from test_attach_head import ATTACH, write_headless
 
 from launching import ROOT, metrics, outcome, start
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError
 from mtp_train.families.blocks import Eagle3Layer
-from mtp_train.heads.attach import build_head
+from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
-from mtp_train.recipe_io import load_recipe
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.weights.files import open_checkpoint
 from runs import document, run_quietly, write_recipe
 
@@ -110,13 +110,13 @@ def test_a_draft_model_of_another_trunk_or_half_a_one_is_refused(
 
     other = torch.zeros_like(load_file(inputs / "finetune" / "model.safetensors")["model.embed_tokens.weight"])
     save_file({**tensors, "embed_tokens.weight": other}, draft / "model.safetensors")
-    assert "embed_tokens.weight is not that of" in refusal([*ask, draft], capfd)
+    assert "embed_tokens.weight differs from the embedding of" in refusal([*ask, draft], capfd)
 
     save_file(tensors, draft / "model.safetensors")
     for field, value, said in (
-        ("hidden_size", None, "hidden_size is None; expected a count"),
-        ("vocab_size", 7, "vocab_size 7"),
-        ("norm_before_fc", True, "is not known here"),
+        ("hidden_size", None, "hidden_size is None; expected an integer"),
+        ("vocab_size", 7, "vocab_size is 7, in "),
+        ("norm_before_fc", True, "that we do not support; expected False"),
     ):
         (draft / "config.json").write_text(json.dumps({**config, field: value}))
         assert said in refusal([*ask, draft], capfd)

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from mtp_train.cli import main
-from mtp_train.demo import demo_path
-from mtp_train.joint import train_head_beside
-from mtp_train.preserve import KeepHead
-from mtp_train.recipe_io import load_recipe
+from mtp_train import KeepHead, demo_path, train_head_beside
+from mtp_train.cli.main import main
+from mtp_train.recipe.loading import load_recipe
 from preserving import trainer_arguments
 from runs import document
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import all_tensors, set_fields
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from runs import LEARNS, document, run_quietly, tiny_recipe, write_inputs, write_recipe
 
 Capture = pytest.CaptureFixture[str]
@@ -46,4 +46,4 @@ def test_check_counts_packed_weights_and_refuses_packed_checkpoints(
     quantised = Path(shutil.copytree(inputs / "finetune", tmp_path / "fp8"))
     set_fields(quantised, {"quantization_config": {"quant_method": "fp8"}})
     assert main(["check", str(recipe), f"model.trunk={quantised}", "model.quantization=8bit"]) == 2
-    assert "quantised with fp8 already, and model.quantization says 8bit" in capfd.readouterr().err
+    assert "quantised with fp8 already, while model.quantization is 8bit" in capfd.readouterr().err

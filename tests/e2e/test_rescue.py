@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from adapters import write_adapter
 from checkpoints import all_tensors, set_fields
-from mtp_train.cli import main
-from mtp_train.commands.rescue import rescue_recipe
-from mtp_train.recipe_io import load_recipe
+from mtp_train.cli.main import main
+from mtp_train.job.rescue import rescue_recipe
+from mtp_train.recipe.loading import load_recipe
 from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, write_inputs
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -12,24 +12,22 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from rich.progress import Progress
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import mtp_train.sft.measure
-import mtp_train.sft.train
+import mtp_train.job.sft.fine_tune
+import mtp_train.job.sft.tuning
 from checkpoints import same, split
 from fine_tunes import LORA, SAVE_STEPS, STEPS, tuning
 from launching import COMMAND_LINE, head, metrics, outcome, start
-from mtp_train.acceptance_gate import GateVerdict
-from mtp_train.commands.graft import export
+from mtp_train import export, inspect
+from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.errors import StoppedError, TrainingError
-from mtp_train.recipe_io import dump_recipe
-from mtp_train.report.schema import load_report
-from mtp_train.sft.watch import COMPLETE_FILE, Watch, newest_checkpoint
-from mtp_train.study.arms import parse_arm
+from mtp_train.evaluation.arms import parse_arm
+from mtp_train.evaluation.results import load_report
+from mtp_train.job.sft.tuning import COMPLETE_FILE, Watch, newest_checkpoint
+from mtp_train.recipe.loading import dump_recipe
 from mtp_train.weights.artifact import load_artifact
-from preserving import inspect
 from runs import run_quietly, write_inputs
 
 with_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed: not installed")
@@ -116,7 +114,7 @@ def type_name(path: Path) -> str:
 
 
 class Killed(BaseException):
-    """What no handler of the program's catches."""
+    """An exception that the program does not catch."""
 
 
 def die_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +164,7 @@ def test_sigterm_leaves_a_checkpoint_to_go_on_from(qwen: Path, tmp_path: Path, m
 
     with monkeypatch.context() as patched:
         patched.setattr(Watch, "on_step_end", told)
-        with pytest.raises(StoppedError, match=r"told to stop \(SIGTERM\) after step 1 of 4; expected to go on"):
+        with pytest.raises(StoppedError, match=r"stopped by SIGTERM after step 1 of 4; expected to train"):
             run_quietly(recipe)
     assert (tmp_path / "run" / "state" / "checkpoint-1" / COMPLETE_FILE).is_file()
     assert outcome(tmp_path / "run")["reason"] == "stopped"
@@ -187,7 +185,7 @@ def test_a_head_that_the_gate_lets_pass_is_the_one_that_is_exported(
 ) -> None:
     run_dir = tmp_path / "run"
     passed = GateVerdict(True, "graft", (0.1, 0.3), "tau 1.40 against 1.20 (graft) on 2 prompts")
-    monkeypatch.setattr(mtp_train.sft.measure, "decide_gate", lambda *counts: passed)
+    monkeypatch.setattr(mtp_train.job.sft.fine_tune, "decide_gate", lambda *counts: passed)
     arms = {"arms": ["none", "graft", "retrained", "vanilla"], "prompts": 2, "max_new_tokens": 6}
     done = run_quietly(tuning(qwen, run_dir, evaluate=arms))
     assert list(load_report(run_dir / "report.json").arms) == arms["arms"]
@@ -202,7 +200,7 @@ def test_a_head_that_the_gate_lets_pass_is_the_one_that_is_exported(
     assert "bit for bit" not in card
     # The run stands for what it exported: its recipe's trunk is the one before.
     assert parse_arm(str(run_dir)).trunk == str(run_dir / "export")
-    export(run_dir, tmp_path / "again", link="hard", progress=Progress(disable=True))
+    export(run_dir, tmp_path / "again")
     assert all(
         same(ours, theirs) for ours, theirs in zip(split(tmp_path / "again"), split(run_dir / "export"), strict=True)
     )
@@ -220,7 +218,7 @@ def test_without_the_line_that_keeps_the_head_checkpoints_have_none(
     qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: it is not transformers that keeps it."""
-    monkeypatch.setattr(mtp_train.sft.train, "keep_head", lambda model, base: None)
+    monkeypatch.setattr(mtp_train.job.sft.tuning, "keep_head", lambda model, base: None)
     run_quietly(tuning(qwen, tmp_path / "run", way="kept"))
     last = newest_checkpoint(tmp_path / "run" / "state")
     assert last is not None

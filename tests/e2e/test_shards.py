@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import sharded_families
 from launching import COMMAND_LINE, DEADLINE_SECONDS, ROOT, environment, head, metrics, outcome, start
 from mtp_train.errors import GateRefusedError
-from mtp_train.recipe_io import load_recipe
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.train.launch import make_accelerator
 from runs import run_quietly, tiny_recipe, tree, write_inputs, write_recipe
 from sharded_families import CASES, HALF, SEQ_LEN, SEQUENCES, train
@@ -45,7 +45,7 @@ SHORT = {
 
 
 class Setup(NamedTuple):
-    """A machine setting, and what a run on two processes of it must say of itself."""
+    """A machine setting, and the facts that a run on two of its processes must log."""
 
     machine: str
     distributed_type: str
@@ -66,7 +66,7 @@ with_deepspeed = pytest.mark.skipif(
 
 
 def cases(*setups: Setup) -> pytest.MarkDecorator:
-    """Run a test on each; those of DeepSpeed are skipped by name where it is not installed."""
+    """Run a test on each set-up; set-ups of DeepSpeed are skipped by name if it is not installed."""
     return pytest.mark.parametrize(
         "setup",
         [
@@ -181,7 +181,7 @@ def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_process: Path, tmp_path: Path) -> None:
-    """Nobody launched these two: the one that is left must end by itself, and say why."""
+    """No launcher ends these two processes: the surviving one must end by itself and name the cause."""
     run_dir = tmp_path / "run"
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **SHORT)
     with socket.socket() as free:
@@ -224,7 +224,7 @@ def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_p
 
 
 def test_sharding_that_accelerate_leaves_out_is_refused(inputs: Path, tmp_path: Path) -> None:
-    """On CPUs accelerate takes FSDP2 for data parallelism and says nothing."""
+    """On CPUs accelerate silently replaces FSDP2 by data parallelism."""
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **SHORT)
     done = start("fsdp2.yaml", *COMMAND_LINE, recipe, flags=TWO, **CPU)
     assert done.returncode == 1
@@ -241,7 +241,7 @@ def loss_bound(case: str, loss: float) -> float:
 
 @pytest.mark.parametrize("case", [HALF, "qwen3_5"])
 def test_a_process_that_trains_alone_has_another_loss(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test below: what comes of half the sequences is no rounding."""
+    """Control of the test below: training on half the sequences differs by more than rounding."""
     accelerator = make_accelerator()
     joined = train(case, accelerator).losses
     halves = {step: sharded_families.sequences(step)[: SEQUENCES // 2] for step in range(STEPS)}

@@ -1,4 +1,4 @@
-"""``evaluate`` and ``compare`` as a user runs them, on tiny models and prompts of his own."""
+"""``evaluate`` and ``compare`` from the command line, on tiny models and a file of prompts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from drafting_server import DraftingServer
-from mtp_train.cli import main
-from mtp_train.commands import evaluate
-from mtp_train.inputs import eos_token_ids, load_tokenizer
-from mtp_train.report.cells import load_study
-from mtp_train.study import run
-from mtp_train.study.arms import ArmSpec, load_arm_trunk, load_drafting, open_arm
+from mtp_train.cli.main import main
+from mtp_train.evaluation import run
+from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
+from mtp_train.evaluation.cells import load_study
+from mtp_train.job import evaluate
+from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from openai_server import openai_server, served_by
 from runs import document, write_inputs
 
@@ -100,8 +100,8 @@ def test_a_server_is_asked_the_same(
 ) -> None:
     arm = open_arm(ArmSpec("base", str(inputs / "base"), "own"))
     trunk = load_arm_trunk(arm, torch.device("cpu"))
-    eos_ids = eos_token_ids(arm.checkpoint, load_tokenizer(arm.checkpoint, trust_remote_code=False))
-    engine = DraftingServer(trunk, load_drafting(arm, trunk)[0], 2, sorted(eos_ids), "vllm")
+    eos_ids = eos_token_ids(arm.model.checkpoint, load_tokenizer(arm.model.checkpoint, trust_remote_code=False))
+    engine = DraftingServer(trunk, arm.model.load_drafting(trunk)[0], 2, sorted(eos_ids), "vllm")
     with openai_server(engine.reply, owner="vllm", shows=engine.shows) as served:
         flags = ["--endpoint", served.url, "--temperatures", 0, *(["--served-only"] if alone else [])]
         command = ["evaluate", inputs / "base", *suite(inputs), *flags, "--out", tmp_path / "out"]
@@ -129,7 +129,7 @@ def test_answers_that_are_not_the_trunks_are_told(
         argv = ["evaluate", inputs / "base", *suite(inputs), "--endpoint", served.url, "--out", tmp_path / "out"]
         endpoint = document(argv, capfd)["endpoint"]
     assert [(fit["temperature"], fit["are_the_trunks"]) for fit in endpoint["answers"]] == [(0.0, False), (1.0, None)]
-    for told in ("temperature 0 are not the trunk's: over 3 of", "30 tokens at temperature 1 are too few to tell"):
+    for told in ("temperature 0 are not the trunk's: over 3", "30 tokens at temperature 1 are too few to tell"):
         assert [warning for warning in endpoint["warnings"] if told in warning]
 
 

@@ -12,15 +12,15 @@ import yaml
 from rich.progress import Progress
 
 from launching import ROOT, launch, metrics, outcome
-from mtp_train.commands.check import check
+from mtp_train import check
 from mtp_train.errors import DataError, OutputExistsError
-from mtp_train.inputs import gather_inputs
-from mtp_train.recipe_io import dump_recipe, load_recipe
-from mtp_train.recipe_study import StudySection
-from mtp_train.report.cells import StudyReport, load_study
-from mtp_train.study import stages
-from mtp_train.study.material import gather_study
-from mtp_train.study.protocol import CLAIM
+from mtp_train.evaluation.cells import StudyReport, load_study
+from mtp_train.job.inputs import gather_inputs
+from mtp_train.job.study import study_run as stages
+from mtp_train.job.study.material import gather_study
+from mtp_train.job.study.protocol import CLAIM
+from mtp_train.recipe.loading import dump_recipe, load_recipe
+from mtp_train.recipe.schema import StudySection
 from runs import run_quietly, tiny_recipe, write_inputs, write_recipe
 
 FINE_TUNE = {"max_steps": 3, "lr": 1e-3, "documents_per_step": 2, "points": [0.3, 1.0]}
@@ -134,13 +134,13 @@ def test_a_study_killed_in_any_stage_ends_the_same(
 
 
 def test_a_suite_is_measured_without_what_was_trained_on(inputs: Path, tmp_path: Path) -> None:
-    """Of the suite's prompts one is the training data's, word by word; the others are nobody's."""
+    """One of the suite's prompts occurs in the training data word by word; the others do not."""
     trained = json.loads((inputs / "chats.jsonl").read_text().splitlines()[0])["messages"][:1]
     rows = [{"task": "known", "messages": trained}]
     rows += [{"task": "new", "messages": [{"role": "user", "content": f"unheard of {number}"}]} for number in range(4)]
     (tmp_path / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     study = {"suite": str(tmp_path / "suite.jsonl"), "prompts_per_task": 3}
-    # Of the groups in the data, every one that says so has been trained on.
+    # With this share, every group that has the prompt is trained on.
     recipe = tiny_recipe(inputs, tmp_path / "run", **{**STUDY, "study": study, "data__holdout": 0.2})
     read = gather_inputs(recipe, 1, Progress(disable=True))
     found = gather_study(recipe, StudySection(**study), read)
@@ -162,14 +162,14 @@ def test_a_recipe_without_a_study_reads_as_it_always_did(inputs: Path, tmp_path:
 
 
 def test_check_plans_for_all_heads_and_the_fine_tune(inputs: Path, tmp_path: Path) -> None:
-    both = check(tiny_recipe(inputs, tmp_path, **STUDY), 1)
-    one = check(tiny_recipe(inputs, tmp_path, **{**STUDY, "study": {"objectives": ["kl"]}}), 1)
-    assert "# study: 2 head(s) (kl, ce); operations and disk are of all of them" in both.to_text()
-    assert "# drift: a fine-tune of 3 steps on one process, about " in both.to_text()
-    assert "# drift" not in one.to_text()
+    both = check(tiny_recipe(inputs, tmp_path, **STUDY), processes=1)
+    one = check(tiny_recipe(inputs, tmp_path, **{**STUDY, "study": {"objectives": ["kl"]}}), processes=1)
+    assert "# study: 2 head(s) (kl, ce); operations and disk are of all of them" in str(both)
+    assert "# drift: a fine-tune of 3 steps on one process, about " in str(both)
+    assert "# drift" not in str(one)
     assert both.cost.head_flops == 2 * one.cost.head_flops
     assert both.cost.regenerate_flops == one.cost.regenerate_flops
-    assert "# study" not in check(tiny_recipe(inputs, tmp_path), 1).to_text()
+    assert "# study" not in str(check(tiny_recipe(inputs, tmp_path), processes=1))
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from mtp_train.errors import GateRefusedError, OutOfMemoryError
-from mtp_train.heads.trunk import Trunk
-from mtp_train.recipe_io import load_recipe
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.train.log import read_metrics
+from mtp_train.trunk.load import Trunk
 from runs import LEARNS, run_quietly, write_inputs, write_recipe
 
 RUN: dict[str, Any] = {**LEARNS, "train__max_steps": 12, "train__save_steps": 6, "train__log_steps": 3}

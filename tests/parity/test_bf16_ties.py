@@ -21,13 +21,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import mtp_inference.recurrent
+import mtp_inference.cache.recurrent
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare
-from mtp_inference.cache import WindowCache
-from mtp_inference.draft import DrafterMaker
-from mtp_inference.other_drafters import ModelDrafting
+from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.other_drafters import ModelDrafting
 from mtp_inference.reference import generate_equal_length
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 
 MOST_STEPS = 8.0
@@ -38,7 +38,7 @@ NEW_TOKENS = 20
 @pytest.fixture(autouse=True)
 def products_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiply as held: a CPU that is slow in bf16 would run prompts, and batches of this size, in fp32."""
-    monkeypatch.setattr("mtp_train.heads.precision.bf16_support", lambda _device: (True, "as everywhere"))
+    monkeypatch.setattr("mtp_train.trunk.precision.bf16_support", lambda _device: (True, "as everywhere"))
 
 
 class Parting(NamedTuple):
@@ -68,7 +68,7 @@ def plain_texts(name: str) -> list[list[int]]:
 
 def decoded(name: str, drafting: DrafterMaker | None, depth: int) -> list[list[int]]:
     decoder = SpeculativeDecoder(bf16_trunk(name), drafting, depth, (), max_batch=16)
-    return [list(result.token_ids) for result in decoder.generate(PROMPTS, NEW_TOKENS)]
+    return [list(result.token_ids) for result in decoder.decode(PROMPTS, NEW_TOKENS)]
 
 
 @torch.inference_mode()
@@ -162,5 +162,5 @@ def test_rounding_every_product_of_the_convolution_parts_half_of_the_texts(monke
         taps_BCTW = inputs_BCN.unfold(2, weight_CW.shape[-1], 1)
         return torch.nn.functional.silu((taps_BCTW * weight_CW[:, None]).sum(-1))
 
-    monkeypatch.setattr(mtp_inference.recurrent, "window_conv", rounded_products)
+    monkeypatch.setattr(mtp_inference.cache.recurrent, "window_conv", rounded_products)
     assert len(partings("qwen3_5", decoded("qwen3_5", None, 0))) > len(PROMPTS) / 4

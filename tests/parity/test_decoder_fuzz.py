@@ -16,17 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import mtp_inference.chooser
 import mtp_inference.decoder
+import mtp_inference.sampling.chooser
 from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, compare, plain_greedy
-from mtp_inference.cache import WindowCache
+from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.capture import Rounds
-from mtp_inference.chooser import Chooser, Drafts
 from mtp_inference.depth import RoundCosts
-from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
-from mtp_inference.other_drafters import ModelDrafting, NgramDrafting
+from mtp_inference.drafters.drafter import Drafter, DrafterMaker, Place, Size
+from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
+from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_inference.session import Lane, Session
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from tiny import ALL_FAMILIES, CACHE_KINDS, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 
 LONGEST_PROMPT, MOST_TOKENS = 40, 30
@@ -157,7 +157,7 @@ def decode(case: Case) -> list[GenerationResult]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mtp_inference.decoder, "Session", session)
-        return decoder.generate(case.requests)
+        return decoder.decode(case.requests)
 
 
 def cut(plain: list[int], request: Request) -> tuple[int, ...]:
@@ -197,17 +197,18 @@ def check(case: Case) -> None:
         check_counts(case, request, result)
 
 
+FAST_EXAMPLES = 200
 ALWAYS_THE_SAME = settings(derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@settings(ALWAYS_THE_SAME, max_examples=400)
+@settings(ALWAYS_THE_SAME, max_examples=FAST_EXAMPLES)
 @given(case=cases())
 def test_every_text_is_plain_decodings(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.slow
-@settings(ALWAYS_THE_SAME, max_examples=250)
+@settings(ALWAYS_THE_SAME, max_examples=1000)
 @given(case=cases())
 def test_every_text_of_many_more_is_plain_decodings(case: Case) -> None:
     check(case)
@@ -230,7 +231,9 @@ def test_a_round_that_keeps_too_much_is_found_out(name: str, monkeypatch: pytest
     else:
         accept_all = torch.full((2,), DEPTH)
         monkeypatch.setattr(
-            mtp_inference.chooser, "verify_matching", lambda drafts_BK, choices_BT, limit_B: (accept_all, choices_BT)
+            mtp_inference.sampling.chooser,
+            "verify_matching",
+            lambda drafts_BK, choices_BT, limit_B: (accept_all, choices_BT),
         )
     with pytest.raises(AssertionError):
         check(case)
@@ -239,7 +242,7 @@ def test_a_round_that_keeps_too_much_is_found_out(name: str, monkeypatch: pytest
 def test_a_case_of_every_kind_is_drawn() -> None:
     drawn: list[Case] = []
 
-    @settings(ALWAYS_THE_SAME, max_examples=400)
+    @settings(ALWAYS_THE_SAME, max_examples=FAST_EXAMPLES)
     @given(case=cases())
     def take(case: Case) -> None:
         drawn.append(case)

@@ -20,7 +20,7 @@ from mtp_train.families import FAMILIES, HeadKind, of_kind
 from mtp_train.families.blocks import Eagle3Layer
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from mtp_train.weights.keymap import HeadLayout
 from scripted import plain_texts, random_prompt, spied_drafts
 from tiny import draft_head, tiny_trunk
@@ -225,7 +225,7 @@ def test_the_text_is_the_trunks_at_any_depth(trunk_name: str, kind: HeadKind) ->
     texts = plain_texts(trunk, prompts, 16)
     for depth in range(5):
         for result, prompt in zip(
-            SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).generate(prompts, 16), prompts, strict=True
+            SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).decode(prompts, 16), prompts, strict=True
         ):
             assert list(result.token_ids) == texts[tuple(prompt)]
 
@@ -241,8 +241,8 @@ def test_a_head_that_reads_the_last_state_alone_drafts_as_before_on_a_trunk_that
 def test_heads_that_read_other_layers_do_not_share_a_trunk() -> None:
     trunk = tiny_trunk("llama")
     trunk.show_layers((0, 1, 2))
-    with pytest.raises(UnsupportedModelError, match=r"after \(2, 1, 0\) layers, another after \(0, 1, 2\)"):
-        SpeculativeDecoder(trunk, draft_head(trunk, "eagle3"), 1, ()).generate([[1, 2]], 2)
+    with pytest.raises(UnsupportedModelError, match=r"before layers \(2, 1, 0\), another before layers \(0, 1, 2\)"):
+        SpeculativeDecoder(trunk, draft_head(trunk, "eagle3"), 1, ()).decode([[1, 2]], 2)
 
 
 def test_a_block_for_each_depth_is_all_there_is() -> None:

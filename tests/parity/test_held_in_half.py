@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mtp_inference import Sampling, SpeculativeDecoder, batch
 from mtp_inference.batch import WIDE_ROWS, Batch
-from mtp_train.arms import compare_with_plain
-from mtp_train.heads.trunk import Trunk
-from mtp_train.train.dense import dense_metrics
-from mtp_train.train.module import Batch as Rows
+from mtp_train.evaluation.decoding import compare_with_plain
+from mtp_train.train.aligned import Batch as Rows
+from mtp_train.train.teacher_forced import dense_metrics
+from mtp_train.trunk.load import Trunk
 from products import Products
 from tiny import CACHE_KINDS, tiny_head, tiny_trunk
 
@@ -25,13 +25,13 @@ CONVERTING = ("full", "recurrent", "sliding", "mixed", "mamba")
 
 @pytest.fixture(params=[False, True], ids=["slow", "native"])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr("mtp_train.heads.precision.bf16_support", lambda _device: (request.param, "a stand-in"))
+    monkeypatch.setattr("mtp_train.trunk.precision.bf16_support", lambda _device: (request.param, "a stand-in"))
     return bool(request.param)
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtp_train.heads.precision.bf16_support", lambda _device: (False, "a stand-in"))
+    monkeypatch.setattr("mtp_train.trunk.precision.bf16_support", lambda _device: (False, "a stand-in"))
 
 
 def half_and_full(kind: str) -> tuple[Trunk, Trunk]:
@@ -43,7 +43,7 @@ def decode(trunk: Trunk, rows: int, depth: int = 0) -> list[tuple[int, ...]]:
     head = tiny_head(trunk).to(trunk.lm_head_VD.dtype) if depth else None
     decoder = SpeculativeDecoder(trunk, head, depth, eos_ids=())
     prompts = [[*PROMPT, row] for row in range(rows)]
-    return [tuple(one.token_ids) for one in decoder.generate(prompts, NEW_TOKENS)]
+    return [tuple(one.token_ids) for one in decoder.decode(prompts, NEW_TOKENS)]
 
 
 QUICK = ("full", "recurrent", "sliding", "latent", "compressed")

@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import mtp_inference.verify
+import mtp_inference.sampling.chooser
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder, compare, plain_greedy
-from mtp_inference.cache import CompressedStore
-from mtp_inference.convolved import ConvolutionInputs
-from mtp_inference.delta import DeltaWindow
-from mtp_inference.draft import DrafterMaker
-from mtp_inference.recurrent import Undecided
-from mtp_inference.recurrent_cache import RecurrentLayers, RecurrentStore
+from mtp_inference.cache.convolved import ConvolutionInputs
+from mtp_inference.cache.delta import DeltaWindow
+from mtp_inference.cache.model_cache import CompressedStore
+from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore, Undecided
+from mtp_inference.drafters.drafter import DrafterMaker
 from mtp_train.heads.module import Unroll
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from scripted import (
     BatchRun,
     PlainTexts,
@@ -81,7 +80,7 @@ def test_no_drafter_changes_the_text_at_any_depth(kind: str, drafter: str, batch
     trunk, texts = trunk_and_texts(kind)
     prompts = BATCHES[batch]
     for depth in range(8):
-        results = SpeculativeDecoder(trunk, drafting(drafter, trunk, texts), depth, ()).generate(prompts, NEW_TOKENS)
+        results = SpeculativeDecoder(trunk, drafting(drafter, trunk, texts), depth, ()).decode(prompts, NEW_TOKENS)
         for prompt, result in zip(prompts, results, strict=True):
             assert len(result.token_ids) == NEW_TOKENS
             assert_plain(result.token_ids, prompt, trunk, texts)
@@ -99,7 +98,7 @@ def test_the_head_of_any_trunk_changes_no_text(family_name: str, tied: bool) -> 
         prompt = random_prompt(num_prompt_tokens, seed)
         plain = plain_greedy(trunk, prompt, NEW_TOKENS, ())
         assert len(set(plain)) >= 6, "a text that loops proves little"
-        (result,) = SpeculativeDecoder(trunk, tiny_head(trunk, seed), 3, ()).generate([prompt], NEW_TOKENS)
+        (result,) = SpeculativeDecoder(trunk, tiny_head(trunk, seed), 3, ()).decode([prompt], NEW_TOKENS)
         assert compare(result.token_ids, plain, trunk, prompt).verdict == "identical", seed
 
 
@@ -111,7 +110,7 @@ def test_rows_that_change_hands_keep_nothing_of_the_text_before(kind: str) -> No
     shapes = [(2, 13, 4), (0, 24, 2), (1, 5, 0), (1, 24, 4), (2, 1, 3), (0, 9, 1)]
     requests = [Request(prompt_ids=PROMPTS[which], max_new_tokens=new, depth=k) for which, new, k in shapes]
     for _ in range(2):
-        for request, result in zip(requests, decoder.generate(requests), strict=True):
+        for request, result in zip(requests, decoder.decode(requests), strict=True):
             assert len(result.token_ids) == request.max_new_tokens
             assert_plain(result.token_ids, request.prompt_ids, trunk, texts)
             assert result.num_draft_tokens == result.rounds * (request.depth or 0)
@@ -243,9 +242,11 @@ def test_positions_that_count_rejected_drafts_are_found(kind: str) -> None:
 
 def test_accepting_a_wrong_draft_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        mtp_inference.verify, "accept_greedy", lambda drafts, _: torch.full(drafts.shape[:-1], drafts.shape[-1])
+        mtp_inference.sampling.chooser,
+        "accept_greedy",
+        lambda drafts, _: torch.full(drafts.shape[:-1], drafts.shape[-1]),
     )
     trunk, texts = trunk_and_texts("recurrent")
-    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 3, ()).generate(PROMPTS[:1], NEW_TOKENS)
+    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 3, ()).decode(PROMPTS[:1], NEW_TOKENS)
     plain = texts[tuple(PROMPTS[0])][:NEW_TOKENS]
     assert compare(result.token_ids, plain, trunk, PROMPTS[0]).verdict == "divergence"

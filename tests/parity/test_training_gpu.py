@@ -19,9 +19,8 @@ from torch.nn.attention import SDPBackend
 from gpu_jobs import two_steps_on
 from launching import DEADLINE_SECONDS, ROOT, environment, start
 from mtp_train.heads.alignment import PADDING_DOCUMENT, prefix_mask, unroll_mask
-from mtp_train.heads.attention import masked_attention
+from mtp_train.heads.attention import masked_attention, without_cudnn_attention
 from mtp_train.heads.flex import attend_to_seen, flex_masks
-from mtp_train.heads.sdpa import without_cudnn_attention
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

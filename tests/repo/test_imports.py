@@ -1,4 +1,4 @@
-"""Imports point one way: down the list of layers; and the light modules stay light."""
+"""Imports point one way: down the list of packages; and the light modules stay light."""
 
 from __future__ import annotations
 
@@ -13,54 +13,58 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 SOURCE_ROOTS = (REPOSITORY, REPOSITORY / "inference")
 
-# Low to high. A module may import its own unit and the units of lower layers; the units of one layer do not know
-# each other. A unit is a name, everything under it, and the modules beside it that carry it on (recipe, recipe_io).
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("mtp_train.errors",),
-    ("mtp_train.recipe", "mtp_train.losses", "mtp_train.acceptance"),
-    ("mtp_train.families",),
-    ("mtp_train.weights",),
-    ("mtp_train.heads",),
-    ("mtp_train.data",),
-    ("mtp_train.train", "mtp_inference"),
+# Low to high: a package may import from itself and from the packages before it. Every module belongs to one of them.
+# "mtp_train" is its __init__.py alone, the public API.
+ORDER = (
+    "mtp_train.errors",
+    "mtp_train.upstream",
+    "mtp_train.losses",
+    "mtp_train.recipe",
+    "mtp_train.acceptance",
+    "mtp_train.families",
+    "mtp_train.weights",
+    "mtp_train.gguf",
+    "mtp_train.heads",
+    "mtp_train.trunk",
+    "mtp_train.data",
+    "mtp_train.train",
+    "mtp_inference",
+    "mtp_train.evaluation",
+    "mtp_train.report",
+    "mtp_train.hooks",
+    "mtp_train.job",
+    "mtp_train",
+    "mtp_train.cli",
+    "mtp_train.__main__",
 )
-# Everything in mtp_train that no layer names is the product on top of both packages; these are its upper floors.
-PRODUCT = len(LAYERS)
-FLOORS = {"mtp_train.commands": PRODUCT + 1, "mtp_train.cli": PRODUCT + 2, "mtp_train.__main__": PRODUCT + 3}
-# The decoder is used alone: it sees less than what lies below it.
+# The decoder is used without the trainer.
 DECODER_SEES = (
     "mtp_inference",
     "mtp_train.errors",
+    "mtp_train.upstream",
     "mtp_train.acceptance",
     "mtp_train.families",
     "mtp_train.weights",
     "mtp_train.heads",
+    "mtp_train.trunk",
 )
 
 
-def is_under(module: str, unit: str) -> bool:
-    return module == unit or module.startswith((unit + ".", unit + "_"))
+def is_under(module: str, package: str) -> bool:
+    return module == package or (package != "mtp_train" and module.startswith(package + "."))
 
 
-def place(module: str) -> tuple[int, str]:
-    """Return the layer's number and the unit a module belongs to."""
-    for number, layer in enumerate(LAYERS):
-        for unit in layer:
-            if is_under(module, unit):
-                return number, unit
-    for unit, number in FLOORS.items():
-        if is_under(module, unit):
-            return number, unit
-    return PRODUCT, "the product"
+def place(module: str) -> int:
+    """Return the position in ``ORDER`` of the package that a module or a name belongs to."""
+    return next(number for number, package in enumerate(ORDER) if is_under(module, package))
 
 
 def is_allowed(importer: str, imported: str) -> bool:
-    if imported == "mtp_train":  # holds the version alone
+    if imported == "mtp_train.__version__":
         return True
     if is_under(importer, "mtp_inference"):
         return any(is_under(imported, name) for name in DECODER_SEES)
-    (own_layer, own_unit), (its_layer, its_unit) = place(importer), place(imported)
-    return its_layer < own_layer or own_unit == its_unit
+    return place(imported) <= place(importer)
 
 
 def modules() -> dict[str, Path]:
@@ -76,7 +80,7 @@ def modules() -> dict[str, Path]:
 def imports_of(source: str, module: str, *, is_package: bool) -> set[str]:
     """Return what a module imports of our two packages, at any depth of its code, relative names resolved.
 
-    ``from a import b`` counts as ``a.b``, which is right for a module and falls in ``a``'s unit for anything else.
+    ``from a import b`` counts as ``a.b``, which is right for a module and falls in ``a``'s package for anything else.
     """
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -88,10 +92,7 @@ def imports_of(source: str, module: str, *, is_package: bool) -> set[str]:
                 parts = module.split(".")
                 anchor = parts[: len(parts) - node.level + is_package]
                 base = ".".join([*anchor, base] if base else anchor)
-            if base == "mtp_train" and all(alias.name.startswith("__") for alias in node.names):
-                found.add(base)
-            else:
-                found.update(f"{base}.{alias.name}" for alias in node.names)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
     return {name for name in found if name.split(".")[0] in ("mtp_train", "mtp_inference")}
 
 
@@ -114,24 +115,104 @@ def test_every_import_points_down() -> None:
     assert upward == []
 
 
+def test_every_module_has_its_place() -> None:
+    outside = [module for module in modules() if not any(is_under(module, package) for package in ORDER)]
+    assert outside == []
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    found = modules()
+    graph = {}
+    for module, path in found.items():
+        imported = imports_of(path.read_text(encoding="utf-8"), module, is_package=path.name == "__init__.py")
+        targets = {name if name in found else name.rpartition(".")[0] for name in imported}
+        graph[module] = {name for name in targets if name in found and name not in (module, "mtp_train")}
+    assert circle(graph) == []
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return nodes of a graph that reach themselves, in the order of a walk; none where there are no circles."""
+    done: set[str] = set()
+
+    def walk(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for target in sorted(graph.get(node, ())):
+            if found := walk(target, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in sorted(graph) if (found := walk(node, []))), [])
+
+
+def arrows() -> dict[str, set[str]]:
+    """Return, for each package of ``ORDER``, the packages that its modules import."""
+    found: dict[str, set[str]] = {package: set() for package in ORDER}
+    for module, path in modules().items():
+        for name in imports_of(path.read_text(encoding="utf-8"), module, is_package=path.name == "__init__.py"):
+            if name != "mtp_train.__version__":
+                found[ORDER[place(module)]].add(ORDER[place(name)])
+    return {package: targets - {package} for package, targets in found.items()}
+
+
+def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Leave out the arrows of a graph without circles that a longer path makes too."""
+
+    def below(node: str) -> set[str]:
+        return graph[node].union(*(below(target) for target in graph[node]))
+
+    return {
+        node: {target for target in targets if not any(target in below(other) for other in targets)}
+        for node, targets in graph.items()
+    }
+
+
+def drawn(graph: dict[str, set[str]]) -> str:
+    """Draw a graph of packages for Mermaid, highest first."""
+    short = {package: package.removeprefix("mtp_train.").strip("_") for package in ORDER}
+    lines = [f"    {short[node]} --> {short[target]}" for node in reversed(ORDER) for target in sorted(graph[node])]
+    return "\n".join(["```mermaid", "graph TD", *lines, "```"])
+
+
+def test_the_graph_of_packages_is_drawn_as_it_is() -> None:
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    expected = drawn(reduced(arrows()))
+    assert expected in page, f"CONTRIBUTING.md: expected this graph\n{expected}"
+
+
+def test_an_arrow_that_a_longer_path_makes_is_left_out() -> None:
+    assert reduced({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": {"b"}, "b": {"c"}, "c": set()}
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
 @pytest.mark.parametrize(
     ("module", "line", "imported"),
     [
         ("mtp_train.heads.step", "from mtp_train.train.loop import train", "mtp_train.train.loop.train"),
         ("mtp_train.heads.step", "def f():\n    import mtp_train.train", "mtp_train.train"),
         ("mtp_train.heads.step", "from ..train import loop", "mtp_train.train.loop"),
+        ("mtp_train.heads.step", "from mtp_train.trunk.load import Trunk", "mtp_train.trunk.load.Trunk"),
         ("mtp_train.families", "from .. import weights", "mtp_train.weights"),
-        ("mtp_train.losses", "from mtp_train import acceptance", "mtp_train.acceptance"),
+        ("mtp_train.recipe.schema", "from mtp_train import acceptance", "mtp_train.acceptance"),
         ("mtp_train.data.pack", "from mtp_inference import reference", "mtp_inference.reference"),
         ("mtp_train.train.loop", "import mtp_inference.decoder", "mtp_inference.decoder"),
-        ("mtp_train.train.loop", "import mtp_train.pipeline", "mtp_train.pipeline"),
-        ("mtp_train.pipeline", "from mtp_train.commands import inspect", "mtp_train.commands.inspect"),
-        ("mtp_inference.draft", "from mtp_train.losses import depth_weights", "mtp_train.losses.depth_weights"),
-        ("mtp_inference.draft", "from mtp_train.data import pack", "mtp_train.data.pack"),
+        ("mtp_train.train.loop", "import mtp_train.job.pipeline", "mtp_train.job.pipeline"),
+        ("mtp_train.job.pipeline", "from mtp_train.cli import main", "mtp_train.cli.main"),
+        ("mtp_train.job.pipeline", "import mtp_train as mtp", "mtp_train"),
+        ("mtp_train.evaluation.run", "from mtp_train.report import page", "mtp_train.report.page"),
+        ("mtp_inference.session", "from mtp_train.losses.chunked import row_work", "mtp_train.losses.chunked.row_work"),
+        ("mtp_inference.session", "from mtp_train.data import pack", "mtp_train.data.pack"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, line: str, imported: str) -> None:
-    # The last family case is written in a package's own __init__.py, where one dot means the package itself.
+    # The family case is written in a package's own __init__.py, where one dot means the package itself.
     is_package = module == "mtp_train.families"
     assert upward_imports(line, module, is_package=is_package) == [f"{module} imports {imported}"]
 
@@ -140,11 +221,11 @@ def test_a_wrong_import_is_found(module: str, line: str, imported: str) -> None:
     ("module", "line"),
     [
         ("mtp_train.heads.step", "from .module import MtpHead"),
-        ("mtp_train.heads.step", "from mtp_train.losses import depth_weights"),
-        ("mtp_train.recipe_io", "from mtp_train.recipe import Recipe"),
-        ("mtp_train.pipeline", "from mtp_inference.decoder import generate"),
-        ("mtp_train.cli", "from mtp_train import __version__\nfrom mtp_train.commands import inspect"),
-        ("mtp_inference.draft", "from mtp_train.heads.step import mtp_step\nimport torch"),
+        ("mtp_train.trunk.widen", "from mtp_train.heads.module import MtpHead"),
+        ("mtp_train.recipe.loading", "from mtp_train.recipe.schema import Recipe"),
+        ("mtp_train.job.pipeline", "from mtp_inference.decoder import generate"),
+        ("mtp_train.cli.main", "import mtp_train as mtp\nfrom mtp_train import __version__"),
+        ("mtp_inference.session", "from mtp_train.heads.step import mtp_step\nimport torch"),
     ],
 )
 def test_a_right_import_passes(module: str, line: str) -> None:
@@ -167,8 +248,8 @@ TRAINER_STACK = {"accelerate", "deepspeed", "wandb", "datasets", "peft"}
     ("statement", "heavy"),
     [
         ("import mtp_train", TRAINER_STACK | {"torch", "transformers"}),
-        ("import mtp_train.recipe_io", TRAINER_STACK | {"torch", "transformers"}),
-        ("import mtp_train.cli", TRAINER_STACK | {"torch", "transformers"}),
+        ("import mtp_train.recipe.loading", TRAINER_STACK | {"torch", "transformers"}),
+        ("import mtp_train.cli.main", TRAINER_STACK | {"torch", "transformers"}),
     ],
 )
 def test_a_light_module_leaves_the_heavy_packages_alone(statement: str, heavy: set[str]) -> None:

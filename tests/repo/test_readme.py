@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.cli import build_parser
+from mtp_train.cli.main import build_parser
 from mtp_train.families import FAMILIES
-from mtp_train.recipe_io import load_recipe
+from mtp_train.recipe.loading import load_recipe
 from scripts.support_table import table, witnessed
 
 REPOSITORY = Path(__file__).parents[2]
@@ -64,8 +64,8 @@ def test_the_support_table_is_what_the_records_say() -> None:
 def test_no_engine_is_said_to_run_what_its_record_does_not_claim() -> None:
     families = {family.name: family for family in FAMILIES}
     for engine, name in witnessed():
-        assert families[name].engines[engine].supported, (engine, name)
-        assert families[name].borrowed is not None
+        assert families[name].serving[engine].supported, (engine, name)
+        assert families[name].layer.borrowed is not None
 
 
 def test_the_page_on_attaching_names_every_model_that_it_is_for() -> None:

@@ -1,4 +1,4 @@
-"""Everything in ``recipes/`` works: recipes load, headers and reference are true, machine settings do what they say."""
+"""Check ``recipes/``: recipes load, headers and generated files are up to date, machine settings have their effect."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig
 
-from mtp_train.recipe_io import dump_recipe, load_recipe
+from mtp_train.recipe.loading import dump_recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 MACHINES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path not in MACHINES)
 README = ROOT / "recipes" / "README.md"
+SCHEMA = ROOT / "mtp_train" / "recipe" / "schema.json"
 
 LOAD = """
 import sys
 from pathlib import Path
-from mtp_train.recipe_io import load_recipe
+from mtp_train.recipe.loading import load_recipe
 for path in sys.argv[1:]:
     load_recipe(Path(path))
 heavy = {"torch", "transformers", "accelerate", "datasets", "peft", "numpy"}
@@ -53,19 +54,22 @@ def test_recipe_loads_and_survives_writing(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=named)
-def test_recipe_is_a_program_with_a_header_of_four_lines(path: Path) -> None:
+def test_recipe_is_a_program_with_a_header(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "#!/usr/bin/env -S python -m mtp_train"
+    # Editors look for the schema in the directory of the recipe.
+    named_schema = lines[1].removeprefix("# yaml-language-server: $schema=")
+    assert (path.parent / named_schema).resolve() == SCHEMA
     starts = ("# Trains: ", "# Needs: ", "# Launch: ", "# Your model: ")
-    assert all(line.startswith(start) for line, start in zip(lines[1:5], starts, strict=True))
-    assert lines[5] == ""
-    assert named(path) in lines[3]
+    assert all(line.startswith(start) for line, start in zip(lines[2:6], starts, strict=True))
+    assert lines[6] == ""
+    assert named(path) in lines[4]
     assert os.access(path, os.X_OK)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=named)
 def test_override_example_of_the_header_loads(path: Path) -> None:
-    example = path.read_text(encoding="utf-8").splitlines()[4]
+    example = path.read_text(encoding="utf-8").splitlines()[5]
     overrides = [word for word in shlex.split(example.removeprefix("# ")) if "=" in word]
     assert overrides
     assert load_recipe(path, overrides).model.trunk == "DIR"
@@ -85,10 +89,15 @@ def test_demo_recipe_keeps_its_promises() -> None:
     assert recipe.train.tokens_per_step % (2 * recipe.data.seq_len_tokens * recipe.train.micro_batch_sequences) == 0
 
 
-def test_reference_is_in_step_with_the_definitions() -> None:
-    command = [sys.executable, "-m", "mtp_train.recipe_io"]
-    printed = subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout
-    assert printed == README.read_bytes(), "run: python -m mtp_train.recipe_io > recipes/README.md"
+@pytest.mark.parametrize(
+    ("command", "path"),
+    [("field_reference recipes/README.md", README), ("json_schema", SCHEMA)],
+    ids=["readme", "schema"],
+)
+def test_files_generated_from_the_fields_are_up_to_date(command: str, path: Path) -> None:
+    words = [sys.executable, "-m", *f"mtp_train.recipe.{command}".split()]
+    printed = subprocess.run(words, capture_output=True, check=True, cwd=ROOT).stdout
+    assert printed == path.read_bytes(), f"run: python -m mtp_train.recipe.{command} > new && mv new {named(path)}"
 
 
 def test_overrides_shown_in_the_readme_load() -> None:

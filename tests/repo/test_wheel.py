@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-ASSETS = Path("mtp_train/demo/assets")
+ASSETS = Path("mtp_train/demo_assets")
 MAX_ASSET_BYTES = 12_000_000
 
 
@@ -50,7 +50,8 @@ def test_the_wheel_holds_exactly_two_packages(wheel: zipfile.ZipFile) -> None:
 def test_the_wheel_holds_every_module_and_type_marker(wheel: zipfile.ZipFile) -> None:
     decoder = {name.removeprefix("inference/") for name in files_under(Path("inference/mtp_inference"))}
     assert files_under(Path("mtp_train")) | decoder <= set(wheel.namelist())
-    assert {"mtp_train/py.typed", "mtp_inference/py.typed"} <= set(wheel.namelist())
+    data = {"mtp_train/py.typed", "mtp_inference/py.typed", "mtp_train/recipe/schema.json"}
+    assert data <= set(wheel.namelist())
 
 
 @pytest.mark.parametrize("name", ["base", "finetune"])
@@ -72,7 +73,7 @@ def test_the_wheel_installs_one_command(wheel: zipfile.ZipFile) -> None:
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
     assert {section: dict(entry_points[section]) for section in entry_points.sections()} == {
-        "console_scripts": {"mtp-train": "mtp_train.cli:main"}
+        "console_scripts": {"mtp-train": "mtp_train.cli.main:main"}
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtp_train.acceptance import PromptCounts
+from mtp_train.acceptance.counts import PromptCounts
 from mtp_train.errors import MtpError
 from runs import write_inputs, write_recipe
 
@@ -64,7 +64,7 @@ def test_prompts_are_pooled_over_seeds_and_compared_with_their_own() -> None:
 
 
 def test_gains_are_judged_over_groups_and_seeds() -> None:
-    """Equal over groups, a gain that comes and goes with the seed is not real; nor with a seed is one of few groups."""
+    """A gain is not significant if it varies between seeds (even if equal over groups), or with few groups."""
     from ablate import Cell, rows_of
 
     reference, other = Cell("kl", "self", "exact"), Cell("ce", "self", "exact")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mtp_train.acceptance import (
+from mtp_train.acceptance.counts import (
     PromptCounts,
     accept_greedy,
     acceptance_rate,

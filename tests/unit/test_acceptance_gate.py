@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from test_acceptance_intervals import alone, counts, decoded, difficulty
 
-from mtp_train.acceptance import PromptCounts
-from mtp_train.acceptance_gate import GateVerdict, Pair, decide_gate, min_gate_groups, setting_name
-from mtp_train.acceptance_intervals import tau_difference
+from mtp_train.acceptance.counts import PromptCounts
+from mtp_train.acceptance.gate import GateVerdict, Pair, decide_gate, min_gate_groups, setting_name
+from mtp_train.acceptance.intervals import tau_difference
 from simulated_drafters import counts_of, rounds_by_accepted
 
 
@@ -96,7 +96,7 @@ def test_prompts_of_one_group_are_no_evidence_of_their_own() -> None:
 
 @pytest.mark.parametrize("groups", [5, 8, 12, 32])
 def test_equal_heads_pass_in_no_more_than_2_5_percent(groups: int) -> None:
-    """Of 400, within three standard errors above nominal; a bootstrap passes 4 to 5 % with 5 groups."""
+    """Of 400 gates, within three standard errors above nominal; a bootstrap passes 4 to 5 % with 5 groups."""
     rng = np.random.default_rng(groups)
     passed = [gate(*arms(rng, groups, per_group=2)).passed for _ in range(400)]
     assert np.mean(passed) <= 0.025 + 3 * 0.0078

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mtp_train.acceptance import PromptCounts, marginal, paired, tau
-from mtp_train.acceptance_intervals import (
+from mtp_train.acceptance.counts import PromptCounts, marginal, paired, tau
+from mtp_train.acceptance.intervals import (
     Spread,
     marginal_intervals,
     sum_by_group,

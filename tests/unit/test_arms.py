@@ -1,23 +1,36 @@
-"""Arms at the settings that are served: lossless as greedy ones are, and counted by group."""
+"""Arms at the settings that a trunk is served with: lossless as greedy ones are, and counted by group."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from mtp_inference import HeadDrafting
-from mtp_train.arms import PLAIN, ArmRun, compare_with_plain, run_arms
-from mtp_train.data.prompts import Prompt
-from mtp_train.evaluation import judge, lossless, run_cell
-from mtp_train.heads.trunk import Trunk
-from mtp_train.serving import GREEDY, ServedSetting
+from mtp_train.evaluation.decoding import (
+    PLAIN,
+    DecodingOptions,
+    compare_with_plain,
+    decode_prompts,
+    num_decodings,
+    sampling_of,
+)
+from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
+from mtp_train.evaluation.settings import greedy
+from mtp_train.evaluation.statistics import MeasuredArm, checked_records, lossless, run_cell
+from mtp_train.job.evaluate_run import MeasuredRun, judge
+from mtp_train.train.teacher_forced import DenseMetrics
+from mtp_train.trunk.load import Trunk
 from tiny import tiny_head, tiny_trunk
 
-WARM = ServedSetting(temperature=0.8, top_p=0.9, top_k=40, rule="argmax")
-DRAWN = ServedSetting(temperature=0.8, rule="sampled")
 DEPTH, TOKENS = 2, 16
+GREEDY = greedy(DEPTH)
+WARM = Setting(0.8, None, DEPTH, "argmax", top_p=0.9, top_k=40)
+DRAWN_WARM = replace(WARM, rule="sampled")
+DRAWN = Setting(0.8, None, DEPTH, "sampled")
+SETTINGS = (GREEDY, WARM, DRAWN_WARM, DRAWN)
 
 
 @pytest.fixture(scope="module")
@@ -25,87 +38,100 @@ def trunk() -> Trunk:
     return tiny_trunk("qwen3_5")
 
 
-def prompts() -> list[Prompt]:
+def prompts() -> list[TaskPrompt]:
     generator = torch.Generator().manual_seed(3)
     return [
-        Prompt(
-            f"p{number}", f"g{number // 2}", tuple(torch.randint(0, 60, (5 + number,), generator=generator).tolist())
+        TaskPrompt(
+            id=f"p{number}",
+            group=f"g{number // 2}",
+            prompt_ids=tuple(torch.randint(0, 60, (5 + number,), generator=generator).tolist()),
+            task="held-out",
         )
         for number in range(4)
     ]
 
 
-def decode(trunk: Trunk, setting: ServedSetting, seed: int = 0) -> dict[str, ArmRun]:
-    return run_arms(
-        trunk,
-        {"retrained": HeadDrafting(tiny_head(trunk))},
-        prompts(),
-        depth=DEPTH,
-        setting=setting,
-        max_new_tokens=TOKENS,
-        eos_ids=(),
-        seed=seed,
-        on_prompt=lambda: None,
+def decode(trunk: Trunk, settings: tuple[Setting, ...], seed: int = 0) -> MeasuredRun:
+    drafting = {"retrained": HeadDrafting(tiny_head(trunk))}
+    options = DecodingOptions(max_new_tokens=TOKENS, eos_ids=(), seed=seed)
+    done: list[None] = []
+    table = decode_prompts(trunk, drafting, {None: prompts()}, settings, options, on_prompt=lambda: done.append(None))
+    assert len(done) == num_decodings(1, {None: prompts()}, settings)
+    plain = table.decoded[PLAIN]
+    arms = (
+        MeasuredArm(PLAIN, "finetune", None, plain),
+        MeasuredArm("retrained", "finetune", "run/head", {**plain, **table.decoded["retrained"]}),
     )
+    return MeasuredRun(arms, settings, dict.fromkeys((PLAIN, "retrained"), DenseMetrics([], [], None, [])), {})
 
 
 @pytest.fixture(scope="module")
-def served(trunk: Trunk) -> dict[ServedSetting, dict[str, ArmRun]]:
-    return {setting: decode(trunk, setting) for setting in (GREEDY, WARM, DRAWN)}
+def served(trunk: Trunk) -> MeasuredRun:
+    return decode(trunk, SETTINGS)
 
 
-def test_every_setting_decodes_every_prompt_with_its_group(served: dict[ServedSetting, dict[str, ArmRun]]) -> None:
-    for runs in served.values():
-        for run in runs.values():
-            assert [(one.prompt_id, one.group) for one in run.counts] == [(one.id, one.group) for one in prompts()]
-    texts = [tuple(runs[PLAIN].outputs) for runs in served.values()]
+def test_every_setting_decodes_every_prompt_with_its_group(served: MeasuredRun) -> None:
+    plain, retrained = served.arms
+    for arm in served.arms:
+        for records in arm.decoded.values():
+            assert [(one.prompt_id, one.group) for one in records] == [(one.id, one.group) for one in prompts()]
+    # Settings that differ in the rule alone share one plain decoding.
+    assert list(plain.decoded) == [GREEDY.plain, WARM.plain, DRAWN.plain]
+    assert retrained.settings == list(SETTINGS)
+    texts = [tuple(one.token_ids for one in records) for records in plain.decoded.values()]
     assert len(set(texts)) == 3
 
 
-def test_sampled_texts_are_compared_with_plain_sampling_of_the_same_seed(
-    trunk: Trunk, served: dict[ServedSetting, dict[str, ArmRun]]
-) -> None:
+def test_sampled_texts_are_compared_with_plain_sampling_of_the_same_seed(trunk: Trunk, served: MeasuredRun) -> None:
+    plain, retrained = served.arms
     for setting in (GREEDY, WARM):
-        run = served[setting]["retrained"]
-        assert (run.identical + run.near_ties, run.divergences, run.checked) == (4, [], 4)
+        found = lossless(checked_records([retrained], [setting]))
+        assert (found.checked, found.faults) == (4, 0)
     # Drafts that are sampled give another text of the same distribution: there is nothing to compare.
-    assert served[DRAWN]["retrained"].checked == 0
-    assert lossless([runs["retrained"] for runs in served.values()]).checked == 8
+    assert checked_records([retrained], [DRAWN_WARM, DRAWN]) == []
+    assert lossless(served.checked).checked == 8
     # The control: plain sampling with another seed is another text, and no near tie.
-    other = decode(trunk, WARM, seed=1)[PLAIN].outputs
+    other = decode(trunk, (WARM,), seed=1).arms[0]
     verdicts = [
-        compare_with_plain(mine, theirs, trunk, prompt.prompt_ids, WARM.sampling(5)).verdict
-        for mine, theirs, prompt in zip(served[WARM][PLAIN].outputs, other, prompts(), strict=True)
+        compare_with_plain(mine.token_ids, theirs.token_ids, trunk, prompt.prompt_ids, sampling_of(WARM, 5)).verdict
+        for mine, theirs, prompt in zip(plain.decoded[WARM.plain], other.decoded[WARM.plain], prompts(), strict=True)
     ]
     assert "divergence" in verdicts
 
 
-def test_a_divergence_at_a_served_setting_refuses_the_export(served: dict[ServedSetting, dict[str, ArmRun]]) -> None:
+def test_a_divergence_at_a_served_setting_refuses_the_export(served: MeasuredRun) -> None:
     recipe: Any = Recipe()
-    broken = ArmRun(divergences=["p3"])
-    every = [runs["retrained"] for runs in served.values()]
-    verdict = judge(recipe, served, [*every, broken])
+    plain, retrained = served.arms
+    broken = [
+        replace(one, same_as_plain="divergence" if one.prompt_id == "p3" else "identical")
+        for one in retrained.decoded[WARM]
+    ]
+    arms = (plain, replace(retrained, decoded={**retrained.decoded, WARM: broken}))
+    verdict = judge(recipe, replace(served, arms=arms))
     assert not verdict.passed
     assert "changed the output of 1 prompts (p3 first)" in verdict.reason
+    assert "changed the output" not in judge(recipe, served).reason
 
 
-def test_a_cell_is_what_an_arm_did_at_a_setting(served: dict[ServedSetting, dict[str, ArmRun]]) -> None:
-    recipe: Any = Recipe()
-    cell = run_cell(recipe, WARM, "retrained", "run/head", served[WARM])
+def test_a_cell_is_what_an_arm_did_at_a_setting(served: MeasuredRun) -> None:
+    plain, retrained = served.arms
+    cell = run_cell(retrained, WARM)
     assert (cell.temperature, cell.top_p, cell.top_k, cell.rule, cell.depth) == (0.8, 0.9, 40, "argmax", DEPTH)
     assert (cell.prompts, cell.groups, cell.overlap, cell.dense) == (4, 2, None, None)
-    plain = run_cell(recipe, WARM, PLAIN, None, served[WARM])
-    assert (plain.tau, plain.speedup, plain.depth, plain.tau_ci95) == (1.0, 1.0, 0, None)
+    for setting in SETTINGS:
+        beside = run_cell(plain, setting)
+        assert (beside.tau, beside.speedup, beside.depth, beside.tau_ci95) == (1.0, 1.0, 0, None)
+        assert (beside.temperature, beside.rule) == (setting.temperature, setting.rule)
+    # The first setting is the table of arms; every other one has a cell for each arm.
+    assert [(one.arm, one.rule) for one in served.cells] == [
+        (arm, setting.rule) for setting in SETTINGS[1:] for arm in (PLAIN, "retrained")
+    ]
 
 
 class Recipe:
-    """What judging and counting read of a recipe."""
+    """The fields of a recipe that :func:`judge` reads."""
 
-    gate_baseline = "none"
+    gate_baseline = PLAIN
 
-    class model:
-        trunk = "finetune"
-        head_from = None
-
-    class evaluate:
-        depth = DEPTH
+    class gate:
+        confidence = 0.95

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import base_and_finetune
 from mtp_train.errors import CheckpointError, OutputExistsError
-from mtp_train.heads.attach import artifact_plan, build_head, graft_plan
+from mtp_train.heads.build import artifact_plan, build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.weights.artifact import HEAD_CONFIG_FILE, WEIGHTS_FILE, Artifact, load_artifact, save_artifact
 from mtp_train.weights.files import Checkpoint, open_checkpoint
@@ -130,7 +130,7 @@ def test_a_reduced_vocabulary_is_kept_and_a_damaged_one_is_named(tmp_path: Path)
     assert loaded is not None
     assert loaded.tolist() == [2, 3, 5]
     edit_config(path, draft_vocab=4)
-    with pytest.raises(CheckpointError, match=r"token_ids is \[3\]; expected 4 tokens, as head_config\.json says"):
+    with pytest.raises(CheckpointError, match=r"token_ids is \[3\]; expected 4 tokens, as head_config\.json declares"):
         load_artifact(path)
 
 

@@ -20,9 +20,8 @@ from checkpoints import (
     wrap_as_vision_language,
 )
 from mtp_train.errors import CheckpointError, UnsupportedModelError
-from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, trained_head
+from mtp_train.heads.build import HeadPlan, build_head, fresh_plan, graft_plan, native_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.heads.fresh import fresh_plan
 from mtp_train.heads.module import MtpHead
 from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
@@ -97,9 +96,9 @@ def test_a_graft_is_the_bases_head_under_the_fine_tunes_keys(family_name: str, t
     base, finetune = (open_checkpoint(path) for path in base_and_finetune(tmp_path, family_name))
     plan = graft_plan(finetune, base, "auto")
     assert_same_weights(build(plan, finetune), tiny_head(tiny_trunk(family_name)))
-    assert plan.template.config_fields[plan.family.count.name] == 1
+    assert plan.template.config_fields[plan.family.declaration.count] == 1
     shared = {key for key in plan.template.shared_keys if key in base.tensors}
-    assert len(shared) == len(plan.family.shared_keys)
+    assert len(shared) == len(plan.family.keys.shared)
     assert not shared & stored(plan).keys()
 
 

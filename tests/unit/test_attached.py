@@ -14,13 +14,12 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from checkpoints import save_stripped, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder, plain_greedy
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.longrope import short_factors
-from mtp_train.heads.attach import build_head
+from mtp_train.families.mechanisms.longrope import short_factors
 from mtp_train.heads.attention import masked_attention
+from mtp_train.heads.build import FreshStart, build_head, fresh_plan
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.heads.fresh import FreshStart, fresh_plan
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 from tiny_configs import tiny_config
@@ -48,7 +47,7 @@ def test_logits_are_the_models_own(family_name: str) -> None:
     expected = trunk.causal_lm(tokens_1T).logits
     hidden = trunk.hidden(tokens_1T)
     torch.testing.assert_close(trunk.logits(hidden), expected, atol=1e-5, rtol=1e-5)
-    # What the losses take for logits, but for the bound, which Trunk.project has.
+    # The losses compute these logits, without the bound of Trunk.project.
     if family_name in SCALED:
         torch.testing.assert_close(trunk.normed(hidden) @ trunk.lm_head_VD.T, expected, atol=1e-5, rtol=1e-5)
     raw = hidden @ trunk.lm_head_VD.T
@@ -91,7 +90,7 @@ def test_rows_of_a_batch_say_what_they_say_alone(family_name: str) -> None:
     trunk = tiny_trunk(family_name)
     prompts = [random_tokens(length).flatten().tolist() for length in (3, 19, 11)]
     decoder = SpeculativeDecoder(trunk, HeadDrafting(tiny_head(trunk)), 3, ())
-    results = decoder.generate(prompts, 20)
+    results = decoder.decode(prompts, 20)
     for prompt, result in zip(prompts, results, strict=True):
         assert list(result.token_ids) == plain_greedy(trunk, prompt, 20, ())
         assert len(set(result.token_ids)) > 4, "a text that loops proves little"
@@ -132,7 +131,7 @@ def test_a_gpt_oss_as_released_gets_a_head(start: FreshStart, tmp_path: Path) ->
     head = build_head(fresh_plan(checkpoint, config, "auto", seed=1, start=start), config, dtype=torch.float32)
     theirs, ours = loaded.layers[1].state_dict(), head.blocks[0].layer.state_dict()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items()) == (start == "copy_last_layer")
-    (result,) = SpeculativeDecoder(loaded, HeadDrafting(head.eval()), 2, ()).generate([[1, 2, 3]], 12)
+    (result,) = SpeculativeDecoder(loaded, HeadDrafting(head.eval()), 2, ()).decode([[1, 2, 3]], 12)
     assert list(result.token_ids) == plain_greedy(loaded, [1, 2, 3], 12, ())
 
 
@@ -155,10 +154,10 @@ def test_texts_beyond_the_switch_are_refused_wherever_they_are_read() -> None:
         trunk.hidden(random_tokens(LIMIT + 1))
     prompt = random_tokens(LIMIT - 20).flatten().tolist()
     decoder = SpeculativeDecoder(trunk, HeadDrafting(tiny_head(trunk)), 3, ())
-    (result,) = decoder.generate([prompt], 20)
+    (result,) = decoder.decode([prompt], 20)
     assert list(result.token_ids) == plain_greedy(trunk, prompt, 20, ())
     with pytest.raises(UnsupportedModelError, match="rotary frequencies"):
-        decoder.generate([prompt], 40)
+        decoder.decode([prompt], 40)
 
 
 def test_a_head_has_the_same_frequencies_wherever_it_drafts() -> None:

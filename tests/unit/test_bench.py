@@ -13,16 +13,15 @@ from transformers.cache_utils import MtpCache
 from checkpoints import save_with_head
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.bench import __main__ as bench_main
-from mtp_inference.bench import clock, costs
+from mtp_inference.bench import clock
+from mtp_inference.bench import round_costs as costs
 from mtp_inference.bench.__main__ import main
-from mtp_inference.bench.acceptance import SetAcceptance
-from mtp_inference.bench.arms import OurArm, TransformersArm, their_head
 from mtp_inference.bench.chain import Chain
 from mtp_inference.bench.clock import time_alone
-from mtp_inference.bench.measure import compare
-from mtp_inference.bench.prompts import Prompts, read_prompts
+from mtp_inference.bench.measurements import OurArm, SetAcceptance, TransformersArm, compare, their_head
 from mtp_inference.bench.subject import SHAPES, Subject, shape_subject, trained_subject
-from mtp_train.acceptance import tau
+from mtp_inference.bench.texts import Prompts, read_prompts
+from mtp_train.acceptance.counts import tau
 from mtp_train.errors import DataError
 from mtp_train.heads.step import mtp_step
 from tiny import tiny_head, tiny_trunk
@@ -189,8 +188,8 @@ def test_a_list_of_numbers_is_checked(numbers: str, capsys: pytest.CaptureFixtur
         ("[1]", "no prompt; expected"),
         ("{", "not JSON"),
         ('{"prompt_ids": [512]}', "integers from 0 to 511"),
-        ('{"prompt_ids": "12"}', "prompt_ids are no tokens"),
-        ('{"prompt": "text"}', "no tokenizer turns into tokens"),
+        ('{"prompt_ids": "12"}', "prompt_ids are not token ids"),
+        ('{"prompt": "text"}', "a prompt that cannot be tokenized"),
     ],
 )
 def test_a_bad_prompt_is_named_by_its_line(line: str, message: str, tiny_qwen: Subject, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a round of the benchmark reads and costs, against figures worked out by hand."""
+"""Bytes and operations of a benchmark's round, compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_inference.batch import RoundPlan
-from mtp_inference.bench import costs
-from mtp_inference.bench.acceptance import SetAcceptance, _SetDrafter
-from mtp_inference.bench.costs import Costs, Reads, bytes_read, idle_batch, measure_costs
-from mtp_inference.bench.measure import cost_row
+from mtp_inference.bench import round_costs as costs
+from mtp_inference.bench.measurements import SetAcceptance, _SetDrafter, cost_row
+from mtp_inference.bench.round_costs import Costs, Reads, bytes_read, idle_batch, measure_costs
 from mtp_inference.bench.subject import shape_subject
-from mtp_inference.cache import WindowCache
+from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.cache.window import Window
 from mtp_inference.capture import round_up
-from mtp_inference.draft import Place
+from mtp_inference.drafters.drafter import Place
 from mtp_inference.session import PENDING_PLACES
-from mtp_inference.window import Window
 from mtp_train.families import FAMILIES
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from recorded_graph import Recorder
 
 FP32_BYTES = 4
@@ -35,7 +34,7 @@ def small_trunk(family_name: str, **fields: Any) -> tuple[Trunk, MtpHead]:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     config = AutoConfig.for_model(family.model_types[0], **sizes, **heads, **fields)
     trunk = Trunk(AutoModelForCausalLM.from_config(config), family).eval()
-    return trunk, MtpHead(family, trunk.config, num_modules=1, convention=family.default).eval()
+    return trunk, MtpHead(family, trunk.config, num_modules=1, convention=family.wiring.default).eval()
 
 
 def used_cache(config: Any, run: Any, *, rows: int, capacity: int) -> WindowCache:

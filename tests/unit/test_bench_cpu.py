@@ -12,7 +12,7 @@ from benchmarks.cpu_precision import SMALL, main, measure, table
 
 @pytest.mark.parametrize("native", [False, True])
 def test_every_stage_is_measured_and_auto_is_one_of_its_arms(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtp_train.heads.precision.bf16_support", lambda _device: (native, "a stand-in"))
+    monkeypatch.setattr("mtp_train.trunk.precision.bf16_support", lambda _device: (native, "a stand-in"))
     found = measure(["tiny-qwen"], SMALL)
     cells = {cell["stage"]: cell for cell in found["cells"]}
     assert list(cells) == ["training", "regeneration", "plain decoding", "speculative decoding"]
@@ -27,8 +27,8 @@ def test_every_stage_is_measured_and_auto_is_one_of_its_arms(native: bool, monke
 
 
 def test_a_trunk_that_does_not_fit_in_fp32_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtp_train.heads.precision.main_memory_bytes", lambda: 1000)
-    monkeypatch.setattr("mtp_train.heads.precision.bf16_support", lambda _device: (False, "a stand-in"))
+    monkeypatch.setattr("mtp_train.trunk.precision.main_memory_bytes", lambda: 1000)
+    monkeypatch.setattr("mtp_train.trunk.precision.bf16_support", lambda _device: (False, "a stand-in"))
     found = measure(["tiny-qwen"], SMALL)
     assert {cell["auto"] for cell in found["cells"][1:]} == {"widened"}
 

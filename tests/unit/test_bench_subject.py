@@ -1,4 +1,4 @@
-"""What the benchmark measures is what the checkpoint, the adapter and the head directory say."""
+"""The benchmark measures the given checkpoint, adapter and head directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adapters import write_adapter
 from checkpoints import base_and_finetune
 from mtp_inference.bench.__main__ import main
 from mtp_inference.bench.subject import checkpoint_subject
-from mtp_train.heads.attach import native_plan
+from mtp_train.heads.build import native_plan
 from mtp_train.weights.artifact import Artifact, save_artifact
 from mtp_train.weights.files import open_checkpoint
 

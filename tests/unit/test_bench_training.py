@@ -13,11 +13,11 @@ from benchmarks.training import Bench, all_logits_kl, loss_memory, main, make_be
 from flex_on_cpu import flex_on_cpu
 from mtp_inference.bench.memory import PeakMemory
 from mtp_inference.bench.subject import shape_subject
-from mtp_train import losses
 from mtp_train.heads.flex import Attention
-from mtp_train.heads.trunk import Trunk
-from mtp_train.losses import frozen_head_loss
-from mtp_train.train.module import aligned_rows
+from mtp_train.losses import chunked as losses
+from mtp_train.losses.chunked import frozen_head_loss
+from mtp_train.train.aligned import aligned_rows
+from mtp_train.trunk.load import Trunk
 
 NOTHING_MEASURED: dict[str, Any] = {
     "seconds": {},

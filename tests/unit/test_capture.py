@@ -6,9 +6,11 @@ it was recorded (see ``recorded_graph.py``).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -20,19 +22,20 @@ import mtp_inference.decoder
 import mtp_inference.session
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.batch import Batch, RoundPlan
-from mtp_inference.bench import report
+from mtp_inference.bench import clock
+from mtp_inference.bench.__main__ import settings as settings_of
 from mtp_inference.bench.chain import Chain
-from mtp_inference.bench.measure import Plan, measure_decoding
-from mtp_inference.bench.prompts import Prompts
+from mtp_inference.bench.measurements import Plan, measure_decoding
 from mtp_inference.bench.subject import Subject
+from mtp_inference.bench.texts import Prompts
 from mtp_inference.capture import Outcome, Rounds, capture_graph, release_memory, round_up
-from mtp_inference.chooser import Chooser, Drafts
-from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
-from mtp_inference.other_drafters import ModelDrafter, ModelDrafting, NgramDrafting
-from mtp_train.arms import PLAIN, run_arms
-from mtp_train.data.prompts import Prompt
-from mtp_train.heads.trunk import Trunk
-from mtp_train.serving import GREEDY
+from mtp_inference.drafters.drafter import Drafter, DrafterMaker, Place, Size
+from mtp_inference.drafters.other_drafters import ModelDrafter, ModelDrafting, NgramDrafting
+from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_train.evaluation.decoding import DecodingOptions, decode_prompts
+from mtp_train.evaluation.prompt_records import TaskPrompt
+from mtp_train.evaluation.settings import greedy
+from mtp_train.trunk.load import Trunk
 from recorded_graph import DEFAULT_STREAM, RecordedDevice, RecordedGraph, stand_in
 from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 
@@ -111,7 +114,7 @@ def decoded(
     """Decode on two rows, so that rows are filled again."""
     return SpeculativeDecoder(
         trunk, drafting, depth, (), draft_sampling="sampled", max_batch=2, captures=captures
-    ).generate(requests)
+    ).decode(requests)
 
 
 def assert_replays_as_it_runs(
@@ -121,7 +124,7 @@ def assert_replays_as_it_runs(
     eager = decoded(trunk, drafting, requests, captures=False)
     assert graphs == []
     decoder = SpeculativeDecoder(trunk, drafting, 3, (), draft_sampling="sampled", max_batch=2)
-    replayed = decoder.generate(requests)
+    replayed = decoder.decode(requests)
     assert counts(replayed) == counts(eager)
     assert sum(graph.num_replays for graph in graphs) >= 8
     assert decoder.captured_rounds == len(graphs)
@@ -240,7 +243,7 @@ def test_a_capture_that_fails_leaves_a_process_that_goes_on_without_capturing(
     decoder = SpeculativeDecoder(trunk, FaultyDrafting(trunk, "item"), 3, ())
     # The reason, and not that ending the capture failed too.
     with pytest.warns(UserWarning, match=r"cannot be captured \(item: not permitted"):
-        decoder.generate(requests)
+        decoder.decode(requests)
     assert recorded.stream == DEFAULT_STREAM
     assert decoder.captured_rounds == 0
     with pytest.raises(RuntimeError, match="INTERNAL ASSERT"):
@@ -254,6 +257,18 @@ def test_a_capture_that_fails_leaves_a_process_that_goes_on_without_capturing(
     assert len(as_on_a_gpu) == 1
 
 
+def test_a_timed_piece_that_cannot_be_captured_puts_the_stream_back(
+    recorded: RecordedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda one: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with pytest.raises(RuntimeError, match="item: not permitted"):
+        clock.captured(lambda: torch.ones(2).sum().item())
+    assert recorded.stream == DEFAULT_STREAM
+
+
 def test_whatever_ends_a_capture_puts_the_stream_back(recorded: RecordedDevice) -> None:
     def interrupted() -> Tensor:
         raise KeyboardInterrupt
@@ -265,12 +280,12 @@ def test_whatever_ends_a_capture_puts_the_stream_back(recorded: RecordedDevice) 
 
 def test_captured_rounds_are_counted_over_all_batches_of_a_decoder(as_on_a_gpu: list[RecordedGraph]) -> None:
     decoder = SpeculativeDecoder(trunk_of("qwen3_5"), None, 0, ())
-    decoder.generate([prompt(5)], 6)
+    decoder.decode([prompt(5)], 6)
     first = len(as_on_a_gpu)
     assert decoder.captured_rounds == first > 0
     # Other needs: another batch, whose rounds are captured anew, into memory of their own.
     as_on_a_gpu.clear()
-    decoder.generate([prompt(5), prompt(6)], 6)
+    decoder.decode([prompt(5), prompt(6)], 6)
     assert decoder.captured_rounds == first + len(as_on_a_gpu) > first
 
 
@@ -280,22 +295,13 @@ def test_measurements_say_how_many_rounds_were_captured(as_on_a_gpu: list[Record
     plan = Plan((0,), (1,), (5,), 6, 1, None, against_transformers=False, prefill=False, seed=0)
     (row,) = measure_decoding(subject, plan, Prompts(given, nothing, 0), 1, 5, lambda: None)
     assert row["captured_rounds"] == len(as_on_a_gpu) > 0
-    settings = report.settings(subject, torch.device("cpu"), {}, 1.0, [row, row])
+    settings = settings_of(subject, torch.device("cpu"), {}, 1.0, [row, row])
     assert settings["captured_rounds"] == 2 * row["captured_rounds"]
     as_on_a_gpu.clear()
-    prompts = [Prompt("a", "a", tuple(prompt(5)))]
-    runs = run_arms(
-        trunk_of("glm4_moe"),
-        {},
-        prompts,
-        depth=0,
-        setting=GREEDY,
-        max_new_tokens=9,
-        eos_ids=(),
-        seed=0,
-        on_prompt=lambda: None,
-    )
-    assert runs[PLAIN].captured_rounds == len(as_on_a_gpu) > 0
+    prompts = [TaskPrompt(id="a", group="a", prompt_ids=tuple(prompt(5)), task="any")]
+    options = DecodingOptions(max_new_tokens=9, eos_ids=(), seed=0)
+    table = decode_prompts(trunk_of("glm4_moe"), {}, {None: prompts}, [greedy(1)], options)
+    assert table.captured_rounds == len(as_on_a_gpu) > 0
 
 
 def test_rounds_that_a_child_could_not_capture_are_not_tried_here(

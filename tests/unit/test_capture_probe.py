@@ -15,8 +15,8 @@ from mtp_inference import capture_probe
 from mtp_inference.batch import Batch
 from mtp_inference.capture_child import rebuilt_trunk, refused_rounds
 from mtp_inference.capture_probe import ProbeSubject, ask_child, described, probe_subject, verdict, why_not_captured
-from mtp_inference.chooser import Chooser
-from mtp_train.heads.trunk import Trunk
+from mtp_inference.sampling.chooser import Chooser
+from mtp_train.trunk.load import Trunk
 from recorded_graph import RecordedGraph, stand_in
 from tiny import CACHE_KINDS, tiny_trunk
 
@@ -97,7 +97,7 @@ ABOUT_TO = json.dumps({"capturing": "sampled"})
         (0, f'{ABOUT_TO}\nsaid by a library\n{{"refused": {{"greedy": "it waits"}}}}', {"greedy": "it waits"}),
         (0, f'{ABOUT_TO}\n{{"refused": {{}}}}', {}),
         # What kills a process that captures would kill this one.
-        (-6, ABOUT_TO, {"sampled": "a process that tried died of signal 6"}),
+        (-6, ABOUT_TO, {"sampled": "a process that tried was ended by signal 6"}),
         # Before it came to that, or by an error of Python's: nothing is known.
         (-9, "", {}),
         (1, ABOUT_TO, {}),

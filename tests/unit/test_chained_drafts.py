@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
-from mtp_inference.draft import Size
+from mtp_inference.drafters.drafter import Size
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from redrafted import drafts_from_scratch, drafts_of_training, states_from_scratch, states_of_training
 from scripted import plain_texts, random_prompt, spied_drafts
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
@@ -46,9 +46,9 @@ def test_drafts_of_a_ragged_batch_are_those_of_scratch_and_of_training(family_na
 def test_the_familys_own_chain_drafts_other_tokens(family_name: str) -> None:
     """Else the test above could not tell who chains; llama.cpp's places alone change no draft."""
     trunk, head = models(family_name)
-    placed = replace(trunk.family.default, position_offset=1)
+    placed = replace(trunk.family.wiring.default, position_offset=1)
     rounds = {}
-    for name, convention in (("drafts", head.convention), ("auto", trunk.family.default), ("placed", placed)):
+    for name, convention in (("drafts", head.convention), ("auto", trunk.family.wiring.default), ("placed", placed)):
         head.convention = convention
         rounds[name] = spied_drafts(trunk, head, [3] * 6, deepest=NUM_MODULES)
     assert rounds["auto"] == rounds["placed"]
@@ -68,7 +68,7 @@ def test_texts_are_the_plain_ones(family_name: str, depth: int) -> None:
     prompts = [random_prompt(num_tokens, seed=num_tokens) for num_tokens in (1, 4, 11)]
     texts = plain_texts(trunk, prompts, 24)
     for batch in (prompts[:1], prompts):
-        results = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).generate(batch, 24)
+        results = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).decode(batch, 24)
         assert [list(result.token_ids) for result in results] == [texts[tuple(prompt)] for prompt in batch]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from checkpoints import all_tensors, base_and_finetune, save_stripped
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.study.drift import stored_change
+from mtp_train.job.study.drift import stored_change
 from mtp_train.weights.change import paired_rows, shared_tensors
 from mtp_train.weights.files import open_checkpoint
 from tiny import tiny_trunk

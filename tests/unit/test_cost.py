@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch import Size
 
-from mtp_train.commands.check import check
-from mtp_train.train.cost import Sizes, active_weights, estimate_cost, key_weights
+from mtp_train import check
+from mtp_train.train.estimate import Sizes, active_weights, estimate_cost, key_weights
 from mtp_train.train.plan import make_plan
 from runs import tiny_recipe, write_inputs
 from tiny import ALL_FAMILIES
@@ -73,7 +73,7 @@ def test_the_plan_counts_what_modules_read_as_llama_cpp_has_them_do(tmp_path: Pa
     flops = {}
     for convention in ("auto", "llama.cpp"):
         recipe = tiny_recipe(inputs, tmp_path / "run", head__convention=convention, head__num_depths=3)
-        result = check(recipe, 1)
+        result = check(recipe, processes=1)
         flops[convention] = result.cost.head_flops // result.plan.total_tokens
     projected = 32 * 64 + 32 * (64 + 16 + 16) + 4 * 32
     after = 64 * 32 + 3 * 48 * 32

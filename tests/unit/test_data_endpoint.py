@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -92,7 +94,7 @@ def test_failures_that_may_pass_are_tried_again(connect: Connect, failure: Reply
 
 def test_waits_grow_until_it_gives_up(connect: Connect) -> None:
     endpoint, served, waits = connect(lambda payload: Reply(500, b"out  of\nmemory"))
-    with pytest.raises(DataError, match=r"answers 500 \(out of memory\), 8 times; expected an answer\. .*goes on from"):
+    with pytest.raises(DataError, match=r"answers 500 \(out of memory\), 8 times; expected an answer\. .*resumes from"):
         endpoint.complete(endpoint.payload(QUESTION, GREEDY))
     assert waits == [1, 2, 4, 8, 16, 32, 60]
     assert len(served.payloads) == MAX_ATTEMPTS
@@ -103,9 +105,49 @@ def test_a_server_that_is_not_there_is_named() -> None:
         pass
     waits: list[float] = []
     endpoint = Endpoint(gone.url, TOKENIZER, {EOS}, 259, wait=waits.append)
-    with pytest.raises(DataError, match=rf"endpoint: {gone.url} does not answer \(ConnectionError\), 8 times"):
+    with pytest.raises(DataError, match=rf"endpoint: {gone.url} does not answer \(ConnectError\), 8 times"):
         endpoint.choose_model(None)
     assert len(waits) == 7
+    endpoint.close()
+
+
+def test_closing_reads_what_is_in_flight_and_sends_nothing_more(connect: Connect) -> None:
+    asked, closed = threading.Event(), threading.Event()
+
+    def reply(payload: dict[str, Any]) -> Reply:
+        asked.set()
+        assert closed.wait(10)
+        return GOOD
+
+    endpoint, served, _ = connect(reply)
+    payload = endpoint.payload(QUESTION, GREEDY)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(endpoint.complete, payload)
+        assert asked.wait(10)
+        endpoint.close()
+        closed.set()
+        assert not isinstance(answer.result(), Refusal)
+    with pytest.raises(DataError, match="expected an answer"):
+        endpoint.complete(payload)
+    assert endpoint.look("/metrics") is None
+    assert len(served.payloads) == 1
+
+
+def test_a_redirect_is_followed(connect: Connect) -> None:
+    target, _, _ = connect(lambda payload: GOOD)
+    moved = Reply(307, headers={"Location": f"{target.url}/completions"})
+    endpoint, _, waits = connect(lambda payload: moved)
+    answer = endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+    assert not isinstance(answer, Refusal)
+    assert (answer["choices"][0]["text"], waits) == ("yes", [])
+
+
+def test_an_address_that_cannot_be_asked_is_refused_at_once() -> None:
+    waits: list[float] = []
+    endpoint = Endpoint("gopher://localhost/v1", TOKENIZER, {EOS}, 259, wait=waits.append)
+    with pytest.raises(DataError, match=r"gopher://localhost/v1 cannot be asked \(.*\); expected an address\."):
+        endpoint.choose_model(None)
+    assert waits == []
     endpoint.close()
 
 
@@ -134,7 +176,7 @@ def test_the_model_is_the_one_that_is_wanted_or_the_only_one(connect: Connect) -
     two, _, _ = connect(lambda payload: GOOD, ("base", "lora"))
     two.choose_model("lora")
     assert two.model == "lora"
-    with pytest.raises(DataError, match=r"serves base, lora; expected one model, or to be told which\. Name it in"):
+    with pytest.raises(DataError, match=r"serves base, lora; expected one model, or its name\. Name it in"):
         two.choose_model(None)
     with pytest.raises(DataError, match=r"serves base, lora, not trunk; expected data\.regenerate\.model among them"):
         two.choose_model("trunk")
@@ -181,7 +223,7 @@ def test_the_end_is_the_token_that_the_server_tells() -> None:
         (Reply(body=b"{}"), "answers without a text"),
         (Reply(body=b'{"choices": [{"message": {"content": "yes"}}]}'), "answers without a text"),
         (completion("yes", prompt_tokens=4), "reads 4 tokens where the prompt has 3; expected the trunk's tokenizer"),
-        (completion("yes", token_ids=[1, 259]), "says tokens that the trunk does not have"),
+        (completion("yes", token_ids=[1, 259]), "returns tokens that the trunk does not have"),
     ],
 )
 def test_answers_that_cannot_be_the_trunks_are_refused(connect: Connect, reply: Reply, found: str) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.data.groups import join_near_duplicates
-from mtp_train.data.near import THRESHOLD, near_duplicate_groups
+from mtp_train.data.groups import THRESHOLD, join_near_duplicates, near_duplicate_groups
 from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record, content_group, normalised
 from mtp_train.data.sources import load_records
 from mtp_train.data.split import split_by_group

@@ -53,7 +53,7 @@ def test_a_document_goes_where_it_leaves_the_least_room(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(pack_module, "_generator", lambda seed, epoch: InOrder())
     documents = of_lengths(1, 3, 2, 1, 5)
-    # Longest first: 5, then 3 and 2 together; the first 1 fills up the sequence of the 5, the last that of 3 and 2.
+    # Longest first: 5, then 3 and 2 together; the first 1 joins the sequence of 5, the last 1 the sequence of 3 and 2.
     rows = contents(pack_documents(documents, 6, pack=True, seed=0, epoch=0))
     assert rows == [[5, 5, 5, 5, 5, 1], [2, 2, 2, 3, 3, 4]]
     # Documents of another pool are not waited for.

@@ -14,7 +14,7 @@ PROMPTS = [Prompt(f"f#{number:02d}", f"g{number}", (number + 1,) * (1 + number %
 
 
 class Speaker:
-    """Answer ``[7, length, first token, EOS, 99]``; remember the batches, and stop for good after some of them."""
+    """Answer ``[7, length, first token, EOS, 99]``; record the batches, and fail after a number of them."""
 
     def __init__(self, num_batches: int = 1000) -> None:
         self.batches: list[list[Question]] = []

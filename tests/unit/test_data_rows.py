@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from mtp_train.data.pack import global_batches
-from mtp_train.data.rows import IGNORED, StepRows
 from mtp_train.data.tokenize import Document
+from mtp_train.data.trainer_rows import IGNORED, StepRows
 
 DOCUMENTS = [
     Document([number] * (3 + number), [False] + [True] * (2 + number), f"g{number}", str(number)) for number in range(5)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import byte_tokenizer
-from mtp_train.data.answers import AnswerFit
-from mtp_train.data.checked import CheckedStore
+from mtp_train.data.answers import AnswerFit, CheckedStore
 from mtp_train.data.endpoint import GREEDY, Endpoint
 from mtp_train.data.prompts import Prompt
 from mtp_train.data.responses import RegeneratedRow, RegeneratedStore
@@ -38,7 +37,7 @@ def connected(reply: ReplyFn, concurrency: int = 4) -> Iterator[tuple[Endpoint, 
 
 
 def believed(rows: Sequence[RegeneratedRow]) -> AnswerFit:
-    """Take any answers for the trunk's."""
+    """Accept any responses as the trunk's."""
     return AnswerFit(len(rows), 1, found=1.0, expected=1.0, allowed=0.0)
 
 
@@ -170,7 +169,7 @@ def test_only_what_is_missing_is_asked_for(tmp_path: Path) -> None:
     def dies(payload: dict[str, Any]) -> Reply:
         return echo(payload) if payload["prompt"][0] < 17 else Reply(500)
 
-    with pytest.raises(DataError, match=r"answers 500 .*, 8 times; .*the same command goes on from here"):
+    with pytest.raises(DataError, match=r"answers 500 .*, 8 times; .*the same command resumes from here"):
         answer(store, dies, concurrency=1)
     done = {row.id for row in store.rows()}
     assert done == {prompt.id for prompt in PROMPTS[:7]}
@@ -198,7 +197,7 @@ def test_refused_prompts_are_counted_and_asked_again_later(tmp_path: Path) -> No
     counts, _ = answer(store, reply)
     assert counts == ServedCounts(generated=6, refused=6, refusal="answers 400 (too long)")
     assert len(missing_prompts(PROMPTS, store, seq_len_tokens=64, rank=0, world=1)) == 6
-    # What will never be answered keeps nobody from training on the rest.
+    # Prompts that are always refused do not prevent training on the other responses.
     assert answer(store, reply)[0] == ServedCounts(generated=0, refused=6, refusal="answers 400 (too long)")
     with pytest.raises(DataError, match=r"refuses all of 12 prompts \(answers 400 \(no\)\); expected responses"):
         answer(RegeneratedStore(tmp_path / "none"), lambda payload: Reply(400, b"no"))

@@ -1,4 +1,4 @@
-"""Pieces of a response are joined and timed as they come, and tokens counted by what the server says of them."""
+"""Pieces of a streamed response are joined and timed as they arrive; tokens are counted as the server reports them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import httpx
 import pytest
-import requests
 
-from mtp_train.data.streamed import BrokenStreamError, Streamed, read_streamed
+from mtp_train.data.endpoint import BrokenStreamError, Streamed, read_streamed
 from openai_server import Reply, completion, openai_server, streamed
 
 Read = Callable[[Reply], Streamed]
@@ -23,7 +23,7 @@ def read() -> Iterator[Read]:
         def read_reply(reply: Reply) -> Streamed:
             served = stack.enter_context(openai_server(lambda payload: reply))
             url = f"{served.url}/completions"
-            return read_streamed(stack.enter_context(requests.post(url, json={}, stream=True, timeout=10)), 0.0)
+            return read_streamed(stack.enter_context(httpx.stream("POST", url, json={}, timeout=10)), 0.0)
 
         yield read_reply
 
@@ -80,6 +80,12 @@ def test_events_are_read_however_they_are_cut(read: Read) -> None:
     found = read(Reply(headers={"Content-Type": "text/event-stream; charset=utf-8"}, pieces=pieces))
     assert found.document["choices"][0]["text"] == "äb"
     assert len(found.arrivals) == 2
+
+
+def test_line_separators_inside_json_are_no_line_ends(read: Read) -> None:
+    text = "a\u2028b\x85c"
+    event = f"data: {json.dumps(piece(text, 'stop'), ensure_ascii=False)}\n\n"
+    assert read(streamed(event)).document["choices"][0]["text"] == text
 
 
 def test_a_stream_without_chunks_is_read(read: Read) -> None:

@@ -101,9 +101,9 @@ def test_thinking_that_a_template_always_drops_is_put_back_where_it_is_said() ->
     [
         # As DeepSeek V3.1 writes it: the prompt asks for an answer without thinking.
         ("</think>", "</think>{{ message.content.split('</think>')[-1] }}", "yes"),
-        # Kimi K2 Thinking: a turn that has been said has thought nothing.
+        # Kimi K2 Thinking: the template writes empty thinking for every finished turn.
         ("", "<think></think>{{ message.content.split('</think>')[-1] }}", "<think>hm</think>yes"),
-        # Nemotron Nano 2: the turn is put after a prompt that opens the thinking, whatever it opens itself.
+        # Nemotron Nano 2: the prompt opens the thinking, and so may the turn after it.
         ("<think>", "<think>{{ message.content }}", "hm</think>yes"),
     ],
 )

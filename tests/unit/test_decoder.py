@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import mtp_inference.head_drafter
+import mtp_inference.drafters.head_drafter
 import mtp_inference.session
 from mtp_inference import (
     GenerationResult,
@@ -20,11 +20,11 @@ from mtp_inference import (
     generate_equal_length,
     plain_greedy,
 )
-from mtp_inference.draft import Place, Size
-from mtp_inference.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
+from mtp_inference.drafters.drafter import Place, Size
+from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.heads.module import Unroll
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from redrafted import drafts_from_scratch, drafts_of_training
 from scripted import BatchRun, ScriptedDrafting, greedy_chooser, plain_texts, random_prompt, spied_drafts
 from tiny import ALL_FAMILIES, FAMILY_NAMES, UNROLLS, chained_head, head_of, tiny_head, tiny_trunk
@@ -58,8 +58,8 @@ def scripted(trunk: Trunk, texts: Texts) -> Decode:
         decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, num_right), 3, ())
         request = Request(prompt_ids=PROMPT, max_new_tokens=max_new_tokens, stop_token_ids=frozenset(eos_ids))
         longer = Request(prompt_ids=OTHER_PROMPT, max_new_tokens=20)
-        result, _ = decoder.generate([request, longer])
-        (alone,) = decoder.generate([request])
+        result, _ = decoder.decode([request, longer])
+        (alone,) = decoder.decode([request])
         assert (result.token_ids, counts(result)) == (alone.token_ids, counts(alone))
         return result
 
@@ -105,7 +105,7 @@ def test_a_text_that_ends_at_prefill_has_no_round(case: str, scripted: Decode, p
 def test_the_decoders_eos_ends_texts_as_a_requests_does(trunk: Trunk, plain: list[int]) -> None:
     request = Request(prompt_ids=PROMPT, max_new_tokens=20, stop_token_ids=frozenset([plain[9]]))
     for eos, length in ((plain[5], 6), (plain[22], 10)):
-        (result,) = SpeculativeDecoder(trunk, None, 0, [eos]).generate([request])
+        (result,) = SpeculativeDecoder(trunk, None, 0, [eos]).decode([request])
         assert list(result.token_ids) == plain[:length]
 
 
@@ -113,7 +113,7 @@ def test_the_decoders_eos_ends_texts_as_a_requests_does(trunk: Trunk, plain: lis
 def test_plain_decoding_drafts_nothing(with_head: bool, depth: int, mtp: str) -> None:
     trunk = tiny_trunk("qwen3_5")
     decoder = SpeculativeDecoder(trunk, tiny_head(trunk) if with_head else None, depth, ())
-    (result,) = decoder.generate([Request(prompt_ids=PROMPT, max_new_tokens=8, mtp=mtp)])
+    (result,) = decoder.decode([Request(prompt_ids=PROMPT, max_new_tokens=8, mtp=mtp)])
     assert list(result.token_ids) == plain_greedy(trunk, PROMPT, 8, ())
     assert counts(result) == (7, 0, ())
 
@@ -121,7 +121,7 @@ def test_plain_decoding_drafts_nothing(with_head: bool, depth: int, mtp: str) ->
 def test_each_row_drafts_as_deep_as_its_request_says(trunk: Trunk, texts: Texts) -> None:
     decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, [9]), 2, ())
     requests = [Request(prompt_ids=PROMPT, max_new_tokens=13, depth=depth) for depth in (None, 0, 1, 5)]
-    assert [counts(result) for result in decoder.generate(requests)] == [
+    assert [counts(result) for result in decoder.decode(requests)] == [
         (4, 8, (4, 4)),
         (12, 0, ()),
         (6, 6, (6,)),
@@ -140,7 +140,7 @@ def test_results_pool_as_prompt_counts(scripted: Decode) -> None:
 def test_chunks_of_a_request_make_up_its_result(trunk: Trunk, texts: Texts) -> None:
     decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, [2, 0, 3]), 3, (), max_batch=1)
     requests = [Request(prompt_ids=prompt, max_new_tokens=9) for prompt in (PROMPT, OTHER_PROMPT)]
-    chunks = list(decoder.stream(requests))
+    chunks = list(decoder.decode_chunks(requests))
     for index, prompt in enumerate((PROMPT, OTHER_PROMPT)):
         own = [chunk for chunk in chunks if chunk.index == index]
         assert [token for chunk in own for token in chunk.token_ids] == texts[tuple(prompt)][:9]
@@ -169,16 +169,16 @@ def test_bad_requests_are_refused(trunk: Trunk) -> None:
         SpeculativeDecoder(trunk, tiny_head(trunk), 8, ())
     decoder = SpeculativeDecoder(trunk, None, 0, ())
     with pytest.raises(MtpError, match="prompt: no token"):
-        decoder.generate([[]], 4)
+        decoder.decode([[]], 4)
     with pytest.raises(MtpError, match="max_new_tokens: 0"):
-        decoder.generate([PROMPT], 0)
+        decoder.decode([PROMPT], 0)
     with pytest.raises(MtpError, match="max_new_tokens: none"):
-        decoder.generate([PROMPT])
+        decoder.decode([PROMPT])
     request = Request(prompt_ids=PROMPT, max_new_tokens=4)
     with pytest.raises(MtpError, match="requests and settings beside them"):
-        decoder.generate([request], sampling=Sampling())
+        decoder.decode([request], sampling=Sampling())
     with pytest.raises(MtpError, match="no tokenizer"):
-        decoder.generate([Request(prompt_ids=PROMPT, max_new_tokens=4, stop=("x",))])
+        decoder.decode([Request(prompt_ids=PROMPT, max_new_tokens=4, stop=("x",))])
     with pytest.raises(ValueError, match=r"prompts: lengths \[2, 3\]"):
         generate_equal_length(trunk, [[1, 2], [1, 2, 3]], 4, ())
 
@@ -189,7 +189,7 @@ def test_a_chained_head_is_not_drafted_past_its_modules(trunk: Trunk) -> None:
         SpeculativeDecoder(trunk, head, 3, ())
     decoder = SpeculativeDecoder(trunk, head, 2, ())
     with pytest.raises(UnsupportedModelError, match="depth: 4; expected at most 2"):
-        decoder.generate([Request(prompt_ids=PROMPT, max_new_tokens=4, depth=4)])
+        decoder.decode([Request(prompt_ids=PROMPT, max_new_tokens=4, depth=4)])
 
 
 PLACED = ("inkling", "glm5_next", "qwen4_exp", "dots3_note")
@@ -205,7 +205,7 @@ def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
 ) -> None:
     if schedule == "changing":
         # And prompts that the head reads in several calls.
-        monkeypatch.setattr(mtp_inference.head_drafter, "KEYS_CHUNK", 2)
+        monkeypatch.setattr(mtp_inference.drafters.head_drafter, "KEYS_CHUNK", 2)
     trunk = tiny_trunk(family_name)
     head = head_of(trunk, unroll_kind, 4)
     with torch.inference_mode():
@@ -243,7 +243,7 @@ def test_a_controller_may_let_the_head_rest_and_ask_again(
     head = head_of(trunk, unroll_kind, 3)
     script = ScriptedDrafting(texts, [0], HeadDrafting(head))
     request = Request(prompt_ids=PROMPT, max_new_tokens=44, mtp="auto")
-    (result,) = SpeculativeDecoder(trunk, script, 3, ()).generate([request])
+    (result,) = SpeculativeDecoder(trunk, script, 3, ()).decode([request])
     assert list(result.token_ids) == plain[:44]
     assert counts(result) == (43, 7, (0, 0, 0))
     with torch.inference_mode():
@@ -251,7 +251,7 @@ def test_a_controller_may_let_the_head_rest_and_ask_again(
 
 
 def test_a_text_may_be_longer_than_what_may_wait_for_the_head(trunk: Trunk, plain: list[int]) -> None:
-    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 2, ()).generate([PROMPT], max_new_tokens=56)
+    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 2, ()).decode([PROMPT], max_new_tokens=56)
     assert list(result.token_ids) == plain[:56]
 
 
@@ -260,7 +260,7 @@ def test_drafts_follow_the_heads_convention(unroll_kind: Unroll, trunk: Trunk) -
     head = head_of(trunk, unroll_kind, 4)
     default = spied_drafts(trunk, head, [4])
     # Recycles the state before the final norm and reads no embedding at position 0.
-    head.convention = replace(trunk.family.conventions["vllm"], prefix=head.convention.prefix)
+    head.convention = replace(trunk.family.wiring.conventions["vllm"], prefix=head.convention.prefix)
     (ours,) = spied_drafts(trunk, head, [4])
     assert [ours] != default
     with torch.inference_mode():
@@ -297,7 +297,7 @@ def test_a_stale_row_in_the_heads_cache_shows(unroll_kind: Unroll) -> None:
 def test_a_fp32_head_drafts_for_a_bf16_trunk() -> None:
     trunk = tiny_trunk("qwen3_5")
     head = tiny_head(trunk)
-    (result,) = SpeculativeDecoder(trunk.bfloat16(), head, 3, ()).generate([PROMPT], max_new_tokens=8)
+    (result,) = SpeculativeDecoder(trunk.bfloat16(), head, 3, ()).decode([PROMPT], max_new_tokens=8)
     assert len(result.token_ids) == 8
     assert next(head.parameters()).dtype == torch.float32
 
@@ -334,9 +334,9 @@ def test_compare_tells_a_tie_from_a_divergence() -> None:
 
 def test_a_call_that_another_one_overtook_says_so(trunk: Trunk, plain: list[int]) -> None:
     decoder = SpeculativeDecoder(trunk, None, 0, ())
-    overtaken = decoder.stream([Request(prompt_ids=PROMPT, max_new_tokens=8)])
+    overtaken = decoder.decode_chunks([Request(prompt_ids=PROMPT, max_new_tokens=8)])
     next(overtaken)
-    (result,) = decoder.generate([PROMPT], max_new_tokens=8)
+    (result,) = decoder.decode([PROMPT], max_new_tokens=8)
     assert list(result.token_ids) == plain[:8]
     with pytest.raises(MtpError, match="another call of this decoder began"):
         next(overtaken)

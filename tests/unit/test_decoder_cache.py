@@ -10,13 +10,12 @@ from torch import Tensor
 from transformers import FalconH1Config
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from mtp_inference.cache import AttentionStore, WindowCache
-from mtp_inference.delta import MAX_WINDOW, gated_delta_token, gated_delta_window
-from mtp_inference.recurrent import undecided_states, window_conv
-from mtp_inference.recurrent_cache import RecurrentStore
-from mtp_inference.window import Window, attending_in_windows
+from mtp_inference.cache.delta import MAX_WINDOW, gated_delta_token, gated_delta_window
+from mtp_inference.cache.model_cache import AttentionStore, WindowCache
+from mtp_inference.cache.recurrent import RecurrentStore, undecided_states, window_conv
+from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from scripted import BatchRun, random_prompt, state_bound, state_errors
 from tiny import CACHE_KINDS, SLIDING_WINDOW, tiny_trunk
 from tolerances import FAR
@@ -274,7 +273,7 @@ WINDOW_BT = torch.tensor([random_prompt(4, seed=row) for row in range(len(PROMPT
 def test_commit_leaves_each_row_the_state_of_a_plain_forward(kind: str) -> None:
     trunk = tiny_trunk(CACHE_KINDS[kind])
     more_kinds = ["entries", "inputs"] if kind == "compressed" else []
-    more_kinds += [] if trunk.family.recurrent is None else ["conv", "recurrent"]
+    more_kinds += [] if trunk.family.trunk.recurrent is None else ["conv", "recurrent"]
     more_kinds += ["conv"] if kind == "convolved" else []
     for shift in range(3):
         num_kept = [(shift + 2 * row) % 5 for row in range(len(PROMPTS))]

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder
-from mtp_inference.chooser import Chooser, Drafts
-from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
-from mtp_inference.other_drafters import ModelDrafting, NgramDrafting
-from mtp_train.heads.trunk import Trunk
+from mtp_inference.drafters.drafter import Drafter, DrafterMaker, Place, Size
+from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
+from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_train.trunk.load import Trunk
 from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 
 SETTINGS = [
@@ -98,7 +98,7 @@ def mixed_requests() -> list[Request]:
 @functools.cache
 def undrafted(name: str) -> list[tuple[int, ...]]:
     decoder = SpeculativeDecoder(trunk_of(name), None, 0, ())
-    return [decoder.generate([request])[0].token_ids for request in mixed_requests()]
+    return [decoder.decode([request])[0].token_ids for request in mixed_requests()]
 
 
 def texts(results: Sequence[GenerationResult]) -> list[tuple[int, ...]]:
@@ -108,7 +108,7 @@ def texts(results: Sequence[GenerationResult]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("name", "drafting"), HEADS + OTHERS)
 def test_first_choice_drafts_leave_every_sampled_text_as_it_is(name: str, drafting: str) -> None:
     decoder = SpeculativeDecoder(trunk_of(name), DRAFTING[drafting](name), 4, (), max_batch=3)
-    results = decoder.generate(mixed_requests())
+    results = decoder.decode(mixed_requests())
     assert texts(results) == undrafted(name)
     if drafting == "model":
         assert sum(result.num_accepted_tokens for result in results) > 15
@@ -117,7 +117,7 @@ def test_first_choice_drafts_leave_every_sampled_text_as_it_is(name: str, drafti
 def test_the_texts_without_drafts_are_worth_comparing() -> None:
     for name in CACHE_KINDS.values():
         greedy = [dataclasses.replace(request, sampling=Sampling()) for request in mixed_requests()]
-        of_greedy = texts(SpeculativeDecoder(trunk_of(name), None, 0, ()).generate(greedy))
+        of_greedy = texts(SpeculativeDecoder(trunk_of(name), None, 0, ()).decode(greedy))
         differs = [ours != other for ours, other in zip(undrafted(name), of_greedy, strict=True)]
         assert differs[:4] == [True] * 4
         assert not differs[4]
@@ -125,7 +125,7 @@ def test_the_texts_without_drafts_are_worth_comparing() -> None:
             dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=1))
             for request in mixed_requests()
         ]
-        of_reseeded = texts(SpeculativeDecoder(trunk_of(name), None, 0, ()).generate(reseeded))
+        of_reseeded = texts(SpeculativeDecoder(trunk_of(name), None, 0, ()).decode(reseeded))
         differs = [ours != other for ours, other in zip(undrafted(name), of_reseeded, strict=True)]
         assert differs == [request.sampling.temperature > 0.0 for request in mixed_requests()]
 
@@ -136,8 +136,8 @@ def test_the_texts_without_drafts_are_worth_comparing() -> None:
 )
 def test_with_drawn_drafts_a_row_says_what_it_says_alone(name: str, drafting: str) -> None:
     decoder = SpeculativeDecoder(trunk_of(name), DRAFTING[drafting](name), 4, (), max_batch=3, draft_sampling="sampled")
-    alone = [decoder.generate([request])[0] for request in mixed_requests()]
-    together = decoder.generate(mixed_requests())
+    alone = [decoder.decode([request])[0] for request in mixed_requests()]
+    together = decoder.decode(mixed_requests())
     for one, other in zip(alone, together, strict=True):
         assert (one.token_ids, one.rounds, one.accepted_per_pos) == (
             other.token_ids,
@@ -192,7 +192,7 @@ def sampled_texts(
         for seed in range(SEEDS)
     ]
     decoder = SpeculativeDecoder(trunk, drafting, 2, (), max_batch=len(requests), draft_sampling="sampled")
-    results = decoder.generate(requests)
+    results = decoder.decode(requests)
     return [results[start : start + SEEDS] for start in range(0, len(results), SEEDS)]
 
 
@@ -305,7 +305,7 @@ def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap() -> No
         for seed in range(SEEDS)
     ]
     decoder = SpeculativeDecoder(trunk, Watched(maker, ""), 1, (), max_batch=SEEDS, draft_sampling="sampled")
-    accepted = sum(result.num_accepted_tokens for result in decoder.generate(requests))
+    accepted = sum(result.num_accepted_tokens for result in decoder.decode(requests))
     overlap_B = torch.cat(overlaps)
     assert len(overlap_B) == SEEDS
     sigma = math.sqrt(float((overlap_B * (1.0 - overlap_B)).sum()))

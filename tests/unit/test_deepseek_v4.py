@@ -16,13 +16,12 @@ from torch import Tensor
 from adapters import write_adapter
 from checkpoints import all_tensors, base_and_finetune, save_with_head
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
-from mtp_train.cli import main
-from mtp_train.heads.attach import build_head, native_plan
+from mtp_train.cli.main import main
+from mtp_train.heads.build import build_head, fresh_plan, native_plan
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.heads.fresh import fresh_plan
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
-from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from runs import document
 from scripted import random_prompt
@@ -109,7 +108,7 @@ def test_a_release_decodes_and_says_what_transformers_save_says(tmp_path: Path) 
     for names in (lambda path: path, as_released):
         trunk, head = loaded(names(tmp_path / "base"))
         prompt = random_prompt(9)
-        (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).generate([prompt], 20)
+        (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).decode([prompt], 20)
         assert compare(result.token_ids, plain_greedy(trunk, prompt, 20, ()), trunk, prompt).verdict == "identical"
         texts.append((result.token_ids, result.accepted_per_pos))
     assert texts[0] == texts[1]

@@ -31,14 +31,14 @@ def test_a_table_of_the_trunk_s_own_text_drafts_it_and_changes_nothing() -> None
     trunk, prompt = tiny_trunk("qwen3_5"), [1, 2, 3, 4]
 
     def decode(drafting: TableDrafting | None) -> GenerationResult:
-        (result,) = SpeculativeDecoder(trunk, drafting, 3 if drafting else 0, []).generate([prompt], 20)
+        (result,) = SpeculativeDecoder(trunk, drafting, 3 if drafting else 0, []).decode([prompt], 20)
         return result
 
     plain = decode(None)
     drafted = decode(TableDrafting(make_table([document([*prompt, *plain.token_ids])], 20), 20))
     assert drafted.token_ids == plain.token_ids
     assert drafted.num_accepted_tokens > 10
-    # Of another text the table knows no context.
+    # A table of another text has none of these contexts.
     other = decode(TableDrafting(make_table([document([0, 0])])))
     assert other.token_ids == plain.token_ids
     assert other.num_accepted_tokens < drafted.num_accepted_tokens

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from mtp_train.data.pack import collate, count_targets, pack_documents
 from mtp_train.data.tokenize import Document
-from mtp_train.train import dense
-from mtp_train.train.dense import DenseMetrics, dense_metrics
-from mtp_train.train.dense_sums import dense_sums
-from mtp_train.train.module import AlignedRows, Batch, aligned_rows
+from mtp_train.train import teacher_forced as dense
+from mtp_train.train.aligned import AlignedRows, Batch, aligned_rows
+from mtp_train.train.teacher_forced import DenseMetrics, dense_metrics, dense_sums
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 A, B, C, UNIFORM = [0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1], [0.25] * 4

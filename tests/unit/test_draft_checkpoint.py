@@ -80,7 +80,7 @@ def test_the_config_is_one_of_the_layer_for_old_and_new_readers(kind: HeadKind, 
     for name in ("hidden_size", "intermediate_size", "head_dim", "num_key_value_heads", "rms_norm_eps"):
         assert getattr(found, name) == getattr(written.head.config, name)
     assert found.dtype == torch.float32
-    # Of the text it drafts, not of Llama's.
+    # The tokens of the trunk's tokenizer, and not Llama's defaults.
     assert (found.bos_token_id, found.eos_token_id) == (None, None)
 
 
@@ -110,7 +110,7 @@ def test_speculators_layout_names_the_trunk(tmp_path: Path) -> None:
         "architectures": ["LlamaForCausalLM"],
     }
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == NUM_DEPTHS
-    # Not its default in vLLM.
+    # vLLM's default is true.
     assert config["norm_before_residual"] is False
     assert config["draft_vocab_size"] == len(CHOSEN)
     layer = config["transformer_layer_config"]
@@ -119,12 +119,12 @@ def test_speculators_layout_names_the_trunk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_speculators_holds_no_other_kind(kind: HeadKind, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"no head of kind {kind}; expected eagle3"):
+    with pytest.raises(CheckpointError, match=f"not support heads of kind {kind}; expected eagle3"):
         DraftModelToWrite(tmp_path, kind).write(form="speculators")
 
 
 def test_eagle_has_no_lm_head_and_a_bias_that_does_nothing(tmp_path: Path) -> None:
-    # Engines draft from all tokens with such a head, whatever it was trained to.
+    # Engines draft from all tokens with an EAGLE head, also if it was trained for a part of them.
     written = DraftModelToWrite(tmp_path, "eagle", CHOSEN)
     tensors, config = written.write()
     assert tensors.keys() == {"fc.weight", "fc.bias", *(f"layers.0.{name}" for name in LAYER)}
@@ -146,7 +146,9 @@ def test_medusa_keeps_its_blocks_and_the_whole_lm_head(tmp_path: Path) -> None:
 
 
 def test_a_trunk_of_few_layers_has_no_three_states(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"6 layers; expected 7 or more, or two of the three states"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"6 layers; expected 7 or more: with fewer, two of the three states"
+    ):
         DraftModelToWrite(tmp_path, "eagle3", num_layers=6).write()
     assert DraftModelToWrite(tmp_path / "more", "eagle3", num_layers=7).write()
     assert DraftModelToWrite(tmp_path / "other", "eagle", num_layers=6).write()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import FAMILIES, HeadKind, of_kind
 from mtp_train.families.draft_engines import draft_engines
@@ -35,7 +35,7 @@ def trunks(kind: HeadKind) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_trunk_has_an_answer_for_every_engine(kind: HeadKind) -> None:
     names = {frozenset(draft_engines(kind, family)) for family in trunks(kind)}
-    assert names == {frozenset(FAMILIES[0].engines)}
+    assert names == {frozenset(FAMILIES[0].serving)}
     for family in trunks(kind):
         commands = engine_commands(draft_engines(kind, family), OUT, DEPTH)
         assert all("{" not in text or engine == "vllm" for engine, text in commands.items())
@@ -63,7 +63,7 @@ def test_sglang_and_llama_cpp_are_given_the_directory_and_the_trunk() -> None:
 @pytest.mark.parametrize(("family", "engine"), [("gemma3_text", "vllm"), ("olmo2", "sglang"), ("qwen2", "llama.cpp")])
 def test_an_engine_without_the_states_says_so(family: str, engine: str) -> None:
     command = engine_commands(draft_engines("eagle3", family), OUT, DEPTH)[engine]
-    assert command == "no: hands no head the states between this model's layers"
+    assert command == "no: does not pass the states between this model's layers to a head"
 
 
 def test_the_how_to_names_the_commands_that_check_prints() -> None:

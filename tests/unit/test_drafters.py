@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 import mtp_inference.decoder
-import mtp_inference.head_drafter
+import mtp_inference.drafters.head_drafter
 import mtp_inference.session
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.batch import Batch
-from mtp_inference.chooser import Chooser, Drafts, DraftSampling
-from mtp_inference.draft import Drafter, DrafterMaker, Place, Size
-from mtp_inference.other_drafters import ModelDrafting, NgramDrafter, NgramDrafting
+from mtp_inference.drafters.drafter import Drafter, DrafterMaker, Place, Size
+from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafter, NgramDrafting
+from mtp_inference.sampling.chooser import Chooser, Drafts, DraftSampling
 from mtp_train.errors import MtpError, UnsupportedModelError
-from mtp_train.heads.module import Unroll
-from mtp_train.heads.output import OutputRows
-from mtp_train.heads.trunk import Trunk
+from mtp_train.heads.module import OutputRows, Unroll
+from mtp_train.trunk.load import Trunk
 from tiny import CACHE_KINDS, UNROLLS, VOCAB_SIZE, chained_head, head_of, tiny_head, tiny_trunk
 
 SOME_IDS = torch.tensor([3, 60, 14, 15, 9, 2, 6, 53, 58, 40, 7, 33])
@@ -43,7 +42,7 @@ def plain_text(name: str, prompt_ids: tuple[int, ...], num_tokens: int) -> tuple
 
 def assert_plain(name: str, decoder: SpeculativeDecoder, requests: Sequence[Request]) -> list[tuple[int, int]]:
     """Decode, compare every text with plain decoding, and return how many tokens were drafted and accepted."""
-    results = decoder.generate(requests)
+    results = decoder.decode(requests)
     for request, result in zip(requests, results, strict=True):
         assert result.token_ids == plain_text(name, tuple(request.prompt_ids), request.max_new_tokens)
     return [(result.num_draft_tokens, result.num_accepted_tokens) for result in results]
@@ -216,7 +215,7 @@ def test_a_wide_plan_at_the_end_of_the_buffers_drafts_the_same(maker: str) -> No
 def test_a_long_prompt_is_read_in_parts(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = []
     for chunk in (2048, 7):
-        monkeypatch.setattr(mtp_inference.head_drafter, "KEYS_CHUNK", chunk)
+        monkeypatch.setattr(mtp_inference.drafters.head_drafter, "KEYS_CHUNK", chunk)
         record = Recorded(MAKERS[maker]())
         requests = [Request(prompt_ids=prompt(60), max_new_tokens=8)]
         assert_plain("qwen3_5", SpeculativeDecoder(trunk_of("qwen3_5"), record, 3, ()), requests)
@@ -298,7 +297,7 @@ def test_only_what_was_found_counts_as_drafted() -> None:
     record = Recorded(NgramDrafting())
     requests = ragged([3, 2, 5, 0], max_new_tokens=40)
     decoder = SpeculativeDecoder(trunk_of("glm4_moe"), record, 3, (), max_batch=4)
-    results = decoder.generate(requests)
+    results = decoder.decode(requests)
     assert_plain("glm4_moe", decoder, requests)
     drafted, rounds, accepted = (
         [getattr(result, name) for result in results] for name in ("num_draft_tokens", "rounds", "num_accepted_tokens")
@@ -335,12 +334,12 @@ def test_a_reduced_vocabulary_bounds_the_drafts_and_not_the_text(
         Request(prompt_ids=prompt(4 + row), max_new_tokens=20, sampling=settings[row] if sampled else Sampling())
         for row in range(3)
     ]
-    plain = [result.token_ids for result in SpeculativeDecoder(trunk, None, 0, ()).generate(requests)]
+    plain = [result.token_ids for result in SpeculativeDecoder(trunk, None, 0, ()).decode(requests)]
     drafted: dict[str, set[int]] = {}
     for name, ids_R in (("all", None), ("some", SOME_IDS)):
         record = Recorded(HeadDrafting(head, ids_R))
         decoder = SpeculativeDecoder(trunk, record, 3, (), draft_sampling=draft_sampling)
-        texts = [result.token_ids for result in decoder.generate(requests)]
+        texts = [result.token_ids for result in decoder.decode(requests)]
         # Drafts that are drawn change which text is drawn, not how probable it is.
         assert (texts == plain) == (not sampled or draft_sampling == "argmax")
         drafted[name] = {token for draft in record.drafts for token in draft.tokens_BK.flatten().tolist()}
@@ -380,7 +379,7 @@ def refusals() -> Iterator[tuple[type[MtpError], str, Callable[[], object]]]:
         (lambda: SpeculativeDecoder(trunk, chained, 3, ())),
     )
     decoder = SpeculativeDecoder(trunk, chained, 2, ())
-    yield UnsupportedModelError, "depth: 3; expected at most 2", lambda: decoder.stream(deeper)
+    yield UnsupportedModelError, "depth: 3; expected at most 2", lambda: decoder.decode_chunks(deeper)
 
 
 def test_what_cannot_draft_is_refused() -> None:
@@ -391,7 +390,7 @@ def test_what_cannot_draft_is_refused() -> None:
 
 def test_a_batch_without_a_drafter_settles_nothing() -> None:
     decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
-    assert decoder.generate([prompt(4)], 40)[0].token_ids == plain_text("glm4_moe", tuple(prompt(4)), 40)
+    assert decoder.decode([prompt(4)], 40)[0].token_ids == plain_text("glm4_moe", tuple(prompt(4)), 40)
     assert decoder._rounds is not None
     batch: Batch = decoder._rounds.batch
     assert batch.drafter is None

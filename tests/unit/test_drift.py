@@ -1,4 +1,4 @@
-"""The drift curve: a fine-tune that is watched, checkpoints that were kept, and what is left of the launch."""
+"""The drift curve: points of a fine-tune, saved checkpoints, and the state of the launch afterwards."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ import torch
 from accelerate.state import PartialState
 from rich.progress import Progress
 
-from mtp_train.data.rows import IGNORED, document_row, pad_rows
 from mtp_train.data.tokenize import Document
-from mtp_train.heads.trunk import Trunk
-from mtp_train.inputs import Inputs, gather_inputs
-from mtp_train.recipe import Recipe
-from mtp_train.recipe_study import FineTuneSpec
-from mtp_train.report.cells import DriftPoint
-from mtp_train.study import drift
-from mtp_train.study.drift import DriftLog, change_of, drift_along_checkpoints, drift_along_fine_tune, stored_change
-from mtp_train.study.fine_tune import alone, fine_tune, measured_steps
+from mtp_train.data.trainer_rows import IGNORED, document_row, pad_rows
+from mtp_train.evaluation.cells import DriftPoint
+from mtp_train.job.inputs import Inputs, gather_inputs
+from mtp_train.job.study import drift
+from mtp_train.job.study.drift import (
+    DriftLog,
+    alone,
+    change_of,
+    drift_along_checkpoints,
+    drift_along_fine_tune,
+    fine_tune,
+    measured_steps,
+    stored_change,
+)
+from mtp_train.recipe.schema import FineTuneSpec, Recipe
+from mtp_train.trunk.load import Trunk
 from mtp_train.weights.files import open_checkpoint
 from runs import tiny_recipe, write_inputs
 from tiny import tiny_trunk

@@ -2,57 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mtp_train.acceptance import PromptCounts
-from mtp_train.arms import ArmRun, own_text
 from mtp_train.data.prompts import Prompt
-from mtp_train.evaluation import arm_result, draft_depth, judge, lossless
-from mtp_train.recipe import Recipe
-from mtp_train.report.schema import ArmResult, Lossless
-from mtp_train.serving import GREEDY
-from mtp_train.train.dense import DenseMetrics
+from mtp_train.evaluation.decoding import PLAIN
+from mtp_train.evaluation.dense import own_text
+from mtp_train.evaluation.prompt_records import Decoded
+from mtp_train.evaluation.results import ArmResult, Lossless, TeacherForced
+from mtp_train.evaluation.settings import draft_depth, greedy
+from mtp_train.evaluation.statistics import MeasuredArm, lossless
+from mtp_train.job.evaluate_run import MeasuredRun, judge, run_result
+from mtp_train.recipe.schema import Recipe
+from mtp_train.train.teacher_forced import DenseMetrics
 from runs import tiny_recipe
 
 DENSE = DenseMetrics(agreement=[0.75, 0.5], overlap=[0.5, 0.25], target_entropy=1.5, num_targets=[8, 4])
 NO_DENSE = DenseMetrics([], [], 1.5, [])
+DEPTH, ROUNDS = 2, 10
+GREEDY = greedy(DEPTH)
 
 
 def recipe(**overrides: Any) -> Recipe:
     return tiny_recipe(Path("in"), Path("run"), **overrides)
 
 
-def counts(prompt_id: str, rounds: int, accepted: tuple[int, ...], seconds: float = 1.0) -> PromptCounts:
-    drafted, committed = rounds * len(accepted), 1 + rounds + sum(accepted)
-    return PromptCounts(prompt_id, rounds, drafted, accepted, committed, seconds, group=prompt_id)
+def record(
+    prompt_id: str, accepted: tuple[int, ...], depth: int = DEPTH, tokens: tuple[int, ...] = (), seconds: float = 1.0
+) -> Decoded:
+    """Return a record of rounds that each drafted ``depth`` tokens."""
+    return Decoded(
+        prompt_id=prompt_id,
+        group=prompt_id,
+        task="held-out",
+        prompt_tokens=3,
+        token_ids=tokens,
+        drafted=(depth,) * len(accepted),
+        accepted=accepted,
+        seconds_prefill=0.25 * seconds,
+        seconds_decode=0.75 * seconds,
+        same_as_plain="identical" if depth else None,
+    )
 
 
-def planted(accepted: list[tuple[int, int]], rounds: int = 10) -> ArmRun:
-    """Return the run of a head of which each prompt accepted this much in ``rounds`` rounds."""
-    pairs = enumerate(accepted)
-    run = ArmRun(counts=[counts(f"p{number}", rounds, pair) for number, pair in pairs])
-    run.outputs = [tuple(range(count.new_tokens)) for count in run.counts]
-    run.identical = len(accepted)
-    return run
+def planted(name: str, accepted: list[tuple[int, int]]) -> MeasuredArm:
+    """Return an arm of which each prompt accepted so much at each position in ten rounds."""
+    if name == PLAIN:
+        plain = [record(f"p{number}", (0,) * ROUNDS, depth=0) for number in range(len(accepted))]
+        return MeasuredArm(name, "in/finetune", None, {GREEDY.plain: plain})
+    records = [
+        record(f"p{number}", (2,) * second + (1,) * (first - second) + (0,) * (ROUNDS - first))
+        for number, (first, second) in enumerate(accepted)
+    ]
+    return MeasuredArm(name, "in/finetune", "run/head", {GREEDY: records})
+
+
+def with_verdicts(arm: MeasuredArm, verdicts: dict[str, Any]) -> MeasuredArm:
+    """Return an arm whose comparisons with plain decoding had these results, by prompt."""
+    records = [replace(one, same_as_plain=verdicts.get(one.prompt_id, "identical")) for one in arm.decoded[GREEDY]]
+    return replace(arm, decoded={GREEDY: records})
+
+
+def measured(*arms: MeasuredArm) -> MeasuredRun:
+    return MeasuredRun(arms, (GREEDY,), {}, {})
 
 
 WEAK = [(3, 0), (2, 1), (4, 1), (3, 1), (2, 0), (3, 0), (4, 2), (3, 1)]
 STRONG = [(9, 5), (8, 6), (9, 7), (8, 4), (9, 6), (7, 5), (9, 8), (8, 5)]
 
 
-def runs(retrained: list[tuple[int, int]], baseline: list[tuple[int, int]], name: str = "graft") -> dict[str, ArmRun]:
-    return {name: planted(baseline), "retrained": planted(retrained)}
+def runs(retrained: list[tuple[int, int]], baseline: list[tuple[int, int]], name: str = "graft") -> MeasuredRun:
+    return measured(planted(name, baseline), planted("retrained", retrained))
 
 
 # The gate
 
 
 def test_a_better_head_passes() -> None:
-    arms = runs(STRONG, WEAK)
-    verdict = judge(recipe(), {GREEDY: arms}, list(arms.values()))
+    verdict = judge(recipe(), runs(STRONG, WEAK))
     assert (verdict.passed, verdict.baseline) == (True, "graft")
     assert verdict.delta_tau_ci95 is not None
     assert verdict.delta_tau_ci95[0] > 0
@@ -67,8 +97,7 @@ def test_a_better_head_passes() -> None:
 def test_a_head_that_is_no_better_is_refused_with_the_command_for_the_better_one(
     retrained: list[tuple[int, int]], found: str
 ) -> None:
-    arms = runs(retrained, WEAK)
-    verdict = judge(recipe(), {GREEDY: arms}, list(arms.values()))
+    verdict = judge(recipe(), runs(retrained, WEAK))
     assert not verdict.passed
     assert f"{found}. The base's own head is not shown to be worse: " in verdict.reason
     assert verdict.reason.endswith("mtp-train graft in/finetune --from in/base --out in/finetune-mtp")
@@ -76,8 +105,7 @@ def test_a_head_that_is_no_better_is_refused_with_the_command_for_the_better_one
 
 def test_other_baselines_have_no_command_to_name() -> None:
     native = recipe(head__init="native", model__head_from=None, evaluate__arms=["none", "native", "retrained"])
-    arms = runs(WEAK, STRONG, "native")
-    verdict = judge(native, {GREEDY: arms}, list(arms.values()))
+    verdict = judge(native, runs(WEAK, STRONG, "native"))
     assert (verdict.passed, verdict.baseline) == (False, "native")
     assert "(native)" in verdict.reason
     assert "mtp-train" not in verdict.reason
@@ -94,30 +122,26 @@ def test_other_baselines_have_no_command_to_name() -> None:
     ],
 )
 def test_the_automatic_baseline_is_the_best_head_without_training(overrides: dict[str, Any], baseline: str) -> None:
-    arms = {name: planted(WEAK) for name in ("none", "graft", "native")} | {"retrained": planted(STRONG)}
-    assert judge(recipe(**overrides), {GREEDY: arms}, []).baseline == baseline
+    arms = [planted(name, WEAK) for name in (PLAIN, "graft", "native")]
+    assert judge(recipe(**overrides), measured(*arms, planted("retrained", STRONG))).baseline == baseline
 
 
 @pytest.mark.parametrize("arm", ["graft", "retrained", "vanilla"])
 def test_an_output_that_decoding_changed_refuses_whatever_the_gain(arm: str) -> None:
-    arms = runs(STRONG, WEAK)
-    checked = [*arms.values(), planted(WEAK)]
-    broken = checked[["graft", "retrained", "vanilla"].index(arm)]
-    broken.divergences = ["chats.jsonl#4", "chats.jsonl#9"]
-    verdict = judge(recipe(), {GREEDY: arms}, checked)
+    arms = [planted("graft", WEAK), planted("retrained", STRONG), planted("vanilla", WEAK)]
+    broken = {"p4": "divergence", "p6": "divergence", "p7": "near_tie"}
+    verdict = judge(recipe(), measured(*(with_verdicts(one, broken) if one.name == arm else one for one in arms)))
     assert (verdict.passed, verdict.delta_tau_ci95) == (False, None)
-    assert "changed the output of 2 prompts (chats.jsonl#4 first), and no near tie explains it" in verdict.reason
+    assert "changed the output of 2 prompts (p4 first), and no near tie explains it" in verdict.reason
 
 
 def test_a_near_tie_refuses_nothing() -> None:
-    arms = runs(STRONG, WEAK)
-    arms["retrained"].identical, arms["retrained"].near_ties = 7, 1
-    assert judge(recipe(), {GREEDY: arms}, list(arms.values())).passed
+    graft, retrained = runs(STRONG, WEAK).arms
+    assert judge(recipe(), measured(graft, with_verdicts(retrained, {"p2": "near_tie"}))).passed
 
 
 def test_too_few_prompts_are_refused_however_good_they_look() -> None:
-    arms = runs(STRONG[:4], WEAK[:4])
-    verdict = judge(recipe(), {GREEDY: arms}, list(arms.values()))
+    verdict = judge(recipe(), runs(STRONG[:4], WEAK[:4]))
     assert not verdict.passed
     assert "needs prompts of at least 5 groups. Raise evaluate.prompts" in verdict.reason
 
@@ -125,10 +149,26 @@ def test_too_few_prompts_are_refused_however_good_they_look() -> None:
 # The figures
 
 
+def arms_of(drafted: list[Decoded], plain: list[Decoded]) -> tuple[MeasuredArm, MeasuredArm]:
+    """Return plain decoding and a head on one trunk."""
+    return (
+        MeasuredArm(PLAIN, "in/finetune", None, {GREEDY.plain: plain}),
+        MeasuredArm("retrained", "in/finetune", "run/head", {GREEDY.plain: plain, GREEDY: drafted}),
+    )
+
+
+PLAIN_TEXTS = [
+    record("a", (0,) * 5, depth=0, tokens=(1,) * 6, seconds=0.5),
+    record("b", (0,) * 3, depth=0, tokens=(2, 3, 4, 5), seconds=0.5),
+]
+
+
 def test_figures_of_an_arm_are_pooled_over_its_prompts() -> None:
-    plain = ArmRun(counts=[counts("a", 5, (), 0.5), counts("b", 3, (), 0.5)], outputs=[(1,) * 6, (2, 3, 4, 5)])
-    run = ArmRun(counts=[counts("a", 4, (3, 1), 0.25), counts("b", 2, (1, 1), 0.25)], outputs=[(1,) * 9, (2,) * 5])
-    result = arm_result(run, "in/finetune", "run/head", DENSE, plain)
+    drafted = [
+        record("a", (2, 1, 1, 0), tokens=(1,) * 9, seconds=0.25),
+        record("b", (2, 0), tokens=(2,) * 5, seconds=0.25),
+    ]
+    result = run_result(arms_of(drafted, PLAIN_TEXTS)[1], GREEDY, DENSE)
     interval = result.tau_ci95
     assert interval is not None
     assert interval[0] <= 2.0 <= interval[1]
@@ -140,9 +180,7 @@ def test_figures_of_an_arm_are_pooled_over_its_prompts() -> None:
         acceptance_rate=6 / 12,
         marginal=(4 / 6, 2 / 6),
         conditional=(4 / 6, 2 / 4),
-        dense=(0.75, 0.5),
-        overlap=(0.5, 0.25),
-        target_entropy=1.5,
+        teacher_forced=TeacherForced(dense=(0.75, 0.5), overlap=(0.5, 0.25), target_entropy=1.5),
         # Of the nine equal tokens, the second 8-gram repeats the first; five tokens have none.
         repeated_8gram_share=1 / 2,
         tokens_per_second=14 / 0.5,
@@ -155,23 +193,22 @@ def test_figures_of_an_arm_are_pooled_over_its_prompts() -> None:
 
 
 def test_plain_decoding_has_no_figures_of_drafts() -> None:
-    plain = ArmRun(counts=[counts("a", 5, ()), counts("b", 3, ())], outputs=[(1, 2, 3, 4, 5, 6), (1, 2, 3, 4)])
-    result = arm_result(plain, "in/finetune", None, NO_DENSE, plain)
+    result = run_result(arms_of([], PLAIN_TEXTS)[0], GREEDY, NO_DENSE)
     assert (result.tau_ci95, result.acceptance_rate, result.marginal, result.conditional) == (None,) * 4
-    assert (result.dense, result.overlap) == (None, None)
-    assert (result.tau, result.speedup, result.tokens_per_second, result.rounds) == (1.0, 1.0, 5.0, 8)
+    assert (result.dense, result.overlap, result.target_entropy) == (None, None, 1.5)
+    assert (result.tau, result.speedup, result.tokens_per_second, result.rounds) == (1.0, 1.0, 10.0, 8)
 
 
 def test_a_depth_without_a_target_is_left_out_of_the_dense_figures() -> None:
     short = DenseMetrics([0.5, None], [0.25, None], 1.0, [3, 0])
-    result = arm_result(planted(WEAK), "in/finetune", "run/head", short, planted(WEAK))
+    result = run_result(planted("retrained", WEAK), GREEDY, short)
     assert (result.dense, result.overlap) == ((0.5,), (0.25,))
 
 
 def test_lossless_adds_up_every_checked_arm() -> None:
-    first, second = planted(WEAK), planted(STRONG)
-    second.identical, second.near_ties, second.divergences = 6, 1, ["p3"]
-    summed = lossless([first, second])
+    first = planted("graft", WEAK)
+    second = with_verdicts(planted("retrained", STRONG), {"p3": "divergence", "p5": "near_tie"})
+    summed = lossless(measured(planted(PLAIN, WEAK), first, second).checked)
     assert summed == Lossless(checked=16, identical=14, near_tie_divergences=1)
     assert summed.faults == 1
 

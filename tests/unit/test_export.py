@@ -5,11 +5,9 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from rich.progress import Progress
 from safetensors.torch import save_file
 
 from checkpoints import (
@@ -21,22 +19,14 @@ from checkpoints import (
     shard,
     wrap_as_vision_language,
 )
-from mtp_train.commands.graft import export, graft
-from mtp_train.commands.inspect import inspect_checkpoint
+from mtp_train import export, graft, inspect
 from mtp_train.errors import CheckpointError, OutputExistsError
-from mtp_train.heads.attach import build_head, graft_plan, trained_head
+from mtp_train.heads.build import build_head, fresh_plan, graft_plan, trained_head
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
-from mtp_train.heads.fresh import fresh_plan
 from mtp_train.weights import export as export_module
 from mtp_train.weights.export import write_checkpoint
 from mtp_train.weights.files import INDEX_FILE, open_checkpoint
 from tiny import FAMILY_NAMES, tiny_trunk
-
-QUIET = Progress(disable=True)
-
-
-def run_graft(finetune: Path, base: Path, out: Path, link: Any = "hard") -> None:
-    graft(str(finetune), str(base), out, link=link, progress=QUIET)
 
 
 def assert_grafted(out: Path, finetune: Path, base: Path) -> None:
@@ -62,7 +52,7 @@ def test_graft_puts_the_head_back_and_leaves_the_trunk_alone(
     if sharded:
         shard(base, 2)
         shard(finetune)
-    run_graft(finetune, base, tmp_path / "out")
+    graft(finetune, base, tmp_path / "out")
     assert_grafted(tmp_path / "out", finetune, base)
     index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
     tensors = all_tensors(tmp_path / "out")
@@ -74,7 +64,7 @@ def test_graft_puts_the_head_back_and_leaves_the_trunk_alone(
 
 def test_shared_copies_are_written_from_the_trunk_that_is_exported(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "glm4_moe")
-    run_graft(finetune, base, tmp_path / "out")
+    graft(finetune, base, tmp_path / "out")
     written, original = all_tensors(tmp_path / "out"), all_tensors(base)
     embedding = written["model.layers.3.embed_tokens.weight"]
     assert torch.equal(embedding, written["model.embed_tokens.weight"])
@@ -86,7 +76,7 @@ def test_a_wrapped_fine_tune_takes_the_head_of_a_text_only_base(tmp_path: Path) 
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     wrap_as_vision_language(finetune)
     set_count(finetune, "mtp_num_hidden_layers", None)
-    run_graft(finetune, base, tmp_path / "out")
+    graft(finetune, base, tmp_path / "out")
     assert_grafted(tmp_path / "out", finetune, base)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["text_config"]["mtp_num_hidden_layers"] == 1
@@ -96,8 +86,8 @@ def test_a_wrapped_fine_tune_takes_the_head_of_a_text_only_base(tmp_path: Path) 
 
 def test_unchanged_files_are_links_and_copies_on_request(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    run_graft(finetune, base, tmp_path / "linked")
-    run_graft(finetune, base, tmp_path / "copied", link="copy")
+    graft(finetune, base, tmp_path / "linked")
+    graft(finetune, base, tmp_path / "copied", copy=True)
     source = (finetune / "model.safetensors").stat().st_ino
     assert (tmp_path / "linked" / "model-00001-of-00002.safetensors").stat().st_ino == source
     assert (tmp_path / "copied" / "model-00001-of-00002.safetensors").stat().st_ino != source
@@ -124,7 +114,7 @@ def test_an_existing_target_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(OutputExistsError, match="out: already exists; expected a new path for the checkpoint"):
-        run_graft(finetune, base, tmp_path / "out")
+        graft(finetune, base, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
@@ -136,8 +126,8 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(export_module, "write_safetensors", full)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*what was there before is whole"):
-        run_graft(finetune, base, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"No space left on device.*Earlier files are unchanged"):
+        graft(finetune, base, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "finetune"]
     assert {path.name: path.read_bytes() for path in finetune.iterdir()} == before
 
@@ -147,7 +137,7 @@ def test_training_leftovers_and_pickles_are_not_copied(tmp_path: Path) -> None:
     (finetune / "optimizer.pt").write_bytes(b"x")
     (finetune / "README.md").write_text("# Mine\n")
     shutil.copytree(finetune, finetune / "checkpoint-10")
-    run_graft(finetune, base, tmp_path / "out")
+    graft(finetune, base, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     # The trunk's card with a section of ours; the file that it may be linked to is not written to.
     assert "# Mine\n\n<!-- mtp-train -->" in (tmp_path / "out" / "README.md").read_text()
@@ -166,9 +156,9 @@ def test_a_trunk_with_more_or_fewer_tokens_gets_the_head_and_repeats_its_own_emb
     trunk.causal_lm.resize_token_embeddings(num_tokens)
     shutil.rmtree(finetune)
     save_stripped(trunk, finetune)
-    run_graft(finetune, base, tmp_path / "out")
+    graft(finetune, base, tmp_path / "out")
     assert_grafted(tmp_path / "out", finetune, base)
-    found = inspect_checkpoint(open_checkpoint(tmp_path / "out"), open_checkpoint(base), QUIET)
+    found = inspect(tmp_path / "out", base)
     assert (found.status, found.stale) == ("healthy", False)
     layout = layout_of(open_checkpoint(tmp_path / "out"))
     tensors = all_tensors(tmp_path / "out")
@@ -184,7 +174,7 @@ def test_a_head_with_an_output_matrix_of_its_own_does_not_follow_added_tokens(tm
     shutil.rmtree(finetune)
     save_stripped(trunk, finetune)
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is \[67, 32\], in .* \[80, 32\]; .* of its own"):
-        run_graft(finetune, base, tmp_path / "out")
+        graft(finetune, base, tmp_path / "out")
 
 
 def test_a_base_of_another_width_is_refused(tmp_path: Path) -> None:
@@ -195,14 +185,14 @@ def test_a_base_of_another_width_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"trunk tensor embed_tokens\.weight is \[67, 31\], in .* it is \[67, 32\]"
     ):
-        run_graft(finetune, base, tmp_path / "out")
+        graft(finetune, base, tmp_path / "out")
 
 
 def test_a_base_of_another_family_is_refused(tmp_path: Path) -> None:
     base, _ = base_and_finetune(tmp_path / "glm", "glm4_moe")
     _, finetune = base_and_finetune(tmp_path / "qwen", "qwen3_5")
     with pytest.raises(CheckpointError, match=r"is GLM-4\.5 .*, but .* is Qwen3\.5"):
-        run_graft(finetune, base, tmp_path / "out")
+        graft(finetune, base, tmp_path / "out")
 
 
 def test_a_head_that_does_not_fit_its_trunk_is_refused(tmp_path: Path) -> None:
@@ -212,14 +202,14 @@ def test_a_head_that_does_not_fit_its_trunk_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"head shape mismatch: mtp\.fc\.weight: found \[32, 60\], expected \[32, 64\]"
     ):
-        run_graft(finetune, base, tmp_path / "out")
+        graft(finetune, base, tmp_path / "out")
 
 
 def test_unknown_head_keys_are_refused(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     _save(base, all_tensors(base) | {"mtp.surprise.weight": torch.zeros(2)})
     with pytest.raises(CheckpointError, match=r"unknown head keys mtp\.surprise\.weight"):
-        run_graft(finetune, base, tmp_path / "out")
+        graft(finetune, base, tmp_path / "out")
 
 
 def test_a_misspelt_head_key_is_named_with_the_nearest_known_one(tmp_path: Path) -> None:
@@ -230,7 +220,7 @@ def test_a_misspelt_head_key_is_named_with_the_nearest_known_one(tmp_path: Path)
     with pytest.raises(
         CheckpointError, match=r"gate_porj\.weight \(nearest known: mtp\.layers\.0\.mlp\.gate_proj\.weight\)"
     ):
-        run_graft(finetune, base, tmp_path / "out")
+        graft(finetune, base, tmp_path / "out")
 
 
 @pytest.mark.parametrize("key", ["mtp.fc.weight", "model.norm.weight"])
@@ -240,7 +230,7 @@ def test_nan_in_the_weights_is_refused(key: str, tmp_path: Path) -> None:
     tensors[key].view(-1)[0] = float("nan")
     _save(base, tensors)
     with pytest.raises(CheckpointError, match=rf"{key} holds NaN or infinite values"):
-        run_graft(finetune, base, tmp_path / "out")
+        graft(finetune, base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -249,14 +239,14 @@ def test_a_fine_tune_gets_back_the_interval_that_transformers_does_not_save(fami
     base, finetune = base_and_finetune(tmp_path, family_name)
     set_fields(base, {"full_attention_interval": 2})
     assert "full_attention_interval" not in json.loads((finetune / "config.json").read_text())
-    run_graft(finetune, base, tmp_path / "out")
+    graft(finetune, base, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["full_attention_interval"] == 2
 
 
 def test_export_declares_the_head_that_the_config_forgot(tmp_path: Path) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5")
     set_count(base, "mtp_num_hidden_layers", None)
-    export(base, tmp_path / "out", link="hard", progress=QUIET)
+    export(base, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["mtp_num_hidden_layers"] == 1
     assert diagnose_head(open_checkpoint(tmp_path / "out")).complete
 
@@ -266,14 +256,14 @@ def test_export_declares_a_forgotten_head_in_the_section_that_its_family_has(tmp
     config = json.loads((base / "config.json").read_text())
     declared = config["mtp_config"].pop("num_nextn_predict_layers")
     (base / "config.json").write_text(json.dumps(config))
-    export(base, tmp_path / "out", link="hard", progress=QUIET)
+    export(base, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == {**config, "mtp_config": {**config["mtp_config"], "num_nextn_predict_layers": declared}}
 
 
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_fresh_head_is_declared_in_the_section_that_its_family_has(repeated: bool, tmp_path: Path) -> None:
-    """Where the trunk came with a longer head, and where transformers wrote the count a second time."""
+    """The trunk's config declares a longer head, and in one case the count is repeated, as transformers saves it."""
     _, finetune = base_and_finetune(tmp_path, "inkling")
     config = json.loads((finetune / "config.json").read_text())
     config["mtp_config"]["num_nextn_predict_layers"] = 3
@@ -293,7 +283,7 @@ def test_a_fresh_head_is_declared_in_the_section_that_its_family_has(repeated: b
 def test_export_without_a_head_names_the_cure(tmp_path: Path) -> None:
     _, finetune = base_and_finetune(tmp_path, "qwen3_5")
     with pytest.raises(CheckpointError, match=r"holds no head tensors .* Use mtp-train graft"):
-        export(finetune, tmp_path / "out", link="hard", progress=QUIET)
+        export(finetune, tmp_path / "out")
 
 
 def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:

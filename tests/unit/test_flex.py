@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoints import set_fields
 from flex_on_cpu import flex_on_cpu
-from mtp_train.commands.check import check
+from mtp_train import check
 from mtp_train.data.pack import collate, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, RecipeError
@@ -28,8 +28,9 @@ from mtp_train.heads import flex
 from mtp_train.heads.alignment import PADDING_DOCUMENT, prefix_mask, unroll_mask
 from mtp_train.heads.attention import masked_attention
 from mtp_train.heads.flex import attend_to_seen, flex_masks, interval_blocks, require_flex_device, why_dense
+from mtp_train.train.aligned import Batch
+from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.log import read_metrics
-from mtp_train.train.module import Batch, HeadTraining
 from runs import run_quietly, tiny_recipe, write_inputs
 from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
 
@@ -125,7 +126,7 @@ def random_inputs(depth: int, num_key_heads: int = 2, value_width: int = 6) -> I
 
 
 def results(attended_BTHW: Tensor, inputs: Inputs) -> list[Tensor]:
-    """Return what the text's rows attend to, and the gradient of a function of it; padding is nobody's business."""
+    """Return the attention of the rows of text, without padding, and the gradient of a function of it."""
     read = attended_BTHW[SHORT != P]
     gradient = torch.autograd.grad(read.sin().sum(), inputs, materialize_grads=True)
     return [read, *gradient]
@@ -217,7 +218,7 @@ def test_a_head_learns_the_same(family_name: str, options: dict[str, Any]) -> No
 
 
 def test_documents_that_leak_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the test above would say nothing of them."""
+    """Negative control of the test above: a leak between documents fails it."""
     monkeypatch.setattr(flex, "interval_blocks", lambda first_BT: interval_blocks(torch.zeros_like(first_BT)))
     with pytest.raises(AssertionError, match="not close"):
         assert_same("qwen3_5")
@@ -312,9 +313,9 @@ def test_a_run_says_at_once_where_it_cannot_do_without_masks(inputs: Path, tmp_p
 @pytest.mark.parametrize(
     ("family_name", "fields", "reason"),
     [
-        ("deepseek_v32", {}, "DeepSeek V3.2, whose layers choose the keys that a row sees; expected dense"),
+        ("deepseek_v32", {}, "DeepSeek V3.2, whose layers choose the keys that a query attends to; expected dense"),
         ("deepseek_v4", {"head_dim": 512}, r"DeepSeek V4, whose heads are 512 wide, too wide .*\(256 at most\)"),
-        ("granite", {"attention_dropout": 0.1}, r"Granite 3, whose config .*\(attention_dropout: 0.1\)"),
+        ("granite", {"attention_dropout": 0.1}, "Granite 3, whose config sets attention_dropout: 0.1"),
     ],
 )
 def test_check_names_heads_that_need_masks(
@@ -327,4 +328,4 @@ def test_check_names_heads_that_need_masks(
     for attention in ("dense", "flex"):
         recipe = tiny_recipe(directory, tmp_path / "run", train__attention=attention, export__enabled=False)
         with contextlib.nullcontext() if attention == "dense" else pytest.raises(RecipeError, match=reason):
-            check(recipe, 1)
+            check(recipe, processes=1)

@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM
 from checkpoints import fuse_experts, save_stripped, set_fields
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import HeadKind
-from mtp_train.heads.attach import build_head
+from mtp_train.heads.build import FreshStart, build_head, fresh_plan
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.heads.fresh import FreshStart, fresh_plan
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from mtp_train.weights.files import open_checkpoint
 from tiny import tiny_trunk
 from tiny_configs import tiny_config
@@ -121,9 +120,9 @@ def test_a_head_whose_layer_no_layer_of_the_trunk_is_like_is_refused(tmp_path: P
         fresh_head(path, "copy_last_layer")
 
 
-@pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> Trunk:
-    """A tiny Llama that has read some of the standard library, byte by byte; saved where its config says."""
+def learned(path: Path, seed: int) -> Trunk:
+    """Train a tiny Llama on bytes of the standard library, save it at the path and return it."""
+    torch.manual_seed(seed)
     config = tiny_config("llama", vocab_size=256)
     trunk = Trunk(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tiny_trunk("llama").family)
     optimizer = torch.optim.AdamW(trunk.parameters(), lr=1e-2, weight_decay=0.0)
@@ -133,7 +132,6 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Trunk:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    path = tmp_path_factory.mktemp("learned")
     trunk.causal_lm.save_pretrained(path)
     trunk.config.name_or_path = str(path)
     return trunk.requires_grad_(False).eval()
@@ -182,10 +180,14 @@ def shuffled(head: MtpHead) -> MtpHead:
     return head
 
 
-def test_a_start_from_the_trunk_learns_sooner_than_a_random_one(learned: Trunk) -> None:
-    path = Path(learned.config.name_or_path)
-    copied = loss_after_training(learned, fresh_head(path, "copy_last_layer"))
-    random = loss_after_training(learned, fresh_head(path, "random"))
-    spoilt = loss_after_training(learned, shuffled(fresh_head(path, "copy_last_layer")))
+def test_a_start_from_the_trunk_learns_sooner_than_a_random_one(tmp_path: Path) -> None:
+    """One trunk alone cannot show it: the ratio of the losses lies between 0.5 and 0.8 from trunk to trunk."""
+    copied, random, spoilt = 0.0, 0.0, 0.0
+    for seed in range(4):
+        path = tmp_path / f"trunk-{seed}"
+        trunk = learned(path, seed)
+        copied += loss_after_training(trunk, fresh_head(path, "copy_last_layer"))
+        random += loss_after_training(trunk, fresh_head(path, "random"))
+        spoilt += loss_after_training(trunk, shuffled(fresh_head(path, "copy_last_layer")))
     assert copied < 0.8 * random
-    assert spoilt > 0.8 * random
+    assert spoilt > random

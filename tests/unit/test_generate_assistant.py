@@ -16,9 +16,9 @@ from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors
 from gguf_files import VOCAB_SIZE
 from mtp_inference import AssistantDrafting, SpeculativeDecoder, plain_greedy
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from mtp_train.weights.files import SINGLE_FILE
 from runs import document
 from tiny import tiny_trunk
@@ -61,7 +61,7 @@ def test_the_text_is_the_trunks_and_the_drafts_are_the_assistants(
     prompts = [byte_tokenizer()(prompt)["input_ids"] for prompt in PROMPTS]
     eos = frozenset([byte_tokenizer().eos_token_id])
     drafting = AssistantDrafting(tiny_assistant(vocab_size=VOCAB_SIZE), GEMMA4_ASSISTANT)
-    expected = SpeculativeDecoder(trunk, drafting, 2, eos).generate(prompts, max_new_tokens=20)
+    expected = SpeculativeDecoder(trunk, drafting, 2, eos).decode(prompts, max_new_tokens=20)
     found = generated(saved_trunk, "--head", saved_assistant, "--depth", 2, capfd=capfd)
     for prompt, one, other in zip(prompts, found["requests"], expected, strict=True):
         assert one["token_ids"] == plain_greedy(trunk, prompt, 20, eos)
@@ -127,4 +127,4 @@ def test_a_damaged_assistant_is_refused(saved_trunk: Path, saved_assistant: Path
 def test_a_trunk_without_its_assistant_says_how_to_give_it(saved_trunk: Path, capfd: Capture) -> None:
     assert json.loads((saved_trunk / "config.json").read_text())["model_type"] == "gemma4_text"
     assert main(["generate", str(saved_trunk), "--prompt", "a"]) == 2
-    assert "the assistant, to give to generate as --head" in " ".join(capfd.readouterr().err.split())
+    assert "the assistant; pass it to generate as --head" in " ".join(capfd.readouterr().err.split())

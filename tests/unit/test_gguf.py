@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors
 from gguf_files import VOCAB_SIZE, checkpoint_with_head, exported, metadata, values
-from mtp_train.cli import main
-from mtp_train.commands.export_gguf import checkpoint_name
+from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import FAMILIES
-from mtp_train.families.gguf import GGUF_HEADS
+from mtp_train.gguf.model_types import GGUF_HEADS
+from mtp_train.gguf.tensors import GgufTensor, gguf_tensors, trunk_names
 from mtp_train.heads.diagnose import layout_of
+from mtp_train.job.checkpoints.export_gguf import checkpoint_name
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
-from mtp_train.weights.gguf_tensors import GgufTensor, gguf_tensors, trunk_names
 from mtp_train.weights.native import NativeHead
 from mtp_train.weights.writing import held_tensor
 from tiny import ALL_FAMILIES
@@ -322,7 +322,7 @@ def test_a_head_that_llama_cpp_does_not_draft_with_is_refused_with_the_reason(tm
 
 
 def test_every_head_that_llama_cpp_drafts_with_has_a_record_and_no_other() -> None:
-    served = {name for family in FAMILIES if family.engines["llama.cpp"].supported for name in family.model_types}
+    served = {name for family in FAMILIES if family.serving["llama.cpp"].supported for name in family.model_types}
     assert served == GGUF_HEADS.keys()
 
 
@@ -333,7 +333,7 @@ def test_copy_has_nothing_to_copy(qwen: Path, tmp_path: Path, capfd: Capture) ->
 
 @pytest.mark.parametrize(
     ("value", "kind", "reason"),
-    [(float("nan"), "q8_0", "holds NaN or infinite values"), (1e5, "f16", r"more than f16 can; .* Use --gguf q8_0")],
+    [(float("nan"), "q8_0", "holds NaN or infinite values"), (1e5, "f16", r"too large for f16; .* Use --gguf q8_0")],
 )
 def test_a_weight_that_cannot_be_written_leaves_nothing_behind(
     qwen: Path, tmp_path: Path, capfd: Capture, value: float, kind: str, reason: str
@@ -359,7 +359,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(qwen: Path, tmp_path: 
     tokenizer.add_tokens([f"<more{number}>" for number in range(20)])
     tokenizer.save_pretrained(qwen)
     message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", "f16"], capfd)
-    assert f"knows token 278; expected fewer than the embedding's {VOCAB_SIZE} rows" in message
+    assert f"has token 278; expected ids below the embedding's {VOCAB_SIZE} rows" in message
 
 
 def test_a_cached_hub_model_gives_its_name_not_its_hash(tmp_path: Path) -> None:

@@ -15,16 +15,16 @@ import torch
 
 from checkpoints import all_tensors
 from gguf_files import checkpoint_with_head, exported, metadata, values
-from mtp_train.commands import export_gguf
 from mtp_train.families import FAMILIES
 from mtp_train.families.engines import engine_commands
+from mtp_train.job.checkpoints import export_gguf
 from tiny import ALL_FAMILIES
 
 SLIDING = "sliding_attention"
 RELEASED: dict[str, tuple[list[str], dict[str, Any]]] = {
     # Fields of transformers' own that releases do not have, and those that they have instead.
     "mimo_v2_flash": (
-        ["rope_parameters", "layer_types", "mlp_layer_types", "rms_norm_eps", "num_nextn_predict_layers"],
+        ["rope_parameters", "layer_types", "mlp_layer_types", "rms_norm_eps"],
         {
             "hybrid_layer_pattern": [0, 1, 1],
             "swa_num_key_value_heads": 2,
@@ -211,7 +211,7 @@ def test_query_key_and_value_become_one_matrix(tmp_path: Path) -> None:
 
 def test_a_head_that_the_converter_leaves_in_parts_is_served_from_a_file_of_its_own() -> None:
     family = next(family for family in FAMILIES if family.name == "mimo_v2_flash")
-    command = engine_commands(family.engines, "tuned", 3)["llama.cpp"]
+    command = engine_commands(family.serving, "tuned", 3)["llama.cpp"]
     convert, export, serve = command.split(" && ")
     assert convert.endswith("tuned --no-mtp --outfile model.gguf")
     assert export == "mtp-train export tuned --out model-head --gguf f16"

@@ -17,12 +17,12 @@ from test_quantised import quantise
 
 from checkpoints import all_tensors, set_fields
 from gguf_files import checkpoint_with_head, exported, metadata, values
-from mtp_train.commands import export_gguf
 from mtp_train.errors import CheckpointError
-from mtp_train.families.gguf import GGUF_HEADS
+from mtp_train.gguf.model_types import GGUF_HEADS
+from mtp_train.gguf.tensors import gguf_tensors
 from mtp_train.heads.diagnose import layout_of
+from mtp_train.job.checkpoints import export_gguf
 from mtp_train.weights.files import open_checkpoint
-from mtp_train.weights.gguf_tensors import gguf_tensors
 from mtp_train.weights.native import NativeHead
 from mtp_train.weights.writing import held_tensor
 

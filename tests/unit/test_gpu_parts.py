@@ -32,7 +32,7 @@ from benchmarks.gpu_parts import (
     steps_of,
 )
 from mtp_inference.bench import __main__ as bench_main
-from mtp_train.recipe_io import load_recipe
+from mtp_train.recipe.loading import load_recipe
 
 SCRIPT = REPOSITORY / "inference" / "benchmarks" / "gpu.sh"
 RECIPES = REPOSITORY / "recipes"
@@ -198,7 +198,7 @@ def test_a_part_goes_on_where_the_machine_is_only_slow_to_start(part_run: PartRu
 
 
 def test_a_step_out_of_time_ends_with_all_that_it_started(tmp_path: Path) -> None:
-    # The grandchild holds the pipe open for as long as it lives.
+    # The grandchild keeps the pipe open until it is killed.
     read, write = os.pipe()
     os.set_inheritable(write, True)
     code = (
@@ -217,7 +217,7 @@ def test_a_step_out_of_time_ends_with_all_that_it_started(tmp_path: Path) -> Non
         patch.setattr(gpu_parts.subprocess, "Popen", Inheriting)
         assert run_within(["-c", code], 1.5, tmp_path / "log", dict(os.environ)) is None
     os.close(write)
-    # End of file: nobody has it open any more.
+    # End of file: no process has the pipe open.
     assert os.read(read, 1) == b""
     os.close(read)
 

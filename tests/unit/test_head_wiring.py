@@ -1,4 +1,4 @@
-"""What a family's record makes of a config that says something of the head, or says nothing."""
+"""How a family's record interprets a config that describes the head, or does not mention it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_k_exaone_head_slides_as_its_config_or_the_first_layer_of_the_trunk_do
     config.max_position_embeddings = 2048
     for name, value in fields.items():
         setattr(config, name, value)
-    head = FAMILY["exaone_moe"].head_layer_config(config, 1)
+    head = FAMILY["exaone_moe"].layer.config(config, 1)
     assert (head.layer_types, head.sliding_window) == (["sliding_attention"], window)
 
 
@@ -61,7 +61,7 @@ def test_a_mellum_head_is_of_the_kinds_that_its_config_or_transformers_says(
     config = tiny_config("mellum")
     for name in ("mtp_layer_types", "mtp_mlp_layer_types"):
         setattr(config, name, fields.get(name))
-    head = FAMILY["mellum"].head_layer_config(config, 1)
+    head = FAMILY["mellum"].layer.config(config, 1)
     assert (head.layer_types, head.mlp_layer_types) == tuple([kind] for kind in kinds)
 
 

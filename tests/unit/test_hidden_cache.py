@@ -1,4 +1,4 @@
-"""Hidden states kept on disk: those the trunk computes, whole or absent, and never those of something else."""
+"""Hidden states on disk equal the trunk's, are complete or absent, and are never read for other inputs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from mtp_train.data.pack import PackedSequence, collate, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.heads.isolate import isolated_hidden
-from mtp_train.heads.trunk import Trunk
 from mtp_train.train import hidden_cache
+from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.hidden_cache import (
     CacheLayout,
     HiddenCache,
@@ -34,7 +33,8 @@ from mtp_train.train.hidden_cache import (
     layout_for,
     require_room,
 )
-from mtp_train.train.module import HeadTraining
+from mtp_train.trunk.isolate import isolated_hidden
+from mtp_train.trunk.load import Trunk
 from mtp_train.weights.files import open_checkpoint
 from mtp_train.weights.identity import Contents, checkpoint_files, hash_inputs
 from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
@@ -144,13 +144,13 @@ def test_a_build_that_was_cut_off_goes_on_with_what_is_missing(tmp_path: Path, m
     assert lost.read_bytes() == whole
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     first, end = layout.first_documents[1:3]
-    # One row to see how wide states are, then those of the shard.
+    # One row for the width of the states, then the rows of the shard.
     assert sum(rows) == 1 + end - first
     assert told == list(range(1, layout.num_shards + 1))
 
 
 def test_processes_that_have_nothing_to_write_take_every_turn(tmp_path: Path) -> None:
-    """Of a trunk in shards all of them run every forward pass."""
+    """With a trunk in shards, all processes run every forward pass."""
     trunk = tiny_trunk("qwen3_5")
     layout, _ = built(trunk, tmp_path)
     assert layout.num_shards == 3

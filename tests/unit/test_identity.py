@@ -89,7 +89,7 @@ def test_a_checkpoint_is_what_its_results_depend_on(tmp_path: Path) -> None:
     found = checkpoint_files(open_checkpoint(path))
     assert found.files.keys() == counted | weights | {"model.safetensors.index.json"}
     assert found.files["config.json"] == path / "config.json"
-    # What check states without opening anything.
+    # `check` states this size without opening the files.
     assert stored_bytes(path) >= sum(file.stat().st_size for file in found.files.values())
     assert stored_bytes(tmp_path / "nowhere") == 0
 
@@ -139,7 +139,7 @@ def test_a_rewrite_of_the_same_size_with_its_old_time_is_found(files: InputFiles
 def test_a_rewrite_within_the_tick_of_the_last_write_is_found(
     hashed_after_ns: int, is_found: bool, files: InputFiles
 ) -> None:
-    """The status is that of the rewritten file, as if its clock had stood still; only long after a write it counts."""
+    """A rewritten file may have the same status if the clock did not advance, so a fresh status is not trusted."""
     path, first = files.files["model.safetensors"], hashed(files)["model.trunk"]
     path.write_text("WEIGHTS")
     status = FileStatus.of(path.stat())
@@ -194,7 +194,9 @@ def test_a_file_that_is_being_written_is_refused(files: InputFiles, monkeypatch:
 
     monkeypatch.setattr(SILENT, "advance", writing)
     monkeypatch.setattr(identity, "_BLOCK_BYTES", 4)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: is being written to; expected files that nobody"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: is being written to; expected files that no process"
+    ):
         hashed(InputFiles(files.location, {"model.safetensors": path}))
 
 

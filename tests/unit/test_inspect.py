@@ -6,23 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.progress import Progress
 from safetensors.torch import save_file
 
 from checkpoints import all_tensors, base_and_finetune, save_stripped, save_with_head, set_count, shard
-from mtp_train.cli import main
-from mtp_train.commands.inspect import Inspection, inspect_checkpoint, render
-from mtp_train.weights.files import open_checkpoint
+from mtp_train import inspect
+from mtp_train.cli.main import main
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 
-def inspect(path: Path, base: Path | None = None) -> Inspection:
-    opened = open_checkpoint(base) if base else None
-    return inspect_checkpoint(open_checkpoint(path), opened, Progress(disable=True))
-
-
 def count_field(family_name: str) -> str:
-    return tiny_trunk(family_name).family.count.name or ""
+    return tiny_trunk(family_name).family.declaration.count or ""
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
@@ -32,13 +25,14 @@ def test_a_release_is_healthy_and_says_how_to_serve_it(family_name: str, sharded
     if sharded:
         shard(base)
     found = inspect(base, base)
-    assert (found.status, found.stale, found.declared_modules, found.present_modules) == ("healthy", False, 1, 1)
+    assert (found.status, found.stale) == ("healthy", False)
+    assert (found.head.declared_modules, found.head.present_modules) == (1, 1)
     assert found.trunk_changed is not None
     assert found.trunk_changed.share_of_tensors == 0
     assert found.serves["vllm"].startswith("vllm serve ")
     assert '"num_speculative_tokens":3' in found.serves["vllm"]
     assert found.cure is None
-    assert "nothing to cure" in render(found)
+    assert "nothing to cure" in str(found)
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
@@ -47,7 +41,7 @@ def test_what_save_pretrained_leaves_is_declared_but_missing_and_the_cure_works(
 ) -> None:
     base, finetune = base_and_finetune(tmp_path, family_name)
     found = inspect(finetune, base)
-    assert (found.status, found.declared_modules, found.present_modules) == ("declared_but_missing", 1, 0)
+    assert (found.status, found.head.declared_modules, found.head.present_modules) == ("declared_but_missing", 1, 0)
     assert found.stale is None
     assert found.serves["vllm"].startswith("no: holds no head tensors")
     assert found.cure is not None
@@ -65,7 +59,7 @@ def test_tensors_without_a_count_are_undeclared(tmp_path: Path) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5")
     set_count(base, "mtp_num_hidden_layers", None)
     found = inspect(base)
-    assert (found.status, found.declared_modules, found.present_modules) == ("undeclared", 0, 1)
+    assert (found.status, found.head.declared_modules, found.head.present_modules) == ("undeclared", 0, 1)
     assert found.serves["vllm"] == "no: the head is there but config.json does not declare it"
     assert found.cure is not None
     assert found.cure.startswith("mtp-train export ")
@@ -79,7 +73,7 @@ def test_a_missing_key_is_partial(family_name: str, tmp_path: Path) -> None:
     del tensors[lost]
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     found = inspect(base)
-    assert (found.status, found.missing_keys) == ("partial", (lost,))
+    assert (found.status, found.head.missing_keys) == ("partial", (lost,))
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
@@ -88,7 +82,7 @@ def test_no_trace_of_a_head_is_stripped_or_none(family_name: str, tmp_path: Path
     set_count(finetune, count_field(family_name), 0)
     assert inspect(finetune, base).status == "stripped"
     alone = inspect(finetune)
-    assert (alone.status, alone.missing_keys) == ("none", ())
+    assert (alone.status, alone.head.missing_keys) == ("none", ())
     assert alone.cure == f"accelerate launch -m mtp_train recipes/attach_head.yaml model.trunk={finetune}"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtp_train.heads.alignment import PADDING_DOCUMENT, prefix_mask
-from mtp_train.heads.isolate import Segment, group_by_length, isolated_hidden, segments
+from mtp_train.trunk.isolate import Segment, group_by_length, isolated_hidden, segments
 from tiny import ALL_FAMILIES, FAMILY_NAMES, VOCAB_SIZE, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 
@@ -71,7 +71,7 @@ def test_the_whole_row_at_once_would_leak(family_name: str) -> None:
 
 
 def test_masks_and_positions_would_not_keep_compressed_keys_apart() -> None:
-    """Groups are counted from the beginning of the row, whatever the mask says: hence a row for each document."""
+    """Groups are counted from the start of a row, regardless of the mask, so each document needs a row of its own."""
     trunk = tiny_trunk("deepseek_v4")
     tokens_BT, document_BT = packed_tokens()[:1], torch.tensor(DOCUMENT[:1])
     isolated_BTD = isolated_hidden(trunk, tokens_BT, document_BT)
@@ -92,7 +92,7 @@ def test_no_document_moves_when_another_changes(family_name: str) -> None:
     tokens_BT = packed_tokens()
     before_BTD = isolated_hidden(trunk, tokens_BT, torch.tensor(DOCUMENT))
     tokens_BT[0, :5] = (tokens_BT[0, :5] + 1) % VOCAB_SIZE
-    tokens_BT[0, 10:] = 3  # what stands on padding reaches nobody either
+    tokens_BT[0, 10:] = 3  # padding tokens have no effect either
     after_BTD = isolated_hidden(trunk, tokens_BT, torch.tensor(DOCUMENT))
     for place in range(5):
         assert_differs(after_BTD[0, place], before_BTD[0, place], num_terms(trunk))

@@ -12,13 +12,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback
 
 from checkpoints import all_tensors, base_and_finetune, same, split
+from mtp_train import inspect
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.heads.attach import artifact_plan, build_head
+from mtp_train.heads.build import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.joint import HEAD_DIRECTORY, HeadBeside, batch_of, train_head_beside
+from mtp_train.hooks.train_beside import HEAD_DIRECTORY, HeadBeside, batch_of, train_head_beside
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import open_checkpoint
-from preserving import inspect, load, make_trainer
+from preserving import load, make_trainer
 from tiny import FAMILY_NAMES
 
 
@@ -107,7 +108,7 @@ def test_a_resumed_training_ends_with_the_same_head(base: Path, tmp_path: Path, 
 def test_a_checkpoint_without_the_heads_state_is_told(base: Path, tmp_path: Path, caplog: Any) -> None:
     make_trainer(load(base), tmp_path / "out", max_steps=1).train()
     beside(base, tmp_path / "out").train(resume_from_checkpoint=True)
-    assert [record for record in caplog.records if "checkpoint-1: holds no state of the head" in record.getMessage()]
+    assert [record for record in caplog.records if "checkpoint-1: has no state of the head" in record.getMessage()]
 
 
 def test_the_head_of_the_best_checkpoint_is_taken_with_it(base: Path, tmp_path: Path) -> None:
@@ -154,15 +155,15 @@ def test_a_forward_that_names_no_tokens_is_told_and_changes_nothing(base: Path, 
         trainer.model.train()(inputs_embeds=torch.randn(1, 6, 32))
         head.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control, optimizer=trainer.create_optimizer())
     assert all(map(torch.equal, head.native_values(), before))
-    assert [record.getMessage() for record in caplog.records if record.name == "mtp_train.joint"] == [
-        "Step 1: no text was seen of which the head could learn."
+    assert [record.getMessage() for record in caplog.records if record.name == "mtp_train.hooks.train_beside"] == [
+        "Step 1: no batch had a target for the head."
     ]
 
 
 def test_a_model_in_shards_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = beside(base, tmp_path / "out")
     sharded = SimpleNamespace(distributed_type=DistributedType.FSDP)
-    monkeypatch.setattr("mtp_train.joint.AcceleratorState", lambda: sharded)
+    monkeypatch.setattr("mtp_train.hooks.train_beside.AcceleratorState", lambda: sharded)
     with pytest.raises(UnsupportedModelError, match=r"the model is in shards \(FSDP\); expected it whole"):
         head_of(trainer).on_train_begin(trainer.args, trainer.state, trainer.control)
 

@@ -25,7 +25,7 @@ def shapes_of(family_name: str, num_modules: int) -> dict[str, torch.Size]:
 
 def takes_several_modules(family: Family) -> bool:
     """Whether the layout has a place for more than one module."""
-    return all("{module}" in rule.native or "{layer}" in rule.native for rule in family.key_rules)
+    return all("{module}" in rule.native or "{layer}" in rule.native for rule in family.keys.rules)
 
 
 @given(data=st.data())
@@ -35,7 +35,7 @@ def test_native_to_ours_and_back_is_the_identity(data: st.DataObject) -> None:
     num_modules = data.draw(st.integers(1, 3)) if takes_several_modules(family) else 1
     layout = HeadLayout(
         family,
-        data.draw(st.sampled_from(family.trunk_prefixes)),
+        data.draw(st.sampled_from(family.keys.trunk_prefixes)),
         data.draw(st.integers(1, 120)),
         num_sublayers=2 if family.name == "nemotron_h" else 1,
         fused_experts=data.draw(st.booleans()),

@@ -20,6 +20,7 @@ from mtp_train.train.launcher import NOTHING, Request, launch_arguments, launche
 
 FSDP, DEEPSPEED = DistributedType.FSDP, DistributedType.DEEPSPEED
 RECIPE = ("-m", "mtp_train", "recipe.yaml")
+SET = {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(
@@ -61,19 +62,36 @@ def test_the_launcher_is_known_by_its_program(command: str, expected: list[str] 
 def test_arguments_and_the_file_that_they_name_are_read_as_the_launcher_reads_them(
     arguments: str, expected: Request
 ) -> None:
-    assert read_request([*arguments.split(), *RECIPE], MACHINES) == expected
+    assert read_request([*arguments.split(), *RECIPE], MACHINES, SET) == expected
 
 
 def test_the_users_own_file_counts_where_the_launcher_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "default_config.yaml"
     path.write_text((MACHINES / "fsdp2.yaml").read_text())
     monkeypatch.setattr(config_args, "default_config_file", str(path))
-    assert read_request(RECIPE, MACHINES) == Request(8, FSDP)
-    assert read_request(["--cpu", *RECIPE], MACHINES) == NOTHING
+    assert read_request(RECIPE, MACHINES, SET) == Request(8, FSDP)
+    assert read_request(["--cpu", *RECIPE], MACHINES, SET) == NOTHING
     path.write_text("num_processes: null\n")
-    assert read_request(RECIPE, MACHINES) == NOTHING
+    assert read_request(RECIPE, MACHINES, SET) == NOTHING
     path.write_text("not: [a file of accelerate's")
-    assert read_request(["--num_processes", "2", *RECIPE], MACHINES) == Request(2, None)
+    assert read_request(["--num_processes", "2", *RECIPE], MACHINES, SET) == Request(2, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "expected"),
+    [
+        ("--cpu", {"PATH": "/bin"}, True),
+        ("--config_file single.yaml", {}, True),
+        ("--config_file not_there.yaml", {}, True),
+        ("--num_cpu_threads_per_process 1", {}, False),
+        ("--num-cpu-threads-per-process=1", {}, False),
+        ("--cpu", SET, False),
+    ],
+)
+def test_a_number_of_threads_that_nobody_named_is_the_launcher_s_default(
+    arguments: str, variables: dict[str, str], expected: bool
+) -> None:
+    assert read_request([*arguments.split(), *RECIPE], MACHINES, variables).default_threads is expected
 
 
 def launched_by(monkeypatch: pytest.MonkeyPatch, *parents: Any) -> None:
@@ -82,15 +100,15 @@ def launched_by(monkeypatch: pytest.MonkeyPatch, *parents: Any) -> None:
 
 
 def process(command: str) -> Any:
-    return SimpleNamespace(cmdline=command.split, cwd=lambda: str(MACHINES))
+    return SimpleNamespace(cmdline=command.split, cwd=lambda: str(MACHINES), environ=lambda: SET)
 
 
 def refuse(*_: Any) -> Any:
-    """Be a process of somebody else."""
+    """Act as a process of another user."""
     raise psutil.AccessDenied
 
 
-CLOSED = SimpleNamespace(cmdline=refuse, cwd=refuse)
+CLOSED = SimpleNamespace(cmdline=refuse, cwd=refuse, environ=refuse)
 LAUNCHER = process("accelerate launch --num_processes 2 --cpu -m mtp_train recipe.yaml")
 
 
@@ -119,7 +137,7 @@ def test_a_real_parent_is_read(tmp_path: Path) -> None:
     command = [sys.executable, "accelerate", "launch", "--config_file", "machine.yaml", "--cpu", *RECIPE]
     marked = environment(ACCELERATE_MIXED_PRECISION="no")
     said = subprocess.run(command, cwd=tmp_path, env=marked, capture_output=True, text=True, check=False)
-    assert said.stdout.split() == ["8", "DistributedType.DEEPSPEED"], said.stderr
+    assert said.stdout.split() == ["8", "DistributedType.DEEPSPEED", "False"], said.stderr
 
 
 def given(num_processes: int, kind: DistributedType) -> Any:

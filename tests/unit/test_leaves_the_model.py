@@ -16,13 +16,13 @@ from transformers import TrainerCallback
 
 from checkpoints import all_tensors, base_and_finetune, same, save_with_head, set_fields, split
 from model_state import difference, model_state
-from mtp_train.heads.trunk import Trunk
-from mtp_train.joint import HeadBeside, train_head_beside
-from mtp_train.preserve import keep_head
+from mtp_train.hooks.keep_head import keep_head
+from mtp_train.hooks.train_beside import HeadBeside, train_head_beside
+from mtp_train.trunk.load import Trunk
 from preserving import load, make_trainer
 from tiny import ALL_FAMILIES, VOCAB_SIZE, family_of, tiny_head, tiny_model, tiny_trunk
 
-# Of these the decoder needs other classes, configs, settings or hooks than transformers gives them.
+# Families whose models the decoder changes: other classes, configs, settings or hooks than transformers'.
 PREPARED = [name for name in ALL_FAMILIES if name in ("nemotron_h", "gemma2", "phi3", "glm5_next", "qwen4_exp")]
 # transformers has no class of MiMo's own that a user could train.
 TRAINED = [name for name in ALL_FAMILIES if name != "mimo"]
@@ -54,7 +54,7 @@ def steps(model: Any, on_step: Callable[[], None] = lambda: None) -> list[Tensor
 def users_model(family_name: str) -> Any:
     model = tiny_model(family_name)
     if family_name == "gemma2":
-        # What transformers 5.17 takes without being told; later releases refuse it together with bounds on scores.
+        # The default of transformers 5.17; later releases refuse it together with bounds on scores.
         model.config._attn_implementation = "sdpa"
         for layer in model.model.layers:
             layer.self_attn.attn_logit_softcapping = None

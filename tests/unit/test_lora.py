@@ -1,4 +1,4 @@
-"""LoRA on the head: what learns, what is kept of it, and what is written."""
+"""LoRA on the head: the parameters that are trained, saved and exported."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from mtp_train.data.pack import collate, global_batches
 from mtp_train.errors import RecipeError
 from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora, require_lora_targets
 from mtp_train.heads.module import MtpHead
-from mtp_train.recipe import LoraSpec, Recipe
+from mtp_train.recipe.schema import LoraSpec, Recipe
+from mtp_train.train.aligned import Batch, aligned_rows
+from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.loop import make_optimizer, train_head
-from mtp_train.train.module import Batch, HeadTraining, aligned_rows
 from mtp_train.train.plan import make_plan
 from tiny import ALL_FAMILIES, num_released_modules, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
@@ -113,7 +114,7 @@ def test_a_layer_that_is_not_there_is_named_before_anything_is_built() -> None:
 
 def shape_of(family_name: str) -> tuple[Any, ...]:
     trunk = tiny_trunk(family_name)
-    return trunk.family, trunk.config, num_released_modules(trunk), trunk.family.default
+    return trunk.family, trunk.config, num_released_modules(trunk), trunk.family.wiring.default
 
 
 def test_the_start_follows_the_seed_and_leaves_other_random_numbers_alone() -> None:
@@ -129,13 +130,13 @@ def test_the_start_follows_the_seed_and_leaves_other_random_numbers_alone() -> N
 
 @torch.no_grad()
 def test_a_head_that_wears_lora_decodes() -> None:
-    """Acceptance is measured on the way; what comes out is the trunk's."""
+    """Acceptance during training is measured with it; the text still equals the trunk's."""
     module = worn(WITH_EXPERTS, LoraSpec(r=4)).eval()
     randomise(module.head)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
-    plain = SpeculativeDecoder(module.trunk, None, 0, frozenset()).generate(prompts, 12)
+    plain = SpeculativeDecoder(module.trunk, None, 0, frozenset()).decode(prompts, 12)
     drafting = SpeculativeDecoder(module.trunk, HeadDrafting(module.head), NUM_DEPTHS, frozenset())
-    assert [one.token_ids for one in drafting.generate(prompts, 12)] == [one.token_ids for one in plain]
+    assert [one.token_ids for one in drafting.decode(prompts, 12)] == [one.token_ids for one in plain]
 
 
 def train(directory: Path, used: Recipe, *, stop_after: int | None = None) -> dict[str, Tensor]:

@@ -13,19 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mtp_inference.bench.memory import PeakMemory
-from mtp_train import losses
-from mtp_train.losses import (
+from mtp_train.losses import chunked as losses
+from mtp_train.losses.chunked import (
     CHUNK_ROWS,
-    LossKind,
     LossTerms,
     align_to_targets,
     chain_losses,
     depth_weights,
     frozen_head_loss,
 )
-from mtp_train.losses_rows import row_losses
+from mtp_train.losses.rows import row_losses
 
-KINDS: tuple[LossKind, ...] = ("ce", "kl", "reverse_kl", "tv", "lk", "e2e_tv")
+KINDS: tuple[str, ...] = ("ce", "kl", "reverse_kl", "tv", "lk", "e2e_tv")
 DISTILLING = tuple(kind for kind in KINDS if kind != "ce")
 
 
@@ -54,7 +53,7 @@ def random_rows(num_rows: int, num_depths: int = 2, hidden: int = 8, vocab: int 
     return Rows(student_KND, draw(num_rows, hidden), draw(vocab, hidden), targets_N, weight_KN)
 
 
-def autograd_loss(rows: Rows, kind: LossKind, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def autograd_loss(rows: Rows, kind: str, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return total, sums per depth and the gradient, all rows at once and in fp64."""
     student_KND = rows.student_KND.detach().double().requires_grad_()
     lm_head_VD, weight_KN = rows.lm_head_VD.double(), rows.row_weight_KN.double()
@@ -74,7 +73,7 @@ def autograd_loss(rows: Rows, kind: LossKind, temperature: float) -> tuple[Tenso
     return total.detach(), (loss_KN * (weight_KN != 0)).sum(dim=1).detach(), gradient_KND
 
 
-def divergence(kind: LossKind, log_q: Tensor, log_p: Tensor, temperature: float) -> Tensor:
+def divergence(kind: str, log_q: Tensor, log_p: Tensor, temperature: float) -> Tensor:
     q, p = log_q.exp(), log_p.exp()
     kl = temperature**2 * F.kl_div(log_q, p, reduction="none").sum(-1)
     tv = 1 - torch.minimum(p, q).sum(-1)
@@ -99,7 +98,7 @@ def chained_by_hand(tv_KN: Tensor, weight_KN: Tensor) -> Tensor:
     return loss_KN
 
 
-def ours(rows: Rows, kind: LossKind, temperature: float = 1.0) -> LossTerms:
+def ours(rows: Rows, kind: str, temperature: float = 1.0) -> LossTerms:
     return frozen_head_loss(*rows, kind=kind, temperature=temperature)
 
 
@@ -135,7 +134,7 @@ def test_a_depth_beyond_the_row_has_no_start(num_depths: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "temperature"), [("ce", 1.0), *((kind, value) for kind in DISTILLING for value in (1.0, 2.5, 0.5))]
 )
-def test_loss_and_gradient_equal_autograd(kind: LossKind, temperature: float, num_rows: int) -> None:
+def test_loss_and_gradient_equal_autograd(kind: str, temperature: float, num_rows: int) -> None:
     rows = random_rows(num_rows)
     total, sum_K, gradient_KND = autograd_loss(rows, kind, temperature)
     terms = ours(rows, kind, temperature)
@@ -157,7 +156,7 @@ def test_the_size_of_a_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_weight_zero_give_nothing(kind: LossKind) -> None:
+def test_rows_of_weight_zero_give_nothing(kind: str) -> None:
     rows = random_rows(40)
     terms = ours(rows, kind)
     gradient_KND = gradient_of(terms, rows.student_KND)
@@ -181,7 +180,7 @@ def test_no_row_at_all_is_a_loss_of_zero() -> None:
 @pytest.mark.parametrize("kind", DISTILLING)
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_a_loss_is_zero_with_zero_gradient_where_q_equals_p_and_positive_elsewhere(
-    kind: LossKind, temperature: float
+    kind: str, temperature: float
 ) -> None:
     rows = random_rows(20)
     equal = rows._replace(student_KND=rows.teacher_ND.expand(2, -1, -1).clone().requires_grad_())
@@ -192,7 +191,7 @@ def test_a_loss_is_zero_with_zero_gradient_where_q_equals_p_and_positive_elsewhe
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_minimum_is_p(kind: LossKind) -> None:
+def test_the_minimum_is_p(kind: str) -> None:
     """Free logits that follow the gradient end at p: of ce in expectation over the tokens that p draws."""
     generator = torch.Generator().manual_seed(5)
     teacher_1V = torch.randn(1, 6, generator=generator)
@@ -246,7 +245,7 @@ def test_the_loss_of_a_row_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1.0, 1e-6], ids=["", "a millionth"])
-def test_a_bf16_lm_head_gives_fp32_sums_and_the_gradient_of_the_students_dtype(kind: LossKind, scale: float) -> None:
+def test_a_bf16_lm_head_gives_fp32_sums_and_the_gradient_of_the_students_dtype(kind: str, scale: float) -> None:
     rows = random_rows(300)
     rows = rows._replace(row_weight_KN=scale * rows.row_weight_KN)
     total, _, gradient_KND = autograd_loss(rows, kind, 1.0)
@@ -260,7 +259,7 @@ def test_a_bf16_lm_head_gives_fp32_sums_and_the_gradient_of_the_students_dtype(k
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast_does_not_reach_into_the_loss(kind: LossKind) -> None:
+def test_autocast_does_not_reach_into_the_loss(kind: str) -> None:
     rows = random_rows(20)
     expected = ours(rows, kind).total
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -272,7 +271,7 @@ VOCAB = 1000
 CHUNK_BYTES = 4 * CHUNK_ROWS * VOCAB
 
 
-def extra_bytes(num_rows: int, kind: LossKind, lm_head_dtype: torch.dtype = torch.float32) -> int:
+def extra_bytes(num_rows: int, kind: str, lm_head_dtype: torch.dtype = torch.float32) -> int:
     """Return the peak of the forward pass beyond the gradient that it must keep."""
     rows = random_rows(num_rows, vocab=VOCAB)
     rows = rows._replace(lm_head_VD=rows.lm_head_VD.to(lm_head_dtype))
@@ -283,7 +282,7 @@ def extra_bytes(num_rows: int, kind: LossKind, lm_head_dtype: torch.dtype = torc
 
 @pytest.mark.parametrize("lm_head_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_does_not_grow_with_the_rows(kind: LossKind, lm_head_dtype: torch.dtype) -> None:
+def test_memory_does_not_grow_with_the_rows(kind: str, lm_head_dtype: torch.dtype) -> None:
     few, many = (extra_bytes(factor * CHUNK_ROWS, kind, lm_head_dtype) for factor in (2, 8))
     # Row numbers and masks grow, by a few bytes a row; logits would by 4,000.
     assert few <= many < few + 6 * CHUNK_ROWS * 64

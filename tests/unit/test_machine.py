@@ -12,48 +12,39 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import Progress
 
-from mtp_train import machine, pipeline
 from mtp_train.errors import GateRefusedError, OutputExistsError
-from mtp_train.machine import threads_are_set, threads_for, use_threads
-from mtp_train.recipe import Recipe
-from mtp_train.recipe_io import load_recipe
-from mtp_train.run_dir import RECIPE_FILE, Outcome, claim
+from mtp_train.job import pipeline
+from mtp_train.job.run_dir import Outcome, claim
+from mtp_train.recipe.loading import RECIPE_FILE, load_recipe
+from mtp_train.recipe.schema import Recipe
+from mtp_train.train import threads as machine
+from mtp_train.train.launcher import NOTHING, Request
+from mtp_train.train.threads import threads_are_set, threads_for, use_threads
 from runs import tiny_recipe, write_inputs
 
-ACCELERATE = ["python", "/bin/accelerate", "launch"]
-MODULE = ["python", "-m", "accelerate.commands.launch"]
-ONE = {"OMP_NUM_THREADS": "1"}
+DEFAULT = Request(None, None, default_threads=True)
 
 
 @pytest.mark.parametrize(
-    ("environment", "command", "launched_from", "expected"),
+    ("environment", "request_", "expected"),
     [
-        ({}, [], {}, False),
-        (ONE, ["bash"], {}, True),
-        ({"MKL_NUM_THREADS": "2"}, ["bash"], {}, True),
-        (ONE, [], {}, True),
-        # accelerate's own default, which nobody asked for.
-        (ONE, [*ACCELERATE, "-m", "mtp_train"], {}, False),
-        (ONE, [*MODULE, "-m", "mtp_train"], {"PATH": "/bin"}, False),
-        (ONE, [*ACCELERATE, "--num_cpu_threads_per_process", "1", "-m", "mtp_train"], {}, True),
-        (ONE, [*ACCELERATE, "--num_cpu_threads_per_process=1", "-m", "mtp_train"], {}, True),
-        (ONE, [*ACCELERATE, "-m", "mtp_train"], {"OMP_NUM_THREADS": "1"}, True),
+        ({}, NOTHING, False),
+        ({"OMP_NUM_THREADS": "1"}, NOTHING, True),
+        ({"MKL_NUM_THREADS": "2"}, NOTHING, True),
+        ({"OMP_NUM_THREADS": "1"}, DEFAULT, False),
+        ({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}, DEFAULT, True),
+        ({"OMP_NUM_THREADS": "1"}, Request(1, None), True),
     ],
 )
 def test_a_launcher_s_default_number_of_threads_is_nobody_s_wish(
-    environment: dict[str, str], command: list[str], launched_from: dict[str, str], expected: bool
+    environment: dict[str, str], request_: Request, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert threads_are_set(environment, command, launched_from) is expected
-
-
-@pytest.mark.parametrize("named", ["--config_file={}", "--config_file {}"])
-@pytest.mark.parametrize(
-    ("text", "expected"), [("num_cpu_threads_per_process: 3", True), ("use_cpu: true", False), ("[", False)]
-)
-def test_a_launcher_s_config_may_name_threads(named: str, text: str, expected: bool, tmp_path: Path) -> None:
-    (tmp_path / "machine.yaml").write_text(text)
-    command = [*ACCELERATE, *named.format(tmp_path / "machine.yaml").split(), "-m", "mtp_train"]
-    assert threads_are_set(ONE, command, {}) is expected
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(machine, "launcher_request", lambda: request_)
+    assert threads_are_set() is expected
 
 
 @pytest.mark.parametrize(
@@ -74,7 +65,7 @@ def test_large_products_use_the_cores(rows: int, hidden_size: int, cores: int, e
 
 def test_threads_are_set_once_nobody_has_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 4)
-    monkeypatch.setattr(machine, "_launcher", lambda: (ACCELERATE, {}))
+    monkeypatch.setattr(machine, "launcher_request", lambda: DEFAULT)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert use_threads({"hidden_size": 4096}) == "2 thread(s) of 2 core(s)"
     assert torch.get_num_threads() == 2
@@ -82,14 +73,14 @@ def test_threads_are_set_once_nobody_has_and_told(monkeypatch: pytest.MonkeyPatc
     assert use_threads({"hidden_size": 128}, rows=1536) == "2 thread(s) of 2 core(s)"
     # A config that is wrong is for whoever opens the trunk to refuse.
     assert use_threads({"hidden_size": "wide"}) == "1 thread(s) of 2 core(s)"
-    monkeypatch.setattr(machine, "_launcher", lambda: (["bash"], {}))
+    monkeypatch.setattr(machine, "launcher_request", lambda: NOTHING)
     assert use_threads({"hidden_size": 4096}) == "1 thread(s), as set"
     assert torch.get_num_threads() == 1
 
 
 def resolve_as(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
     support = (native, "this CPU is a stand-in")
-    monkeypatch.setattr("mtp_train.heads.precision.bf16_support", lambda _device: support)
+    monkeypatch.setattr("mtp_train.trunk.precision.bf16_support", lambda _device: support)
 
 
 @pytest.fixture

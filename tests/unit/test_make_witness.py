@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import diagnose_head
-from mtp_train.heads.trunk import load_trunk
+from mtp_train.trunk.load import load_trunk
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import open_checkpoint
 from tiny import ALL_FAMILIES
@@ -136,13 +136,13 @@ def test_for_sglang_latents_are_scaled_and_a_released_config_says_what_the_model
 def test_every_shape_is_one_of_a_family_that_runs() -> None:
     from witness_maker.shapes import SHAPES
 
-    assert set(SHAPES) <= {family.name for family in FAMILIES if family.borrowed is not None}
+    assert set(SHAPES) <= {family.name for family in FAMILIES if family.layer.borrowed is not None}
 
 
 def test_spoiling_stops_where_the_head_is_no_longer_too_good(monkeypatch: pytest.MonkeyPatch) -> None:
     from mtp_inference.bench.chain import Chain
     from mtp_inference.bench.subject import random_head
-    from mtp_train.heads.trunk import Trunk
+    from mtp_train.trunk.load import Trunk
     from tiny import tiny_trunk
     from witness_maker import making
 

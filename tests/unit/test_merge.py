@@ -23,11 +23,11 @@ from checkpoints import (
     shard,
     wrap_as_vision_language,
 )
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.heads.trunk import load_trunk
-from mtp_train.model_card import CARD_FILE
-from mtp_train.weights import merge as merge_module
+from mtp_train.job.model_card import CARD_FILE
+from mtp_train.trunk.load import load_trunk
+from mtp_train.weights import lora_merge as merge_module
 from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from runs import document, tree
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
@@ -143,7 +143,7 @@ COMPARED = [name for name in ALL_FAMILIES if name not in ("mimo", "step3p7", "hy
 @pytest.mark.parametrize("family_name", COMPARED)
 def test_what_peft_adapts_by_all_linear_has_a_home(family_name: str, tmp_path: Path) -> None:
     base = with_head(tmp_path, family_name)
-    wrapped = open_checkpoint(base).family.only_with_vision
+    wrapped = open_checkpoint(base).family.trunk.only_with_vision
     auto = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
     model = write_adapter(base, tmp_path / "lora", auto, target_modules=TARGETS.get(family_name, "all-linear"))
     merge(base, tmp_path / "lora", tmp_path / "out")
@@ -363,9 +363,9 @@ def test_an_adapter_that_does_not_fit_is_refused_by_the_tensor_s_name(tmp_path: 
     for number, (old, new, reason) in enumerate(
         [
             ("layers.3", "layers.7", "adapts model.layers.7.self_attn.q_proj.weight, for which"),
-            ("q_proj", "k_proj", "adapts model.layers.3.self_attn.k_proj.weight as [64, 32], in"),
+            ("q_proj", "k_proj", "adapts model.layers.3.self_attn.k_proj.weight as [64, 32], but in"),
             ("model.model.layers.3", "model.mtp.layers.0", "adapts mtp.layers.0.self_attn.q_proj.weight, which"),
-            ("lora_B", "lora_C", "stands alone"),
+            ("lora_B", "lora_C", "has no counterpart"),
         ]
     ):
         shutil.copytree(tmp_path / "lora", tmp_path / f"lora{number}")
@@ -389,7 +389,7 @@ def test_weights_that_overflow_or_were_never_finite_are_refused(tmp_path: Path, 
     tensors = {key: value.half() for key, value in load_file(half / SINGLE_FILE).items()}
     save_file(tensors, half / SINGLE_FILE, metadata={"format": "pt"})
     rewrite_config(tmp_path / "lora", lora_alpha=1e8)
-    assert "would hold NaN or infinite values in F16" in refusal(half, tmp_path / "lora", tmp_path / "out", capfd)
+    assert "would contain NaN or infinite values in F16" in refusal(half, tmp_path / "lora", tmp_path / "out", capfd)
     adapter = tmp_path / "lora" / "adapter_model.safetensors"
     broken = load_file(adapter)
     next(iter(broken.values()))[0, 0] = float("nan")

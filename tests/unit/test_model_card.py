@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from checkpoints import base_and_finetune
-from mtp_train.model_card import write_card, write_graft_card, write_merge_card
-from mtp_train.recipe_io import dump_recipe
+from mtp_train.job.model_card import write_card, write_graft_card, write_merge_card
+from mtp_train.recipe.loading import dump_recipe
 from report_samples import SAMPLE
 from runs import tiny_recipe
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from adapters import write_adapter
 from checkpoints import all_tensors, same, shard
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
-from mtp_train.heads.trunk import load_trunk
+from mtp_train.trunk.load import load_trunk
 from mtp_train.weights.export import source_files
 from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from runs import document, refusal, tree, write_inputs
@@ -147,7 +147,7 @@ def test_a_tensor_that_two_shards_hold_is_refused_where_transformers_loads_the_o
         tensors = load_file(base / other)
         save_file(tensors | {key: value + 1}, base / other, {"format": "pt"})
         if other > holder:
-            with pytest.raises(CheckpointError, match=rf"lists {key} in {holder}, and {other} holds another one"):
+            with pytest.raises(CheckpointError, match=rf"lists {key} in {holder}, but {other} contains another"):
                 open_checkpoint(base)
         else:
             assert torch.equal(open_checkpoint(base).read(key), value)
@@ -169,7 +169,7 @@ def test_weights_that_transformers_alone_would_load_are_refused(found: str, base
         (base / "config.json").write_text(json.dumps(config))
     else:
         shutil.copyfile(base / SHARDS[0], base / "shard-00000-model-00001-of-00001.safetensors")
-    with pytest.raises(CheckpointError, match=f"{found}.*, which transformers loads in the place of the other weights"):
+    with pytest.raises(CheckpointError, match=f"{found}.*, which transformers loads instead of the other weights"):
         open_checkpoint(base)
 
 

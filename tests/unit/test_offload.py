@@ -15,9 +15,9 @@ from adapters import write_adapter
 from checkpoints import save_stripped
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
 from mtp_train.errors import CheckpointError, RecipeError, TrainingError
-from mtp_train.heads.offload import Offload, offload_layers, require_offload
-from mtp_train.heads.trunk import Trunk, load_trunk
-from mtp_train.stages import load_run_trunk
+from mtp_train.job.stages import load_run_trunk
+from mtp_train.trunk.load import Trunk, load_trunk
+from mtp_train.trunk.offload import Offload, offload_layers, require_offload
 from mtp_train.weights.files import open_checkpoint
 from runs import tiny_recipe
 from scripted import random_prompt
@@ -76,7 +76,7 @@ def test_layers_on_disk_are_read_from_there_and_go_with_the_trunk(tmp_path: Path
     trunk.hidden(tokens_BT)
     trunk.drop_layers()
     assert folders(tmp_path) == []
-    # What is left is a trunk like any other.
+    # The rest can be moved like any other trunk.
     assert devices(trunk.to("meta")) == {"meta"}
 
 
@@ -95,9 +95,9 @@ def test_decoding_is_lossless_and_drafts_the_same(family_name: str, tmp_path: Pa
     trunk, prompt = tiny_trunk(family_name), random_prompt(11)
     head = tiny_head(trunk)
     plain = plain_greedy(trunk, prompt, 16, ())
-    (expected,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).generate([prompt], 16)
+    (expected,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).decode([prompt], 16)
     offloaded(trunk, "disk", tmp_path)
-    (found,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).generate([prompt], 16)
+    (found,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).decode([prompt], 16)
     assert (found.token_ids, found.accepted_per_pos) == (expected.token_ids, expected.accepted_per_pos)
     assert compare(found.token_ids, plain, trunk, prompt).verdict == "identical"
 
@@ -124,7 +124,7 @@ def test_a_wrapper_around_one_process_is_refused_too(tmp_path: Path) -> None:
 
 def test_several_processes_and_quantised_weights_are_refused(tmp_path: Path) -> None:
     require_offload("cpu", 1, {}, where=tmp_path)
-    with pytest.raises(RecipeError, match=r"model\.offload: cpu, and 2 processes; expected one\. Launch with"):
+    with pytest.raises(RecipeError, match=r"model\.offload: cpu, with 2 processes; expected one process\. Launch with"):
         require_offload("cpu", 2, {}, where=tmp_path)
-    with pytest.raises(CheckpointError, match=r"quantised with fp8, and model\.offload says disk; expected plain"):
+    with pytest.raises(CheckpointError, match=r"quantised with fp8, while model\.offload is disk; expected plain"):
         require_offload("disk", 1, {"quantization_config": {"quant_method": "fp8"}}, where=tmp_path)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import all_tensors, base_and_finetune, fuse_experts, save_with_head, shard
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
-from mtp_train.heads.attach import graft_plan
+from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from runs import document
@@ -174,7 +174,7 @@ def test_a_head_in_plain_floats_takes_its_place(method: str, sharded: bool, orig
 
 
 def test_a_shard_of_the_head_s_own_keeps_what_is_not_packed(original: Path, tmp_path: Path) -> None:
-    """As where our export was quantised file by file: a new shard must not take the name of the one that stays."""
+    """As after quantising our export file by file: a new shard must not take the name of the remaining shard."""
     packed = save_with_head(trunk := tiny_trunk("qwen3_5"), tiny_head(trunk), tmp_path / "packed")
     pack_head(packed)
     tensors = load_file(packed / SINGLE_FILE)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mtp_train.errors import RecipeError
-from mtp_train.recipe import Recipe
+from mtp_train.recipe.schema import Recipe
 from mtp_train.train.plan import learning_rate, make_plan
 from runs import tiny_recipe
 

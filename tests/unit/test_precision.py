@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_train.commands.check import check
-from mtp_train.heads.precision import bf16_support, held_dtype, resolve_precision, slow_halves
-from mtp_train.heads.trunk import Trunk, load_trunk
-from mtp_train.heads.widen import widened
-from mtp_train.train.module import HeadTraining
+from mtp_train import check
+from mtp_train.train.head_training import HeadTraining
+from mtp_train.trunk.load import Trunk, load_trunk
+from mtp_train.trunk.precision import bf16_support, held_dtype, resolve_precision, slow_halves
+from mtp_train.trunk.widen import widened
 from mtp_train.weights.files import open_checkpoint
 from products import Products
 from runs import tiny_recipe, write_inputs
@@ -42,7 +42,7 @@ def x86(
     [
         ("AVX512", {"avx512_bf16": True, "mkldnn": True}, "bf16"),
         ("AVX512", {"amx": True, "mkldnn": True}, "bf16"),
-        # oneDNN emulates bf16 from AVX-512 on, and says that it has it.
+        # oneDNN emulates bf16 on any AVX-512, and reports it as supported.
         ("AVX512", {"mkldnn": True}, "fp32"),
         ("AVX2", {"mkldnn": False}, "fp32"),
         # Held back by ATEN_CPU_CAPABILITY, and by ONEDNN_MAX_CPU_ISA: torch's queries look at the processor.
@@ -96,7 +96,7 @@ def test_a_precision_that_is_named_is_obeyed_and_its_cost_told(monkeypatch: pyte
 
 
 def test_a_trunk_is_held_in_fp32_on_a_cpu_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtp_train.heads.precision.main_memory_bytes", lambda: 1000)
+    monkeypatch.setattr("mtp_train.trunk.precision.main_memory_bytes", lambda: 1000)
     assert held_dtype(torch.bfloat16, 150, CPU) is torch.float32
     assert held_dtype(torch.bfloat16, 151, CPU) is torch.bfloat16
     assert held_dtype(torch.float16, 151, CPU) is torch.float16
@@ -177,8 +177,8 @@ def test_a_step_depends_on_the_compute_dtype_and_little_on_the_held_one(name: st
 
 
 def test_the_head_s_weights_move_where_an_output_matrix_is_converted() -> None:
-    """The control of the above: the loss by itself multiplies in whatever it is given."""
-    from mtp_train.losses import frozen_head_loss
+    """Negative control of the test above: the loss alone multiplies in the dtype of its inputs."""
+    from mtp_train.losses.chunked import frozen_head_loss
 
     found: list[set[torch.dtype]] = []
     for compute_dtype in (None, torch.bfloat16):
@@ -215,7 +215,7 @@ def test_the_plan_counts_weights_that_are_converted(
 ) -> None:
     inputs = write_inputs(tmp_path / "in")
     recipe = tiny_recipe(inputs, tmp_path / "run", model__dtype=held, train__precision=computed)
-    memory = check(recipe, 1).memory
+    memory = check(recipe, processes=1).memory
     trunk = load_trunk(inputs / "finetune", open_checkpoint(inputs / "finetune").family, dtype=torch.float32)
     layer = max(sum(weight.numel() for weight in one.parameters()) for one in trunk.layers)
     assert memory.converted_bytes == expected(trunk.lm_head_VD.numel(), layer)
@@ -225,8 +225,8 @@ def test_the_plan_counts_weights_that_are_converted(
 def test_a_trunk_that_does_not_fit_is_planned_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = write_inputs(tmp_path / "in")
     recipe = tiny_recipe(inputs, tmp_path / "run", train__precision="fp32")
-    roomy = check(recipe, 1).memory
-    monkeypatch.setattr("mtp_train.heads.precision.main_memory_bytes", lambda: 1000)
-    tight = check(recipe, 1).memory
+    roomy = check(recipe, processes=1).memory
+    monkeypatch.setattr("mtp_train.trunk.precision.main_memory_bytes", lambda: 1000)
+    tight = check(recipe, processes=1).memory
     assert (roomy.trunk_bytes, roomy.converted_bytes) == (2 * tight.trunk_bytes, 0)
     assert tight.converted_bytes > 0

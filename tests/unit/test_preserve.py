@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM
 import mtp_train.weights.export
 from adapters import write_adapter
 from checkpoints import all_tensors, base_and_finetune, shard, wrap_as_vision_language
+from mtp_train import inspect
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.preserve import KeepHead, keep_head
+from mtp_train.hooks.keep_head import KeepHead, keep_head
 from mtp_train.weights.files import INDEX_FILE, open_checkpoint
-from preserving import inspect, load, make_trainer
+from preserving import load, make_trainer
 from tiny import FAMILY_NAMES
 
 
@@ -164,7 +165,7 @@ def test_a_merged_adapter_keeps_the_head_and_its_checkpoints_say_where_it_is(
     trainer.train()
     adapter = tmp_path / "out" / "checkpoint-1"
     assert not list(adapter.glob("model*"))
-    told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.preserve"]
+    told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.hooks.keep_head"]
     assert len(told) == 1
     assert f"mtp-train merge {base} --adapter {adapter} --out {base}-merged" in told[0]
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
@@ -189,7 +190,7 @@ def test_a_checkpoint_in_the_trainers_own_shards_is_named(
     trainer = make_trainer(load(base), tmp_path / "out", KeepHead())
     trainer.__class__ = SavesElsewhere
     trainer.train()
-    told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.preserve"]
+    told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.hooks.keep_head"]
     assert len(told) == 1
     assert f"mtp-train graft MERGED --from {base}" in told[0]
 
@@ -263,7 +264,7 @@ def test_a_full_disk_is_told_and_training_goes_on(
     trainer.train()
     assert trainer.state.global_step == 2
     saved = tmp_path / "out" / "checkpoint-1"
-    told = [record for record in caplog.records if record.name == "mtp_train.preserve"]
+    told = [record for record in caplog.records if record.name == "mtp_train.hooks.keep_head"]
     assert [record.levelno for record in told] == [logging.WARNING] * 2
     assert f"{saved}: saved without its MTP head: {saved}: writing the head failed" in told[0].getMessage()
     assert f"mtp-train graft {saved} --from {base} --out {saved}-mtp" in told[0].getMessage()
@@ -284,7 +285,7 @@ def test_a_base_that_cannot_give_a_head_is_refused_before_training(base: Path, t
         keep_head(small)
     unnamed = load(base)
     unnamed.config._name_or_path = ""
-    with pytest.raises(CheckpointError, match=r"not loaded from a checkpoint; expected one that has the head"):
+    with pytest.raises(CheckpointError, match=r"not loaded from a checkpoint; expected a checkpoint with the head"):
         keep_head(unnamed)
-    with pytest.raises(UnsupportedModelError, match="the model is a Linear; expected one of transformers"):
+    with pytest.raises(UnsupportedModelError, match="the model is a Linear; expected a transformers model"):
         keep_head(torch.nn.Linear(2, 2))

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from checkpoints import base_and_finetune, set_count
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 
 
 class Commit:

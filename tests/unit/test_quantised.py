@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from checkpoints import all_tensors, base_and_finetune, set_count
-from mtp_train.cli import main
-from mtp_train.commands.inspect import compare_trunks
-from mtp_train.heads.attach import build_head, graft_plan, native_plan
+from mtp_train.cli.main import main
+from mtp_train.heads.build import build_head, graft_plan, native_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype, text_config_of
+from mtp_train.job.checkpoints.inspect import compare_trunks
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from mtp_train.weights.quantised import leave_alone
 from runs import document
@@ -137,12 +137,12 @@ def test_a_head_in_plain_floats_is_named_in_the_quantisation_config(
     layers = head_layers(tmp_path / "out")
     assert len(layers) > 5
     assert all(covers(found, module) for module in layers)
-    # The trunk stays quantised, and whatever else the config says stays.
+    # The trunk stays quantised, and the other settings stay the same.
     trunk_module = "model.layers.0.mlp.down_proj"
     assert not covers(found, trunk_module)
     for name, value in settings.items():
         assert found[name] == value or set(value or ()) < set(found[name])
-    # What says it already stays as it is, byte for byte.
+    # A config with the exceptions already is copied byte for byte.
     assert graft(tmp_path / "out", base, tmp_path / "again") == 0
     assert (tmp_path / "again" / "config.json").read_bytes() == (tmp_path / "out" / "config.json").read_bytes()
 
@@ -193,7 +193,7 @@ def test_an_unknown_method_is_refused(tmp_path: Path, capfd: Capture) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     configure(finetune, {"quant_method": "aqlm"})
     assert graft(finetune, base, tmp_path / "out") == 2
-    assert "quantised with aqlm, whose list of exceptions is not known here; expected one of" in capfd.readouterr().err
+    assert "quantised with aqlm, whose list of exceptions is not supported; expected one of" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -286,7 +286,10 @@ def test_a_base_of_another_trunk_is_refused_however_it_is_quantised(tmp_path: Pa
     assert graft_plan(open_checkpoint(finetune), open_checkpoint(base), "auto").num_modules == 1
     tensors = all_tensors(finetune)
     for change, message in (
-        (lambda: tensors.pop("model.layers.2.mlp.up_proj.weight"), "trunk module layers.2.mlp.up_proj is there or in"),
+        (
+            lambda: tensors.pop("model.layers.2.mlp.up_proj.weight"),
+            "trunk module layers.2.mlp.up_proj is either here or in",
+        ),
         (lambda: tensors.update({"model.norm.weight": torch.zeros(31)}), r"norm.weight is [32], in"),
     ):
         change()

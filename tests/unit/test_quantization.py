@@ -15,15 +15,10 @@ from checkpoints import base_and_finetune, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.data.pack import collate
 from mtp_train.errors import CheckpointError, RecipeError
-from mtp_train.heads.quantization import (
-    Quantization,
-    pack_head,
-    require_bitsandbytes,
-    require_quantizable,
-    trunk_bytes,
-)
-from mtp_train.heads.trunk import Trunk, load_trunk
-from mtp_train.train.module import Batch, HeadTraining, aligned_rows
+from mtp_train.train.aligned import Batch, aligned_rows
+from mtp_train.train.head_training import HeadTraining
+from mtp_train.trunk.load import Trunk, load_trunk
+from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable, trunk_bytes
 from mtp_train.weights.files import open_checkpoint
 from tiny import ALL_FAMILIES, CACHE_KINDS, FAMILY_NAMES, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
@@ -112,8 +107,8 @@ def test_drafts_change_nothing_that_a_packed_trunk_says(
 ) -> None:
     trunk = packed(tmp_path, family_name, quantization)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
-    plain = SpeculativeDecoder(trunk, None, 0, frozenset()).generate(prompts, 16)
-    drafted = SpeculativeDecoder(trunk, HeadDrafting(tiny_head(trunk)), NUM_DEPTHS, frozenset()).generate(prompts, 16)
+    plain = SpeculativeDecoder(trunk, None, 0, frozenset()).decode(prompts, 16)
+    drafted = SpeculativeDecoder(trunk, HeadDrafting(tiny_head(trunk)), NUM_DEPTHS, frozenset()).decode(prompts, 16)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
 
 
@@ -159,13 +154,13 @@ def test_a_checkpoint_that_is_quantised_already_is_refused(tmp_path: Path) -> No
     base, _ = base_and_finetune(tmp_path, "qwen3_5")
     require_quantizable("8bit", open_checkpoint(base).config, where=base)
     set_fields(base, {"quantization_config": {"quant_method": "fp8"}})
-    with pytest.raises(CheckpointError, match=r"quantised with fp8 already, and model\.quantization says 8bit"):
+    with pytest.raises(CheckpointError, match=r"quantised with fp8 already, while model\.quantization is 8bit"):
         require_quantizable("8bit", open_checkpoint(base).config, where=base)
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match=r"model\.quantization: 4bit, and .* Run 'pip install bitsandbytes'"):
+    with pytest.raises(RecipeError, match=r"model\.quantization: 4bit, but .* Run 'pip install bitsandbytes'"):
         require_bitsandbytes("4bit")
 
 

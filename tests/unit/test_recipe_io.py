@@ -1,4 +1,4 @@
-"""Recipes as text: what is read, what is refused and how it is told, and that writing is the inverse of reading."""
+"""Read and write recipes as text, with the messages of texts that are refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from mtp_train.errors import RecipeError
-from mtp_train.recipe import Recipe
-from mtp_train.recipe_io import dump_recipe, load_recipe, recipe_digest
+from mtp_train.recipe.loading import dump_recipe, load_recipe, recipe_digest
+from mtp_train.recipe.schema import Recipe
 
 TEXT = """\
 run_dir: runs/x
@@ -28,6 +28,113 @@ train:
   lr: 1e-4
 evaluate:
   arms: [none, graft, retrained]
+"""
+
+RESOLVED = """\
+run_dir: '1e5'
+seed: 0
+model:
+  trunk: finetune
+  head_from: base
+  adapter: null
+  dtype: auto
+  quantization: null
+  offload: null
+  trust_remote_code: false
+head:
+  kind: mtp
+  init: graft
+  num_depths: 3
+  lora:
+    r: 8
+    alpha: 32
+    targets:
+      - q_proj
+      - v_proj
+  convention: auto
+  draft_vocab: null
+data:
+  sources:
+    - path: chats.jsonl
+      config: null
+      split: train
+      format: auto
+      weight: null
+      streaming: false
+    - path: more.jsonl
+      config: null
+      split: train
+      format: auto
+      weight: null
+      streaming: false
+  regenerate:
+    enabled: true
+    max_prompts: null
+    max_new_tokens: 256
+    batch_size: null
+    temperature: 1.0
+    top_p: 1.0
+    top_k: 0
+    min_p: 0.0
+    max_repeated: 0.5
+    endpoint: null
+    model: null
+    concurrency: null
+    api_key_env: null
+  seq_len_tokens: 512
+  pack: true
+  holdout: 0.05
+  group_field: null
+  max_documents: null
+objective:
+  loss: auto
+  temperature: 1.0
+  depth_decay: 0.6
+  unroll: exact
+  on_policy: false
+  vocab: all
+  rows: torch
+train:
+  max_steps: 10
+  tokens_per_step: 1024
+  lr: 0.0001
+  micro_batch_sequences: 1
+  warmup_steps: 0
+  schedule: cosine
+  gradient_checkpointing: false
+  attention: dense
+  hidden_cache:
+    max_gib: 64.0
+    dtype: auto
+    directory: null
+  select: null
+  weight_decay: 0.0
+  betas:
+    - 0.9
+    - 0.95
+  max_grad_norm: 1.0
+  precision: auto
+  save_steps: 100
+  log_steps: 10
+evaluate:
+  arms:
+    - none
+    - graft
+    - retrained
+  prompts: 64
+  temperature: 0.0
+  max_new_tokens: 256
+  depth: null
+  dense_tokens: 16384
+gate:
+  baseline: auto
+  confidence: 0.95
+export:
+  enabled: true
+  link: hard
+track:
+  wandb: offline
+  project: mtp-train
 """
 
 
@@ -94,9 +201,9 @@ def test_all_problems_are_reported_at_once(recipe_file: Path) -> None:
         recipe_file, "train.lr=fast", "head.num_depths=9", "train.sav_steps=5", "train.warmup_steps=20", "data.pack.x=1"
     )
     assert [problem.partition(":")[0] for problem in problems] == [
+        "train.sav_steps",
         "head.num_depths",
         "data.pack",
-        "train.sav_steps",
         "train.lr",
         "train.warmup_steps",
     ]
@@ -204,7 +311,7 @@ def test_absurd_yaml_is_refused_like_any_other(recipe_file: Path, text: str) -> 
 def test_keys_given_twice_are_refused_with_their_lines(recipe_file: Path) -> None:
     problems = problems_in(recipe_file, TEXT.replace("  lr: 1e-4\n", "  lr: 1e-4\n  warmup_steps: 10\n  lr: 2e-4\n"))
     assert problems[0] == (
-        f"{recipe_file}, line 14: 'lr' once more (first in line 12); expected each field once. Remove one of them."
+        f"{recipe_file}, line 14: 'lr' again (first in line 12); expected each field once. Remove one of them."
     )
     assert problems[1].startswith("train.warmup_steps: 10; ")
 
@@ -219,6 +326,12 @@ def test_aliases_without_end_end_in_a_message(recipe_file: Path) -> None:
     assert problems == ["export.enabled: a section; expected true or false. Correct it, or leave it out for true."]
 
 
+def test_an_anchor_used_for_two_sections_is_refused_like_any_other_value(recipe_file: Path) -> None:
+    problems = problems_in(recipe_file, "run_dir: x\nmodel: &section {trunk: a}\ndata: *section\ntrain: *section\n")
+    assert problems[0] == "data.trunk: unknown; expected a field of data. Did you mean model.trunk?"
+    assert "train.lr: missing; expected a number above 0. Add it." in problems
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
@@ -226,12 +339,12 @@ def test_aliases_without_end_end_in_a_message(recipe_file: Path) -> None:
         ("=3", "override '=3': no field with a value; expected section.field=value."),
         ("train..lr=3", "override 'train..lr=3': no field with a value; expected section.field=value."),
         ("train.lr=[", "override train.lr, line 1, column 2: while parsing a flow node expected the node content"),
-        ("head={a: 1, a: 2}", "override head, line 1: 'a' once more (first in line 1); expected each field once."),
-        ("data.sources.2.path=x", "data.sources.2: beyond the list, which has 2; expected an item of it."),
+        ("head={a: 1, a: 2}", "override head, line 1: 'a' again (first in line 1); expected each field once."),
+        ("data.sources.2.path=x", "data.sources.2: past the end of a list of 2; expected one of its items."),
         ("data.sources.path=x", "data.sources.path: data.sources is a list of 2; expected a section."),
-        ("train.betas.0=0.8", "train.betas.0: train.betas is null; expected a list. Give train.betas as a whole."),
-        ("data.0=x", "data.0: data is a section; expected a list. Give data as a whole."),
-        ("run_dir.x=1", "run_dir.x: run_dir is 'runs/x'; expected a section. Give run_dir as a whole."),
+        ("train.betas.0=0.8", "train.betas.0: train.betas is null; expected a list. Set train.betas as a whole."),
+        ("data.0=x", "data.0: data is a section; expected a list. Set data as a whole."),
+        ("run_dir.x=1", "run_dir.x: run_dir is 'runs/x'; expected a section. Set run_dir as a whole."),
     ],
 )
 def test_overrides_that_fit_nowhere_are_refused(recipe_file: Path, override: str, problem: str) -> None:
@@ -292,6 +405,21 @@ def test_dump_spells_out_every_field_in_order(recipe_file: Path) -> None:
     }
 
 
+def test_the_text_of_a_resolved_recipe_stays_the_same(recipe_file: Path) -> None:
+    """A run directory is resumed only by a recipe whose resolved text is the text that it contains, byte for byte."""
+    overrides = [
+        "head.lora={r: 8, targets: [q_proj, v_proj]}",
+        "data.regenerate={temperature: 1, max_repeated: 0.5}",
+        "train.hidden_cache={}",
+        "evaluate.temperature=0",
+        "evaluate.top_k=auto",
+        "run_dir='1e5'",
+    ]
+    recipe = load_recipe(recipe_file, overrides)
+    assert dump_recipe(recipe) == RESOLVED
+    assert recipe_digest(recipe) == "648c7b008698e54054c8a29a7d8e4b0f6a6256d8d30ce4d1ddb8fb91a3df3f14"
+
+
 def test_digest_depends_on_what_is_said_and_not_on_how(recipe_file: Path, tmp_path: Path) -> None:
     digest = recipe_digest(load_recipe(recipe_file))
     other = tmp_path / "other.yaml"
@@ -304,7 +432,7 @@ def test_digest_depends_on_what_is_said_and_not_on_how(recipe_file: Path, tmp_pa
 
 def test_digest_is_the_same_in_every_process(recipe_file: Path) -> None:
     code = (
-        "import sys; from mtp_train.recipe_io import load_recipe, recipe_digest; "
+        "import sys; from mtp_train.recipe.loading import load_recipe, recipe_digest; "
         "print(recipe_digest(load_recipe(sys.argv[1])))"
     )
     root = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from mtp_train.errors import RecipeError
-from mtp_train.recipe import Recipe
-from mtp_train.recipe_io import dump_recipe, load_recipe, recipe_from_mapping
+from mtp_train.recipe.loading import dump_recipe, load_recipe, recipe_from_mapping
+from mtp_train.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "preserve_sft.yaml"
@@ -26,30 +26,42 @@ def problems(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("override", "found"),
     [
-        ("model.adapter=DIR", "model.adapter: 'DIR' with sft: the trunk that is trained wears none; expected null."),
-        ("model.quantization=4bit", "model.quantization: '4bit' with sft: packed weights cannot be trained"),
-        ("model.offload=cpu", "model.offload: 'cpu' with sft: what is trained lies on the device"),
-        ("head.kind=eagle", "head.kind: 'eagle' with sft: only such a head lies in the trunk's own checkpoint"),
-        ("head.lora={}", "head.lora: its defaults with sft: LoRA on the trunk is sft.lora; expected null."),
+        (
+            "model.adapter=DIR",
+            "model.adapter: 'DIR' with sft: the trunk is fine-tuned without an adapter",
+        ),
+        ("model.quantization=4bit", "model.quantization: '4bit' with sft: quantised weights cannot be trained"),
+        ("model.offload=cpu", "model.offload: 'cpu' with sft: weights that are trained must be on the device"),
+        ("head.kind=eagle", "head.kind: 'eagle' with sft: only an MTP head is stored in the trunk's own checkpoint"),
+        ("head.lora={}", "head.lora: a section with sft: LoRA on the trunk is sft.lora; expected null."),
         ("head.draft_vocab=100", "head.draft_vocab: 100 with sft: the head drafts from all tokens; expected null."),
         ("head.convention=vllm", "head.convention: 'vllm' with sft"),
-        ("head.init=random", "head.init: 'random' with sft, which keeps a head that is there; expected native"),
-        ("data.regenerate={}", "data.regenerate: its defaults with sft: the trunk learns the sources' own responses"),
-        ("data.pack=true", "data.pack: true with sft: a row of the Trainer's holds one document; expected false."),
-        ("objective.loss=kl", "objective.loss: 'kl' with sft: the trunk learns by cross-entropy"),
-        ("objective.temperature=2.0", "objective.temperature: 2.0 with sft: no loss here has one; expected 1.0."),
+        ("head.init=random", "head.init: 'random' with sft, which keeps an existing head; expected native"),
+        (
+            "data.regenerate={}",
+            "data.regenerate: a section with sft: the trunk is trained on the responses",
+        ),
+        ("data.pack=true", "data.pack: true with sft: transformers' Trainer has one document per row; expected false."),
+        ("objective.loss=kl", "objective.loss: 'kl' with sft: the trunk is trained with cross-entropy"),
+        (
+            "objective.temperature=2.0",
+            "objective.temperature: 2.0 with sft: no loss of a fine-tune has a",
+        ),
         ("objective.unroll=fastmtp", "objective.unroll: 'fastmtp' with sft"),
         ("objective.on_policy=true", "objective.on_policy: true with sft"),
         (
             "objective.rows=triton",
-            "objective.rows: 'triton' with sft: a head beside the trunk learns from rows in torch",
+            "objective.rows: 'triton' with sft: the loss of a head beside the trunk is computed in torch",
         ),
         ("train.attention=flex", "train.attention: 'flex' with sft: a head beside the trunk is unrolled with masks"),
-        ("train.hidden_cache={}", "train.hidden_cache: its defaults with sft: the trunk's states change"),
-        ("train.select={}", "train.select: its defaults with sft: the last checkpoint is taken; expected null."),
+        ("train.hidden_cache={}", "train.hidden_cache: a section with sft: the trunk's hidden states change"),
+        ("train.select={}", "train.select: a section with sft: the last checkpoint is kept; expected null."),
         ("gate.baseline=none", "gate.baseline: 'none' with sft"),
-        ("export.enabled=false", "export.enabled: false with sft: the fine-tuned checkpoint is what the run is for"),
-        ("study={}", "study: its defaults with sft: a run is one or the other; expected null. Write study: null."),
+        ("export.enabled=false", "export.enabled: false with sft: the fine-tuned checkpoint is the output of the run"),
+        (
+            "study={}",
+            "study: a section with sft: a run is either a study or a fine-tune; expected null.",
+        ),
         ("evaluate.arms=[none, graft]", "evaluate.arms: no 'retrained' with sft.head: beside"),
         ("evaluate.arms=[none, retrained]", "evaluate.arms: no 'graft' with sft.head: beside"),
         ("evaluate.arms=[graft, retrained, native]", "evaluate.arms: 'native' with sft; expected 'graft'"),
@@ -117,7 +129,7 @@ def test_a_recipe_of_another_kind_reads_as_it_did() -> None:
 def test_the_command_that_retrains_an_export_is_a_recipe() -> None:
     import shlex
 
-    from mtp_train.cures import retrain_native_command
+    from mtp_train.weights.suggestions import retrain_native_command
 
     words = shlex.split(retrain_native_command("runs/x y/export"))
     overrides = [word for word in words if "=" in word]

@@ -1,4 +1,4 @@
-"""Figures: real images, with what they were given in them."""
+"""Figures: valid images that contain the given data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report.html: alone in its file, escaped, and honest about what compares."""
+"""report.html: self-contained, escaped, and clear about which arms compare."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_page_says_verdict_lossless_settings_and_provenance() -> None:
         "The retrained head beats the graft",
         "48 of 48 outputs equal plain decoding",
         "[+2.04, +2.18]",
-        "it sees a true gain in tau of 0.11 (greedy)",
+        "it detects a true gain in tau of 0.11 (greedy)",
         "The same at temperature 0.6, top-p 0.95, argmax drafts",
         "device.threads",
         "versions.torch",

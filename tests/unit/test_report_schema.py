@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mtp_train.errors import DataError
+from mtp_train.evaluation.results import TeacherForced
 from mtp_train.report import ArmResult, Lossless, RunReport, load_report
 from report_samples import EMPTY, PLAIN, RETRAINED, SAMPLE
 
@@ -79,7 +80,8 @@ def test_figures_without_a_meaning_are_null() -> None:
 
 
 def test_numbers_that_are_not_finite_become_null() -> None:
-    odd = replace(PLAIN, speedup=float("inf"), target_entropy=float("nan"), overlap=(0.5, float("nan")))
+    nans = TeacherForced(dense=None, overlap=(0.5, float("nan")), target_entropy=float("nan"))
+    odd = replace(PLAIN, speedup=float("inf"), teacher_forced=nans)
     raw = stored(replace(EMPTY, arms={"odd": odd}, settings={"deep": [{"value": float("nan")}]}))
     assert raw["arms"]["odd"]["speedup"] is None
     assert raw["arms"]["odd"]["target_entropy"] is None

@@ -1,4 +1,4 @@
-"""What the report says: the verdict, and which arms may be compared."""
+"""Sentences of the report: the verdict, and which arms compare."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from mtp_train.evaluation.results import NOT_TEACHER_FORCED
 from mtp_train.report import Lossless
 from mtp_train.report.wording import (
     COLUMNS,
@@ -50,15 +51,15 @@ def test_vanilla_is_explained_by_both_entropies() -> None:
 
 
 def test_vanilla_is_explained_without_entropies() -> None:
-    arms = {"retrained": replace(RETRAINED, target_entropy=None), "vanilla": VANILLA}
+    arms = {"retrained": replace(RETRAINED, teacher_forced=NOT_TEACHER_FORCED), "vanilla": VANILLA}
     assert apart_sentence(group_arms(replace(SAMPLE, arms=arms)), {}).endswith("the arms above.")
 
 
 def test_a_head_that_was_kept_is_called_stale() -> None:
     kept = replace(SAMPLE, gate=None, settings={"head": "kept", "next": "accelerate launch ..."})
     found = headline(kept)
-    assert (found.tone, found.title) == ("neutral", "The trunk was fine-tuned, its head kept as it was: stale")
-    assert found.detail.startswith(f"The head commits {GRAFT.tau:.2f} tokens a round on the tuned trunk")
+    assert (found.tone, found.title) == ("neutral", "Stale head: the trunk was fine-tuned, its head is unchanged")
+    assert found.detail.startswith(f"With this head the tuned trunk commits {GRAFT.tau:.2f} tokens a round;")
     assert found.detail.endswith(": accelerate launch ...")
 
 
@@ -85,7 +86,7 @@ def test_headline_of_a_lossy_decoder_overrules_the_gate() -> None:
         (None, "Not checked"),
         (Lossless(checked=0, identical=0, near_tie_divergences=0), "Not checked"),
         (Lossless(checked=3, identical=3, near_tie_divergences=0), "3 of 3 outputs equal plain decoding"),
-        (Lossless(checked=3, identical=2, near_tie_divergences=1), "the other 1 part at a near tie"),
+        (Lossless(checked=3, identical=2, near_tie_divergences=1), "the other 1 diverge at a near tie"),
     ],
 )
 def test_lossless_sentence_claims_no_more_than_was_checked(lossless: Lossless | None, expected: str) -> None:
@@ -115,7 +116,7 @@ def test_the_held_out_text_is_told_with_its_groups_and_its_overlap() -> None:
     text = held_out_sentence({"held_out": HELD_OUT, "target_entropy_median": 0.0104})
     assert text.startswith("36 held-out prompts of 12 groups. 24.0 % of the 8-grams")
     assert "(18.0 % of all); 1 prompts occur there to 70 % or more" in text
-    assert text.endswith("an entropy below 0.010 nats: the lower, the more templated.")
+    assert text.endswith("an entropy below 0.010 nats; a low value means templated text.")
     assert "Warning" not in text
     assert held_out_sentence({}) == ""
 
@@ -142,8 +143,8 @@ def test_held_out_text_too_short_for_an_eight_gram_is_told_without_shares() -> N
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("demo:code", "vanilla goes on from demo:code, text of its own kind; 40.0 % of the 8-grams it writes repeat"),
-        (None, "vanilla answers the same prompts, not text of its own; 40.0 % of the 8-grams it writes repeat"),
+        ("demo:code", "vanilla continues demo:code, text of its own kind; 40.0 % of the 8-grams it writes repeat"),
+        (None, "vanilla answers the same prompts, not text of its own kind; 40.0 % of the 8-grams it writes repeat"),
     ],
 )
 def test_what_vanilla_decodes_is_told_with_its_repeats(source: str | None, told: str) -> None:

@@ -1,4 +1,4 @@
-"""The report's files: all there, each whole, and an earlier report never damaged."""
+"""Files of a report: complete, written atomically, and an earlier report is never damaged."""
 
 from __future__ import annotations
 
@@ -113,6 +113,7 @@ def test_figure_that_no_longer_applies_is_removed(tmp_path: Path) -> None:
 
 
 def test_json_holds_no_nan(tmp_path: Path) -> None:
-    write_report(replace(SAMPLE, arms={"retrained": replace(RETRAINED, target_entropy=float("nan"))}), tmp_path)
+    nan = replace(RETRAINED.teacher_forced, target_entropy=float("nan"))
+    write_report(replace(SAMPLE, arms={"retrained": replace(RETRAINED, teacher_forced=nan)}), tmp_path)
     raw = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
     assert raw["arms"]["retrained"]["target_entropy"] is None

@@ -1,4 +1,4 @@
-"""``objective.rows: triton`` is refused where its kernels cannot run, and reaches the loss where they can."""
+"""``objective.rows: triton`` is refused if its kernels cannot run, and selects them if they can."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from mtp_train.commands.check import check
+from mtp_train import check
 from mtp_train.errors import RecipeError
-from mtp_train.inputs import gather_inputs
-from mtp_train.losses_rows import row_losses
-from mtp_train.recipe import Recipe
-from mtp_train.training import head_training
+from mtp_train.job.inputs import gather_inputs
+from mtp_train.job.training import head_training
+from mtp_train.losses.rows import row_losses
+from mtp_train.recipe.schema import Recipe
 from runs import tiny_recipe
 from tiny import tiny_head, tiny_trunk
 
@@ -32,7 +32,7 @@ def kernels_for(monkeypatch: pytest.MonkeyPatch) -> Given:
 
     def given(device: str | None) -> None:
         there = SimpleNamespace(kernel_device=lambda: device)
-        monkeypatch.setitem(sys.modules, "mtp_train.losses_triton", there)
+        monkeypatch.setitem(sys.modules, "mtp_train.losses.triton_rows", there)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "triton" or found(name, *rest))
 
     return given
@@ -43,7 +43,7 @@ def gather(recipe: Recipe) -> None:
         gather_inputs(recipe, 1, progress)
 
 
-GATES = pytest.mark.parametrize("gate", [lambda recipe: check(recipe, 1), gather], ids=["check", "run"])
+GATES = pytest.mark.parametrize("gate", [lambda recipe: check(recipe, processes=1), gather], ids=["check", "run"])
 
 
 @GATES
@@ -78,7 +78,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, inp
     with pytest.raises(
         RecipeError, match=r"^objective\.rows: 'triton', which is not installed; .* objective\.rows: torch"
     ):
-        check(tiny_recipe(inputs, tmp_path / "run", objective__rows="triton"), 1)
+        check(tiny_recipe(inputs, tmp_path / "run", objective__rows="triton"), processes=1)
 
 
 def test_the_recipes_choice_makes_the_rows(monkeypatch: pytest.MonkeyPatch, inputs: Path, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_the_recipes_choice_makes_the_rows(monkeypatch: pytest.MonkeyPatch, inpu
         asked.append((kind, temperature))
         return lambda logits_CV, targets_C: row_losses(kind, logits_CV, teacher_CV, targets_C, temperature)
 
-    monkeypatch.setitem(sys.modules, "mtp_train.losses_triton", SimpleNamespace(row_work=row_work))
+    monkeypatch.setitem(sys.modules, "mtp_train.losses.triton_rows", SimpleNamespace(row_work=row_work))
     losses = []
     for rows in ("torch", "triton"):
         settings = {"loss": "lk", "temperature": 2.0, "rows": rows}

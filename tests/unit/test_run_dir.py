@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from checkpoints import save_stripped, shard
-from mtp_train import run_dir as run_dir_module
 from mtp_train.errors import OutputExistsError
-from mtp_train.recipe import Recipe
-from mtp_train.recipe_io import load_recipe
-from mtp_train.run_dir import (
+from mtp_train.job import run_dir as run_dir_module
+from mtp_train.job.run_dir import (
     Outcome,
     checkpoint_identity,
     claim,
@@ -24,6 +22,8 @@ from mtp_train.run_dir import (
     require_ours,
     write_outcome,
 )
+from mtp_train.recipe.loading import load_recipe
+from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.files import open_checkpoint
 from runs import tiny_recipe, tree
 from tiny import tiny_trunk
@@ -43,7 +43,7 @@ def test_a_new_an_empty_and_a_refused_run_dir_are_ours(tmp_path: Path, recipe: R
     write_outcome(tmp_path / "run", REFUSED)
     require_ours(tmp_path / "run", recipe)
     assert list(tree(tmp_path)) == ["run", "run/outcome.json"]
-    # What a kill leaves of a claim.
+    # Files of a claim that was killed.
     for name in ("inputs.json", ".inputs.json.tmp", "provenance.json", ".recipe.yaml.tmp"):
         (tmp_path / "run" / name).write_text("{}")
     require_ours(tmp_path / "run", recipe)
@@ -132,14 +132,14 @@ NAMED = dataclasses.replace(FULL, message="process 1: data: no space left")
 @pytest.mark.parametrize(
     ("failures", "kept"),
     [
-        # The process that failed first has the say where the others fail of it, or are told to stop.
+        # The first failure is kept if the other processes fail because of it, or are told to stop.
         ([(1, FULL), (0, LOST)], NAMED),
         ([(1, FULL), (0, STOPPED)], NAMED),
         ([(0, FULL), (1, LOST)], FULL),
-        # What the first process found wrong itself is the verdict, whoever was there before.
+        # An error of rank 0 itself replaces earlier outcomes.
         ([(1, FULL), (0, REFUSED)], REFUSED),
         ([(0, REFUSED), (1, FULL)], REFUSED),
-        # A first process that was killed says nothing.
+        # Rank 0 was killed and recorded nothing.
         ([(1, LOST)], LOST),
         ([(0, STOPPED), (1, STOPPED)], STOPPED),
     ],

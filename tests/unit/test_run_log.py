@@ -89,7 +89,7 @@ def test_off_does_not_import_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_offline_leaves_a_wandb_run_to_upload_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "online")  # what the recipe says goes before the environment
+    monkeypatch.setenv("WANDB_MODE", "online")  # the recipe overrides the environment
     log = open_log(tmp_path, wandb="offline")
     log.log(1, {"loss": 0.5})
     log.close()

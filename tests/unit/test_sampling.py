@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from mtp_inference.sampling import (
+from mtp_inference.sampling.distributions import (
     ACCEPT,
     DRAFT,
     TOKEN,

@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 import mtp_train.heads.step
-import mtp_train.sft.train
+import mtp_train.job.sft.tuning
 from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from mtp_inference import AssistantDrafting, HeadDrafting, SpeculativeDecoder, plain_greedy
-from mtp_inference.bench import clock, costs
+from mtp_inference.bench import clock
+from mtp_inference.bench import round_costs as costs
 from mtp_inference.bench.__main__ import main
-from mtp_inference.draft import DrafterMaker
-from mtp_inference.other_drafters import ModelDrafting
+from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.other_drafters import ModelDrafting
 from mtp_train.data.tokenize import Document
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
-from mtp_train.heads.sdpa import without_cudnn_attention
-from mtp_train.heads.trunk import Trunk
-from mtp_train.recipe_study import FineTuneSpec
-from mtp_train.study.fine_tune import fine_tune
-from mtp_train.train.module import HeadTraining
+from mtp_train.heads.attention import without_cudnn_attention
+from mtp_train.job.study.drift import fine_tune
+from mtp_train.recipe.schema import FineTuneSpec
+from mtp_train.train.head_training import HeadTraining
+from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 enabled = torch.backends.cuda.cudnn_sdp_enabled
@@ -67,7 +68,7 @@ def test_a_training_step_and_what_it_recomputes_run_without_cudnn(family_name: s
 
 
 def test_a_forward_that_is_not_ours_is_seen(seen: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the tests here would say nothing: neither of forwards, nor of what the backward pass runs again."""
+    """Negative control of the tests here, for forwards and for forwards that the backward pass repeats."""
     tiny_trunk("glm4_moe").causal_lm(torch.tensor([PROMPT]))
     assert set(seen) == {True}
     seen.clear()
@@ -96,7 +97,7 @@ def test_decoding_runs_without_cudnn_and_streams_leave_the_setting_alone(name: s
         pytest.skip("this transformers has no external drafters")
     trunk, drafting = MODELS[name]()
     decoder = SpeculativeDecoder(trunk, drafting, 2, ())
-    decoder.generate([PROMPT], 6)
+    decoder.decode([PROMPT], 6)
     plain_greedy(trunk, PROMPT, 3, ())
     assert set(seen) == {False}
     assert len(seen) > 10
@@ -118,13 +119,13 @@ def test_fine_tuning_runs_without_cudnn(seen: list[bool], monkeypatch: pytest.Mo
     # A run's own fine-tuning leaves forwards to the Trainer as well.
     found: list[bool] = []
     trainer = SimpleNamespace(train=lambda **options: found.append(enabled()), state=SimpleNamespace(global_step=1))
-    monkeypatch.setattr(mtp_train.sft.train, "make_trainer", lambda *_unused: trainer)
-    monkeypatch.setattr(mtp_train.sft.train, "newest_checkpoint", lambda _directory: None)
-    monkeypatch.setattr(mtp_train.sft.train, "clear_torn", lambda _directory: None)
+    monkeypatch.setattr(mtp_train.job.sft.tuning, "make_trainer", lambda *_unused: trainer)
+    monkeypatch.setattr(mtp_train.job.sft.tuning, "newest_checkpoint", lambda _directory: None)
+    monkeypatch.setattr(mtp_train.job.sft.tuning, "clear_torn", lambda _directory: None)
     accelerator: Any = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
     recipe: Any = SimpleNamespace(train=SimpleNamespace(max_steps=1))
     nothing: Any = None
-    mtp_train.sft.train.fine_tune_stage(recipe, nothing, tmp_path, nothing, accelerator, nothing)
+    mtp_train.job.sft.tuning.fine_tune_stage(recipe, nothing, tmp_path, nothing, accelerator, nothing)
     assert found == [False]
 
 

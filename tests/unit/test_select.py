@@ -15,13 +15,13 @@ from torch import Tensor
 from mtp_train.data.pack import global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import StoppedError, TrainingError
-from mtp_train.measuring import part_documents, renumbered
-from mtp_train.recipe import Recipe, SelectSpec
-from mtp_train.recipe_io import recipe_from_mapping
+from mtp_train.job.training import part_documents, renumbered
+from mtp_train.recipe.loading import recipe_from_mapping
+from mtp_train.recipe.schema import Recipe, SelectSpec
 from mtp_train.train import loop
+from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.log import RunLog, read_metrics
 from mtp_train.train.loop import train_head
-from mtp_train.train.module import HeadTraining
 from mtp_train.train.plan import make_plan
 from mtp_train.train.select import Selection
 from mtp_train.train.state import Best, load_best

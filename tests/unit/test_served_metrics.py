@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mtp_train.errors import DataError
-from mtp_train.study.served_metrics import NOTHING, SpecCounts, read_counters, response_counts
+from mtp_train.evaluation.served.metrics import NOTHING, SpecCounts, read_counters, response_counts
 
 VLLM = """
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -50,9 +50,9 @@ def test_what_was_gained_is_the_difference() -> None:
 
 def test_a_counter_that_fell_is_an_error_though_their_sum_rose() -> None:
     before, now = VLLM.format(drafts=12), VLLM.format(drafts=3).replace("1.0e+01", "9.0e+01")
-    with pytest.raises(DataError, match=r"drafts\{engine=\"0\".*stood at 12 and now at 3; .*was started again"):
+    with pytest.raises(DataError, match=r"drafts\{engine=\"0\".*was 12 and is now 3; .*was restarted"):
         read_counters(now, "vllm").since(read_counters(before, "vllm"))
-    with pytest.raises(DataError, match="stood at 12 and now is gone"):
+    with pytest.raises(DataError, match="was 12 and is now missing"):
         read_counters("", "vllm").since(read_counters(before, "vllm"))
 
 
@@ -63,7 +63,7 @@ def test_counters_that_are_rounded_are_an_error_where_they_are() -> None:
         if server == "vllm":
             assert counters.since(counters).drafts is not None
         else:
-            with pytest.raises(DataError, match="above 1000000, from where it rounds"):
+            with pytest.raises(DataError, match="above 1000000, where it rounds"):
                 counters.since(counters)
 
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from mtp_train.data.streamed import Arrival, Streamed
-from mtp_train.study.records import TaskPrompt
-from mtp_train.study.served_asking import Answered
-from mtp_train.study.served_report import latencies, two_lengths
+from mtp_train.data.endpoint import Arrival, Streamed
+from mtp_train.evaluation.prompt_records import TaskPrompt
+from mtp_train.evaluation.served.asking import Answered
+from mtp_train.evaluation.served.measure import latencies, two_lengths
 
 
 def answered(name: str, *arrivals: tuple[float, int | None], tokens: int) -> Answered:
@@ -15,7 +15,7 @@ def answered(name: str, *arrivals: tuple[float, int | None], tokens: int) -> Ans
 
 
 def response(name: str, tokens: int, *, first_token: float, per_token: float) -> Answered:
-    """A response whose first piece holds three tokens, which the server does not say."""
+    """Return a response whose first chunk has three tokens, which the server does not report."""
     return answered(name, (first_token, None), (first_token + per_token * (tokens - 3), None), tokens=tokens)
 
 

@@ -1,4 +1,4 @@
-"""Settings that a run is judged at: the recipe's, or those of the trunk's generation config."""
+"""Settings that a run is judged at come from the recipe or from the trunk's generation config."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
-from mtp_inference.sampling import MIN_TEMPERATURE
-from mtp_train import recipe_rules
+from mtp_inference.sampling.distributions import MIN_TEMPERATURE
 from mtp_train.errors import CheckpointError
-from mtp_train.recipe import EvaluateSection
-from mtp_train.recipe_io import dump_recipe, recipe_from_mapping
-from mtp_train.serving import GREEDY, ServedSetting, left_out, served_settings
+from mtp_train.evaluation.prompt_records import Rule, Setting
+from mtp_train.evaluation.settings import greedy, left_out, served_settings
+from mtp_train.recipe import rules as recipe_rules
+from mtp_train.recipe.loading import dump_recipe, recipe_from_mapping
+from mtp_train.recipe.schema import EvaluateSection
 
+DEPTH = 3
+GREEDY = greedy(DEPTH)
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
@@ -24,17 +27,21 @@ class Trunk:
     path: Path
 
 
-def settings(tmp_path: Path, config: dict[str, Any] | None = None, **evaluate: Any) -> list[ServedSetting]:
+def settings(tmp_path: Path, config: dict[str, Any] | None = None, **evaluate: Any) -> list[Setting]:
     if config is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(config))
     trunk: Any = Trunk(tmp_path)
-    return served_settings(EvaluateSection(arms=("none", "retrained"), **evaluate), trunk)
+    return served_settings(EvaluateSection(arms=("none", "retrained"), **evaluate), trunk, DEPTH)
+
+
+def drawn(temperature: float, rule: Rule = "argmax", top_p: float = 1.0, top_k: int = 0) -> Setting:
+    return Setting(temperature, None, DEPTH, rule, top_p, top_k)
 
 
 def test_auto_is_greedy_and_what_the_generation_config_samples_with(tmp_path: Path) -> None:
     assert settings(tmp_path, QWEN) == [
         GREEDY,
-        ServedSetting(temperature=0.6, top_p=0.95, top_k=20, rule="argmax"),
+        drawn(0.6, top_p=0.95, top_k=20),
     ]
 
 
@@ -52,7 +59,7 @@ def test_auto_is_greedy_alone_where_the_trunk_is_not_served_with_sampling(
 def test_what_a_generation_config_leaves_out_is_off(tmp_path: Path) -> None:
     assert settings(tmp_path, {"do_sample": True, "temperature": None}) == [
         GREEDY,
-        ServedSetting(temperature=1.0, rule="argmax"),
+        drawn(1.0),
     ]
 
 
@@ -68,13 +75,9 @@ def test_a_generation_config_that_nothing_can_sample_with_is_refused_by_its_path
 
 
 def test_a_value_takes_the_place_of_auto_field_by_field(tmp_path: Path) -> None:
-    assert settings(tmp_path, QWEN, temperature=(0.8,)) == [
-        ServedSetting(temperature=0.8, top_p=0.95, top_k=20, rule="argmax")
-    ]
+    assert settings(tmp_path, QWEN, temperature=(0.8,)) == [drawn(0.8, top_p=0.95, top_k=20)]
     assert settings(tmp_path, QWEN, temperature=(0.0,)) == [GREEDY]
-    assert settings(tmp_path, QWEN, top_k=(0,), rule=("sampled",))[1] == ServedSetting(
-        temperature=0.6, top_p=0.95, rule="sampled"
-    )
+    assert settings(tmp_path, QWEN, top_k=(0,), rule=("sampled",))[1] == drawn(0.6, "sampled", top_p=0.95)
 
 
 def test_lists_are_combined_and_greedy_comes_first_and_once(tmp_path: Path) -> None:

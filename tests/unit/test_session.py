@@ -20,11 +20,11 @@ import mtp_inference.session
 from byte_tokenizer import byte_tokenizer
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.depth import RoundCosts
-from mtp_inference.draft import DrafterMaker
-from mtp_inference.other_drafters import ModelDrafting
+from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.other_drafters import ModelDrafting
 from mtp_inference.session import Lane, Session
 from mtp_train.errors import MtpError
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 TOKENIZER = byte_tokenizer()
@@ -120,7 +120,7 @@ def mixed_requests(name: str) -> list[Request]:
 def alone(name: str) -> list[GenerationResult]:
     """Return what the mixed requests say one by one, and check that it is plain decoding's."""
     decoder = decoder_of(name, ModelDrafting(nearly(name)))
-    results = [decoder.generate([request])[0] for request in mixed_requests(name)]
+    results = [decoder.decode([request])[0] for request in mixed_requests(name)]
     for request, result in zip(mixed_requests(name), results, strict=True):
         assert said(result) == cut(plain_text(name, request.prompt_ids), request), request
     return results
@@ -150,7 +150,7 @@ def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_row_says_what_it_says_alone(name: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_ahead:
         run_ahead(monkeypatch)
-    together = decoder_of(name, ModelDrafting(nearly(name))).generate(mixed_requests(name))
+    together = decoder_of(name, ModelDrafting(nearly(name))).decode(mixed_requests(name))
     assert_same(together, alone(name))
     accepted = [result.num_accepted_tokens for result in together]
     assert sum(accepted) > 20
@@ -161,9 +161,9 @@ def test_every_row_says_what_it_says_alone(name: str, is_ahead: bool, monkeypatc
 def test_rows_of_a_head_do_not_notice_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(name, HeadDrafting(tiny_head(trunk_of(name), seed=1)), depth=2)
     requests = [dataclasses.replace(request, depth=None, mtp="on") for request in mixed_requests(name)]
-    one_by_one = [decoder.generate([request])[0] for request in requests]
+    one_by_one = [decoder.decode([request])[0] for request in requests]
     run_ahead(monkeypatch)
-    assert_same(decoder.generate(requests), one_by_one)
+    assert_same(decoder.decode(requests), one_by_one)
     assert [said(result) for result in one_by_one] == [said(result) for result in alone(name)]
     assert sum(result.num_accepted_tokens for result in one_by_one) > 0
 
@@ -171,10 +171,10 @@ def test_rows_of_a_head_do_not_notice_each_other(name: str, monkeypatch: pytest.
 def test_a_bound_on_pending_tokens_that_is_too_low_costs_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of("glm4_moe", ModelDrafting(nearly("glm4_moe")))
     requests = [dataclasses.replace(request, mtp="on") for request in mixed_requests("glm4_moe")]
-    good = decoder.generate(requests)
+    good = decoder.decode(requests)
     plan = Session._plan
     monkeypatch.setattr(Session, "_plan", lambda self, depth: dataclasses.replace(plan(self, depth), pending=1))
-    low = decoder.generate(requests)
+    low = decoder.decode(requests)
     assert [said(result) for result in low] == [said(result) for result in good]
     assert sum(result.num_drafts for result in low) > sum(result.num_drafts for result in good) + 5
 
@@ -188,7 +188,7 @@ def test_counts_of_right_drafts_follow_from_depth_and_limit(is_ahead: bool, monk
         Request(prompt_ids=prompt(3 + index), max_new_tokens=limit, depth=depth)
         for index, (depth, limit) in enumerate(zip(depths, limits, strict=True))
     ]
-    for result, depth, limit in zip(right("glm4_moe", rows=2).generate(requests), depths, limits, strict=True):
+    for result, depth, limit in zip(right("glm4_moe", rows=2).decode(requests), depths, limits, strict=True):
         rounds = -(-(limit - 1) // (depth + 1))
         assert counts(result) == (rounds, rounds * depth, rounds * depth, (rounds,) * depth)
         assert len(result.token_ids) == limit
@@ -208,7 +208,7 @@ def test_a_stop_string_may_end_inside_an_accepted_draft(is_ahead: bool, monkeypa
         Request(prompt_ids=prompt(7), max_new_tokens=28),
         Request(prompt_ids=prompt(4), max_new_tokens=9),
     ]
-    first, second, third = right("qwen3_5", rows=2).generate(requests)
+    first, second, third = right("qwen3_5", rows=2).decode(requests)
     assert said(first) == (tuple(plain[:7]), letters(plain[:4]), "stop")
     assert counts(first) == (2, 6, 6, (2, 2, 2))
     assert said(second) == (tuple(neighbour), letters(neighbour), "length")
@@ -222,7 +222,7 @@ def test_a_row_ended_by_a_stop_string_is_out_of_use_on_the_device() -> None:
         Request(prompt_ids=prompt(6), max_new_tokens=99, stop=(letters(plain[4:7]),)),
         Request(prompt_ids=prompt(7), max_new_tokens=28),
     ]
-    decoder.generate(requests)
+    decoder.decode(requests)
     assert decoder._rounds is not None
     assert decoder._rounds.batch.active_B.tolist() == [False, False]
 
@@ -234,7 +234,7 @@ def test_a_stop_token_may_end_inside_an_accepted_draft() -> None:
     of_request = Request(prompt_ids=prompt(6), max_new_tokens=28, stop_token_ids=frozenset([plain[6]]))
     of_decoder = dataclasses.replace(of_request, stop_token_ids=frozenset())
     for eos_ids, request in (([], of_request), ([plain[6]], of_decoder), ([plain[9]], of_request)):
-        (result,) = SpeculativeDecoder(trunk, ModelDrafting(trunk), 3, eos_ids).generate([request])
+        (result,) = SpeculativeDecoder(trunk, ModelDrafting(trunk), 3, eos_ids).decode([request])
         assert (result.token_ids, result.finish_reason, result.text) == (tuple(plain[:7]), "stop", "")
         assert counts(result) == (2, 6, 6, (2, 2, 2))
 
@@ -247,7 +247,7 @@ def test_a_text_may_end_at_prefill_and_leaves_its_row_to_the_next() -> None:
         Request(prompt_ids=prompt(5), max_new_tokens=1),
         Request(prompt_ids=prompt(5), max_new_tokens=3),
     ]
-    results = right("glm4_moe", rows=1).generate(requests)
+    results = right("glm4_moe", rows=1).decode(requests)
     assert [result.token_ids for result in results] == [tuple(plain[:1])] * 3 + [tuple(plain)]
     assert [result.finish_reason for result in results] == ["stop", "stop", "length", "length"]
     assert [result.num_drafts for result in results] == [0, 0, 0, 1]
@@ -259,7 +259,7 @@ def test_streamed_pieces_add_up(is_ahead: bool, monkeypatch: pytest.MonkeyPatch)
     if is_ahead:
         run_ahead(monkeypatch)
     requests = mixed_requests("glm4_moe")
-    chunks = list(decoder_of("glm4_moe", ModelDrafting(nearly("glm4_moe"))).stream(requests))
+    chunks = list(decoder_of("glm4_moe", ModelDrafting(nearly("glm4_moe"))).decode_chunks(requests))
     for index, expected in enumerate(alone("glm4_moe")):
         own = [chunk for chunk in chunks if chunk.index == index]
         assert [chunk.result is None for chunk in own] == [True] * (len(own) - 1) + [False]
@@ -275,7 +275,7 @@ def test_streamed_pieces_add_up(is_ahead: bool, monkeypatch: pytest.MonkeyPatch)
 
 def test_requests_are_streamed_in_turn_and_refilled_rows_start_later() -> None:
     requests = [Request(prompt_ids=prompt(4, seed), max_new_tokens=20 + seed) for seed in range(3)]
-    chunks = list(right("glm4_moe", rows=2).stream(requests))
+    chunks = list(right("glm4_moe", rows=2).decode_chunks(requests))
     order = [chunk.index for chunk in chunks]
     assert order[:6] == [0, 1, 0, 1, 0, 1]
     assert order.index(2) > order.index(0) + 2
@@ -285,7 +285,7 @@ def test_requests_are_streamed_in_turn_and_refilled_rows_start_later() -> None:
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
     decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
-    chunks = list(decoder.stream([Request(prompt_ids=[1, 2], max_new_tokens=4)]))
+    chunks = list(decoder.decode_chunks([Request(prompt_ids=[1, 2], max_new_tokens=4)]))
     assert {chunk.text for chunk in chunks} == {""}
     assert [chunk.result.text for chunk in chunks if chunk.result is not None] == [""]
 
@@ -294,7 +294,7 @@ def test_characters_of_several_tokens_come_out_whole() -> None:
     trunk = tiny_trunk("qwen3_5", vocab_size=len(TOKENIZER))
     decoder = SpeculativeDecoder(trunk, ModelDrafting(trunk), 3, (), tokenizer=TOKENIZER)
     prompt_ids = TOKENIZER.encode("na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve")
-    chunks = list(decoder.stream([Request(prompt_ids=prompt_ids, max_new_tokens=40)]))
+    chunks = list(decoder.decode_chunks([Request(prompt_ids=prompt_ids, max_new_tokens=40)]))
     result = chunks[-1].result
     assert result is not None
     whole = TOKENIZER.decode([*prompt_ids, *result.token_ids], skip_special_tokens=True)
@@ -306,21 +306,21 @@ def test_characters_of_several_tokens_come_out_whole() -> None:
 @pytest.mark.parametrize("num_chunks", [1, 4, 11])
 def test_a_stream_may_be_left_and_the_decoder_used_again(num_chunks: int) -> None:
     decoder = decoder_of("qwen3_5", ModelDrafting(nearly("qwen3_5")))
-    left = decoder.stream(mixed_requests("qwen3_5")[:5])
+    left = decoder.decode_chunks(mixed_requests("qwen3_5")[:5])
     assert len(list(itertools.islice(left, num_chunks))) == num_chunks
-    assert_same(decoder.generate(mixed_requests("qwen3_5")[:5]), alone("qwen3_5")[:5])
-    assert_same(decoder.generate(mixed_requests("qwen3_5")[:2]), alone("qwen3_5")[:2])
+    assert_same(decoder.decode(mixed_requests("qwen3_5")[:5]), alone("qwen3_5")[:5])
+    assert_same(decoder.decode(mixed_requests("qwen3_5")[:2]), alone("qwen3_5")[:2])
 
 
 def test_results_come_in_the_order_of_the_requests_and_buffers_are_kept() -> None:
     decoder = right("glm4_moe", rows=2)
     requests = [Request(prompt_ids=prompt(length), max_new_tokens=9) for length in (2, 11, 5, 7)]
     expected = [tuple(plain_text("glm4_moe", request.prompt_ids, 9)) for request in requests]
-    assert [result.token_ids for result in decoder.generate(requests)] == expected
+    assert [result.token_ids for result in decoder.decode(requests)] == expected
     rounds = decoder._rounds
-    assert [result.token_ids for result in decoder.generate(requests[::-1])] == expected[::-1]
+    assert [result.token_ids for result in decoder.decode(requests[::-1])] == expected[::-1]
     assert decoder._rounds is rounds
-    assert decoder.generate([]) == []
+    assert decoder.decode([]) == []
 
 
 class Clock:
@@ -350,7 +350,7 @@ def timed(decoder: SpeculativeDecoder, clock: Clock, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Session, "_launch", launch_and_wait)
     request = Request(prompt_ids=prompt(4), max_new_tokens=60, mtp="auto", depth=4)
-    (result,) = decoder.generate([request])
+    (result,) = decoder.decode([request])
     assert said(result) == cut(plain_text("qwen3_5", prompt(4), 60), request)
     assert result.num_draft_tokens == sum(depths)
     assert len(result.accepted_per_pos) == 4
@@ -372,7 +372,7 @@ def test_auto_stops_drafting_where_drafts_are_wrong_or_dear(monkeypatch: pytest.
 def test_a_request_of_other_depth_than_the_decoders_is_served() -> None:
     decoder = right("qwen3_5", depth=1)
     requests = [Request(prompt_ids=prompt(4), max_new_tokens=15, depth=depth) for depth in (None, 6)]
-    assert [result.accepted_per_pos for result in decoder.generate(requests)] == [(7,), (2,) * 6]
+    assert [result.accepted_per_pos for result in decoder.decode(requests)] == [(7,), (2,) * 6]
 
 
 def test_what_cannot_be_served_is_refused_before_anything_is_decoded() -> None:
@@ -380,15 +380,15 @@ def test_what_cannot_be_served_is_refused_before_anything_is_decoded() -> None:
     decoder = SpeculativeDecoder(trunk, None, 0, ())
     good = Request(prompt_ids=[1], max_new_tokens=2)
     with pytest.raises(MtpError, match=r"stop: \['a'\], and no tokenizer; expected one"):
-        decoder.stream([good, dataclasses.replace(good, stop=("a",))])
-    with pytest.raises(MtpError, match="generate: requests and settings beside them"):
-        decoder.generate([good], 5)
-    with pytest.raises(MtpError, match="generate: requests and settings beside them"):
-        decoder.generate([good], sampling=Sampling(temperature=1.0))
+        decoder.decode_chunks([good, dataclasses.replace(good, stop=("a",))])
+    with pytest.raises(MtpError, match="decode: requests and settings beside them"):
+        decoder.decode([good], 5)
+    with pytest.raises(MtpError, match="decode: requests and settings beside them"):
+        decoder.decode([good], sampling=Sampling(temperature=1.0))
     with pytest.raises(MtpError, match="max_new_tokens: none; expected a limit"):
-        decoder.generate([[1, 2]])
+        decoder.decode([[1, 2]])
     with pytest.raises(MtpError, match="stop: an empty string at place 1"):
-        decoder_of("glm4_moe", None).stream([dataclasses.replace(good, stop=("a", ""))])
+        decoder_of("glm4_moe", None).decode_chunks([dataclasses.replace(good, stop=("a", ""))])
     for wrong, complaint in (
         ({"prompt_ids": []}, "prompt: no token"),
         ({"max_new_tokens": 0}, "max_new_tokens: 0; expected 1 or more"),
@@ -397,4 +397,4 @@ def test_what_cannot_be_served_is_refused_before_anything_is_decoded() -> None:
     ):
         with pytest.raises(MtpError, match=complaint):
             dataclasses.replace(good, **wrong)
-    assert decoder.generate([good])[0].token_ids == tuple(plain_greedy(trunk, [1], 2, ()))
+    assert decoder.decode([good])[0].token_ids == tuple(plain_greedy(trunk, [1], 2, ()))

@@ -1,4 +1,4 @@
-"""What ``mtp-train check`` says of a fine-tune, from the config alone."""
+"""``mtp-train check`` of a fine-tune, from the config alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from accelerate.utils import DistributedType
 
 from fine_tunes import LORA, tuning
-from mtp_train.commands.check import check
+from mtp_train import check
 from mtp_train.errors import CheckpointError, RecipeError, TrainingError, UnsupportedModelError
 from mtp_train.families import family_for
-from mtp_train.inputs import open_location
-from mtp_train.sft.cost import TuningFootprint
-from mtp_train.sft.model import require_trainable
-from mtp_train.sft.train import require_whole_model
+from mtp_train.job.sft.estimate_memory import TuningFootprint
+from mtp_train.job.sft.tuned_model import require_trainable
+from mtp_train.job.sft.tuning import require_whole_model
+from mtp_train.weights.locations import open_location
 from runs import write_inputs
 
 
@@ -27,7 +27,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def memory(inputs: Path, **settings: Any) -> TuningFootprint:
-    found = check(tuning(inputs, inputs / "run", **settings), 1).memory
+    found = check(tuning(inputs, inputs / "run", **settings), processes=1).memory
     assert isinstance(found, TuningFootprint)
     return found
 
@@ -66,18 +66,16 @@ def test_a_head_beside_costs_its_training(inputs: Path) -> None:
     assert kept.head_and_optimizer_bytes == 0
     assert beside.head_and_optimizer_bytes == 16 * beside.head_parameters
     assert beside.trained_parameters == kept.trained_parameters + beside.head_parameters
-    kept_cost = check(tuning(inputs, inputs / "run", way="kept"), 1).cost
-    cost = check(tuning(inputs, inputs / "run"), 1).cost
+    kept_cost = check(tuning(inputs, inputs / "run", way="kept"), processes=1).cost
+    cost = check(tuning(inputs, inputs / "run"), processes=1).cost
     assert (kept_cost.head_flops, cost.trunk_flops) == (0, kept_cost.trunk_flops)
     assert cost.head_flops > 0
 
 
 def test_the_text_says_what_is_trained(inputs: Path) -> None:
-    result = check(tuning(inputs, inputs / "run", lora=LORA), 2)
-    assert (
-        "\n# sft: LoRA of rank 4 on the trunk, its head beside; every process holds the whole model" in result.to_text()
-    )
-    assert "its gradients and moments" in result.to_text()
+    result = check(tuning(inputs, inputs / "run", lora=LORA), processes=2)
+    assert "\n# sft: LoRA of rank 4 on the trunk, its head beside; every process holds the whole model" in str(result)
+    assert "its gradients and moments" in str(result)
     assert result.memory_in_shards is None
     assert result.to_json()["memory"]["learning_bytes"] == 16 * (
         result.memory.trained_parameters - result.memory.head_parameters
@@ -86,13 +84,13 @@ def test_the_text_says_what_is_trained(inputs: Path) -> None:
 
 def test_what_cannot_be_trained_is_refused(inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"sft\.lora\.targets\.0: 'foo'; expected a linear layer of the trunk: down_"):
-        check(tuning(inputs, tmp_path / "run", lora={"targets": ["foo"]}), 1)
+        check(tuning(inputs, tmp_path / "run", lora={"targets": ["foo"]}), processes=1)
     config = json.loads((inputs / "base" / "config.json").read_text())
     family = family_for(config, where="base")
     with pytest.raises(CheckpointError, match=r"base: quantised \(fp8\), and sft trains its weights; expected plain"):
         require_trainable(family, {**config, "quantization_config": {"quant_method": "fp8"}}, where=inputs / "base")
     stand_in = family_for({"model_type": "mimo"}, where="base")
-    with pytest.raises(UnsupportedModelError, match=r"through a class that stands in for its own; expected one that"):
+    with pytest.raises(UnsupportedModelError, match=r"through a stand-in class; expected a class that"):
         require_trainable(stand_in, {}, where=inputs / "base")
 
 

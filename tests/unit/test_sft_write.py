@@ -10,15 +10,15 @@ from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
 from checkpoints import base_and_finetune, fuse_experts, same, shard, split, wrap_as_vision_language
+from mtp_train import inspect
 from mtp_train.errors import CheckpointError
 from mtp_train.families import FAMILIES
-from mtp_train.heads.trunk import load_trunk
-from mtp_train.sft.write import write_tuned
+from mtp_train.job.sft.fine_tune import write_tuned
+from mtp_train.trunk.load import load_trunk
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
-from preserving import inspect
 from tiny import ALL_FAMILIES
 
-TRAINED = [one.name for one in FAMILIES if one.name in ALL_FAMILIES and one.trunk_class is None]
+TRAINED = [one.name for one in FAMILIES if one.name in ALL_FAMILIES and one.trunk.stand_in is None]
 # A head beside the trunk, one after it, names of a release's own, a table that does not learn.
 TELLING = {"qwen3_5", "glm4_moe", "nemotron_h", "deepseek_v4"}
 
@@ -78,6 +78,6 @@ def test_a_save_that_lacks_a_part_of_the_trunk_is_refused(tmp_path: Path) -> Non
     tensors = load_file(file)
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"saved: holds nothing in the place of model\.layers\.0\.mlp\.up_proj"):
+    with pytest.raises(CheckpointError, match=r"saved: has no tensor for model\.layers\.0\.mlp\.up_proj"):
         written(base, tmp_path / "saved", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -140,7 +140,7 @@ GATED_DELTA = (
 
 @pytest.fixture
 def gated_delta(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import what stands in for SGLang's verification, all that it wants of SGLang replaced."""
+    """Import the CPU replacement of SGLang's verification, with fakes for all parts of SGLang."""
     modules = {name: ModuleType(name) for name in GATED_DELTA}
     backend = SimpleNamespace(_scatter_speculative_state_with_mask=None)
     for parent, name, value in (

@@ -1,4 +1,4 @@
-"""What a launcher asked for against what accelerate gives, and what a trunk in shards asks of its processes."""
+"""The launcher's request is compared with accelerate's state; all processes run a trunk in shards together."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from mtp_train.errors import LostProcessError, TrainingError
-from mtp_train.heads.isolate import isolated_hidden
+from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import lost_process_is_named, make_accelerator, prepare, require_as_asked
-from mtp_train.train.module import HeadTraining
 from mtp_train.train.shard import HiddenInShards, shard_layers, shards_trunk
+from mtp_train.trunk.isolate import isolated_hidden
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 

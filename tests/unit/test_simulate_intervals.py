@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtp_train.acceptance import num_groups
+from mtp_train.acceptance.counts import num_groups
 
 
 def test_heads_are_equal_in_shape_and_shares_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

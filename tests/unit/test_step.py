@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from mtp_train.families import Convention
-from mtp_train.families.key_blocks import UnrolledBlocks
-from mtp_train.families.relative import UnrolledRows, shifted
+from mtp_train.families.mechanisms.key_blocks import UnrolledBlocks
+from mtp_train.families.mechanisms.relative_positions import UnrolledRows, shifted
 from mtp_train.heads import step as step_module
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step, unroll
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 from tiny import ALL_FAMILIES, FAMILY_NAMES, chained_head, tiny_head, tiny_trunk
 from tolerances import assert_same, num_terms
 
@@ -329,7 +329,7 @@ def test_modules_may_each_read_the_trunk_or_leave_all_to_the_first() -> None:
 @pytest.mark.parametrize("family_name", ALL_FAMILIES)
 @torch.inference_mode()
 def test_where_all_rows_stand_changes_nothing(family_name: str) -> None:
-    """What llama.cpp does, which counts positions from the token and not from the hidden state."""
+    """llama.cpp counts positions from the token and not from the hidden state."""
     trunk = tiny_trunk(family_name)
     head = tiny_head(trunk)
     tokens_1T = random_tokens()

@@ -7,13 +7,14 @@ from functools import partial
 
 import pytest
 
-from mtp_train.acceptance import Interval
-from mtp_train.commands.inspect import SUGGESTED_DEPTH
+from mtp_train.acceptance.counts import Interval
+from mtp_train.evaluation.assemble import advise, break_even
+from mtp_train.evaluation.cells import ALL_TASKS, Advice, ArmCosts, BreakEven, Cell
+from mtp_train.evaluation.results import TeacherForced
 from mtp_train.families import FAMILIES, Family
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.families.engines import engine_commands
-from mtp_train.report.cells import ALL_TASKS, Advice, ArmCosts, BreakEven, Cell
-from mtp_train.study.advice import advise, break_even
+from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
 
 PLAIN = Cell(
     trunk="models/finetune",
@@ -23,9 +24,7 @@ PLAIN = Cell(
     acceptance_rate=None,
     marginal=None,
     conditional=None,
-    dense=None,
-    overlap=None,
-    target_entropy=0.4,
+    teacher_forced=TeacherForced(dense=None, overlap=None, target_entropy=0.4),
     repeated_8gram_share=0.0,
     tokens_per_second=100.0,
     speedup=1.0,
@@ -213,7 +212,7 @@ def test_an_arm_whose_prefill_was_not_timed_has_no_break_even() -> None:
 
 def test_flags_are_those_of_inspect_at_any_depth() -> None:
     family = next(family for family in FAMILIES if family.name == "qwen3_5")
-    commands = partial(engine_commands, family.engines, "my model")
+    commands = partial(engine_commands, family.serving, "my model")
     assert commands(5)["vllm"] == (
         """vllm serve 'my model' --speculative-config '{"method":"mtp","num_speculative_tokens":5}'"""
     )
@@ -222,17 +221,17 @@ def test_flags_are_those_of_inspect_at_any_depth() -> None:
     )
     assert commands(5)["llama.cpp"].endswith("llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max 5")
     assert commands(5)["transformers"].startswith("no: ")
-    assert commands(SUGGESTED_DEPTH).keys() == family.engines.keys()
+    assert commands(SUGGESTED_DEPTH).keys() == family.serving.keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_depth_0_serves_the_same_checkpoint_without_drafts_wherever_it_could_draft(family: Family) -> None:
-    off = engine_commands(family.engines, "model", 0)
-    assert off.keys() == {name for name, support in family.engines.items() if support.supported}
+    off = engine_commands(family.serving, "model", 0)
+    assert off.keys() == {name for name, support in family.serving.items() if support.supported}
     # Every command that drafts says so by one of these words, and by nothing else.
     words = ("spec", "use_mtp")
     assert [command for command in off.values() if any(word in command for word in words)] == []
-    assert all(any(word in family.engines[name].text for word in words) for name in off)
+    assert all(any(word in family.serving[name].text for word in words) for name in off)
 
 
 def test_an_external_drafter_is_advised_like_a_head() -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
-from mtp_train.cli import build_parser
-from mtp_train.cli_study import evaluated_arms, server_of
 from mtp_train.errors import CheckpointError, DataError
-from mtp_train.recipe_io import dump_recipe
-from mtp_train.study.arms import ArmSpec, open_arm, parse_arm, require_distinct
+from mtp_train.evaluation.arms import ArmSpec, open_arm, parse_arm, require_distinct
+from mtp_train.job.evaluate import packed_arms, server_of, subject_arm
+from mtp_train.recipe.loading import dump_recipe
 from mtp_train.weights.artifact import HEAD_CONFIG_FILE
 from runs import tiny_recipe
 
@@ -65,17 +63,17 @@ def test_evaluate_takes_a_run_as_compare_does(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path / "in", run_dir)
     (run_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
 
-    def asked(*words: str) -> argparse.Namespace:
-        return build_parser().parse_args(["evaluate", str(run_dir), "--out", "out", *words])
-
-    assert evaluated_arms(asked()) == [parse_arm(str(run_dir))]
-    plain, packed = evaluated_arms(asked("--head-bits", "none", "8bit"))
+    subject = subject_arm(str(run_dir), None, None)
+    assert packed_arms(subject, None, ["none"]) == [parse_arm(str(run_dir))]
+    plain, packed = packed_arms(subject, None, ["none", "8bit"])
     assert (plain.name, packed.name, packed.head_quantization) == ("run7", "finetune+run7/head@8bit", "8bit")
-    server = server_of(asked("--endpoint", "http://localhost:1", "--served-only"))
+    server = server_of(subject, "http://localhost:1", None, None, 1, served_only=True)
     assert server is not None
     assert server.checkpoint == recipe.model.trunk
     with pytest.raises(DataError, match=r"--head: given with .*run7, a run, which has its own"):
-        evaluated_arms(asked("--head", "ngram"))
+        subject_arm(str(run_dir), "ngram", None)
+    with pytest.raises(DataError, match="--head-bits: '2bit'; expected none, 8bit, 4bit"):
+        packed_arms(subject, None, ["2bit"])
 
 
 def test_a_run_is_packed_as_it_was_trained_unless_it_is_told_otherwise(tmp_path: Path) -> None:
@@ -84,14 +82,14 @@ def test_a_run_is_packed_as_it_was_trained_unless_it_is_told_otherwise(tmp_path:
     recipe = tiny_recipe(tmp_path / "in", run_dir, model__quantization="8bit")
     (run_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
 
-    def asked(*words: str) -> list[tuple[str, str | None]]:
-        command = ["evaluate", str(run_dir), "--out", "out", *words]
-        return [(arm.name, arm.quantization) for arm in evaluated_arms(build_parser().parse_args(command))]
+    def asked(trunk_bits: list[str] | None) -> list[tuple[str, str | None]]:
+        arms = packed_arms(subject_arm(str(run_dir), None, None), trunk_bits, ["none"])
+        return [(arm.name, arm.quantization) for arm in arms]
 
     own = parse_arm(str(run_dir))
     assert (own.name, own.quantization, own.trunk_name) == ("run7", "8bit", f"{recipe.model.trunk}@8bit")
-    assert asked() == [("run7", "8bit")]
-    assert asked("--trunk-bits", "none", "8bit") == [("finetune+run7/head", None), ("run7", "8bit")]
+    assert asked(None) == [("run7", "8bit")]
+    assert asked(["none", "8bit"]) == [("finetune+run7/head", None), ("run7", "8bit")]
     plain, packed = parse_arm(f"{run_dir}@none"), parse_arm(f"{run_dir}@4bit")
     assert (plain.name, plain.quantization) == ("run7@none", None)
     assert (packed.name, packed.quantization) == ("run7@4bit", "4bit")
@@ -120,7 +118,7 @@ def test_an_external_drafter_is_not_packed_but_has_its_flags(tmp_path: Path) -> 
     arm = open_arm(ArmSpec("x", trunk, assistant))
     assert arm.flags is not None
     assert assistant in arm.flags(2)["vllm"]
-    assert [str(one.path) for one in arm.draft_checkpoints] == [assistant]
+    assert [str(one.path) for one in arm.model.draft_checkpoints] == [assistant]
     with pytest.raises(DataError, match="expected a head"):
         open_arm(ArmSpec("x", trunk, assistant, head_quantization="8bit"))
 

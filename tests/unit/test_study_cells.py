@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mtp_train.errors import DataError
-from mtp_train.report.cells import StudyReport, load_study
+from mtp_train.evaluation.cells import StudyReport, load_study
 from study_samples import BARE, STUDY
 
 
@@ -26,7 +26,9 @@ def test_study_reads_back_as_it_was_written(report: StudyReport, tmp_path: Path)
 
 
 def test_numbers_that_are_not_finite_become_null() -> None:
-    cell = replace(STUDY.cells[0], speedup=float("inf"), overlap=(float("nan"), 0.5))
+    first = STUDY.cells[0]
+    odd = replace(first.teacher_forced, overlap=(float("nan"), 0.5))
+    cell = replace(first, speedup=float("inf"), teacher_forced=odd)
     raw = stored(replace(STUDY, cells=(cell,)))
     assert raw["cells"][0]["speedup"] is None
     assert raw["cells"][0]["overlap"] == [None, 0.5]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mtp_train.acceptance_intervals import (
+from mtp_train.acceptance.intervals import (
     Difference,
     holm,
     holm_levels,
@@ -17,11 +17,11 @@ from mtp_train.acceptance_intervals import (
     tau_difference,
     two_sided_p,
 )
-from mtp_train.report.cells import ALL_TASKS, ArmComparison
-from mtp_train.study.comparison import compare_arms
-from mtp_train.study.entropy import ENTROPY_EDGES, FINER, fine_edges
-from mtp_train.study.records import Decoded, Setting
-from mtp_train.study.statistics import MeasuredArm
+from mtp_train.evaluation.assemble import compare_arms
+from mtp_train.evaluation.cells import ALL_TASKS, ArmComparison
+from mtp_train.evaluation.entropy import ENTROPY_EDGES, FINER, fine_edges
+from mtp_train.evaluation.prompt_records import Decoded, Setting
+from mtp_train.evaluation.statistics import MeasuredArm
 from simulated_drafters import DEPTH, Floats, Ints, counts_of, decoded, decoded_of, dense_of, rounds_by_accepted
 
 GREEDY = Setting(0.0, None, DEPTH, "greedy")

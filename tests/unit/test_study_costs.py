@@ -1,4 +1,4 @@
-"""What a head costs, against bytes worked out by hand and by transformers' own caches."""
+"""Costs of a head, compared with bytes computed by hand and with transformers' caches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import DynamicCache
 from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from clocks import WorkClock
 from mtp_inference import AssistantDrafting, HeadDrafting
-from mtp_inference.other_drafters import ModelDrafting, NgramDrafting
+from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
+from mtp_train.evaluation import costs as latency
+from mtp_train.evaluation.costs import Kept, head_costs, own_weight_bytes, probe_caches
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.trunk import Trunk
-from mtp_train.study import latency
-from mtp_train.study.costs import Kept, head_costs, own_weight_bytes, probe_caches
+from mtp_train.trunk.load import Trunk
 from tiny import ALL_FAMILIES, CACHE_KINDS, SLIDING_WINDOW, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 
 FP32 = 4
@@ -30,12 +30,12 @@ BY_HAND: dict[str, tuple[int, int, int]] = {
     "full": (3 * 32, 0, 32),
     # One full layer; three of 48 channels, 4 inputs each, and a state of two heads.
     "recurrent": (32, 3 * CONVOLUTION, 32),
-    # An attached head attends to everything, whatever its trunk's layers do.
+    # An attached head has full attention, independent of its trunk's layers.
     "sliding": (0, 3 * 32 * SLIDING_WINDOW, 32),
     "mixed": (32, 2 * 32 * SLIDING_WINDOW, 32),
     # The latent of 16 and the rotary key of 8, not the two heads' keys and values made of them.
     "latent": (3 * 24, 0, 24),
-    # Keys of the indexer beside.
+    # Plus the keys of the indexer.
     "indexed": (3 * (24 + 16), 0, 24 + 16),
     "channels": (24, 2 * CHANNELS, 24),
     # Keys of 16 and values of 10; the windows have two key heads, and the head sees a window in each of its modules.
@@ -50,7 +50,7 @@ BY_HAND: dict[str, tuple[int, int, int]] = {
         0,
     ),
     # A full layer between two windows of two key heads of 8; four convolutions see 3 inputs before theirs.
-    # Latents of two layers. Of the one that chooses: keys and gates, and for 2 tokens a key and two places in int64.
+    # Latents of two layers. In the layer with the indexer: keys and gates, and per 2 tokens a key and two int64 slots.
     "pools": (2 * 16 + 32 + (16 + 2 * 2) // 2, CHANNELS, 16 + 32 + (16 + 2 * 2) // 2),
     # Keys with their cosines and sines here. Nine inputs of two streams before a convolution, two tokens in int64.
     "ngrams": (32 + 32 + (16 + 2 * 2) // 2, 2 * CONVOLUTION + 9 * 2 * 32 + 2 * 2, 32 + 32 + (16 + 2 * 2) // 2),
@@ -140,7 +140,7 @@ def test_other_drafters_cost_what_they_hold() -> None:
     own = sum(FP32 * weight.numel() for weight in model.causal_lm.state_dict().values())
     costs = head_costs("model", trunk, ModelDrafting(model), prefill_tokens=8, repeats=1)
     assert (costs.head_bytes, costs.head_kv_bytes_per_token) == (own, FP32 * 3 * 32)
-    # Weights that are the trunk's take no room.
+    # Weights shared with the trunk do not count.
     assert own_weight_bytes(trunk, ModelDrafting(trunk)) == 0
     lookup = head_costs("ngram", trunk, NgramDrafting(), prefill_tokens=8, repeats=1)
     assert (lookup.head_bytes, lookup.head_kv_bytes_per_token, lookup.context_tokens_lost) == (0, 0, 0)

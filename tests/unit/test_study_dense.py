@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from mtp_inference import SpeculativeDecoder
-from mtp_train.arms import own_text
 from mtp_train.data.pack import collate, pack_documents
 from mtp_train.errors import DataError
+from mtp_train.evaluation.dense import DenseRows, dense_rows, own_text
+from mtp_train.evaluation.prompt_records import Decoded, TaskPrompt
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.trunk import Trunk
-from mtp_train.study.dense import DenseRows, dense_rows
-from mtp_train.study.records import Decoded, TaskPrompt
-from mtp_train.train.dense import DenseMetrics, dense_metrics
-from mtp_train.train.module import Batch
+from mtp_train.train.aligned import Batch
+from mtp_train.train.teacher_forced import DenseMetrics, dense_metrics
+from mtp_train.trunk.load import Trunk
 from simulated_drafters import decoded
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
@@ -151,5 +150,5 @@ def test_saved_and_read_back(tmp_path: Path) -> None:
 
 def test_plain_decoding_makes_a_token_a_round() -> None:
     """What the time of a plain round, and so every break-even, rests on."""
-    result = SpeculativeDecoder(model()[0], None, 0, ()).generate([texts()[0][0].prompt_ids], 6)[0]
+    result = SpeculativeDecoder(model()[0], None, 0, ()).decode([texts()[0][0].prompt_ids], 6)[0]
     assert [one.num_drafted for one in result.round_log] == [0] * 5

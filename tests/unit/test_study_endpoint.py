@@ -1,4 +1,4 @@
-"""A served model is measured as the same model in this process is, unless its counters tell of something else."""
+"""A served model gets the same figures as the same model in this process, unless its counters include other work."""
 
 from __future__ import annotations
 
@@ -13,21 +13,14 @@ from rich.progress import Progress
 from byte_tokenizer import byte_tokenizer
 from drafting_server import Dialect, DraftingServer
 from mtp_inference import Request, Sampling, SpeculativeDecoder
-from mtp_train.acceptance import (
-    PromptCounts,
-    acceptance_rate,
-    conditional,
-    marginal,
-    repeated_ngram_share,
-    tau,
-)
-from mtp_train.acceptance_intervals import pooled_tau_interval
+from mtp_train.acceptance.counts import PromptCounts, acceptance_rate, conditional, marginal, repeated_ngram_share, tau
+from mtp_train.acceptance.intervals import pooled_tau_interval
 from mtp_train.data.regenerated import ask
 from mtp_train.errors import DataError
-from mtp_train.heads.trunk import Trunk
-from mtp_train.report.cells import ALL_TASKS, Cell
-from mtp_train.study.endpoint import Served, measure_endpoint
-from mtp_train.study.records import TaskPrompt
+from mtp_train.evaluation.cells import ALL_TASKS, Cell
+from mtp_train.evaluation.prompt_records import TaskPrompt
+from mtp_train.evaluation.served.measure import Served, measure_endpoint
+from mtp_train.trunk.load import Trunk
 from openai_server import Reply, ReplyFn, openai_server, streamed
 from scripted import ScriptedDrafting, plain_texts, random_prompt
 from tiny import tiny_trunk
@@ -98,7 +91,7 @@ def in_process(
             continue
         question = ask(prompt, max_new_tokens=NEW_TOKENS, seq_len_tokens=1000, seed=SEED)
         sampling = Sampling(temperature=temperature, seed=question.seed)
-        (result,) = decoder.generate(
+        (result,) = decoder.decode(
             [Request(prompt_ids=prompt.prompt_ids, max_new_tokens=NEW_TOKENS, sampling=sampling)]
         )
         counts.append(result.counts(prompt.id, prompt.group))
@@ -160,7 +153,7 @@ def test_figures_are_those_of_the_same_decoder_in_this_process(
         assert (cell.tau_macro is not None) == by_prompt
         assert cell.accepted_histogram is not None
         assert sum(cell.accepted_histogram) == rounds
-        if dialect != "llamacpp":  # which sends text alone
+        if dialect != "llamacpp":  # which sends text only
             assert cell.repeated_8gram_share == repeated_ngram_share(texts)
         assert (cell.arm, cell.rule) == ("served", "served" if cell.temperature else "greedy")
     assert found.cells[0].tau is not None
@@ -192,14 +185,17 @@ def test_no_prompt_is_found_in_a_cache(trunk: Trunk, drafting: ScriptedDrafting,
     assert len(salts) == len(served.payloads) == 2 * len(PROMPTS) + 1
 
 
-# What would make the figures those of something else
+# Counters that include other work
 
 
 def test_counters_with_others_drafts_in_them_are_refused(
     trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]
 ) -> None:
     server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm", foreign_tokens=3)
-    with serving(server) as url, pytest.raises(DataError, match=r"said \d+ tokens while it said \d+ to us \(code, 3 p"):
+    with (
+        serving(server) as url,
+        pytest.raises(DataError, match=r"generated \d+ tokens, \d+ of them for us \(code, 3"),
+    ):
         measure(url, eos_ids)
 
 
@@ -212,14 +208,14 @@ def test_figures_beside_each_response_stand_beside_others(
     counts, _ = in_process(trunk, drafting, eos_ids, 0.0, ALL_TASKS)
     assert found.cells[0].tau == tau(counts)
     (warning,) = found.document["warnings"]
-    assert f"counted {3 * len(PROMPTS)} that it did not send us" in warning
+    assert f"counted {3 * len(PROMPTS)} that it did not send to us" in warning
 
 
 def test_a_server_that_was_started_again_is_refused(
     trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]
 ) -> None:
     server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm", restarts_before=3)
-    with serving(server) as url, pytest.raises(DataError, match=r"counter vllm:.+ stood at \d+ and now at \d+"):
+    with serving(server) as url, pytest.raises(DataError, match=r"counter vllm:.+ was \d+ and is now \d+"):
         measure(url, eos_ids)
 
 
@@ -229,7 +225,7 @@ def test_counters_that_go_away_are_missed(trunk: Trunk, drafting: ScriptedDrafti
     shows["/metrics"] = lambda: server.metrics() if len(server.results) < 3 else ""
     with (
         openai_server(server.reply, owner="vllm", shows=shows) as served,
-        pytest.raises(DataError, match="shows its counters no longer; expected them after 1 responses"),
+        pytest.raises(DataError, match="no counters at /metrics after 1 responses; expected them as before"),
     ):
         measure(served.url, eos_ids)
 
@@ -237,11 +233,11 @@ def test_counters_that_go_away_are_missed(trunk: Trunk, drafting: ScriptedDrafti
 def test_rounded_counters_are_refused(trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]) -> None:
     server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "llamacpp")
     server._counters["draft_tokens"] = 1_000_000
-    with serving(server) as url, pytest.raises(DataError, match="stand above 1000000, from where it rounds them"):
+    with serving(server) as url, pytest.raises(DataError, match="are above 1000000, where it rounds them"):
         measure(url, eos_ids)
 
 
-# Servers that tell less
+# Servers that report less
 
 
 def test_rounds_that_are_not_told_are_inferred(trunk: Trunk, drafting: ScriptedDrafting) -> None:
@@ -273,7 +269,7 @@ def test_where_no_acceptance_is_told_two_lengths_are_asked_for(
     document = found.document
     assert (document["drafts"], document["acceptance_from"]) == (drafts, "none")
     assert document["verdict"]["way"] == "two lengths"
-    # What it comes to depends on the clock: see test_served_report.
+    # The figures depend on the clock; test_served_report tests them.
     assert [speed["temperature"] for speed in document["verdict"]["temperatures"]] == [0.0]
     cell = found.cells[0]
     assert (cell.tau, cell.rule, cell.head) == ((None, "served", url) if head else (1.0, "none", None))
@@ -343,7 +339,7 @@ def test_a_failing_server_is_an_error_that_names_the_prompt(
 def test_a_server_that_refuses_everything_is_an_error() -> None:
     with (
         openai_server(lambda payload: Reply(400, b"context of 4 tokens")) as served,
-        pytest.raises(DataError, match=r"answers 400 \(context of 4 tokens\), asked for p0; expected a response"),
+        pytest.raises(DataError, match=r"answers 400 \(context of 4 tokens\), for prompt p0; expected a response"),
     ):
         measure(served.url, [0])
 

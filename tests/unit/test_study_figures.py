@@ -1,4 +1,4 @@
-"""A study's figures: those that have data, drawn from it."""
+"""Figures of a study: one for each kind of data that is present."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from mtp_train.report.cells import StudyReport
-from mtp_train.report.figures import LOOKS, FigureFile, assign_looks
-from mtp_train.report.study_figures import FIGURE_STEM, render_study_figures
+from mtp_train.evaluation.cells import StudyReport
+from mtp_train.report.figures import LOOKS, STUDY_FIGURE_STEM, FigureFile, assign_looks, render_study_figures
 from study_samples import BARE, RATES, STUDY
 
 EVERY = ["tau", "marginal_acceptance", "tasks_1", "tasks_2", "tasks_3", "depth", "context", "output_position"]
@@ -45,7 +44,7 @@ def test_full_study_has_every_figure_on_white(full: list[FigureFile]) -> None:
         image = Image.open(io.BytesIO(figure.png)).convert("RGB")
         assert image.getpixel((0, 0)) == (255, 255, 255)
         assert len(image.getcolors(maxcolors=1 << 20) or ()) > 10
-        assert FIGURE_STEM.fullmatch(figure.stem)
+        assert STUDY_FIGURE_STEM.fullmatch(figure.stem)
 
 
 def test_figures_without_data_are_left_out() -> None:

@@ -1,4 +1,4 @@
-"""How long replies take, by a clock that only work moves."""
+"""Times of replies, with a clock that advances only by work."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from clocks import WorkClock
 from mtp_inference import SpeculativeDecoder
-from mtp_train.report.cells import Latency
-from mtp_train.study import latency
-from mtp_train.study.latency import measure_latency
+from mtp_train.evaluation import costs as latency
+from mtp_train.evaluation.cells import Latency
+from mtp_train.evaluation.costs import measure_latency
 from scripted import ScriptedDrafting, plain_texts, random_prompt
 from tiny import tiny_head, tiny_trunk
 
@@ -69,7 +69,7 @@ def test_one_run_says_of_every_length_what_a_run_of_that_length_takes(clock: Wor
     for row in rows:
         decoder = SpeculativeDecoder(TRUNK, scripted(prompts), DEPTH, eos_ids=(), max_batch=batch)
         before = clock.ticks
-        decoder.generate(prompts, row.output_tokens)
+        decoder.decode(prompts, row.output_tokens)
         assert row.seconds == clock.ticks - before
     assert rows[-1].seconds < rows[-1].plain_seconds
 
@@ -171,5 +171,5 @@ def test_a_head_drafts_in_it_too(clock: WorkClock) -> None:
     )
     decoder = SpeculativeDecoder(TRUNK, head, 1, eos_ids=(), max_batch=2)
     before = clock.ticks
-    decoder.generate(prompts, 4)
+    decoder.decode(prompts, 4)
     assert [(row.seconds, row.plain_seconds) for row in rows] == [(clock.ticks - before, 4)]

@@ -1,4 +1,4 @@
-"""Decoding a grid: what is kept, what is found again, and that every arm decodes the same."""
+"""The engine decodes a grid: every arm decodes the same texts, and an interrupted study resumes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder
-from mtp_inference.draft import DrafterMaker
-from mtp_inference.other_drafters import NgramDrafting
+from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.other_drafters import NgramDrafting
 from mtp_inference.reference import compare_sampled
-from mtp_inference.sampling import TOKEN, SamplingRows, probabilities, uniform
+from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
 from mtp_train.data.regenerated import noise_seed
 from mtp_train.errors import OutputExistsError
-from mtp_train.heads.trunk import Trunk
-from mtp_train.study import measure
-from mtp_train.study.measure import Grid, measure_block
-from mtp_train.study.records import Decoded, Setting, TaskPrompt
-from mtp_train.study.store import Store
+from mtp_train.evaluation import decoding
+from mtp_train.evaluation.decoding import decode_prompts
+from mtp_train.evaluation.grid import Grid
+from mtp_train.evaluation.prompt_records import Decoded, Setting, TaskPrompt
+from mtp_train.evaluation.store import Store
+from mtp_train.trunk.load import Trunk
 from tiny import tiny_head, tiny_trunk
 
 GRID = Grid(
@@ -65,18 +66,17 @@ def block(
     trunk: Trunk, drafting: dict[str, DrafterMaker], out: Path, temperature: float, grid: Grid = GRID
 ) -> tuple[Measured, int]:
     done: list[None] = []
-    measured = measure_block(
+    table = decode_prompts(
         trunk,
         drafting,
-        prompts(),
+        {None: prompts()},
         grid.drafted(temperature, None),
+        grid.options(eos_ids=()),
         plain_arm="none",
-        grid=grid,
-        eos_ids=(),
         store=Store(out, {"grid": repr(grid)}),
         on_prompt=lambda: done.append(None),
     )
-    return measured, len(done)
+    return table.decoded, len(done)
 
 
 def test_rules_go_with_temperatures() -> None:
@@ -125,19 +125,27 @@ def test_batches_give_the_same_texts(trunk: Trunk, drafting: dict[str, DrafterMa
             assert [(one.token_ids, one.accepted) for one in texts] == [(one.token_ids, one.accepted) for one in others]
 
 
+def test_without_plain_decoding_there_is_nothing_to_compare(trunk: Trunk, drafting: dict[str, DrafterMaker]) -> None:
+    settings = GRID.drafted(0.0, None)
+    table = decode_prompts(trunk, drafting, {None: prompts()}, settings, GRID.options(eos_ids=()), plain_arm=None)
+    assert {arm: list(found) for arm, found in table.decoded.items()} == {arm: settings for arm in drafting}
+    records = [one for found in table.decoded.values() for some in found.values() for one in some]
+    assert {one.same_as_plain for one in records} == {None}
+
+
 def test_a_broken_off_study_goes_on(
     trunk: Trunk, drafting: dict[str, DrafterMaker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = block(trunk, drafting, tmp_path / "whole", 0.0)
     left = iter(range(7))
-    stock = measure._decode
+    stock = decoding._generate
 
     def breaking(*args: Any) -> Any:
         if next(left, None) is None:
             raise KeyboardInterrupt
         return stock(*args)
 
-    monkeypatch.setattr(measure, "_decode", breaking)
+    monkeypatch.setattr(decoding, "_generate", breaking)
     out = tmp_path / "broken"
     with pytest.raises(KeyboardInterrupt):
         block(trunk, drafting, out, 0.0)
@@ -185,7 +193,7 @@ def test_a_directory_belongs_to_one_study(tmp_path: Path) -> None:
 def sampled(trunk: Trunk) -> tuple[TaskPrompt, Sampling, list[int]]:
     prompt = prompts()[0]
     sampling = Sampling(temperature=1.0, seed=noise_seed(prompt.id, 0))
-    (result,) = SpeculativeDecoder(trunk, None, 0, ()).generate([prompt.prompt_ids], 8, sampling)
+    (result,) = SpeculativeDecoder(trunk, None, 0, ()).decode([prompt.prompt_ids], 8, sampling)
     return prompt, sampling, list(result.token_ids)
 
 

@@ -1,4 +1,4 @@
-"""A study's report.html: alone in its file, escaped, and only what was measured."""
+"""report.html of a study: self-contained, escaped, and without empty sections."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from mtp_train.evaluation.cells import StudyReport
+from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.report import Lossless
-from mtp_train.report.cells import StudyReport
 from mtp_train.report.figures import FigureFile
-from mtp_train.report.study_page import render_study_page
-from mtp_train.study.records import Setting
+from mtp_train.report.page import render_study_page
 from rendering import HOSTILE, Reader
 from study_samples import BARE, RATES, STUDY, make_comparisons
 
@@ -37,7 +37,7 @@ def section(page: str, title: str) -> str:
 
 
 def body_text(page: str) -> str:
-    """Return what is read on the page, without the window's title."""
+    """Return the visible text of the page, without its title."""
     return Reader(page).text.split("mtp-train report: ")[1]
 
 

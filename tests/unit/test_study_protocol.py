@@ -1,4 +1,4 @@
-"""What a study says of its claims, from figures that were planted."""
+"""Findings of a study about its claims, from made-up figures."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtp_train.acceptance import Interval
-from mtp_train.acceptance_intervals import Difference
-from mtp_train.recipe_study import StudySection
-from mtp_train.report.cells import ALL_TASKS, ArmComparison, Cell, DriftPoint, StudyReport
-from mtp_train.study.dense import DenseRows
-from mtp_train.study.protocol import (
+from mtp_train.acceptance.counts import Interval
+from mtp_train.acceptance.intervals import Difference
+from mtp_train.evaluation.cells import ALL_TASKS, ArmComparison, Cell, DriftPoint, StudyReport
+from mtp_train.evaluation.dense import DenseRows
+from mtp_train.evaluation.prompt_records import Decoded, Setting
+from mtp_train.evaluation.results import TeacherForced
+from mtp_train.evaluation.statistics import MeasuredArm
+from mtp_train.job.study.protocol import (
     CLAIM,
     GRAFT,
     HOME,
@@ -28,8 +30,7 @@ from mtp_train.study.protocol import (
     tone_of,
     went_stale,
 )
-from mtp_train.study.records import Decoded, Setting
-from mtp_train.study.statistics import MeasuredArm
+from mtp_train.recipe.schema import StudySection
 
 GREEDY = Setting(0.0, None, 3, "greedy")
 STUDY = StudySection(objectives=("kl", "ce"), margin=0.05)
@@ -45,8 +46,7 @@ def cell(arm: str, tau: float, overlap: float = 0.6) -> Cell:
         "depth": 3,
         "rule": "greedy",
         "tau": tau,
-        "overlap": (overlap,),
-        "target_entropy": 0.5,
+        "teacher_forced": TeacherForced(dense=None, overlap=(overlap,), target_entropy=0.5),
         "repeated_8gram_share": 0.02,
     }
     return Cell(**{**empty, **known})

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mtp_train.acceptance_intervals import ratio_interval
-from mtp_train.report.cells import ALL_TASKS, Cell
-from mtp_train.study.records import Decoded, Setting
-from mtp_train.study.statistics import (
+from mtp_train.acceptance.intervals import ratio_interval
+from mtp_train.evaluation.cells import ALL_TASKS, Cell
+from mtp_train.evaluation.prompt_records import Decoded, Setting
+from mtp_train.evaluation.statistics import (
     MeasuredArm,
     arm_result,
     break_even_acceptance,
     entropy_bins,
     make_cells,
     position_bins,
+    run_cell,
 )
 from simulated_drafters import DEPTH, decoded, decoded_of, dense_of, rounds_by_accepted
 
@@ -164,7 +165,9 @@ def test_the_headline_is_the_cell_of_all_tasks() -> None:
     for share, interval in zip(cell.marginal, cell.marginal_ci95, strict=True):
         assert interval is not None
         assert 0.0 <= interval[0] < share < interval[1] <= 1.0
-    assert dataclasses.asdict(headline).items() <= dataclasses.asdict(cell).items()
+    assert headline.to_json().items() <= cell.to_json().items()
+    # A run's report shows the same figures of the same records.
+    assert run_cell(arm(records), GREEDY).to_json().items() <= cell.to_json().items()
 
 
 def test_dense_figures_are_of_the_cells_task_and_depth() -> None:

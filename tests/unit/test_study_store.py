@@ -10,7 +10,7 @@ import pytest
 from rich.progress import Progress
 
 from mtp_train.errors import ChangedInputError, OutputExistsError
-from mtp_train.study.store import Store
+from mtp_train.evaluation.store import Store
 from mtp_train.weights.identity import directory_files
 
 SILENT = Progress(disable=True)
@@ -51,7 +51,7 @@ def test_an_input_that_was_none_is_refused(tmp_path: Path) -> None:
     trunk, head = directory(tmp_path / "trunk", "1"), directory(tmp_path / "head", "1")
     opened(tmp_path / "out", arm(), trunk).claim()
     opened(tmp_path / "out", arm(), trunk)
-    with pytest.raises(ChangedInputError, match=r"a: head \(.*\) was none of them; expected"):
+    with pytest.raises(ChangedInputError, match=r"a: head \(.*\) was not among them; expected"):
         opened(tmp_path / "out", arm(), trunk, head)
 
 

@@ -1,4 +1,4 @@
-"""A study in Weights & Biases: by a stand-in for the package, without network."""
+"""Logging a study to Weights & Biases, with a fake package and without network."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from mtp_train.report.study_tracking import log_study
+from mtp_train.report.study_write import log_study
 from study_samples import BARE, STUDY
 
 
 class Recorder:
-    """Stands for the package and for its run."""
+    """Fake of the package and of its run."""
 
     def __init__(self, fail: bool = False) -> None:
         self.settings: dict[str, Any] = {}

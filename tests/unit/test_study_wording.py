@@ -1,4 +1,4 @@
-"""What a study's report says: the verdict, the differences in words, and which slices of the grid are shown."""
+"""Sentences of a study's report: verdict and differences; and the slices of the grid that it shows."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from mtp_train.acceptance import Interval
+from mtp_train.acceptance.counts import Interval
+from mtp_train.evaluation.cells import ALL_TASKS, StudyReport
+from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.report import Lossless
-from mtp_train.report.cells import ALL_TASKS, StudyReport
 from mtp_train.report.study_slices import Slices, slice_report
-from mtp_train.report.study_wording import (
-    difference_words,
-    setting_words,
-    study_headline,
-    study_key_figures,
-)
-from mtp_train.study.records import Setting
+from mtp_train.report.study_wording import difference_words, setting_words, study_headline, study_key_figures
 from study_samples import BARE, HEADLINE, RATES, STUDY, TASKS, arm_of
 
 UNTESTED = replace(STUDY, findings=())
@@ -24,7 +19,7 @@ BEST = "distilled+retrained"
 
 
 def slices_of(*arms: str) -> Slices:
-    """Return the study without findings, of these arms alone."""
+    """Return the slices of the study with these arms only, without findings."""
     kept = {name: arm for name, arm in UNTESTED.arms.items() if name in arms}
     return slice_report(replace(UNTESTED, arms=kept, cells=tuple(c for c in UNTESTED.cells if c.arm in arms)))
 

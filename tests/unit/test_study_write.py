@@ -1,4 +1,4 @@
-"""A study's files: all there, each whole, and an earlier study never damaged."""
+"""Files of a study: complete, written atomically, and an earlier study is never damaged."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mtp_train.evaluation.cells import StudyReport, load_study
 from mtp_train.report import study_write
-from mtp_train.report.cells import StudyReport, load_study
 from mtp_train.report.figures import FigureFile
 from mtp_train.report.study_write import write_study
 from study_samples import BARE, STUDY
@@ -19,7 +19,7 @@ PROVENANCE = {"versions": {"torch": "2.13.0"}}
 
 @pytest.fixture(autouse=True)
 def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw nothing: the figures have tests of their own."""
+    """Draw no figures, since they have their own tests."""
 
     def draw(report: StudyReport) -> list[FigureFile]:
         stems = ("tau", *(f"tasks_{number}" for number in range(1, len(report.arms))))

@@ -11,7 +11,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from mtp_train.data.records import Chat, PlainText, PromptResponse
 from mtp_train.errors import DataError
-from mtp_train.study.suites import Suite, load_suite, suite_prompts
+from mtp_train.evaluation.suites import Suite, load_suite, suite_prompts
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 TURNS = {"question_id": 81, "category": "writing", "turns": [" Write. ", "Rewrite."]}
@@ -83,7 +83,7 @@ def test_a_dataset_of_the_hub_is_asked_for_its_configuration_and_split(monkeypat
         return datasets.Dataset.from_list([{**TURNS, "prompt": "x", "question": "y"}])
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
-    # Any builder but that of JSON.
+    # A builder other than the JSON builder.
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda path, config: None)
     for kind in ("mt-bench", "speed-bench", "humaneval", "gsm8k"):
         assert len(load_suite(f"{kind}:some/where").records) == 1

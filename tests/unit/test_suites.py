@@ -10,11 +10,18 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record, content_group
 from mtp_train.errors import DataError
-from mtp_train.recipe_io import load_recipe
-from mtp_train.study.records import TaskPrompt
-from mtp_train.study.suite_context import content_text
-from mtp_train.study.suite_files import SuiteRecord
-from mtp_train.study.suites import DEMO_HOLDOUT, DEMO_SEED, Suite, choose_records, load_suite, suite_prompts
+from mtp_train.evaluation.prompt_records import TaskPrompt
+from mtp_train.evaluation.suites import (
+    DEMO_HOLDOUT,
+    DEMO_SEED,
+    Suite,
+    SuiteRecord,
+    choose_records,
+    content_text,
+    load_suite,
+    suite_prompts,
+)
+from mtp_train.recipe.loading import load_recipe
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 TASKS = ["coding", "math", "reasoning", "json_tools", "multilingual", "qa", "rag", "summarisation", "stem"]
@@ -262,7 +269,7 @@ def test_a_suite_without_other_text_cannot_be_made_longer() -> None:
 
 
 def test_a_template_that_leaves_the_message_out_is_refused() -> None:
-    with pytest.raises(DataError, match="the chat template does not write the last user message"):
+    with pytest.raises(DataError, match="the chat template does not render the last user message"):
         suite_prompts(LETTERS, byte_tokenizer(IGNORES_THE_CHAT), context_tokens=400)
 
 

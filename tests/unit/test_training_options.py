@@ -1,4 +1,4 @@
-"""What a recipe may change in how a head is trained: what depths see, which rows count, what is kept in memory.
+"""Options of a recipe for training a head: attention of depths, rows that count, activations kept in memory.
 
 Shapes: B rows, T tokens, K depths, N target rows, V vocabulary.
 """
@@ -14,8 +14,9 @@ from torch import Tensor
 from mtp_train.data.pack import collate, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.heads.step import mtp_step
-from mtp_train.losses import LossKind, LossTerms
-from mtp_train.train.module import Batch, HeadTraining, aligned_rows
+from mtp_train.losses.chunked import LossTerms
+from mtp_train.train.aligned import Batch, aligned_rows
+from mtp_train.train.head_training import HeadTraining
 from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 NUM_DEPTHS, SEQ_LEN = 3, 16
@@ -23,7 +24,7 @@ FEW = torch.tensor([5, 9, 20])
 """So few tokens that a random head often drafts the right one."""
 
 
-def training_module(family_name: str = "qwen3_5", kind: LossKind = "kl", **options: Any) -> HeadTraining:
+def training_module(family_name: str = "qwen3_5", kind: str = "kl", **options: Any) -> HeadTraining:
     trunk = tiny_trunk(family_name)
     return HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind=kind, temperature=1.0, **options)
 
@@ -130,7 +131,7 @@ def reached_by_hand(module: HeadTraining, batch: Batch, vocab: Tensor) -> Tensor
 
 
 @pytest.mark.parametrize("kind", ["kl", "ce", "e2e_tv"])
-def test_on_policy_leaves_out_what_comes_after_a_wrong_draft(kind: LossKind) -> None:
+def test_on_policy_leaves_out_what_comes_after_a_wrong_draft(kind: str) -> None:
     batch = batch_of(SEQ_LEN, 9, 6, tokens=FEW)
     module = training_module(kind=kind, on_policy=True, draft_vocab=FEW)
     terms, gradient = loss_and_gradient(module, batch)
@@ -146,13 +147,13 @@ def test_on_policy_leaves_out_what_comes_after_a_wrong_draft(kind: LossKind) -> 
 
     other = training_module(kind=kind, draft_vocab=FEW)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtp_train.train.module.aligned_rows", masked_rows)
+        patch.setattr("mtp_train.train.head_training.aligned_rows", masked_rows)
         expected, expected_gradient = loss_and_gradient(other, batch)
     torch.testing.assert_close(terms, expected)
     torch.testing.assert_close(gradient, expected_gradient)
     all_rows, _ = loss_and_gradient(training_module(kind=kind, draft_vocab=FEW), batch)
     assert all_rows.sum_K[1] > 1.1 * terms.sum_K[1]
-    # What the log divides by: the control counts the targets of the text, which on_policy left out.
+    # The log divides by these counts. The control also counts targets of the text that on_policy leaves out.
     assert terms.count_K.tolist() == reached_KN.sum(1).tolist()
     assert all_rows.count_K.tolist() == valid_KN.sum(1).tolist()
     assert terms.count_K[1] < all_rows.count_K[1]
@@ -173,7 +174,7 @@ def test_a_right_draft_reads_as_the_text_does_and_a_wrong_one_does_not() -> None
 
 
 @pytest.mark.parametrize("kind", ["kl", "ce", "tv"])
-def test_a_draft_vocabulary_is_all_there_is(kind: LossKind) -> None:
+def test_a_draft_vocabulary_is_all_there_is(kind: str) -> None:
     """Against the loss of a model whose output matrix has no other rows."""
     batch = batch_of(SEQ_LEN, 9, tokens=FEW)
     module = training_module(kind=kind, draft_vocab=FEW)

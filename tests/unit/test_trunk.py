@@ -23,9 +23,9 @@ from checkpoints import (
 from mtp_inference import SpeculativeDecoder, plain_greedy
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Convention
-from mtp_train.heads.attach import build_head, native_plan
+from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.weights.files import open_checkpoint
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
 
@@ -141,7 +141,7 @@ def test_states_are_scaled_for_the_lm_head_alone_and_rows_that_pad_it_are_left_o
     torch.testing.assert_close(trunk.logits(hidden), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(trunk.normed(hidden) @ trunk.lm_head_VD.T, expected, atol=1e-5, rtol=0)
     assert torch.equal(trunk.head_input(hidden, Convention()), trunk.decoder(TOKENS_1T).last_hidden_state)
-    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 3, ()).generate([[1, 2, 3]], 12)
+    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 3, ()).decode([[1, 2, 3]], 12)
     assert list(result.token_ids) == plain_greedy(trunk, [1, 2, 3], 12, ())
 
 
@@ -184,5 +184,5 @@ def test_a_config_that_transformers_refuses_is_named(tmp_path: Path) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5")
     config = json.loads((base / "config.json").read_text()) | {"hidden_size": "wide"}
     (base / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"config\.json: transformers refuses it \(.*hidden_size.*Restore the"):
+    with pytest.raises(CheckpointError, match=r"config\.json: transformers rejects it \(.*hidden_size.*Restore the"):
         text_config_of(open_checkpoint(base))

@@ -19,7 +19,8 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from mtp_inference.sampling import (
+from mtp_inference.sampling.chooser import Verdict, verify_matching, verify_rejection
+from mtp_inference.sampling.distributions import (
     ACCEPT,
     DRAFT,
     TOKEN,
@@ -30,8 +31,7 @@ from mtp_inference.sampling import (
     seen_before,
     uniform,
 )
-from mtp_inference.verify import Verdict, verify_matching, verify_rejection
-from mtp_train.acceptance import overlap
+from mtp_train.acceptance.counts import overlap
 
 ROWS, VOCAB, DEPTH, LENGTH, START = 20_000, 8, 3, 3, 0
 FAR_OUT = 6.0

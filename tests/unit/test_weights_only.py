@@ -13,25 +13,28 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints import all_tensors
-from mtp_train import families as families_module
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import FAMILIES, Family, KeyRule, family_for
+from mtp_train.families import FAMILIES, Family, KeyRule, family_for, registry
 from mtp_train.families.headless import HEADLESS
+from mtp_train.families.spec import HeadLayer
 from mtp_train.weights.files import SINGLE_FILE
 from runs import document, tiny_mapping
 
 _HEAD = "model.mtp.layers.{module}."
+_INKLING = next(family for family in FAMILIES if family.name == "inkling")
 RECORD = dataclasses.replace(
-    next(family for family in FAMILIES if family.name == "inkling"),
-    borrowed=None,
-    why_not_run="its layers need what is not here yet",
-    key_rules=(
-        KeyRule(native=f"{_HEAD}input_proj.weight", ours="proj.weight"),
-        KeyRule(native=f"{_HEAD}embed_norm.weight", ours="embed_norm.weight"),
-        KeyRule(native=f"{_HEAD}hidden_norm.weight", ours="hidden_norm.weight"),
-        KeyRule(native=f"{_HEAD}transformer_block.{{rest}}", ours="layer.{rest}"),
-        KeyRule(native="model.mtp.chain_norm.weight", ours="final_norm.weight", optional=True),
+    _INKLING,
+    layer=HeadLayer(why_not_run="its layers need what is not here yet"),
+    keys=dataclasses.replace(
+        _INKLING.keys,
+        rules=(
+            KeyRule(native=f"{_HEAD}input_proj.weight", ours="proj.weight"),
+            KeyRule(native=f"{_HEAD}embed_norm.weight", ours="embed_norm.weight"),
+            KeyRule(native=f"{_HEAD}hidden_norm.weight", ours="hidden_norm.weight"),
+            KeyRule(native=f"{_HEAD}transformer_block.{{rest}}", ours="layer.{rest}"),
+            KeyRule(native="model.mtp.chain_norm.weight", ours="final_norm.weight", optional=True),
+        ),
     ),
 )
 """A family before it runs: as much of a layer's rules as its weights need."""
@@ -51,7 +54,7 @@ SPELT_OUT = {
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [family for family in FAMILIES if family.name not in WEIGHTS_ONLY]
-    monkeypatch.setattr(families_module, "FAMILIES", (*others, *WEIGHTS_ONLY.values()))
+    monkeypatch.setattr(registry, "FAMILIES", (*others, *WEIGHTS_ONLY.values()))
 
 
 def write(path: Path, family: Family, *, head: bool, seed: int) -> Path:
@@ -61,15 +64,15 @@ def write(path: Path, family: Family, *, head: bool, seed: int) -> Path:
     def drawn() -> Tensor:
         return torch.randn(4, 4, generator=generator)
 
-    prefix = family.trunk_prefixes[0]
-    tensors = {family.embed_key.format(trunk=prefix): drawn(), f"{prefix}layers.0.weight": drawn()}
+    prefix = family.keys.trunk_prefixes[0]
+    tensors = {family.keys.embed.format(trunk=prefix): drawn(), f"{prefix}layers.0.weight": drawn()}
     if head:
         tensors |= {f"{name}.weight": drawn() for name in SPELT_OUT[family.name]}
         tensors |= {key: drawn() for key in LAYER[family.name]}
     text: dict[str, Any] = {"model_type": family.model_types[0], "num_hidden_layers": 1}
     config: dict[str, Any] = {"architectures": ["X"], "text_config": text}
-    place = text if family.count.section is None else config.setdefault(family.count.section, {})
-    place[family.count.name] = 1
+    place = text if family.declaration.section is None else config.setdefault(family.declaration.section, {})
+    place[family.declaration.count] = 1
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
@@ -83,7 +86,7 @@ def test_a_stripped_checkpoint_gets_its_head_back_bit_for_bit(
     base = write(tmp_path / "base", WEIGHTS_ONLY[name], head=True, seed=1)
     finetune = write(tmp_path / "finetune", WEIGHTS_ONLY[name], head=False, seed=2)
     healthy = document(["inspect", base], capfd)
-    assert (healthy["status"], healthy["runs_here"]) == ("healthy", f"no: {WEIGHTS_ONLY[name].why_not_run}")
+    assert (healthy["status"], healthy["runs_here"]) == ("healthy", f"no: {WEIGHTS_ONLY[name].layer.why_not_run}")
     stripped = document(["inspect", finetune, "--base", base], capfd)
     assert stripped["status"] == "declared_but_missing"
     assert set(stripped["missing_keys"]) >= {f"{key}.weight" for key in SPELT_OUT[name]}
@@ -117,7 +120,7 @@ def test_training_is_refused_with_the_reason(name: str, tmp_path: Path, capfd: p
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(tiny_mapping(tmp_path, tmp_path / "run")))
     assert main(["run", str(recipe)]) == 2
-    assert WEIGHTS_ONLY[name].why_not_run in capfd.readouterr().err
+    assert WEIGHTS_ONLY[name].layer.why_not_run in capfd.readouterr().err
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["outcome.json"]
 
 

@@ -19,11 +19,11 @@ from transformers.integrations import deepspeed
 from adapters import write_adapter
 from checkpoints import save_stripped, save_with_head, set_fields
 from gguf_files import checkpoint_with_head
-from mtp_train.cli import main
+from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.heads.trunk import load_trunk
-from mtp_train.heads.whole import diagnose_trunk, require_whole_trunk
+from mtp_train.trunk.load import load_trunk
+from mtp_train.trunk.whole import diagnose_trunk, require_whole_trunk
 from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from runs import document, refusal
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
@@ -199,7 +199,7 @@ def test_loading_refuses_a_misshapen_trunk_by_its_tensor(base: Path) -> None:
     opened = open_checkpoint(base)
     load_trunk(base, opened.family, dtype="auto")
     misshapen(base)
-    with pytest.raises(CheckpointError, match=rf"trunk weight {LAYER} is \[47, 32\], config\.json makes it \[48, 32\]"):
+    with pytest.raises(CheckpointError, match=rf"trunk weight {LAYER} is \[47, 32\], by config\.json it is \[48, 32\]"):
         load_trunk(base, opened.family, dtype="auto")
 
 

@@ -17,11 +17,11 @@ from adapters import write_adapter
 from checkpoints import all_tensors, same, set_fields
 from draft_models import CHOSEN, NUM_LAYERS
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.exporting import write_export
 from mtp_train.families import WRAPPERS
+from mtp_train.heads.build import fresh_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
-from mtp_train.heads.fresh import fresh_plan
-from mtp_train.heads.trunk import Trunk, load_trunk
+from mtp_train.job.export_run import write_export
+from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.weights.artifact import Artifact
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from mtp_train.weights.keymap import HeadLayout
@@ -82,7 +82,7 @@ def test_so_it_is_by_the_names_that_transformers_once_saved(wrapper: str, tmp_pa
 
 
 def test_an_adapter_of_the_whole_model_is_worn_and_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from mtp_train.cli import main
+    from mtp_train.cli.main import main
 
     path = save_wrapped(tmp_path / "model", "mistral3", "mistral")
     worn = write_adapter(
@@ -121,7 +121,7 @@ def test_a_draft_model_repeats_the_lm_head_where_the_wrapper_has_it(tmp_path: Pa
     write_export(checkpoint, artifact, tmp_path / "out", adapter=None, link="hard", progress=Progress(disable=True))
     stored = load_file(checkpoint.path / SINGLE_FILE)["language_model.lm_head.weight"]
     assert torch.equal(load_file(tmp_path / "out" / SINGLE_FILE)["lm_head.weight"], stored[CHOSEN.long()])
-    serves = {engine: support.supported for engine, support in plan.family.engines.items() if support.supported}
+    serves = {engine: support.supported for engine, support in plan.family.serving.items() if support.supported}
     assert serves == {"vllm": True}
 
 

@@ -115,9 +115,7 @@ def test_a_patch_of_another_size_is_refused_and_changes_nothing(tmp_path: Path) 
     file = tmp_path / "one.safetensors"
     save_file({"it": torch.ones(4)}, file)
     before = file.read_bytes()
-    with pytest.raises(
-        CheckpointError, match=r"one\.safetensors: it holds 16 bytes, the new tensor 8; expected the sa"
-    ):
+    with pytest.raises(CheckpointError, match=r"one\.safetensors: it has 16 bytes, the new tensor 8; expected the sa"):
         patch_safetensors(file, [pending("it", torch.ones(4, dtype=torch.bfloat16))])
     assert file.read_bytes() == before
 
@@ -184,7 +182,10 @@ def test_a_full_disk_is_the_users_to_mend_and_leaves_nothing(
 
     monkeypatch.setattr(writing.os, "fsync", full)
     with (
-        pytest.raises(CheckpointError, match=rf"out: writing the thing failed \({os.strerror(code)}\); what was there"),
+        pytest.raises(
+            CheckpointError,
+            match=rf"out: writing the thing failed \({os.strerror(code)}\); expected space and permission",
+        ),
         new_directory(tmp_path / "out", what="the thing") as directory,
     ):
         write_safetensors(directory / "it.safetensors", [pending("it", torch.ones(4))])

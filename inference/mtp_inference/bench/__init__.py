@@ -1,1 +1,1 @@
-"""What decoding costs and what drafts gain, measured: ``python -m mtp_inference.bench --help``."""
+"""Measure the cost of decoding and the gain of drafts: ``python -m mtp_inference.bench --help``."""

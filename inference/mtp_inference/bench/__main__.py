@@ -1,38 +1,86 @@
-"""``python -m mtp_inference.bench``: measure decoding with drafts and without, and where its time goes."""
+"""Measure decoding with and without drafts, and the parts of a round: ``python -m mtp_inference.bench``."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import logging
 import os
+import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from mtp_inference.bench import report
 from mtp_inference.bench.clock import copy_bandwidth
-from mtp_inference.bench.measure import Plan, Row, measure_decoding, measure_prefill, measure_rounds, num_runs
-from mtp_inference.bench.prompts import Prompts, read_prompts
+from mtp_inference.bench.measurements import Plan, Row, measure_decoding, measure_prefill, measure_rounds, num_runs
 from mtp_inference.bench.subject import SHAPES, Subject, checkpoint_subject, shape_subject, trained_subject
+from mtp_inference.bench.texts import Prompts, read_prompts
 from mtp_inference.requests import require_depth
 from mtp_train.errors import MtpError, OutputExistsError
-from mtp_train.heads.sdpa import without_cudnn_attention
+from mtp_train.heads.attention import without_cudnn_attention
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TABLE_WIDTH = 118
+Columns = Mapping[str, tuple[str, int]]
+"""Field to its heading and number of decimals."""
+
+DECODING: Columns = {
+    "prompt_tokens": ("prompt", 0),
+    "batch": ("batch", 0),
+    "arm": ("arm", 0),
+    "depth": ("depth", 0),
+    "tokens_per_second": ("tok/s", 1),
+    "tokens_per_second_end_to_end": ("end to end", 1),
+    "tau": ("tau", 2),
+    "speedup": ("speedup", 2),
+    "round_ms": ("round ms", 2),
+    "over_transformers": ("over tf", 2),
+    "over_transformers_mtp": ("tf mtp", 2),
+    "identical_texts": ("same", 0),
+    "texts": ("of", 0),
+}
+ROUNDS: Columns = {
+    "prompt_tokens": ("prompt", 0),
+    "batch": ("batch", 0),
+    "depth": ("depth", 0),
+    "verify_ms": ("verify", 2),
+    "head_ms": ("head", 2),
+    "lm_head_ms": ("lm_head", 2),
+    "commit_ms": ("commit", 2),
+    "rest_ms": ("rest", 2),
+    "round_alone_ms": ("round", 2),
+    "round_ms": ("decoding", 2),
+    "ideal_round_ms": ("roofline", 2),
+    "roofline_share": ("share", 2),
+    "cost_ratio": ("cost", 2),
+    "speedup_share": ("gain share", 2),
+}
+PREFILL: Columns = {
+    "prompt_tokens": ("prompt", 0),
+    "batch": ("batch", 0),
+    "depth": ("depth", 0),
+    "tokens_per_second_without_head": ("tok/s without head", 1),
+    "tokens_per_second_with_head": ("with head", 1),
+    "ratio": ("ratio", 3),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print settings, tables and, last, everything as one line of JSON.
+    """Measure; print settings, tables and, last, everything as one line of JSON.
 
     Returns:
-        0 done, 2 wrong input. A bug leaves as a traceback.
+        The exit code: 0 for done, 2 for wrong input. A bug raises.
     """
     options = _parser().parse_args(arguments)
     transformers_logging.set_verbosity_error()
@@ -46,21 +94,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MtpError as error:
         print(f"mtp_inference.bench: {error}", file=sys.stderr)
         return error.exit_code
-    report.show(document)
+    show(document)
     return 0
 
 
-# transformers' arms too: cuDNN's plan of every new shape would count as their time.
+# For transformers' arms as well: cuDNN plans every new shape, which would count as their time.
 @without_cudnn_attention()
 def benchmark(options: argparse.Namespace, plan: Plan, progress: Progress) -> dict[str, Any]:
-    """Measure what the command line asks for; save what there is after every measurement.
+    """Run the measurements of the command line, and save the document after each.
 
     Returns:
         ``settings``, the rows ``decoding``, ``rounds`` and ``prefill``, and ``complete``, which is false in a file that
-        a run left before its end.
+        was saved before the end of a run.
 
     Raises:
-        MtpError: What is asked for does not fit together, or cannot be loaded.
+        MtpError: The options contradict each other, or the model cannot be loaded.
     """
     device = torch.device(options.device)
     subject = _subject(options, plan, device, progress)
@@ -84,7 +132,7 @@ def benchmark(options: argparse.Namespace, plan: Plan, progress: Progress) -> di
         return {
             "benchmark": "decoding",
             "complete": complete,
-            "settings": report.settings(subject, device, _asked(options, plan), bandwidth, decoding),
+            "settings": settings(subject, device, _asked(options, plan), bandwidth, decoding),
             "decoding": decoding,
             "rounds": rounds,
             "prefill": prefill,
@@ -104,7 +152,7 @@ def benchmark(options: argparse.Namespace, plan: Plan, progress: Progress) -> di
 
 
 def _save(document: dict[str, Any], out: Path | None) -> None:
-    """Write the document in one go: a run that is killed leaves a whole file."""
+    """Write the document atomically, so that a killed run leaves a complete file."""
     if out is None:
         return
     partial = out.with_name(f".{out.name}.partial")
@@ -207,12 +255,15 @@ def _asked(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mtp_inference.bench", description=__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", nargs="?", metavar="CKPT", help="a directory or a hub id")
+    parser.add_argument("checkpoint", nargs="?", metavar="CKPT", help="a checkpoint directory or a hub id")
     parser.add_argument("--head", help="a head directory, a run, or a checkpoint to take the head from (default: CKPT)")
-    parser.add_argument("--adapter", metavar="DIR", help="a peft adapter that the trunk of CKPT wears, unmerged")
+    parser.add_argument("--adapter", metavar="DIR", help="a peft adapter to apply to the trunk of CKPT, unmerged")
     parser.add_argument("--shape", choices=tuple(SHAPES), help="random weights in a shape, instead of CKPT")
     parser.add_argument(
-        "--train-steps", type=int, metavar="N", help="teach a tiny shape synthetic text first, so that drafts are right"
+        "--train-steps",
+        type=int,
+        metavar="N",
+        help="train a tiny shape on synthetic text first, so that drafts are accepted",
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
@@ -220,18 +271,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--depths", type=_numbers(0), default=(0, 1, 2, 3, 5, 7), metavar="K,...")
     parser.add_argument("--batches", type=_numbers(1), default=(1, 4, 16), metavar="B,...")
     parser.add_argument("--prompt-lengths", type=_numbers(1), default=(32, 2048), metavar="T,...", help="in tokens")
-    parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="of every text")
+    parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="new tokens of every text")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE.jsonl", help='lines of {"prompt_ids": [...]} or {"prompt": "..."}'
     )
     parser.add_argument(
-        "--accept", type=float, metavar="A", help="replace the drafts: each is right with this chance, at the same cost"
+        "--accept",
+        type=float,
+        metavar="A",
+        help="replace the drafts: each is right with this probability, at the same cost",
     )
-    parser.add_argument("--against", choices=("transformers",), help="measure its generate on the same trunk too")
-    parser.add_argument("--prefill", action="store_true", help="time prefill with the head and without")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the JSON document here too, as it grows")
+    parser.add_argument("--against", choices=("transformers",), help="also measure its generate on the same trunk")
+    parser.add_argument("--prefill", action="store_true", help="time prefill with and without the head")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="timed repeats; figures are medians")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, prompts and --accept")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="write the JSON document to this file too, after each measurement"
+    )
     return parser
 
 
@@ -249,6 +305,95 @@ def _numbers(least: int) -> Callable[[str], tuple[int, ...]]:
 
 def _joined(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
+
+
+def settings(
+    subject: Subject, device: torch.device, asked: Mapping[str, Any], bandwidth: float, decoding: Sequence[Row]
+) -> dict[str, Any]:
+    """Return the settings of a measurement; only figures with equal settings can be compared.
+
+    Args:
+        subject: The measured model.
+        device: Device of the measurement.
+        asked: Options of the command line.
+        bandwidth: Measured bytes per second of a copy.
+        decoding: Rows of the decoding measurement, for the number of captured rounds.
+    """
+    weight_VD = subject.trunk.lm_head_VD
+    on_gpu = device.type == "cuda"
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "hardware": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "copy_gb_per_second": round(bandwidth / 1e9, 1),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "flash_linear_attention": _version("flash-linear-attention"),
+        **subject.facts,
+        "trunk_parameters": sum(one.numel() for one in subject.trunk.parameters()),
+        "head_parameters": sum(one.numel() for one in subject.head.parameters()) if subject.head else 0,
+        "dtype": str(weight_VD.dtype).removeprefix("torch."),
+        "device": str(device),
+        "captured_rounds": sum(row["captured_rounds"] or 0 for row in decoding),
+        "decoding": "greedy, no token ends a text",
+        "round_pieces": "each timed alone, on rows out of use",
+        **asked,
+    }
+
+
+def _cpu_name() -> str:
+    listed = Path("/proc/cpuinfo")
+    if listed.is_file():
+        for line in listed.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def show(document: Mapping[str, Any]) -> None:
+    """Print settings and tables, and the document as the last line."""
+    console = Console(width=TABLE_WIDTH, highlight=False)
+    for name, value in document["settings"].items():
+        console.print(f"{name}: {value}", markup=False)
+    console.print(_table("Decoding: medians over the repeats, prefill apart", DECODING, document["decoding"]))
+    console.print(_table("A round in ms, each piece timed alone", ROUNDS, document["rounds"]))
+    if document["prefill"]:
+        console.print(_table("Prefill", PREFILL, document["prefill"]))
+    sys.stdout.write(json.dumps(document, allow_nan=False) + "\n")
+
+
+def _table(title: str, columns: Columns, rows: Sequence[Row]) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    # Omit empty columns.
+    shown = {name: column for name, column in columns.items() if any(row[name] is not None for row in rows)}
+    for name, (heading, _) in shown.items():
+        table.add_column(heading, justify="left" if name == "arm" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_cell(row[name], decimals) for name, (_, decimals) in shown.items()))
+    return table
+
+
+def _cell(value: Any, decimals: int) -> str:
+    if value is None:
+        return ""
+    return f"{value:.{decimals}f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

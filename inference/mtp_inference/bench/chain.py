@@ -1,4 +1,4 @@
-"""Synthetic text, and a brief training on it: a model whose drafts are right can be had without a download.
+"""Synthetic text, and a brief training on it, for a model with accepted drafts without a download.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
-from mtp_train.heads.trunk import Trunk
+from mtp_train.trunk.load import Trunk
 
 ROWS, TOKENS = 16, 32
 TRAINED_DEPTHS = 3
@@ -23,11 +23,11 @@ LEARNING_RATE = 4e-3
 
 @dataclass(frozen=True)
 class Chain:
-    """Text in which a token's successor follows it, or now and then any token.
+    """A source of text in which each token has a fixed successor, except for random noise.
 
     Args:
-        successor_V: int64, the token that follows each token.
-        noise: How often any token follows instead, 0 to 1; at 1 the text is random.
+        successor_V: int64, the successor of each token.
+        noise: Probability that a random token follows instead, 0 to 1; at 1 the text is random.
     """
 
     successor_V: Tensor
@@ -40,7 +40,7 @@ class Chain:
 
     @classmethod
     def one_cycle(cls, vocab_size: int, noise: float, generator: torch.Generator) -> Chain:
-        """Return a chain whose successors lead through all tokens: greedy text repeats itself late."""
+        """Return a chain whose successors form one cycle through all tokens, so that greedy text repeats late."""
         order_V = torch.randperm(vocab_size, generator=generator)
         successor_V = torch.empty_like(order_V)
         successor_V[order_V] = order_V.roll(-1)
@@ -64,14 +64,14 @@ def train(
     generator: torch.Generator,
     on_step: Callable[[], None],
 ) -> float:
-    """Teach trunk and head a chain with cross-entropy on its tokens, both at once; leave them frozen.
+    """Train trunk and head together on a chain with cross-entropy; freeze them afterwards.
 
     Args:
-        trunk: Not quantised, in fp32.
-        head: Its head; reads hidden states that it does not train.
-        chain: What to learn.
-        num_steps: Steps of ``ROWS`` texts of ``TOKENS`` tokens.
-        generator: Draws the texts.
+        trunk: The trunk, not quantised, in fp32.
+        head: Its head; no gradient flows from it into the trunk.
+        chain: Source of the training text.
+        num_steps: Number of steps of ``ROWS`` texts of ``TOKENS`` tokens.
+        generator: Random generator of the texts.
         on_step: Called after every step.
 
     Returns:
@@ -79,7 +79,7 @@ def train(
     """
     parameters = [*trunk.requires_grad_(True).parameters(), *head.requires_grad_(True).parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
-    # Down to nothing in a straight line: the last texts are averaged over, not chased.
+    # Decay linearly to 0, so that the last texts have little weight.
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=num_steps)
     loss = torch.zeros(())
     for _ in range(num_steps):

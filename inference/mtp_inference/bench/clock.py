@@ -1,4 +1,4 @@
-"""Time, on a CPU by the clock, on a GPU by its own."""
+"""Measure time: with the host's clock on a CPU, with CUDA events on a GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from statistics import median
 
 import torch
 
+from mtp_inference.capture import capture_graph
+
 CPU_COPY_BYTES, GPU_COPY_BYTES = 1 << 27, 1 << 30
-"""Beyond any cache."""
+"""Sizes larger than any cache."""
 Piece = Callable[[], object]
 
 
 def now(device: torch.device) -> float:
-    """Return the time in seconds, once the device has done all it was given."""
+    """Synchronise with the device, and return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -22,18 +24,21 @@ def now(device: torch.device) -> float:
 
 @torch.inference_mode()
 def time_alone(pieces: Mapping[str, Piece], device: torch.device, repeats: int) -> dict[str, float]:
-    """Time pieces of work, each alone: nothing else runs on the device, and nothing overlaps.
+    """Time pieces of work one at a time, without overlap on the device.
 
-    The pieces take turns in every repeat. On a GPU each is captured as a graph and replayed between two events, as
-    rounds are: launching is not counted.
+    The pieces take turns in every repeat. On a GPU each piece is captured as a graph like rounds are, and replayed
+    between two events, so launches are not counted.
 
     Args:
-        pieces: Work that may be repeated; on a GPU in fixed shapes, without waiting for the device.
-        device: Where it runs.
-        repeats: Times that count; one more goes before.
+        pieces: Repeatable work; on a GPU in fixed shapes and without synchronisation.
+        device: Device that the pieces run on.
+        repeats: Number of timed repeats, after one warm-up.
 
     Returns:
-        Seconds of each, the median.
+        Median seconds of each piece.
+
+    Raises:
+        RuntimeError: A piece cannot be captured.
     """
     on_gpu = device.type == "cuda"
     timed = {name: captured(piece) if on_gpu else piece for name, piece in pieces.items()}
@@ -47,7 +52,7 @@ def time_alone(pieces: Mapping[str, Piece], device: torch.device, repeats: int) 
 
 
 def copy_bandwidth(device: torch.device, repeats: int) -> float:
-    """Return bytes per second, read and written together, of one large copy on the device."""
+    """Return the bytes per second, read plus written, of one large copy on the device."""
     size = GPU_COPY_BYTES if device.type == "cuda" else CPU_COPY_BYTES
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
@@ -71,15 +76,13 @@ def _event_seconds(run: Piece) -> float:
 
 
 def captured(piece: Piece) -> Piece:
-    """Return what replays a piece of work on the GPU, captured as a graph."""
-    # Libraries choose their kernels and allocate their workspaces in the runs before.
+    """Capture a piece of work as a CUDA graph; return the function that replays it."""
+    # Run before capturing: libraries choose kernels and allocate workspaces.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         piece()
         piece()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        piece()
+    graph, _ = capture_graph(piece, None, stream)
     return graph.replay

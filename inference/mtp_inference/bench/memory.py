@@ -1,4 +1,4 @@
-"""Count the bytes of tensors that live at once, on any device, tensors without storage (``meta``) included."""
+"""Count the bytes of tensors allocated at the same time, on any device, the ``meta`` device included."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
-    """Watch what is computed within the block; ``peak_bytes`` is the most that lived.
+    """Track the memory of tensors allocated inside the block; ``peak_bytes`` is the maximum.
 
     Args:
-        given: Tensors made before it, which do not count.
+        given: Tensors allocated before the block, which are not counted.
     """
 
     def __init__(self, given: Iterable[Tensor]) -> None:
@@ -25,7 +25,7 @@ class PeakMemory(TorchDispatchMode):
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation and look at what is there afterwards."""
+        """Run one operation, and update the allocated tensors and the peak."""
         result = func(*args, **(kwargs or {}))
         self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
         for value in tree_leaves(result):

@@ -1,10 +1,9 @@
-"""What is benchmarked: a checkpoint with a head, or a model of random weights in a given shape."""
+"""The models to benchmark: a checkpoint with a head, or a model of random weights in a given shape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,24 +12,22 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_inference.bench.chain import Chain, train
-from mtp_inference.head_drafter import HeadDrafting
+from mtp_inference.drafters.head_drafter import HeadDrafting
+from mtp_inference.opening import OWN, head_of_run, open_model
+from mtp_train.errors import CheckpointError
 from mtp_train.families import FAMILIES, Family, HeadKind, of_kind
-from mtp_train.heads.attach import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
-from mtp_train.heads.diagnose import stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.trunk import Trunk, load_trunk
-from mtp_train.weights.adapter import locate_adapter
-from mtp_train.weights.artifact import HEAD_CONFIG_FILE
-from mtp_train.weights.files import TORCH_DTYPES, Checkpoint, locate_checkpoint, open_checkpoint
+from mtp_train.trunk.load import Trunk
+from mtp_train.weights.files import Checkpoint
 
 EMBEDDING_SCALE = 1600.0
-"""Takes transformers' initial 0.02 to 32, beyond what 32 random layers add to it."""
+"""Scales transformers' initial standard deviation of 0.02 to 32, more than 32 random layers add to it."""
 CHAIN_NOISE = 0.05
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model; ``fields`` are those of its config."""
+    """Sizes of a model, as config fields."""
 
     family: str
     fields: Mapping[str, Any]
@@ -114,22 +111,22 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Subject:
-    """A trunk, its head, and text that suits them."""
+    """A trunk, its head, and a source of prompts."""
 
     trunk: Trunk
     head: MtpHead | None
-    """None where nothing is to be drafted."""
+    """None for plain decoding."""
     text: Chain
-    """Prompts are drawn from it where none are given."""
+    """Source of prompts if the user gives none."""
     checkpoint: Checkpoint | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """For the settings."""
+    """Facts for the settings of the report."""
     draft_vocab: Tensor | None = None
-    """int32, the tokens that the head may draft; None for all."""
+    """int32, token ids that the head may draft; None for all."""
 
     @property
     def drafting(self) -> HeadDrafting | None:
-        """What drafts, None without a head."""
+        """The maker of drafters; None without a head."""
         return None if self.head is None else HeadDrafting(self.head, self.draft_vocab)
 
 
@@ -145,54 +142,46 @@ def checkpoint_subject(
     """Load a checkpoint and a head.
 
     Args:
-        name: A directory or a hub id.
-        head: A head directory, a run that holds one, or a checkpoint with a head; None for the checkpoint's own.
-        adapter: A peft adapter that the trunk wears, unmerged.
+        name: A directory, a hub id or ``demo:base``.
+        head: A head directory, a run directory with a head, or a checkpoint with a head; None for the checkpoint's own.
+        adapter: A peft adapter to apply to the trunk, unmerged.
         dtype: None for fp32 on a CPU and the stored dtype elsewhere.
-        device: Where both go.
-        drafts: Whether a head is needed.
+        device: Device of trunk and head.
+        drafts: Whether to load a head.
 
     Raises:
-        CheckpointError: Either is not complete, or they do not fit.
+        CheckpointError: The checkpoint or the head is not complete, or they do not fit each other.
     """
-    checkpoint = open_checkpoint(locate_checkpoint(name))
-    plan = _head_plan(checkpoint, head) if drafts else None
-    if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else TORCH_DTYPES[stored_dtype(checkpoint)]
-    worn = locate_adapter(adapter, name) if adapter else None
-    trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype, device=device, adapter=worn)
-    built = build_head(plan, text_config_of(checkpoint), dtype=dtype).to(device).eval() if plan else None
-    draft_vocab = plan.draft_vocab if plan else None
+    drafter = OWN if head is None else head_of_run(head)
+    model = open_model(name, drafter if drafts else None, adapter=adapter)
+    plan = model.plan
+    if drafts and plan is None:
+        raise CheckpointError(f"--head: {head} has no MTP head; expected a head to measure. Name a head directory.")
+    # Decoding in fp32 is exact: take it on a CPU even if it does not fit in memory.
+    trunk = model.load_trunk(device, torch.float32 if dtype is None and device.type == "cpu" else dtype)
+    _, built = model.load_drafting(trunk)
+    draft_vocab = None if plan is None else plan.draft_vocab
     facts = {
         "model": name,
         "adapter": adapter,
         "head": (head or "its own") if plan else None,
         "draft_vocab": None if draft_vocab is None else len(draft_vocab),
     }
-    return Subject(trunk, built, Chain.random_text(trunk.lm_head_VD.shape[0]), checkpoint, facts, draft_vocab)
-
-
-def _head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
-    if head is None:
-        return native_plan(checkpoint, "auto")
-    for directory in (Path(head), Path(head) / "head"):
-        if (directory / HEAD_CONFIG_FILE).is_file():
-            return stored_head_plan(directory, checkpoint.family)
-    return graft_plan(checkpoint, open_checkpoint(locate_checkpoint(head)), "auto")
+    return Subject(trunk, built, Chain.random_text(trunk.lm_head_VD.shape[0]), model.checkpoint, facts, draft_vocab)
 
 
 def shape_subject(name: str, *, dtype: torch.dtype | None, device: torch.device, seed: int) -> Subject:
-    """Build a model of random weights on its device, in its dtype, whose greedy text counts.
+    """Build a model of random weights whose greedy text is simple: token v is followed by v + 1.
 
-    Random logits lie so close together that bf16 rounds a verify window to another text than plain decoding. Here
-    token v is followed by v + 1 by a wide margin, at the same cost: the embedding outweighs what the layers add, and
-    the output matrix is the embedding, one row further.
+    Logits of a random model are so close together that bf16 rounding gives a verify window another text than plain
+    decoding. Here the next token wins by a wide margin, at the same cost: the embedding outweighs the layers' output,
+    and the output matrix is the embedding shifted by one row.
 
     Args:
-        name: One of ``SHAPES``.
+        name: A key of ``SHAPES``.
         dtype: None for fp32 on a CPU and bf16 elsewhere.
-        device: Where the weights are made.
-        seed: Of the weights.
+        device: Device of the weights.
+        seed: Seed of the weights.
     """
     shape = SHAPES[name]
     if dtype is None:
@@ -213,7 +202,7 @@ def shape_subject(name: str, *, dtype: torch.dtype | None, device: torch.device,
 def trained_subject(
     name: str, num_steps: int, *, device: torch.device, seed: int, on_step: Callable[[], None]
 ) -> Subject:
-    """Build a tiny model in fp32 and teach it, with its head, a chain: most of what it drafts is right."""
+    """Build a tiny fp32 model and train it, with its head, on a chain, so that most of its drafts are right."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     trunk = _random_trunk(SHAPES[name], torch.float32, device)
@@ -233,13 +222,14 @@ def _random_trunk(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tru
 
 
 def random_head(trunk: Trunk, num_modules: int = 1, kind: HeadKind = "mtp") -> MtpHead:
-    """Return a head, its matrices drawn as transformers draws the trunk's, its norms the identity.
+    """Return a head whose matrices have transformers' initialisation of the trunk, and whose norms are the identity.
 
-    Sinks and what mixes streams begin as transformers begins them, too: nothing in their layers does.
+    Attention sinks and the parameters that mix residual streams get transformers' initial values here, as their layers
+    do not initialise them.
     """
     weight, family = trunk.lm_head_VD, of_kind(trunk.family, kind)
     with torch.device(weight.device):
-        head = MtpHead(family, trunk.config, num_modules=num_modules, convention=family.default)
+        head = MtpHead(family, trunk.config, num_modules=num_modules, convention=family.wiring.default)
     for name, parameter in head.named_parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=trunk.config.initializer_range)
@@ -247,6 +237,6 @@ def random_head(trunk: Trunk, num_modules: int = 1, kind: HeadKind = "mtp") -> M
             torch.nn.init.zeros_(parameter)
         elif name.endswith("scale"):
             torch.nn.init.ones_(parameter)
-        # Parameters alone: buffers (a router's correction bias) stay in fp32.
+        # Parameters only: buffers (a router's correction bias) stay in fp32.
         parameter.data = parameter.data.to(weight.dtype)
     return head.eval()

@@ -1,16 +1,16 @@
-"""Decode prompts with llama.cpp and write down every round: ``PYTHON run_llama_cpp.py JOB.json OUT.json``.
+"""Decode prompts with llama.cpp and record every round: ``PYTHON run_llama_cpp.py JOB.json OUT.json``.
 
-Run by an interpreter that has llama-cpp-python, which is asked for tokens only. ``job["binary"]`` is llama.cpp's own
-example ``llama-speculative-simple`` of the same version, ``job["model_file"]`` the GGUF that its converter made (in
-f32: bf16 weights lose nothing, and sums are as exact as ours), ``job["draft_file"]`` that of the draft model, where the
-job has one, or of a head beside its trunk. Where the binary's libraries are not beside it, set ``LD_LIBRARY_PATH``.
+The interpreter needs llama-cpp-python, which is used for tokenisation only. ``job["binary"]`` is llama.cpp's example
+``llama-speculative-simple`` of the same version. ``job["model_file"]`` is the GGUF of its converter (in f32: bf16
+weights are exact there, and sums are as precise as ours). ``job["draft_file"]`` is the GGUF of a draft model, or of a
+head that is stored separately. If the binary's libraries are elsewhere, set ``LD_LIBRARY_PATH``.
 
-The binary takes text, so that every prompt is checked to give the same tokens there. It logs the first choice of every
-drafted position, then how many drafts were accepted and which token came after them: a whole trace.
+The binary takes text, so every prompt is checked to give the same tokens there. Its log has the argmax of every drafted
+position, the number of accepted drafts and the token after them: a complete trace.
 
-It differs from other engines in three ways. It drafts for the first time before any token of the answer is known, so
-that there is no prefill round. Its MTP head reads one more row (the first token, beside a hidden state of zeros). It
-ends at EOS, and somewhat past the token limit where not.
+It differs from other engines in three ways. It drafts before the first token of the answer is known, so there is no
+prefill round. Its MTP head reads an extra first row (the first token with a hidden state of zeros). It stops at EOS, or
+somewhat past the token limit.
 """
 
 import json
@@ -31,9 +31,9 @@ MOST_ATTEMPTS = 10
 
 
 def prompt_text(vocabulary, prompt_ids):
-    """Return the text that llama.cpp reads as these tokens."""
+    """Return the text that llama.cpp tokenises to these ids."""
     text = vocabulary.detokenize(prompt_ids, special=True)
-    # As the binary reads it: with whatever the vocabulary puts before every text.
+    # Tokenise like the binary, including the vocabulary's BOS token.
     found = vocabulary.tokenize(text, add_bos=True, special=True)
     if found != prompt_ids:
         raise SystemExit(f"prompt {prompt_ids}: llama.cpp reads it as {found}; expected the same tokens")
@@ -41,10 +41,10 @@ def prompt_text(vocabulary, prompt_ids):
 
 
 def rounds_of(job, text):
-    """Decode one prompt; return its rounds, the first of which has drafts too.
+    """Decode one prompt and return its rounds; the first round has drafts too.
 
-    The binary now and then exits before the last lines of its log are written. They hold its totals, so that such a log
-    is seen, and the prompt decoded again.
+    The binary sometimes exits before it writes the last lines of its log. Such a log lacks the totals, and the prompt
+    is decoded again.
     """
     for _ in range(MOST_ATTEMPTS):
         log = run(job, text)
@@ -60,9 +60,9 @@ def rounds_of(job, text):
 
 
 def run(job, text):
-    """Run the binary on one prompt; return its log."""
+    """Run the binary on one prompt and return its log."""
     cache = CACHE_TYPES[job["dtype"]]
-    # Room for one round more than asked for, as none may be cut short.
+    # Room for one more round than requested, so that no round is cut.
     num_tokens = job["max_new_tokens"] + 2 * (job["depth"] + 1)
     command = [job["binary"], "-m", job["model_file"], *speculation_of(job)]
     command += ["--spec-draft-n-max", str(job["depth"]), "--spec-draft-p-min", "0"]
@@ -77,40 +77,40 @@ def run(job, text):
 
 
 def speculation_of(job):
-    """Return what to draft with: the model's own head, or a head or draft model that the job names, as a GGUF."""
+    """Return the options of the drafter: the model's own head, or the head or draft model of the job, as a GGUF."""
     kind = "mtp" if job["draft"] is None else job["draft"]["kind"]
     beside = ["-md", job["draft_file"]] if "draft_file" in job else []
     return ["--spec-type", f"draft-{kind}", *beside]
 
 
 def read_rounds(log):
-    """Return the rounds that a log tells of."""
+    """Return the rounds in a log."""
     rounds, drafts = [], []
     for line in log.splitlines():
         if drafted := DRAFTED.search(line):
             drafts.append(int(drafted[1]))
         elif committed := COMMITTED.search(line):
             num_accepted, num_drafts, last = map(int, committed.groups())
-            # Near the token limit it drafts, and logs, more than it goes on to verify.
+            # Near the token limit, it drafts and logs more tokens than it verifies.
             rounds.append({"drafts": drafts[:num_drafts], "committed": [*drafts[:num_accepted], last]})
             drafts = []
     return rounds
 
 
 def end_tokens(vocabulary):
-    """Return the tokens that end a text; a GGUF may name more of them than the checkpoint's config does."""
+    """Return the tokens that end a text; a GGUF may have more of them than the checkpoint's config."""
     pointer = vocabulary._model.vocab
     return [token for token in range(vocabulary.n_vocab()) if llama_vocab_is_eog(pointer, token)]
 
 
 def build_of(binary):
-    """Return what the binary says of its version."""
+    """Return the version that the binary prints."""
     done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
     return next(line for line in (done.stderr + done.stdout).splitlines() if line.startswith("version:"))[9:]
 
 
 def counters_of(texts):
-    """Return what the log says in all; the limit does not show in it."""
+    """Return the totals in the logs, which include tokens past the limit."""
     rounds = [one for text in texts for one in text]
     return {
         "drafts": len(rounds),
@@ -120,7 +120,7 @@ def counters_of(texts):
 
 
 def main():
-    """Do the job."""
+    """Run the job and write its document."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     vocabulary = Llama(job["model_file"], vocab_only=True, verbose=False)
     texts = [rounds_of(job, prompt_text(vocabulary, prompt_ids)) for prompt_ids in job["prompts"]]

@@ -1,16 +1,16 @@
-"""Decode prompts with SGLang on a CPU and write down every round: ``PYTHON run_sglang.py JOB.json OUT.json``.
+"""Decode prompts with SGLang on a CPU and record every round: ``PYTHON run_sglang.py JOB.json OUT.json``.
 
-Run by the interpreter of SGLang's own environment; needs nothing of this repository but the file named below. That
-environment wants SGLang's CPU kernels (``sgl_kernel``, built from its repository, ``pyproject_cpu.toml``; AVX512 and
-AMX), whose attention is the only one on a CPU that drafts. They compute in bf16; in fp16 they were wrong on a CPU whose
-AMX has no fp16.
+Run it with the interpreter of SGLang's own environment; of this repository it needs ``sglang_gated_delta.py`` only. The
+environment needs SGLang's CPU kernels (``sgl_kernel``, built from its repository, ``pyproject_cpu.toml``; AVX512 and
+AMX): their attention is the only one for CPUs that supports drafts. They compute in bf16. In fp16 their results were
+wrong on a CPU whose AMX has no fp16.
 
-One prompt at a time, greedy, past EOS. SGLang drafts and verifies in a process of its own, whose start is ours: there
-the one function that verifies a round (``run_eagle_verify``, of one head and of several modules alike) writes to a file
-which drafts it is given and which tokens it accepts. What ``generate`` returns must then be what the rounds committed.
-Over Gated DeltaNet layers SGLang verifies on GPUs alone: ``sglang_gated_delta.py`` says what stands in here.
+One prompt at a time, greedy, past EOS. SGLang drafts and verifies in a separate process, whose entry point is below.
+There the function that verifies a round (``run_eagle_verify``, for one module and several) records the drafts that it
+gets and the tokens that it accepts. The tokens from ``generate`` must equal the tokens that the rounds committed.
+SGLang verifies Gated DeltaNet layers on GPUs only; ``sglang_gated_delta.py`` documents the replacement for CPUs.
 
-``counters`` are SGLang's own, added up over the prompts. They include drafts accepted past the token limit.
+``counters`` are SGLang's own, summed over the prompts. They include drafts accepted past the token limit.
 """
 
 import json
@@ -20,9 +20,9 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-# Read when sglang is imported: without it, SGLang looks for a GPU.
+# Read at the import of sglang. Without it, SGLang looks for a GPU.
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-# Its threads wait for one another without sleeping; one is enough for small models.
+# Its threads busy-wait for each other; one is enough for small models.
 os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "0")
 
 import sglang_gated_delta
@@ -37,8 +37,9 @@ COUNTERS = {"spec_verify_ct": "rounds", "spec_num_correct_drafts": "accepted_tok
 
 
 def run_recorded(*arguments, **named):
-    """Be SGLang's process that decodes, and write down every round."""
-    # Some of its models wait for a GPU, there or not, when they hand the trunk's lm_head to the head.
+    """Run SGLang's scheduler process with a recorder of every round."""
+    # Some of its models call `torch.cuda.synchronize` when they share the trunk's lm_head with the head, even without a
+    # GPU.
     torch.cuda.synchronize = lambda: None
     sglang_gated_delta.install()
     rounds = Path(os.environ[ROUNDS])
@@ -48,8 +49,8 @@ def run_recorded(*arguments, **named):
 
 
 def verify_recorded(rounds, verify, batch, **named):
-    """Verify a round as SGLang does; append its drafts and what it committed to a file."""
-    # The first of them is the token before the drafts.
+    """Verify a round by SGLang's function, and append its drafts and committed tokens to a file."""
+    # The first token is the one before the drafts.
     drafts = batch.spec_info.draft_token.tolist()[1:]
     result = verify(batch, **named)
     (num_committed,) = result.accept_lens.tolist()
@@ -60,13 +61,13 @@ def verify_recorded(rounds, verify, batch, **named):
 
 
 class RecordedEngine(Engine):
-    """SGLang's engine, whose decoding process writes down every round."""
+    """SGLang's engine with a scheduler process that records every round."""
 
     run_scheduler_process_func = staticmethod(run_recorded)
 
 
 def load(job):
-    """Return an engine that drafts with the checkpoint's own head, or with the draft model that the job names."""
+    """Return an engine that drafts with the checkpoint's own head, or with the draft model of the job."""
     longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 2 * (job["depth"] + 1)
     return RecordedEngine(
         model_path=job["checkpoint"],
@@ -85,10 +86,10 @@ def load(job):
 
 
 def overrides_of(checkpoint):
-    """Return what SGLang reads of a hybrid trunk's config under other names than transformers writes it.
+    """Return config fields of a hybrid trunk that have other names in SGLang than in transformers.
 
-    Its config of these trunks counts layers between two of full attention, where transformers lists all, and rotates a
-    quarter of each head, as releases do, whatever ``rope_parameters`` say.
+    SGLang's config has the interval between full-attention layers, where transformers lists all layer types. It rotates
+    a quarter of each head, like releases, and ignores ``rope_parameters``.
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     kinds = config.get("layer_types") or []
@@ -102,7 +103,7 @@ def overrides_of(checkpoint):
 
 
 def speculation_of(job):
-    """Return what to draft with."""
+    """Return the options of the drafter."""
     draft = job["draft"]
     named = {"speculative_algorithm": "NEXTN"}
     if draft is not None:
@@ -119,7 +120,7 @@ def rounds_of(output_ids, verified):
     """Return the rounds of one prompt, prefill first.
 
     Raises:
-        RuntimeError: What the rounds committed is not what SGLang returned.
+        RuntimeError: The rounds committed other tokens than SGLang returned.
     """
     rounds = [{"drafts": [], "committed": output_ids[:1]}, *verified]
     committed = [token for one in rounds for token in one["committed"]]
@@ -129,7 +130,7 @@ def rounds_of(output_ids, verified):
 
 
 def main():
-    """Do the job."""
+    """Run the job and write its document."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     out = Path(sys.argv[2])
     written = out.with_suffix(".rounds")

@@ -1,11 +1,11 @@
-"""Compute the logits of speculators' own models of heads: ``PYTHON run_speculators.py JOB.json OUT.json``.
+"""Compute the logits of heads with the models of speculators: ``PYTHON run_speculators.py JOB.json OUT.json``.
 
-Run by the interpreter of speculators' own environment; needs nothing of this repository. The logits go to
-``OUT.safetensors``.
+Run it with the interpreter of speculators' own environment; it needs nothing of this repository. The logits are written
+to ``OUT.safetensors``.
 
-It unrolls an MTP head as it trains it: teacher-forced, each depth over its own rows alone, at positions that do not
-advance; an EAGLE-3 head, a draft model of the job's, over the rows that drafting would see. Its class is asked for no
-logits, so that they are read where they come from.
+speculators unrolls an MTP head as in its training: teacher-forced, each depth attends to its own rows only, and
+positions do not advance. An EAGLE-3 head (the draft model of the job) attends as in decoding. Its class returns no
+logits, so they are read from the output of its lm_head.
 """
 
 import json
@@ -55,16 +55,16 @@ def eagle3_logits(job):
         states = trunk(tokens, output_hidden_states=True).hidden_states
         read = torch.cat([states[layer] for layer in head.target_layer_ids], dim=-1)
         seen.clear()
-        # A row reads a state and the token after it.
+        # A row reads a hidden state and the token after it.
         head(read[:, :-1], tokens[:, 1:], torch.zeros_like(tokens[:, 1:]), ttt_steps=job["depth"])
         for depth, logits in enumerate(seen, start=1):
-            # The last rows read past the text.
+            # The last rows read tokens past the text.
             found[f"{number}.{depth}"] = logits[: len(text) - depth].float().contiguous()
     return found
 
 
 def main():
-    """Do the job."""
+    """Run the job and write its document."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     out = Path(sys.argv[2])
     logits = head_logits(job) if job["draft"] is None else eagle3_logits(job)

@@ -1,10 +1,10 @@
-"""Decode prompts with transformers' own MTP, or compute its head's logits: ``PYTHON run_transformers.py JOB OUT``.
+"""Decode prompts with MTP of transformers, or compute its head's logits: ``PYTHON run_transformers.py JOB OUT``.
 
-Run by the interpreter of any environment with transformers 5.20 or newer; needs nothing of this repository.
+Run it with the interpreter of an environment with transformers 5.20 or newer; it needs nothing of this repository.
 
 ``"kind": "decode"``: ``generate(use_mtp=True)``, one prompt at a time, greedy, past EOS. It drafts one token per head
-module; the drafts are what its candidate generator returns, and what a round committed is how far the text has grown
-when the generator is asked again. It keeps no counters.
+module. The drafts are the output of its candidate generator, and the committed tokens of a round are those added to the
+text until the next call of the generator. It has no counters.
 
 ``"kind": "logits"``: for models that ``use_mtp`` refuses, the logits of ``MtpModel`` at depth 1, for every text of the
 job, written to ``OUT.safetensors``.
@@ -23,13 +23,13 @@ from transformers.modeling_layers import MtpModel
 
 
 def load(job):
-    """Return the trunk, told where its checkpoint keeps the head."""
-    # Some vision-language models are no causal language models to transformers.
+    """Return the trunk, configured to find the head's tensors and to decode past EOS."""
+    # Some vision-language models are not registered as causal language models in transformers.
     causal = type(AutoConfig.from_pretrained(job["checkpoint"])) in AutoModelForCausalLM._model_mapping
     auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
     model = auto.from_pretrained(job["checkpoint"], dtype=job["dtype"]).eval()
     config = model.config.get_text_config()
-    # The class names the layer numbers of released sizes only, and none where the releases have no head.
+    # The class lists the layer numbers of released sizes only, and none for families whose releases have no head.
     own = [rf"model\.layers\.{config.num_hidden_layers}\.", r"^mtp\."]
     model._keys_to_ignore_on_load_unexpected = [*(model._keys_to_ignore_on_load_unexpected or []), *own]
     model.generation_config.eos_token_id = None
@@ -37,7 +37,7 @@ def load(job):
 
 
 def rounds_of(model, prompt_ids, max_new_tokens):
-    """Decode one prompt; return its rounds, prefill first."""
+    """Decode one prompt and return its rounds, prefill first."""
     asked = []
     get_candidates = MTPCandidateGenerator.get_candidates
 
@@ -91,7 +91,7 @@ def head_logits(model, texts):
 
 
 def main():
-    """Do the job."""
+    """Run the job and write its document."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     out = Path(sys.argv[2])
     model = load(job)

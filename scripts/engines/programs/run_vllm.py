@@ -1,16 +1,16 @@
-"""Decode prompts with vLLM and write down every round: ``PYTHON run_vllm.py JOB.json OUT.json``.
+"""Decode prompts with vLLM and record every round: ``PYTHON run_vllm.py JOB.json OUT.json``.
 
-Run by the interpreter of vLLM's own environment; needs nothing of this repository.
+Run it with the interpreter of vLLM's own environment; it needs nothing of this repository.
 
-One prompt at a time, greedy, past EOS. The engine is stepped by hand, so that each step is one round: the drafts it is
-about to verify lie in the scheduler's request, the tokens it committed in the step's output. For that the engine must
-run in this process, and must not schedule ahead.
+One prompt at a time, greedy, past EOS. The program calls ``step`` of the engine, so that each step is one round. The
+drafts to verify are in the scheduler's request, and the committed tokens in the output of the step. This needs an
+engine in the same process and without asynchronous scheduling.
 
-vLLM's counters (``counters``) count what the model runner accepted, so that they include drafts accepted past the token
-limit, which no output holds. Prefill counts for no draft in them, as in the trace.
+``counters`` are vLLM's own. They count drafts that the model runner accepted, including drafts past the token limit,
+which are not part of the output. Prefill has no drafts in them, as in the trace.
 
-Where PyPI's torchvision (built for CUDA) stands beside a CPU build of torch, vLLM fails at its import: define its
-operators ``torchvision::nms`` and ``torchvision::qnms`` in a ``sitecustomize.py`` of that environment.
+vLLM fails at import where torchvision from PyPI (built for CUDA) is installed with a CPU build of torch. To fix it,
+define the operators ``torchvision::nms`` and ``torchvision::qnms`` in a ``sitecustomize.py`` of that environment.
 """
 
 import json
@@ -19,7 +19,7 @@ import sys
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
-# Read when vllm is imported.
+# Read at the import of vllm.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -32,8 +32,8 @@ COUNTERS = "vllm:spec_decode_num_"
 
 
 def load(job):
-    """Return an engine that drafts with the checkpoint's own head, or with the draft model that the job names."""
-    # What it takes for latent attention where a CPU has AMX knows no fp32. Other attention is not affected.
+    """Return an engine that drafts with the checkpoint's own head, or with the draft model of the job."""
+    # The default backend for latent attention on CPUs with AMX does not support fp32. Other attention is not affected.
     attention = {"attention_backend": "CPU_MLA"} if current_platform.is_cpu() else {}
     longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 2 * job["depth"]
     return LLM(
@@ -49,7 +49,7 @@ def load(job):
         async_scheduling=False,
         disable_log_stats=False,
         skip_tokenizer_init=True,
-        # Texts alone: a wrapper is then loaded without the processor of its images.
+        # Text only, so that a vision-language wrapper is loaded without its image processor.
         limit_mm_per_prompt={"image": 0, "video": 0},
         **attention,
         speculative_config={**speculation_of(job), "num_speculative_tokens": job["depth"], **attention},
@@ -57,13 +57,13 @@ def load(job):
 
 
 def speculation_of(job):
-    """Return what to draft with."""
+    """Return the options of the drafter."""
     draft = job["draft"]
     return {"method": "mtp"} if draft is None else {"method": draft["kind"], "model": draft["path"]}
 
 
 def rounds_of(engine, number, prompt_ids, max_new_tokens):
-    """Decode one prompt; return its rounds, prefill first."""
+    """Decode one prompt and return its rounds, prefill first."""
     scheduler = engine.engine_core.engine_core.scheduler
     sampling = SamplingParams(
         temperature=0.0,
@@ -93,7 +93,7 @@ def counters_of(llm):
 
 
 def main():
-    """Do the job."""
+    """Run the job and write its document."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     llm = load(job)
     texts = [

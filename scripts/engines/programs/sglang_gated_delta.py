@@ -1,9 +1,10 @@
-"""Let SGLang verify drafts over Gated DeltaNet layers on a CPU, which its 0.5.23 does on GPUs alone.
+"""Let SGLang verify drafts over Gated DeltaNet layers on a CPU; SGLang 0.5.23 supports it on GPUs only.
 
-To verify, the layers keep the state after every draft, and the one after the last accepted draft becomes theirs. On a
-GPU one kernel does so. Here SGLang's CPU kernels for one token run once for each draft, on a copy of the state; which
-state stays is SGLang's own choice, put in place by its own torch code (``fused_mamba_state_scatter_with_mask`` "only
-supports CUDA/XPU tensors"). One text at a time, its drafts a chain.
+For verification, the layers keep the state after every draft, and the state after the last accepted draft becomes the
+current one. On a GPU, one kernel does this. Here SGLang's CPU kernels for one token run once per draft, on a copy of
+the state. SGLang itself chooses the state to keep, and its torch code copies it
+(``fused_mamba_state_scatter_with_mask`` "only supports CUDA/XPU tensors"). Only one text at a time is supported, with a
+chain of drafts.
 """
 
 from functools import partial
@@ -16,7 +17,7 @@ from sglang.srt.layers.attention.linear.kernels import gdn_triton
 
 
 def install():
-    """Replace what has no CPU form, in this process."""
+    """Replace SGLang's functions without a CPU implementation, in this process."""
     gdn_backend.causal_conv1d_update = partial(convolve, gdn_backend.causal_conv1d_update)
     gdn_triton.fused_sigmoid_gating_delta_rule_update = partial(
         update, gdn_triton.fused_sigmoid_gating_delta_rule_update
@@ -26,7 +27,7 @@ def install():
 
 
 def convolve(one_token, mixed, states, weights, bias, activation, *, conv_state_indices, **verifying):
-    """Convolve tokens; where they are verified, keep the window after each, and leave the state as it was."""
+    """Convolve tokens; in verification, store the window after each token and keep the state unchanged."""
     options = {"conv_state_indices": conv_state_indices}
     if not verifying:
         return one_token(mixed, states, weights, bias, activation, **options)
@@ -42,7 +43,7 @@ def convolve(one_token, mixed, states, weights, bias, activation, *, conv_state_
 
 
 def update(one_token, *, q, k, v, a, b, initial_state_source, initial_state_indices, cu_seqlens, **options):
-    """Run the recurrence; where tokens are verified, keep the state after each, and leave the first as it was."""
+    """Run the recurrence; in verification, store the state after each token and keep the initial state unchanged."""
     states = options.pop("intermediate_states_buffer", None)
     if states is None:
         source = {"initial_state_source": initial_state_source, "initial_state_indices": initial_state_indices}
@@ -71,10 +72,10 @@ def update(one_token, *, q, k, v, a, b, initial_state_source, initial_state_indi
 
 
 def require_chain(verifying):
-    """Check that the drafts are no tree.
+    """Check that the drafts form a chain.
 
     Raises:
-        NotImplementedError: They are one.
+        NotImplementedError: The drafts form a tree.
     """
     if verifying["retrieve_parent_token"] is not None:
         raise NotImplementedError("drafts that are a tree; expected a chain: speculative_eagle_topk=1")

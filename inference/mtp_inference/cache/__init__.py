@@ -1,0 +1,1 @@
+"""KV caches and recurrent states of every kind of layer, with rollback."""

@@ -1,0 +1,236 @@
+"""The delta rules over a window, expressed as corrections to the state before it.
+
+The gated delta rule (Gated DeltaNet, arXiv:2412.06464, equation 10), for one head, with S of shape (Kd, Vd) and
+a_t = exp(g_t)::
+
+    u_t = b_t (v_t - a_t S_{t-1}^T k_t)        S_t = a_t S_{t-1} + k_t u_t^T        o_t = S_t^T q_t
+
+The u_t are called corrections here: what token t adds to the state along its key. With c_t = a_1 ... a_t and
+D_ts = c_t / c_s for s <= t, else 0, unrolling gives (section 3.3, one chunk)::
+
+    S_t = c_t S_0 + sum over s of D_ts k_s u_s^T
+
+Put into the first line, this is one system for all corrections, whose matrix is unit lower triangular::
+
+    (I + L) U = diag(b) (V - diag(c) K S_0)        L = strictly lower part of diag(b) (D * K K^T)
+    O = diag(c) Q S_0 + (D * Q K^T) U
+
+Row t of U depends only on tokens up to t: a rejected token does not change the corrections before it.
+
+In Kimi Delta Attention (arXiv:2510.26692, equation 1) every key channel decays at its own rate: a_t, c_t and D_ts are
+then vectors over Kd, and D scales the terms of K K^T channel by channel.
+
+Shapes: B rows, T tokens of the window, H value heads, Kd key width, Vd value width, N = B * H, X decay rates of a head
+(1 or Kd).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_WINDOW = 8
+"""Longest window: the deepest draft plus one. :func:`_solve` describes the precision lost beyond it."""
+
+
+class DeltaWindow(NamedTuple):
+    """Additions ``k_t u_t^T`` of a window to a decaying state; see ``Undecided`` in ``cache/recurrent.py``."""
+
+    key_NTK: Tensor
+    correction_NTV: Tensor
+    log_decay_NTX: Tensor
+    """Logarithm of c_t."""
+    state_BHKV: Tensor
+    """State before the window."""
+
+    def joined(self, windows: Sequence[DeltaWindow], state_BHKV: Tensor) -> DeltaWindow:
+        """Return the windows of several layers as one window with all their rows."""
+        return DeltaWindow(
+            torch.cat([window.key_NTK for window in windows]),
+            torch.cat([window.correction_NTV for window in windows]),
+            torch.cat([window.log_decay_NTX for window in windows]),
+            state_BHKV,
+        )
+
+    def to(self, dtype: torch.dtype) -> DeltaWindow:
+        """Return the window unchanged: it is in fp32, the only dtype that a state is cast to."""
+        return self
+
+    def commit(self, num_kept_B: Tensor, out: Tensor) -> None:
+        """Write ``c S_0 + sum over kept t of (c / c_t) k_t u_t^T``."""
+        num_kept_N1 = num_kept_B.repeat_interleave(out.shape[1])[:, None]
+        is_rejected_NT = torch.arange(self.log_decay_NTX.shape[1], device=num_kept_B.device) >= num_kept_N1
+        is_rejected_NT1 = is_rejected_NT[..., None]
+        # The log decay only falls, so its minimum over the kept tokens is the last one's; it is 0 if none is kept.
+        log_c_N1X = self.log_decay_NTX.masked_fill(is_rejected_NT1, 0.0).amin(1, keepdim=True)
+        weight_NTX = (log_c_N1X - self.log_decay_NTX).masked_fill(is_rejected_NT1, -math.inf).exp()
+        state_NKV = self.state_BHKV.flatten(0, 1)
+        out_NKV = torch.mul(state_NKV, log_c_N1X.exp().mT, out=out.flatten(0, 1))
+        out_NKV.baddbmm_((self.key_NTK * weight_NTX).mT, self.correction_NTV)
+
+
+def gated_delta_window(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    use_qk_l2norm_in_kernel: bool,
+    **_unused: object,
+) -> tuple[Tensor, DeltaWindow]:
+    """Run a window of the gated delta rule; the module's docstring has the formulas.
+
+    The function replaces transformers' ``torch_chunk_gated_delta_rule``, hence the names and the unused arguments. It
+    returns an undecided window in place of the state.
+
+    Args:
+        query: Shape (B, T, key heads, Kd); key heads divide H.
+        key: Shape of ``query``.
+        value: Shape (B, T, H, Vd).
+        g: Log decay, shape (B, T, H), at most 0.
+        beta: Write strength, shape (B, T, H).
+        initial_state: fp32, shape (B, H, Kd, Vd).
+        use_qk_l2norm_in_kernel: Whether to normalise queries and keys.
+
+    Returns:
+        The output (B, T, H, Vd) in the dtype of ``query``, and the window for the commit.
+
+    Raises:
+        ValueError: The window is longer than ``MAX_WINDOW``.
+    """
+    num_rows, num_tokens, num_heads, value_width = value.shape
+    _require_short(num_tokens)
+    readers_NRK = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
+    log_decay_NT = heads_first(g.float()[..., None], num_heads)[..., 0].cumsum(-1)
+    decay_NTT = (log_decay_NT[:, :, None] - log_decay_NT[:, None]).exp().tril()
+    key_NTK = readers_NRK[:, num_tokens:]
+    read_NRV = (readers_NRK @ initial_state.flatten(0, 1)) * log_decay_NT.exp().repeat(1, 2)[..., None]
+    score_NRT = (readers_NRK @ key_NTK.mT) * decay_NTT.repeat(1, 2, 1)
+    corrected = _correct(read_NRV, score_NRT, heads_first(value.float(), num_heads), beta)
+    output = (corrected.output_NTV * key.shape[-1] ** -0.5).view(num_rows, num_heads, num_tokens, value_width)
+    window = DeltaWindow(key_NTK, corrected.correction_NTV, log_decay_NT[..., None], initial_state)
+    return output.transpose(1, 2).to(query.dtype), window
+
+
+def gated_delta_token(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    use_qk_l2norm_in_kernel: bool,
+    **_unused: object,
+) -> tuple[Tensor, Tensor]:
+    """Run one token of either rule, with the arguments of :func:`gated_delta_window` and T = 1.
+
+    A single token is never rejected, so the state is updated in place. This avoids most of its memory traffic.
+
+    Returns:
+        The output (B, 1, H, Vd), and ``initial_state``, now the state after the token.
+    """
+    num_rows, _, num_heads, value_width = value.shape
+    readers_N2K = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
+    query_N1K, key_N1K = readers_N2K[:, :1], readers_N2K[:, 1:]
+    beta_N11 = beta.float().reshape(-1, 1, 1)
+    # view, not reshape: a copy would not be updated in place, so raise an error instead.
+    state_NKV = initial_state.view(-1, *initial_state.shape[2:])
+    # One decay rate for a head, or one for each key channel.
+    state_NKV.mul_(g.float().exp().reshape(len(state_NKV), -1, 1))
+    correction_N1V = (value.float().reshape(-1, 1, value_width) - key_N1K @ state_NKV) * beta_N11
+    state_NKV.baddbmm_(key_N1K.mT, correction_N1V)
+    output = (query_N1K @ state_NKV) * key.shape[-1] ** -0.5
+    return output.view(num_rows, 1, num_heads, value_width).to(query.dtype), initial_state
+
+
+def kimi_delta_window(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    use_qk_l2norm_in_kernel: bool,
+    **_unused: object,
+) -> tuple[Tensor, DeltaWindow]:
+    """Run a window of Kimi Delta Attention: :func:`gated_delta_window` with ``g`` of shape (B, T, H, Kd).
+
+    The function replaces transformers' ``chunk_kimi_delta_attention``.
+
+    Raises:
+        ValueError: The window is longer than ``MAX_WINDOW``.
+    """
+    num_rows, num_tokens, num_heads, value_width = value.shape
+    _require_short(num_tokens)
+    readers_NRK = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
+    log_decay_NTK = heads_first(g.float(), num_heads).cumsum(1)
+    later_TT1 = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=g.device).triu(1)[..., None]
+    left_NTTK = (log_decay_NTK[:, :, None] - log_decay_NTK[:, None]).masked_fill(later_TT1, -math.inf).exp()
+    key_NTK = readers_NRK[:, num_tokens:]
+    read_NRV = (readers_NRK * log_decay_NTK.exp().repeat(1, 2, 1)) @ initial_state.flatten(0, 1)
+    score_NRT = (readers_NRK[:, :, None] * left_NTTK.repeat(1, 2, 1, 1) * key_NTK[:, None]).sum(-1)
+    corrected = _correct(read_NRV, score_NRT, heads_first(value.float(), num_heads), beta)
+    output = (corrected.output_NTV * key.shape[-1] ** -0.5).view(num_rows, num_heads, num_tokens, value_width)
+    window = DeltaWindow(key_NTK, corrected.correction_NTV, log_decay_NTK, initial_state)
+    return output.transpose(1, 2).to(query.dtype), window
+
+
+class _Corrected(NamedTuple):
+    output_NTV: Tensor
+    correction_NTV: Tensor
+
+
+def _correct(read_NRV: Tensor, score_NRT: Tensor, value_NTV: Tensor, beta: Tensor) -> _Corrected:
+    """Solve for the corrections, and add their part of the output to the part read from the state before the window."""
+    num_tokens, num_heads = value_NTV.shape[1], beta.shape[-1]
+    beta_NT1 = heads_first(beta.float()[..., None], num_heads)
+    lower_NTT = (score_NRT[:, num_tokens:] * beta_NT1).tril(-1)
+    correction_NTV = _solve(lower_NTT, (value_NTV - read_NRV[:, num_tokens:]) * beta_NT1)
+    return _Corrected(
+        torch.baddbmm(read_NRV[:, :num_tokens], score_NRT[:, :num_tokens], correction_NTV), correction_NTV
+    )
+
+
+def _require_short(num_tokens: int) -> None:
+    if num_tokens > MAX_WINDOW:
+        raise ValueError(f"window: {num_tokens} tokens; expected at most {MAX_WINDOW}. Split it into shorter windows.")
+
+
+def _readers(query: Tensor, key: Tensor, num_heads: int, normalise: bool) -> Tensor:
+    """Return queries and keys stacked, (N, 2T, Kd): the state is then read once, which is the main cost."""
+    readers = torch.cat((query, key), dim=1).float()
+    if normalise:
+        readers = readers * torch.rsqrt(readers.square().sum(-1, keepdim=True) + 1e-6)
+    return heads_first(readers, num_heads)
+
+
+def heads_first(part_BThX: Tensor, num_heads: int) -> Tensor:
+    """Reshape (B, T, heads, X) to (B * num_heads, T, X); with fewer heads, each is repeated for consecutive heads."""
+    part_BhTX = part_BThX.transpose(1, 2)
+    if part_BhTX.shape[1] != num_heads:
+        part_BhTX = part_BhTX.repeat_interleave(num_heads // part_BhTX.shape[1], dim=1)
+    return part_BhTX.flatten(0, 1)
+
+
+def _solve(lower_NTT: Tensor, right_NTV: Tensor) -> Tensor:
+    """Solve (I + L) X = R, where L is strictly lower triangular and T at most 8.
+
+    L^T = 0, hence (I + L)^-1 = (I - L)(I + L^2)(I + L^4). This is exact, and its products cost less than LAPACK's
+    batched solve at this size. Powers of L may grow like binomial coefficients, up to 20 at T = 8, which costs two
+    digits at worst. At T = 64 no correct digit would remain.
+    """
+    solved_NTV = torch.baddbmm(right_NTV, lower_NTT, right_NTV, alpha=-1)
+    power_NTT, exponent = lower_NTT, 2
+    while exponent < right_NTV.shape[1]:
+        power_NTT = power_NTT @ power_NTT
+        solved_NTV = torch.baddbmm(solved_NTV, power_NTT, solved_NTV)
+        exponent *= 2
+    return solved_NTV

@@ -1,0 +1,373 @@
+"""The cache of a batch: fixed buffers that are written a window at a time and can be rolled back within it.
+
+Every forward is a window (see ``cache/window.py``): announce it with :meth:`WindowCache.begin`, run the model, then
+call :meth:`WindowCache.commit` with the number of tokens that each row keeps. Attention layers need no rollback: the
+next window overwrites rejected tokens. Recurrent layers are rolled back in ``cache/recurrent.py``. Rows are
+independent: they may be at different positions and keep different numbers of tokens.
+
+Shapes: B rows, T tokens of the window, S slots, H heads, X width, G groups, N positions of a group, E entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, PretrainedConfig
+
+from mtp_inference.cache.convolved import ConvolutionInputs
+from mtp_inference.cache.ngrams import NGRAM_STATES, NgramStore
+from mtp_inference.cache.pooled import KeyPools
+from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore, States
+from mtp_inference.cache.window import Window, announced
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.mechanisms.compressed_keys import COMPRESSED_CACHE_LAYERS
+from mtp_train.families.mechanisms.key_blocks import BLOCK_CACHE_LAYER
+from mtp_train.families.mechanisms.relative_positions import CONVOLVED_CACHE_LAYERS
+from mtp_train.heads.step import KeysWritten
+from mtp_train.upstream.transformers_private import DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+_STATELESS = "DummyLayer"
+"""A class name, as transformers before 5.18 lacks the class."""
+BEFORE_ANY_TEXT = -(1 << 40)
+"""A position lower than any real one."""
+
+
+class AttentionStore(CacheLayerMixin):
+    """Keys and values of one attention layer, (B, H, S, width), allocated at the first update.
+
+    Args:
+        num_rows: B.
+        size: S.
+        sliding_window: Number of positions that a query attends to; None for all.
+        dtype: Dtype of the buffers; None for the dtype of the first keys. Keys and values of another dtype are
+            converted when written, and back when read.
+    """
+
+    last_to_write = True
+    """Whether keys and values are the last that the layer writes to its cache."""
+    needs_mask = False
+    """Whether the layer needs a mask even if plain causal attention is equivalent."""
+    keys_suffice = True
+    """Whether later tokens read only a token's keys and values (an indexer's included), and no other state."""
+
+    def __init__(self, num_rows: int, size: int, sliding_window: int | None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+        self.size = size
+        self.sliding_window = sliding_window
+        self.buffer_dtype = dtype
+        self.kind = "full_attention" if sliding_window is None else "sliding_attention"
+        self.window: Window | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the buffers."""
+        heads = (self.num_rows, key_states.shape[1], self.size)
+        dtype = self.buffer_dtype or key_states.dtype
+        self.keys = key_states.new_zeros(*heads, key_states.shape[-1], dtype=dtype)
+        self.values = value_states.new_zeros(*heads, value_states.shape[-1], dtype=dtype)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write the window's keys and values; return the keys and values in use, (B, H, used, width)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        window = announced(self.window)
+        slots_BT = window.slots_BT(self.size)
+        for buffer, new in ((self.keys, key_states), (self.values, value_states)):
+            buffer[window.row_index_B1, :, slots_BT] = new.transpose(1, 2).to(buffer.dtype)
+        if window.keys_only and self.last_to_write:
+            raise KeysWritten
+        used = min(window.used, self.size)
+        keys, values = self.keys[window.rows, :, :used], self.values[window.rows, :, :used]
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+    def mask(self, window: Window, always: bool) -> Tensor | None:
+        """Return the layer's attention mask; None if plain causal attention is equivalent and ``always`` is False."""
+        return window.mask(self.size, self.sliding_window, always)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of keys in use and the position of the first key, for transformers' own masks."""
+        return announced(self.window).used, 0
+
+    def get_seq_length(self) -> int:
+        """Return the start of the window; 0 if rows start at different positions."""
+        return announced(self.window).start or 0
+
+    def get_max_length(self) -> int:
+        """Return the number of slots."""
+        return self.size
+
+
+class IndexedStore(AttentionStore, KeyPools):
+    """Cache of a sparse attention layer, whose indexer chooses the keys and has keys of its own, or pools of keys.
+
+    Args:
+        num_rows: B.
+        size: S.
+    """
+
+    last_to_write = False
+    needs_mask = True
+
+    def __init__(self, num_rows: int, size: int) -> None:
+        super().__init__(num_rows, size, None)
+        self.kind = "indexed_attention"
+        self.indexer_keys_BSX: Tensor | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`AttentionStore`."""
+        found = super().update(key_states, value_states)
+        self.keys_of = announced(self.window)
+        if self.keys_of.keys_only and self.pools_of is self.keys_of:
+            raise KeysWritten
+        return found
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write the window's indexer keys (B, T, width); return the indexer keys in use, (B, used, width)."""
+        if self.indexer_keys_BSX is None:
+            width = indexer_key_states.shape[-1]
+            self.indexer_keys_BSX = indexer_key_states.new_zeros(self.num_rows, self.size, width)
+        window = announced(self.window)
+        self.indexer_keys_BSX[window.row_index_B1, window.slots_BT(self.size)] = indexer_key_states
+        if window.keys_only:
+            raise KeysWritten
+        return self.indexer_keys_BSX[window.rows, : min(window.used, self.size)]
+
+
+class BlockStore(IndexedStore):
+    """Cache of an attention layer whose indexer chooses blocks of keys: by slot in a trunk, by position in a head.
+
+    Args:
+        num_rows: B.
+        size: S.
+    """
+
+    needs_mask = False
+
+    def __init__(self, num_rows: int, size: int) -> None:
+        super().__init__(num_rows, size)
+        self.kind = "full_attention"
+        self.positions_BS: Tensor | None = None
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Write the window's indexer keys (B, 1, T, width); return the indexer keys in use, (B, 1, used, width)."""
+        return self.update_indexer(idx_k[:, 0])[:, None]
+
+    def update_positions(self, positions_BT: Tensor) -> Tensor:
+        """Write the positions of the window's keys; return the positions in use, (B, used)."""
+        if self.positions_BS is None:
+            self.positions_BS = positions_BT.new_zeros(self.num_rows, self.size)
+        window = announced(self.window)
+        self.positions_BS[window.row_index_B1, window.slots_BT(self.size)] = positions_BT
+        return self.positions_BS[window.rows, : min(window.used, self.size)]
+
+
+class CompressedStore(AttentionStore):
+    """Cache of a layer that attends to compressed keys and a sliding window.
+
+    See ``mtp_train.families.mechanisms.compressed_keys``. Inputs and entries are stored by the name of their
+    compressor, in slots by position like keys.
+
+    Args:
+        num_rows: B.
+        capacity: Number of positions of a row.
+        max_window: Longest window.
+        sliding_window: Number of positions that a query attends to.
+        group_size: N.
+    """
+
+    last_to_write = False
+    needs_mask = True
+
+    def __init__(self, num_rows: int, capacity: int, max_window: int, sliding_window: int, group_size: int) -> None:
+        super().__init__(num_rows, min(capacity, sliding_window + max_window), sliding_window)
+        self.group_size = group_size
+        # A window may begin inside a group, and the previous group is read too.
+        self.num_inputs = max_window + 2 * group_size
+        # A window may begin one more entry, which no row completes.
+        self.num_entries = capacity // group_size + 2
+        self.inputs_BSX: dict[str, Tensor] = {}
+        self.entries_BEX: dict[str, Tensor] = {}
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate one buffer: keys are the values too."""
+        super().lazy_initialization(key_states, value_states)
+        self.values = self.keys
+
+    def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`EntryStore`."""
+        window = announced(self.window)
+        if name not in self.inputs_BSX:
+            self.inputs_BSX[name] = inputs_BTX.new_zeros(self.num_rows, self.num_inputs, inputs_BTX.shape[-1])
+        buffer_BSX = self.inputs_BSX[name]
+        buffer_BSX[window.row_index_B1, window.slots_BT(self.num_inputs)] = inputs_BTX
+        device = inputs_BTX.device
+        # The largest number of groups that a window of this length can complete, wherever it begins.
+        places_G = torch.arange(-1, -(-window.num_tokens // self.group_size), device=device)
+        groups_BG = window.positions_BT[:, :1] // self.group_size + places_G
+        positions_BGN = groups_BG[..., None] * self.group_size + torch.arange(self.group_size, device=device)
+        return groups_BG, buffer_BSX[window.row_index_B1[..., None], positions_BGN % self.num_inputs]
+
+    def write_entries(self, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
+        """See :class:`EntryStore`."""
+        window = announced(self.window)
+        if name not in self.entries_BEX:
+            self.entries_BEX[name] = entries_BGX.new_zeros(self.num_rows, self.num_entries, entries_BGX.shape[-1])
+        buffer_BEX = self.entries_BEX[name]
+        buffer_BEX[window.row_index_B1, groups_BG % self.num_entries] = entries_BGX
+        return buffer_BEX[window.rows, : window.used // self.group_size]
+
+
+class ConvolvedStore(AttentionStore, ConvolutionInputs):
+    """Cache of an attention layer with relative positions and short convolutions.
+
+    Args:
+        num_rows: B.
+        size: S.
+        sliding_window: Number of positions that a query attends to; None for all.
+        max_undecided: Longest window whose tokens may be rejected.
+        num_convolutions: Number of convolutions in the layer.
+    """
+
+    last_to_write = False
+    keys_suffice = False
+
+    def __init__(
+        self, num_rows: int, size: int, sliding_window: int | None, max_undecided: int, num_convolutions: int
+    ) -> None:
+        ConvolutionInputs.__init__(self, num_rows, max_undecided, num_convolutions)
+        AttentionStore.__init__(self, num_rows, size, sliding_window)
+
+    def mask(self, window: Window, always: bool) -> Tensor:
+        """Return the distance of each key; see :meth:`Window.distances`."""
+        return window.distances(self.size, self.sliding_window)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return no keys: the mask contains their distances."""
+        return 0, 0
+
+    def get_seq_length(self) -> int:
+        """Return a position at which transformers does not scale scores: the mask scales ours."""
+        return BEFORE_ANY_TEXT
+
+
+class WindowCache(Cache):
+    """Cache of a model for a batch of rows, written a window at a time.
+
+    Args:
+        config: The text config of the model.
+        num_rows: B.
+        capacity: Number of positions of a row.
+        max_window: Longest window; buffers of sliding-window layers are larger by it.
+        max_undecided: Longest window whose tokens may be rejected; None for ``max_window``.
+        dtype: Dtype of the stored keys, values and convolution inputs, if windows are computed in another dtype
+            (:attr:`converts`); None for the dtype of the first window.
+
+    Raises:
+        UnsupportedModelError: A layer has a kind of state that cannot be rolled back here.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        num_rows: int,
+        capacity: int,
+        max_window: int,
+        max_undecided: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        stock = DynamicCache(config=config).layers
+        room = _Room(num_rows, capacity, max_window, max_undecided or max_window, dtype)
+        super().__init__(layers=[_store(layer, i, room) for i, layer in enumerate(stock)])
+        self.num_rows = num_rows
+        self.capacity = capacity
+        self.max_window = max_window
+        # Layers of one kind share a mask.
+        attention = [one for one in self.layers if isinstance(one, AttentionStore)]
+        self._kinds_with_mask = {one.kind for one in attention if one.needs_mask}
+        recurrent = [one for one in self.layers if isinstance(one, RecurrentStore)]
+        self._recurrent = RecurrentLayers(recurrent, num_rows, dtype)
+        stateless = [one for one in self.layers if type(one).__name__ == _STATELESS]
+        self.converts = all(type(one) in (AttentionStore, RecurrentStore) or one in stateless for one in self.layers)
+        """Whether windows may be computed in another dtype than the stored one."""
+
+    def begin(self, window: Window) -> dict[str, Tensor | None]:
+        """Announce the next window; return its masks by layer type (None if plain causal attention is equivalent).
+
+        Raises:
+            RuntimeError: The window is longer than ``max_window``, or ends past the capacity.
+        """
+        if window.num_tokens > self.max_window or window.used > self.capacity:
+            raise RuntimeError(
+                f"cache: a window of {window.num_tokens} tokens up to position {window.used}; expected at most "
+                f"{self.max_window} tokens and {self.capacity} positions. Make the cache larger."
+            )
+        no_padding = any(isinstance(layer, RecurrentStore | ConvolvedStore) for layer in self.layers)
+        masks: dict[str, Tensor | None] = {"linear_attention": None} if no_padding else {}
+        self._recurrent.begin(window)
+        for layer in self.layers:
+            if isinstance(layer, AttentionStore):
+                layer.window = window
+                if layer.kind not in masks:
+                    masks[layer.kind] = layer.mask(window, layer.kind in self._kinds_with_mask)
+        return masks
+
+    def commit(self, num_kept_B: Tensor | None) -> None:
+        """Keep the first ``num_kept_B`` tokens of each row's window; None keeps the whole window."""
+        self._recurrent.commit(num_kept_B)
+
+    def snapshot(self) -> States | None:
+        """Return a copy of the recurrent layers' states; later windows overwrite them."""
+        return self._recurrent.snapshot()
+
+    def restore(self, states: States | None) -> None:
+        """Restore the states of a snapshot."""
+        self._recurrent.restore(states)
+
+
+class _Room(NamedTuple):
+    """Sizes of a cache; see :class:`WindowCache`."""
+
+    num_rows: int
+    capacity: int
+    max_window: int
+    max_undecided: int
+    dtype: torch.dtype | None
+
+
+def _store(layer: Any, index: int, room: _Room) -> Any:
+    num_rows, capacity, max_window, max_undecided, dtype = room
+    if type(layer).__name__ in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
+        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        size = capacity if window is None else min(capacity, window + max_window)
+        return ConvolvedStore(num_rows, size, window, max_undecided, layer.number_of_states)
+    if type(layer) is DynamicLayer:
+        return AttentionStore(num_rows, capacity, None, dtype)
+    if type(layer) is DynamicIndexedLayer:
+        return IndexedStore(num_rows, capacity)
+    if type(layer).__name__ == BLOCK_CACHE_LAYER:
+        return BlockStore(num_rows, capacity)
+    if type(layer).__name__ in COMPRESSED_CACHE_LAYERS:
+        return CompressedStore(num_rows, capacity, max_window, layer.sliding_window, layer.compress_rate)
+    if type(layer).__name__ == _STATELESS:
+        return layer
+    if type(layer) is DynamicSlidingWindowLayer:
+        # One more window than the layer attends to: writing a window must not overwrite keys that its first token
+        # needs.
+        size = min(capacity, layer.sliding_window + max_window)
+        return AttentionStore(num_rows, size, layer.sliding_window, dtype)
+    if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
+        return RecurrentStore()
+    if type(layer) is LinearAttentionLayer and layer.number_of_states == NGRAM_STATES:
+        return NgramStore(num_rows, max_undecided)
+    raise UnsupportedModelError(
+        f"trunk layer {index}: keeps its state in a {type(layer).__name__}, which cannot undo a rejected draft; "
+        "expected full or sliding attention, or a recurrent layer with one state. Decode this model elsewhere."
+    )

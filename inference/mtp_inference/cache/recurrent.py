@@ -1,0 +1,346 @@
+"""The recurrent layers of a cache, with rollback inside the last window.
+
+The states of all layers are in one pair of buffers, so that a window is committed in all layers at once: the operations
+are small, and further layers do not make them slower.
+
+Shapes: L layers, B rows, R = L * B, T tokens of the window, N = W + T, C channels, W kernel width, H heads, Kd key
+width, Vd value width.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from mtp_inference.cache.delta import DeltaWindow, gated_delta_token, gated_delta_window, heads_first, kimi_delta_window
+from mtp_inference.cache.window import Window, announced
+from mtp_train.families import Family
+from mtp_train.upstream.transformers_private import ACT2FN, LinearAttentionLayer
+
+
+def mamba2_window(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    initial_states: Tensor,
+    **_unused: object,
+) -> tuple[Tensor, DeltaWindow]:
+    """Run a window of Mamba-2.
+
+    The function replaces transformers' ``mamba2_chunk_scan``, hence the names and the unused arguments. It returns an
+    undecided window in place of the state. Time steps are not clamped, as transformers does not clamp them when it
+    decodes single tokens.
+
+    Args:
+        hidden_states: x, shape (B, T, H, P).
+        dt: Time steps before their bias and softplus, shape (B, T, H).
+        A: Negative numbers, shape (H,).
+        B: Shape (B, T, G, Ns); G divides H.
+        C: As ``B``.
+        D: Shape (H,).
+        dt_bias: Shape (H,).
+        initial_states: Shape (B, H, P, Ns).
+
+    Returns:
+        y of shape (B, T, H, P), fp32, and the window for the commit.
+    """
+    num_rows, num_tokens, num_heads, _ = hidden_states.shape
+    step_BTH = softplus(dt + dt_bias.to(dt.dtype)).float()
+    added_NTP = heads_first(hidden_states.float() * step_BTH[..., None], num_heads)
+    written_NTS, read_NTS = (heads_first(one.float(), num_heads) for one in (B, C))
+    log_decay_NT1 = heads_first((step_BTH * A.float())[..., None], num_heads).cumsum(1)
+    left_NTT = (log_decay_NT1 - log_decay_NT1.mT).exp().tril()
+    state_NPS = initial_states.flatten(0, 1).float()
+    y_NTP = log_decay_NT1.exp() * (read_NTS @ state_NPS.mT) + (read_NTS @ written_NTS.mT * left_NTT) @ added_NTP
+    y_BTHP = y_NTP.view(num_rows, num_heads, num_tokens, -1).transpose(1, 2) + D[:, None] * hidden_states.float()
+    return y_BTHP, DeltaWindow(added_NTP, written_NTS, log_decay_NT1, initial_states)
+
+
+def mamba2_token(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    *,
+    dt_bias: Tensor,
+    **_unused: object,
+) -> Tensor:
+    """Run one token of Mamba-2 and update ``state`` in place, as ``mamba2_selective_state_update`` does.
+
+    Args:
+        state: Shape (B, H, P, Ns), updated in place.
+        hidden_states: x, shape (B, H, P).
+        dt: Shape (B, H, P), constant along P, like ``D`` and ``dt_bias`` of shape (H, P).
+        A: Shape (H, P, Ns), constant along P and Ns.
+        B: Shape (B, G, Ns).
+        C: As ``B``.
+        D: See ``dt``.
+        dt_bias: See ``dt``.
+
+    Returns:
+        y of shape (B, H, P), in the dtype of ``hidden_states``.
+    """
+    y_B1HP, window = mamba2_window(
+        hidden_states[:, None],
+        dt[:, None, :, 0],
+        A[:, 0, 0],
+        B[:, None],
+        C[:, None],
+        D=D[:, 0],
+        dt_bias=dt_bias[:, 0],
+        initial_states=state,
+    )
+    window.commit(torch.ones(len(state), dtype=torch.long, device=state.device), state)
+    return y_B1HP[:, 0].to(hidden_states.dtype)
+
+
+class Undecided(Protocol):
+    """Intermediate values of a window, stored until the number of accepted tokens is known."""
+
+    def joined(self, windows: Sequence[Any], state_BHKV: Tensor) -> Undecided:
+        """Return the windows of several layers as one window with all their rows.
+
+        ``state_BHKV`` is the state before the window.
+        """
+
+    def commit(self, num_kept_B: Tensor, out: Tensor) -> None:
+        """Write the state after each row's first ``num_kept_B`` tokens, 0 or more.
+
+        ``out`` may be the state that the window started from.
+        """
+
+
+def window_conv(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_unused: object,
+) -> Tensor:
+    """Run the causal convolution and its activation over the few tokens of a window.
+
+    The function replaces transformers' ``causal_conv1d_fn``, hence the names. The caller reads only the last T outputs,
+    which belong to the window's tokens. General convolutions are slow at this size.
+
+    Args:
+        hidden_states: Shape (B, C, N): the W inputs before the window, then the window's.
+        weight: Shape (C, W), one kernel per channel.
+        bias: Shape (C,), added before the activation.
+        activation: transformers' name of the activation; None for none.
+
+    Returns:
+        Shape (B, C, N - W + 1).
+    """
+    taps_BCTW = hidden_states.unfold(2, weight.shape[-1], 1)
+    # Round once, as the replaced convolution does: with rounded products half of all bf16 texts differ from plain ones.
+    output_BCT = (taps_BCTW * weight[:, None].float()).sum(-1)
+    if bias is not None:
+        output_BCT = output_BCT + bias[:, None]
+    output_BCT = output_BCT.to(hidden_states.dtype)
+    return output_BCT if activation is None else ACT2FN[activation](output_BCT)
+
+
+_RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "gated_delta": (gated_delta_window, gated_delta_token),
+    "kimi_delta": (kimi_delta_window, gated_delta_token),
+    "mamba2": (mamba2_window, mamba2_token),
+}
+"""Name of a rule in a family record to the functions that run a window and a single token."""
+
+
+@contextmanager
+def undecided_states(family: Family) -> Iterator[None]:
+    """Make recurrent layers return undecided windows inside the block, for windows that continue an earlier state.
+
+    The functions are replaced as module attributes, so the replacement affects every thread. The block has no effect
+    for a family without recurrent layers.
+    """
+    kernels = family.trunk.recurrent
+    if kernels is None:
+        yield
+        return
+    module = importlib.import_module(family.classes.python_module)
+    window_rule, token_rule = _RULES[kernels.rule]
+    ours = {kernels.chunked: window_rule, kernels.single: token_rule, kernels.conv: window_conv}
+    stock = {name: getattr(module, name) for name in ours}
+    for name, function in ours.items():
+        setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for name, function in stock.items():
+            setattr(module, name, function)
+
+
+class RecurrentStore(LinearAttentionLayer):
+    """One recurrent layer with a convolution, with the cache interface of transformers' models.
+
+    ``conv_BCW`` holds the last inputs of the convolution and ``state_BHKV`` the recurrent state, for all rows. Both are
+    views of the buffers that all layers share, and None until the first window is committed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # With this, transformers passes the convolution's inputs to the cache for single tokens too.
+        self.activate_past_recording()
+        self.conv_BCW: Tensor | None = None
+        self.state_BHKV: Tensor | None = None
+        self._window_conv: Tensor | None = None
+        self._window_state: Tensor | Undecided | None = None
+        self._in_place = False
+
+    def begin(self, window: Window) -> None:
+        """Expose the states of the window's rows to the model."""
+        earlier = not window.is_fresh
+        self._in_place = earlier and window.num_tokens == 1
+        self.has_previous_state[0] = earlier
+        for ours, shown, known in (
+            (self.conv_BCW, self.conv_states, self.is_conv_states_initialized),
+            (self.state_BHKV, self.recurrent_states, self.is_recurrent_states_initialized),
+        ):
+            known[0] = earlier
+            shown[0] = ours[window.rows] if earlier and ours is not None else None
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_unused: object
+    ) -> Tensor:
+        """Return the inputs before the window followed by the window's inputs, (B, C, W + T)."""
+        if conv_kernel_size is None:
+            raise RuntimeError("convolution: no kernel size; expected one. Use transformers 5.17 or later.")
+        before = self.conv_states[state_idx]
+        if before is None:
+            before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size)
+        self._window_conv = torch.cat([before, conv_states], dim=-1)
+        return self._window_conv
+
+    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **_unused: object) -> Any:
+        """Store the kernel's result: the state after the window's last token, or an undecided window."""
+        self._window_state = recurrent_states
+        return recurrent_states
+
+    def take_window(self) -> tuple[Tensor, Tensor | Undecided]:
+        """Return and clear the convolution's inputs, (B, C, W + T), and the kernel's result."""
+        conv, state = self._window_conv, self._window_state
+        self._window_conv = self._window_state = None
+        # For a single token, some models do not call the update methods: they change the tensors of begin() in place.
+        if conv is None and self._in_place:
+            conv = torch.nn.functional.pad(self._shown(self.conv_states), (1, 0))
+        if state is None and self._in_place:
+            state = self._shown(self.recurrent_states)
+        if conv is None or state is None:
+            raise RuntimeError("recurrent cache: no window ran; expected one forward before every commit.")
+        return conv, state
+
+    @staticmethod
+    def _shown(states: Any) -> Tensor:
+        shown: Tensor = states[0]
+        return shown
+
+
+class States(NamedTuple):
+    """The states of all layers."""
+
+    conv_LBCW: Tensor
+    state_LBHKV: Tensor
+
+
+class RecurrentLayers:
+    """The recurrent layers of one cache.
+
+    Args:
+        stores: The layers; all of one shape.
+        num_rows: B.
+        conv_dtype: Dtype of the stored convolution inputs; None for the dtype of the first window.
+    """
+
+    def __init__(self, stores: Sequence[RecurrentStore], num_rows: int, conv_dtype: torch.dtype | None = None) -> None:
+        self.stores = list(stores)
+        self.num_rows = num_rows
+        self.conv_dtype = conv_dtype
+        self._window: Window | None = None
+        self._states: States | None = None
+
+    def begin(self, window: Window) -> None:
+        """Announce the next window."""
+        self._window = window
+        for store in self.stores:
+            store.begin(window)
+
+    def commit(self, num_kept_B: Tensor | None) -> None:
+        """Keep the first ``num_kept_B`` tokens of each row, None for all. A window of one token is always kept."""
+        if not self.stores:
+            return
+        taken = [store.take_window() for store in self.stores]
+        conv = [inputs for inputs, _ in taken]
+        decided = [state for _, state in taken if isinstance(state, Tensor)]
+        undecided = [state for _, state in taken if not isinstance(state, Tensor)]
+        if undecided:
+            self._commit_undecided(torch.stack(conv), undecided, num_kept_B)
+        else:
+            self._commit_decided(conv, decided, num_kept_B)
+
+    def snapshot(self) -> States | None:
+        """Return a copy of the states."""
+        return None if self._states is None else States(*(buffer.clone() for buffer in self._states))
+
+    def restore(self, states: States | None) -> None:
+        """Restore the states of a snapshot."""
+        if self._states is not None and states is not None:
+            for buffer, saved in zip(self._states, states, strict=True):
+                buffer.copy_(saved)
+
+    def _commit_decided(self, conv: list[Tensor], state: list[Tensor], num_kept_B: Tensor | None) -> None:
+        window = announced(self._window)
+        if num_kept_B is not None and window.num_tokens > 1:
+            raise RuntimeError(
+                f"recurrent cache: a window of {window.num_tokens} tokens, already decided; expected it undecided. Run "
+                "it under undecided_states()."
+            )
+        # Slice before stacking: the inputs of a long prompt are large.
+        conv_LBCW = torch.stack([inputs[..., window.num_tokens :] for inputs in conv])
+        states = self._states or self._allocate(conv_LBCW, state[0])
+        # In place, here and below: a captured round refers to these buffers by address.
+        states.conv_LBCW[:, window.rows] = conv_LBCW
+        for ours_BHKV, new_BHKV in zip(states.state_LBHKV[:, window.rows], state, strict=True):
+            # The rule for a single token updates the state in place.
+            if new_BHKV.data_ptr() != ours_BHKV.data_ptr():
+                ours_BHKV.copy_(new_BHKV)
+
+    def _commit_undecided(self, conv_LBCN: Tensor, windows: Sequence[Undecided], num_kept_B: Tensor | None) -> None:
+        window, states = announced(self._window), self._states
+        num_layers, num_rows, channels, _ = conv_LBCN.shape
+        if states is None or num_rows != self.num_rows:
+            raise RuntimeError("recurrent cache: undecided; expected a prefill of all rows first, and all rows now.")
+        if num_kept_B is None:
+            num_kept_B = torch.full((num_rows,), window.num_tokens, device=conv_LBCN.device)
+        # The number of an inactive row may be out of range. From here on, layers are further rows.
+        num_kept_R = num_kept_B.clamp(0, window.num_tokens).repeat(num_layers)
+        state_RHKV = states.state_LBHKV.flatten(0, 1)
+        windows[0].joined(windows, state_RHKV).commit(num_kept_R, state_RHKV)
+        taken_RW = num_kept_R[:, None] + torch.arange(states.conv_LBCW.shape[-1], device=conv_LBCN.device)
+        kept_RCW = conv_LBCN.flatten(0, 1).gather(2, taken_RW[:, None].expand(-1, channels, -1))
+        states.conv_LBCW.copy_(kept_RCW.view_as(states.conv_LBCW))
+
+    def _allocate(self, conv_LBCW: Tensor, state_BHKV: Tensor) -> States:
+        def zeros(like: Tensor, shape: torch.Size) -> Tensor:
+            return like.new_zeros(len(self.stores), self.num_rows, *shape)
+
+        conv_LBCW = conv_LBCW.to(self.conv_dtype or conv_LBCW.dtype)
+        self._states = States(zeros(conv_LBCW, conv_LBCW.shape[2:]), zeros(state_BHKV, state_BHKV.shape[1:]))
+        for store, conv_BCW, state_BHKV in zip(self.stores, *self._states, strict=True):
+            store.conv_BCW, store.state_BHKV = conv_BCW, state_BHKV
+        return self._states

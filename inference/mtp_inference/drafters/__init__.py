@@ -1,0 +1,1 @@
+"""Drafters: MTP heads, draft models, n-gram lookup and external assistants."""

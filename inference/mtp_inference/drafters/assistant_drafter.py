@@ -1,0 +1,189 @@
+"""Draft with an assistant model without a KV cache of its own: it attends to the keys that the trunk has cached.
+
+Its input is the trunk's last hidden state and the embedding of the last committed token. Its output is a draft, and a
+state that replaces the trunk's in the next step. Every token of a round is drafted at one position. Only the trunk's
+last hidden state is stored between rounds, so no tokens are pending, and a prompt costs nothing.
+
+Shapes: B rows of the batch, R rows that start together, T tokens of a window, S slots, C centroids chosen of M tokens
+each (N = C * M), D the trunk's hidden size, E = 2 D, A the drafter's hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtp_inference.cache.model_cache import AttentionStore, WindowCache
+from mtp_inference.cache.window import Window, attending_in_windows
+from mtp_inference.drafters.drafter import Drafter, Place, Size
+from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_train.errors import MtpError, UnsupportedModelError
+from mtp_train.families import Assistant
+from mtp_train.families.assistants import AssistantConvention
+from mtp_train.trunk.load import Trunk
+
+
+class AssistantDrafting:
+    """Draft with an assistant model that attends to the trunk's keys, such as Gemma 4's.
+
+    Args:
+        model: transformers' model of the assistant, on the trunk's device and in its dtype. ``load_assistant`` in
+            ``mtp_train.heads.assistant`` loads it; ``from_pretrained(..., head=ASSISTANT)`` does both.
+        assistant: The record of the assistant.
+        convention: ``auto``, or the engine whose positions to follow: ``transformers``, ``vllm`` or ``llama.cpp``.
+
+    Raises:
+        UnsupportedModelError: The convention is unknown.
+
+    Example:
+        >>> from mtp_inference import SpeculativeDecoder
+        >>> decoder = SpeculativeDecoder.from_pretrained(
+        ...     "google/gemma-4-E2B-it", head="google/gemma-4-E2B-it-assistant"
+        ... )  # doctest: +SKIP
+    """
+
+    def __init__(self, model: Any, assistant: Assistant, convention: str = "auto") -> None:
+        self.model = model
+        self.assistant = assistant
+        self.convention = assistant.convention(convention)
+
+    def check(self, trunk: Trunk, depth: int) -> None:
+        """See :class:`DrafterMaker`.
+
+        Raises:
+            UnsupportedModelError: The trunk has another model type.
+            MtpError: The assistant was made for a trunk of another size, or has another dtype.
+        """
+        ours, found = self.assistant.trunk, str(trunk.config.model_type)
+        if found not in ours.model_types:
+            raise UnsupportedModelError(
+                f"{self.assistant.title}: given for a trunk of model_type '{found}'; expected {ours.title} "
+                f"({', '.join(ours.model_types)}). Use the trunk that it was made for."
+            )
+        hidden, vocab = self.model.post_projection.out_features, self.model.lm_head.out_features
+        if (hidden, vocab) != tuple(reversed(trunk.lm_head_VD.shape)):
+            raise MtpError(
+                f"{self.assistant.title}: made for a hidden size of {hidden} and {vocab} tokens; found a trunk of "
+                f"{trunk.lm_head_VD.shape[1]} and {trunk.lm_head_VD.shape[0]}. Use the trunk that it was made for."
+            )
+
+        theirs = self.model.lm_head.weight.dtype
+        if theirs != trunk.lm_head_VD.dtype:
+            raise MtpError(
+                f"{self.assistant.title}: in {theirs}; expected the trunk's {trunk.lm_head_VD.dtype}, whose keys it "
+                "reads. Load both in one dtype."
+            )
+
+    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
+        """See :class:`DrafterMaker`."""
+        return AssistantDrafter(trunk, self.model, self.convention, size)
+
+
+class SharedKeys(NamedTuple):
+    """Keys and values of the trunk that the assistant attends to, by layer type."""
+
+    states: dict[str, tuple[Tensor, Tensor]]
+    masks: dict[str, Tensor | None]
+    """bool, (B, 1, 1, S)."""
+
+
+def shared_keys(cache: WindowCache, seen_B1: Tensor, used: int, more_sliding_keys: int) -> SharedKeys:
+    """Return the keys of the trunk's last attention layer of each type, up to position ``seen_B1``.
+
+    Args:
+        cache: The trunk's cache.
+        seen_B1: int64, the last position that each row attends to.
+        used: Positions in use, an upper bound known on the host.
+        more_sliding_keys: Keys of a sliding-window layer to attend to beyond its window.
+    """
+    window = Window(slice(0, len(seen_B1)), seen_B1, used)
+    shared = SharedKeys({}, {})
+    # The last layer of each type wins.
+    for layer in cache.layers:
+        if isinstance(layer, AttentionStore):
+            wide = None if layer.sliding_window is None else layer.sliding_window + more_sliding_keys
+            in_use = min(used, layer.size)
+            shared.states[layer.kind] = (layer.keys[:, :, :in_use], layer.values[:, :, :in_use])
+            shared.masks[layer.kind] = window.mask(layer.size, wide, always=True)
+    return shared
+
+
+class AssistantDrafter:
+    """Store the trunk's last hidden state of every row, and draft from it.
+
+    Args:
+        trunk: The trunk whose embedding and keys are read.
+        model: transformers' model of the assistant.
+        convention: Position of a draft, and the keys it attends to.
+        size: Number of rows.
+    """
+
+    def __init__(self, trunk: Trunk, model: Any, convention: AssistantConvention, size: Size) -> None:
+        self.trunk = trunk
+        self.model = model
+        self.convention = convention
+        weight_AE = model.pre_projection.weight
+        self.hidden_B1D = weight_AE.new_zeros(size.num_rows, 1, model.post_projection.out_features)
+        self.rows_B1 = torch.arange(size.num_rows, device=weight_AE.device)[:, None]
+
+    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
+        """See :class:`Drafter`."""
+        self.hidden_B1D[rows] = self.trunk.normed(hidden_RTD[:, -1:])
+
+    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
+        """See :class:`Drafter`. A row that keeps no token keeps its state."""
+        last_B1 = (num_kept_B - 1).clamp(min=0)[:, None]
+        new_B1D = self.trunk.normed(hidden_BTD[self.rows_B1, last_B1])
+        self.hidden_B1D.copy_(torch.where((num_kept_B > 0)[:, None, None], new_B1D, self.hidden_B1D))
+
+    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+        """See :class:`Drafter`.
+
+        Raises:
+            RuntimeError: ``place`` has no trunk cache.
+        """
+        if place.trunk_cache is None:
+            raise RuntimeError("assistant drafter: no trunk cache in the place; expected one. Draft within a Batch.")
+        # An inactive row has length 0 and attends to its first slot. Its drafts are discarded.
+        seen_B1 = (place.length_B - 1).clamp(min=0)[:, None]
+        shared = shared_keys(place.trunk_cache, seen_B1, place.used, self.convention.more_sliding_keys)
+        positions_B1 = seen_B1 + self.convention.position_offset
+        choice = chooser.begin_draft(place.last_B, place.length_B)
+        hidden_B1D = self.hidden_B1D
+        for _ in range(depth):
+            inputs_B1E = torch.cat([self.trunk.embed(choice.last_B1), hidden_B1D], dim=-1)
+            state_B1A = self._run(inputs_B1E, positions_B1, shared)
+            choice.add(self._logits(state_B1A))
+            hidden_B1D = self.model.post_projection(state_B1A)
+        return choice.result()
+
+    def settle(self, place: Place) -> None:
+        """See :class:`Drafter`. There are no pending tokens."""
+
+    def _run(self, inputs_B1E: Tensor, positions_B1: Tensor, shared: SharedKeys) -> Tensor:
+        decoder = self.model.model
+        with attending_in_windows(decoder.config):
+            output = decoder(
+                inputs_embeds=self.model.pre_projection(inputs_B1E),
+                position_ids=positions_B1,
+                attention_mask=shared.masks,
+                shared_kv_states=dict(shared.states),
+                use_cache=False,
+            )
+        state_B1A: Tensor = output.last_hidden_state
+        return state_B1A
+
+    def _logits(self, state_B1A: Tensor) -> Tensor:
+        """Return logits (B, 1, V). With centroids, tokens outside the best ones get minus infinity."""
+        weight_VA, centroids = self.model.lm_head.weight, self.model.masked_embedding
+        if centroids is None:
+            logits_B1V: Tensor = self.model.lm_head(state_B1A)
+            return logits_B1V
+        chosen_B1C = centroids.centroids(state_B1A).topk(centroids.centroid_intermediate_top_k).indices
+        tokens_B1N = centroids.token_ordering.long().view(centroids.num_centroids, -1)[chosen_B1C].flatten(-2)
+        logits_B1N = (weight_VA[tokens_B1N] @ state_B1A[..., None]).squeeze(-1)
+        # transformers gives the other tokens slightly less than the smallest of these logits; we never draft them.
+        nothing_B1V = logits_B1N.new_full((*logits_B1N.shape[:2], len(weight_VA)), -torch.inf)
+        return nothing_B1V.scatter(-1, tokens_B1N, logits_B1N)

@@ -1,0 +1,70 @@
+"""Committed tokens that a drafter has not processed yet.
+
+A drafter receives every committed window, but it drafts only in some rounds. Until the next draft, tokens (for a head
+also the hidden states before them) are stored here. The number of pending tokens differs between batch rows.
+
+Shapes: B rows of the batch, T tokens of a window, P places, D hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtp_inference.drafters.drafter import Place, Size
+
+
+class Pending:
+    """The pending tokens of every row, at consecutive positions.
+
+    Args:
+        size: Number of rows and places.
+        device: Device of the batch.
+        width: D, the width of the hidden states; 0 to store tokens only.
+        dtype: Dtype of the hidden states.
+    """
+
+    def __init__(self, size: Size, device: torch.device, width: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.long, device=device)
+
+        self.tokens_BP = zeros(size.num_rows, size.num_pending)
+        self.num_B = zeros(size.num_rows)
+        self.first_B = zeros(size.num_rows)
+        """Position of the head row of the first pending token."""
+        self.rows_B1 = torch.arange(size.num_rows, device=device)[:, None]
+        self.hidden_BPD = torch.zeros(size.num_rows, size.num_pending, width, dtype=dtype, device=device)
+
+    def begin(self, rows: slice, token_R: Tensor, first: int, hidden_RD: Tensor | None = None) -> None:
+        """Start new texts in rows, with one token pending."""
+        self.tokens_BP[rows, 0] = token_R
+        self.num_B[rows] = 1
+        self.first_B[rows] = first
+        if hidden_RD is not None:
+            self.hidden_BPD[rows, 0] = hidden_RD.to(self.hidden_BPD.dtype)
+
+    def add(self, tokens_BT: Tensor, num_kept_B: Tensor, hidden_BTD: Tensor | None = None) -> None:
+        """Add the first ``num_kept_B`` tokens of a window; the rest is written too, and overwritten later."""
+        places_BT = self.num_B[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        self.tokens_BP[self.rows_B1, places_BT] = tokens_BT
+        if hidden_BTD is not None:
+            self.hidden_BPD[self.rows_B1, places_BT] = hidden_BTD.to(self.hidden_BPD.dtype)
+        self.num_B += num_kept_B
+
+    def positions(self, place: Place) -> Tensor:
+        """Return the positions of ``place.pending`` tokens of each row, (B, pending)."""
+        return self.first_B[:, None] + torch.arange(place.pending, device=self.first_B.device)
+
+    def last(self, place: Place) -> Tensor:
+        """Return the index of each row's last pending token, (B,)."""
+        # An inactive row may have no pending token, or a stale count.
+        return (self.num_B - 1).clamp(0, place.pending - 1)
+
+    def row(self, states_BTD: Tensor, index_B: Tensor) -> Tensor:
+        """Return the state at one index of each batch row, (B, 1, D)."""
+        return states_BTD[self.rows_B1, index_B[:, None]]
+
+    def take(self) -> None:
+        """Remove all pending tokens."""
+        self.first_B += self.num_B
+        self.num_B.zero_()

@@ -1,0 +1,298 @@
+"""Open a checkpoint and a drafter for it: check the files first, then load the weights.
+
+A drafter is named by a string: ``own`` (the checkpoint's own MTP head), a head directory, a checkpoint that contains a
+head, a draft model with an EAGLE or Medusa head, an assistant model, ``ngram`` (prompt lookup), or ``model:CKPT`` (a
+smaller language model with the same tokenizer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mtp_inference.drafters.assistant_drafter import AssistantDrafting
+from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.head_drafter import HeadDrafting
+from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
+from mtp_inference.requests import MAX_DEPTH
+from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
+from mtp_train.families import Assistant, Family, assistant_for
+from mtp_train.heads.assistant import load_assistant
+from mtp_train.heads.build import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
+from mtp_train.heads.diagnose import diagnose_head, text_config_of
+from mtp_train.heads.draft_model import draft_model, draft_plan
+from mtp_train.heads.module import MtpHead
+from mtp_train.trunk.load import Trunk, load_trunk
+from mtp_train.trunk.precision import automatic_dtype
+from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable
+from mtp_train.trunk.tokenizer import chat_prompt_tokens, raw_tokens
+from mtp_train.weights.adapter import locate_adapter
+from mtp_train.weights.files import CONFIG_FILE, Checkpoint
+from mtp_train.weights.locations import is_head_directory, open_location
+
+OWN, NGRAM, MODEL = "own", "ngram", "model:"
+"""Drafters that are not named by location: the own head, prompt lookup, and the prefix of a draft model."""
+IMAGE_FIELDS = ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id")
+"""Config fields of vision-language models that declare a placeholder token for an image or a video."""
+
+
+@dataclass(frozen=True)
+class ExternalDrafter:
+    """A drafter with a checkpoint of its own that reads the trunk's KV cache, such as Gemma 4's assistant."""
+
+    checkpoint: Checkpoint
+    assistant: Assistant
+
+    @property
+    def title(self) -> str:
+        """The kind of drafter, for messages."""
+        return self.assistant.title
+
+    def trunk_family(self, trunk: Checkpoint) -> Family:
+        """Return the family record to load the trunk with. No family of MTP heads covers such a trunk.
+
+        Raises:
+            UnsupportedModelError: The drafter was made for trunks of another model type.
+        """
+        family, found = self.assistant.trunk, trunk.text_config.get("model_type")
+        if found not in family.model_types:
+            raise UnsupportedModelError(
+                f"{self.checkpoint.path}: a {self.title}, given for {trunk.path}, of model_type '{found}'; "
+                f"expected {family.title} ({', '.join(family.model_types)}). Use the trunk that it was made for."
+            )
+        return family
+
+    def drafting(self, *, dtype: torch.dtype, device: torch.device) -> AssistantDrafting:
+        """Load the drafter's weights.
+
+        Raises:
+            CheckpointError: Weights are missing or do not fit, or transformers refuses the config.
+        """
+        model = load_assistant(self.checkpoint, self.assistant, dtype=dtype, device=device)
+        return AssistantDrafting(model, self.assistant)
+
+
+def external_drafter(head: str | None) -> ExternalDrafter | None:
+    """Open the external drafter at a location; return None if the location contains a head instead.
+
+    Raises:
+        CheckpointError: The location is neither a head directory nor a checkpoint.
+    """
+    if head is None or is_head_directory(Path(head)):
+        return None
+    checkpoint = open_location(head)
+    assistant = assistant_for(checkpoint.config)
+    return None if assistant is None else ExternalDrafter(checkpoint, assistant)
+
+
+def head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
+    """Plan the head at a location.
+
+    Args:
+        checkpoint: The trunk's checkpoint.
+        head: A head directory, a draft model, or a checkpoint to graft the head from; None or ``own`` for the head
+            inside ``checkpoint``.
+
+    Raises:
+        CheckpointError: The head is missing, damaged, or of another shape than the trunk.
+    """
+    if head is None or head == OWN:
+        return native_plan(checkpoint, "auto")
+    if is_head_directory(Path(head)):
+        return stored_head_plan(Path(head), checkpoint.family)
+    donor = open_location(head)
+    draft = draft_model(donor)
+    return graft_plan(checkpoint, donor, "auto") if draft is None else draft_plan(draft, checkpoint)
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A trunk and its drafter whose files were opened and checked; no weight is loaded yet."""
+
+    checkpoint: Checkpoint
+    family: Family
+    adapter: Path | None
+    """A peft adapter to apply to the trunk, unmerged."""
+    quantization: Quantization | None
+    """Format that the trunk's linear layers are packed in while loading."""
+    head: str | None
+    """Name of the drafter; None for plain decoding."""
+    head_quantization: Quantization | None
+    plan: HeadPlan | None
+    """Set if the drafter is a head."""
+    external: ExternalDrafter | None
+    """Set if the drafter is an assistant model."""
+    draft_model: Checkpoint | None
+    """Set if the drafter is a smaller language model."""
+
+    @property
+    def deepest(self) -> int:
+        """Largest number of drafts per round: a head that chains its modules has one module for each depth."""
+        deepest = None if self.plan is None else self.plan.deepest
+        return MAX_DEPTH if deepest is None else min(deepest, MAX_DEPTH)
+
+    @property
+    def draft_checkpoints(self) -> list[Checkpoint]:
+        """Checkpoints of the drafter whose weights are loaded, besides the trunk's."""
+        external = None if self.external is None else self.external.checkpoint
+        return [one for one in (external, self.draft_model) if one is not None]
+
+    @property
+    def image_ids(self) -> frozenset[int]:
+        """Token ids that stand for an image or a video in a prompt."""
+        config = self.checkpoint.config
+        return frozenset(int(config[name]) for name in IMAGE_FIELDS if name in config)
+
+    def load_trunk(self, device: torch.device, dtype: torch.dtype | None = None) -> Trunk:
+        """Load the trunk.
+
+        Args:
+            device: Where its weights go.
+            dtype: None for the stored dtype; on a CPU for fp32, if that fits in memory.
+
+        Raises:
+            CheckpointError: Weights are missing or do not fit the config, or the adapter does not fit the trunk.
+        """
+        return load_trunk(
+            self.checkpoint.path,
+            self.family,
+            dtype=dtype or automatic_dtype(self.checkpoint, self.family, device),
+            device=device,
+            adapter=self.adapter,
+            quantization=self.quantization,
+        )
+
+    def load_drafting(self, trunk: Trunk) -> tuple[DrafterMaker | None, MtpHead | None]:
+        """Load the drafter in the trunk's dtype and on its device.
+
+        Returns:
+            The maker of drafters, None for plain decoding; and the head, None if the drafter has no head.
+
+        Raises:
+            CheckpointError: A weight of the drafter is missing, of another shape, NaN or infinite.
+        """
+        weight = trunk.lm_head_VD
+        if self.plan is not None:
+            head = build_head(self.plan, text_config_of(self.checkpoint), dtype=weight.dtype).to(weight.device).eval()
+            if self.head_quantization is not None:
+                pack_head(head, self.head_quantization)
+            return HeadDrafting(head, self.plan.draft_vocab), head
+        if self.head == NGRAM:
+            return NgramDrafting(), None
+        place: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        if self.external is not None:
+            return self.external.drafting(**place), None
+        if self.draft_model is not None:
+            return ModelDrafting(load_trunk(self.draft_model.path, self.draft_model.family, **place)), None
+        return None, None
+
+
+def open_model(
+    location: str,
+    head: str | None,
+    *,
+    adapter: str | None = None,
+    quantization: Quantization | None = None,
+    head_quantization: Quantization | None = None,
+    where: str = "head",
+) -> OpenModel:
+    """Open the files of a trunk and its drafter, and check that they fit each other.
+
+    Args:
+        location: The trunk: a directory, a hub id or ``demo:NAME``.
+        head: Name of the drafter, see the module's text; None for plain decoding.
+        adapter: A peft adapter to apply to the trunk, unmerged.
+        quantization: Format to pack the trunk's linear layers in.
+        head_quantization: Format to pack the head's linear layers in.
+        where: Prefix of error messages about quantization.
+
+    Raises:
+        MtpError: A file is missing or damaged, or does not fit the trunk.
+    """
+    checkpoint = open_location(location)
+    if quantization is not None:
+        require_quantizable(quantization, checkpoint.config, where=checkpoint.path)
+    adapter_path = locate_adapter(adapter, location) if adapter else None
+    model = open_location(head.removeprefix(MODEL)) if head is not None and head.startswith(MODEL) else None
+    no_head = head is None or head == NGRAM or model is not None
+    external = None if no_head or head == OWN else external_drafter(head)
+    if head_quantization is not None and (no_head or external is not None):
+        raise DataError(
+            f"{where}: {head} packed into {head_quantization}; expected a head, which has linear layers to "
+            "pack. Leave the bits out."
+        )
+    for bits in (quantization, head_quantization):
+        if bits is not None:
+            require_bitsandbytes(bits, where)
+    family = checkpoint.family if external is None else external.trunk_family(checkpoint)
+    plan = None if no_head or external is not None else head_plan(checkpoint, head)
+    return OpenModel(
+        checkpoint, family, adapter_path, quantization, head, head_quantization, plan, external, draft_model=model
+    )
+
+
+def export_of_run(location: str) -> str:
+    """Return the export inside a run directory; any other location unchanged."""
+    export = Path(location) / "export"
+    return str(export) if is_checkpoint_directory(export) and not is_checkpoint_directory(Path(location)) else location
+
+
+def head_of_run(location: str) -> str:
+    """Return the head directory inside a run directory; any other location unchanged."""
+    head = Path(location) / "head"
+    return str(head) if is_head_directory(head) else location
+
+
+def is_checkpoint_directory(path: Path) -> bool:
+    """Return whether a directory contains a checkpoint."""
+    return (path / CONFIG_FILE).is_file()
+
+
+def require_own_head(location: str) -> None:
+    """Check that a checkpoint contains a complete MTP head.
+
+    Raises:
+        CheckpointError: It contains none, or an incomplete one.
+    """
+    checkpoint = open_location(location)
+    diagnosis = diagnose_head(checkpoint)
+    if not diagnosis.complete:
+        raise CheckpointError(
+            f"{checkpoint.path}: {diagnosis.describe()}; expected a complete head, as no other is named. Pass head= (a "
+            "head directory, or a checkpoint with a head), or depth=0 for plain decoding."
+        )
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool, where: str) -> list[int]:
+    """Return the token ids of a prompt.
+
+    Args:
+        tokenizer: The trunk's tokenizer.
+        prompt: Text; with ``chat`` the content of a user message.
+        chat: Whether to apply the chat template.
+        where: Prefix of error messages.
+
+    Raises:
+        DataError: The prompt has no token, or there is no chat template that accepts it.
+    """
+    if chat:
+        return chat_prompt_tokens(tokenizer, [{"role": "user", "content": prompt}], where)
+    prompt_ids = raw_tokens(tokenizer, prompt)
+    if not prompt_ids:
+        raise DataError(f"{where}: no token; expected some text. Write a prompt.")
+    return prompt_ids
+
+
+def refuse_images(prompt_ids: Iterable[int], image_ids: frozenset[int], where: str) -> None:
+    """Raise a DataError if a prompt contains a placeholder of an image: the vision tower is not loaded."""
+    found = image_ids.intersection(prompt_ids)
+    if found:
+        raise DataError(
+            f"{where}: holds image or video token {min(found)}; expected text, as only the language model of a "
+            "vision-language checkpoint is decoded here. Take the image out, or use an engine."
+        )

@@ -1,0 +1,1 @@
+"""Sampling and the verification of drafts."""

@@ -1,0 +1,272 @@
+"""Choose the tokens of a batch: the trunk's tokens and the drafts, and verify the drafts.
+
+The trunk's distribution p and the drafter's distribution q go through the same processors, each with the tokens before
+its position. Random numbers depend on the request's seed, the position and the purpose, never on the batch. A request
+therefore gets the same text in every batch.
+
+Verification keeps the trunk's distribution (Leviathan et al., arXiv:2211.17192, appendix A.1). A draft x is drawn from
+q and accepted with probability min(1, p(x) / q(x)); a rejected draft is replaced by a draw from max(p - q, 0),
+normalised. The probability of token x is then ``min(p(x), q(x)) + max(p(x) - q(x), 0) = p(x)``. Argmax drafts are
+verified by matching: a draft is accepted if it equals the token that the trunk draws from p at this position.
+
+Shapes: B rows, T window positions, K drafts (K1 = K + 1), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtp_inference.sampling.distributions import (
+    ACCEPT,
+    DRAFT,
+    TOKEN,
+    Sampling,
+    SamplingRows,
+    draw,
+    penalise,
+    probabilities,
+    seen_before,
+    uniform,
+)
+from mtp_train.acceptance.counts import accept_greedy
+
+
+class Verdict(NamedTuple):
+    """Number of accepted drafts, and the tokens that a round commits."""
+
+    num_accepted_B: Tensor
+    """Int64, 0 to the number drafted."""
+    tokens_BK1: Tensor
+    """Int64; columns 0..num_accepted are committed: accepted drafts, then the trunk's own token. Ignore the rest."""
+
+
+def verify_matching(drafts_BK: Tensor, choices_BK1: Tensor, num_drafted_B: Tensor) -> Verdict:
+    """Accept drafts up to the first that differs from the trunk's own token: for greedy decoding and argmax drafts.
+
+    Args:
+        drafts_BK: Drafted tokens, int64; columns from ``num_drafted`` on are ignored.
+        choices_BK1: The trunk's token at every window position, int64: its argmax, or the token drawn from p with the
+            random number of that position.
+        num_drafted_B: Number of drafts of each row, int64, 0 to K.
+    """
+    # No token is -1, so an ignored draft never equals a choice.
+    counted_BK = drafts_BK.masked_fill(~_is_drafted(drafts_BK, num_drafted_B), -1)
+    # An accepted draft equals the trunk's choice, so all committed tokens are choices.
+    return Verdict(accept_greedy(counted_BK, choices_BK1), choices_BK1)
+
+
+def verify_rejection(
+    drafts_BK: Tensor,
+    q_BKV: Tensor,
+    p_BK1V: Tensor,
+    accept_u_BK: Tensor,
+    token_u_BK1: Tensor,
+    num_drafted_B: Tensor,
+) -> Verdict:
+    """Accept sampled drafts with probability min(1, p / q).
+
+    Rows with one-hot p and q decode greedily.
+
+    Args:
+        drafts_BK: Drafted tokens, int64; columns from ``num_drafted`` on are ignored, with any valid token id.
+        q_BKV: The distribution that each draft was drawn from, fp32: the same tensor, not a recomputed one.
+        p_BK1V: The trunk's probabilities at every window position, fp32.
+        accept_u_BK: Uniform numbers of stream ACCEPT, at the position of each draft.
+        token_u_BK1: Uniform numbers of stream TOKEN, at the position of each draft and of the token after them.
+        num_drafted_B: Number of drafts of each row, int64, 0 to K. It may depend on earlier drafts and on q, never on
+            the draft itself: dropping improbable drafts would bias the text.
+    """
+    p_draft_BK = p_BK1V[:, :-1].gather(-1, drafts_BK[..., None])[..., 0]
+    q_draft_BK = q_BKV.gather(-1, drafts_BK[..., None])[..., 0]
+    # Multiply instead of dividing by 0. The comparison is strict: a token of probability 0 is rejected even at u = 0.
+    is_kept_BK = (accept_u_BK * q_draft_BK < p_draft_BK) & _is_drafted(drafts_BK, num_drafted_B)
+    num_accepted_B = is_kept_BK.cumprod(-1).sum(-1)
+    stop_B1 = num_accepted_B[:, None]
+    own_B1 = draw(_own_BV(q_BKV, p_BK1V, stop_B1, num_drafted_B)[:, None], token_u_BK1.gather(1, stop_B1))
+    return Verdict(num_accepted_B, torch.cat([drafts_BK, own_B1], dim=1).scatter(1, stop_B1, own_B1))
+
+
+def _own_BV(q_BKV: Tensor, p_BK1V: Tensor, stop_B1: Tensor, num_drafted_B: Tensor) -> Tensor:
+    """Return the weights of the trunk's own token: max(p - q, 0) after a rejected draft, p if none was rejected."""
+    p_BV = p_BK1V.take_along_dim(stop_B1[..., None], dim=1)[:, 0]
+    num_drafts = q_BKV.shape[1]
+    if num_drafts == 0:
+        return p_BV
+    q_BV = q_BKV.take_along_dim(stop_B1[..., None].clamp(max=num_drafts - 1), dim=1)[:, 0]
+    residual_BV = (p_BV - q_BV).clamp_(min=0.0)
+    # The residual is 0 everywhere if p and q differ only by rounding: draw from p then.
+    is_residual_B1 = (stop_B1 < num_drafted_B[:, None]) & (residual_BV.amax(-1, keepdim=True) > 0.0)
+    return torch.where(is_residual_B1, residual_BV, p_BV)
+
+
+def _is_drafted(drafts_BK: Tensor, num_drafted_B: Tensor) -> Tensor:
+    return torch.arange(drafts_BK.shape[1], device=drafts_BK.device) < num_drafted_B[:, None]
+
+
+DraftSampling = Literal["argmax", "sampled"]
+
+
+class Drafts(NamedTuple):
+    """The drafted tokens of a round."""
+
+    tokens_BK: Tensor
+    """int64."""
+    q_BKV: Tensor | None = None
+    """fp32, the distribution that each token was drawn from; None for argmax drafts."""
+    num_drafted_B: Tensor | None = None
+    """int64, number of a row's tokens that count; None for all."""
+    peak_BK: Tensor | None = None
+    """The largest logit at each draft, NaN if any logit is NaN; None if the drafter has no logits."""
+
+
+class Chooser:
+    """Choose the tokens of one batch.
+
+    Args:
+        settings: Sampling settings of each row.
+        draft_sampling: ``argmax``: a draft is the drafter's first choice, accepted with the probability that the trunk
+            gives it. ``sampled``: drafts are drawn from q and verified by rejection sampling.
+        vocab_size: V.
+        device: Device of the batch.
+        penalises: Whether a row may have a repetition penalty; the tokens of each text are then tracked.
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[Sampling],
+        draft_sampling: DraftSampling,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        penalises: bool,
+    ) -> None:
+        self.settings = list(settings)
+        self.draft_sampling = draft_sampling
+        self.rows = SamplingRows.stack(self.settings, device)
+        self.seen_BV: Tensor | None = None
+        if penalises:
+            self.seen_BV = torch.zeros(len(self.settings), vocab_size, dtype=torch.bool, device=device)
+
+    @property
+    def samples_drafts(self) -> bool:
+        """Whether drafts are drawn from q."""
+        return self.draft_sampling == "sampled" and self.rows.any_sampled
+
+    def set_rows(self, rows: slice, settings: Sequence[Sampling]) -> None:
+        """Set the sampling settings of rows."""
+        self.settings[rows] = settings
+        self.rows = self.rows.replaced(SamplingRows.stack(self.settings, self.rows.seed_B.device))
+
+    @property
+    def steps(self) -> tuple[bool, ...]:
+        """Return which steps run. A captured round is valid only for equal steps."""
+        rows = self.rows
+        return (rows.any_sampled, rows.any_top_k, rows.any_top_p, rows.any_min_p, rows.any_penalty)
+
+    def read_prompts(self, rows: slice, prompt_RT: Tensor) -> None:
+        """Record the tokens of the prompts of rows."""
+        if self.seen_BV is not None:
+            self.seen_BV[rows] = torch.zeros_like(self.seen_BV[rows]).scatter_(1, prompt_RT, True)
+
+    def read(self, tokens_BT: Tensor, counts_BT: Tensor) -> None:
+        """Record the committed tokens where ``counts_BT`` is set; it is set for the first token of every active row."""
+        if self.seen_BV is not None:
+            # A scatter cannot skip entries: write the first token again instead.
+            read_BT = torch.where(counts_BT, tokens_BT, tokens_BT[:, :1])
+            self.seen_BV.scatter_(1, read_BT, True)
+
+    def first(self, rows: slice, logits_R1V: Tensor, position: int) -> Tensor:
+        """Return the first token after each prompt, (R,)."""
+        seen_R1V = None if self.seen_BV is None else self.seen_BV[rows, None]
+        of_rows = SamplingRows.stack(self.settings[rows], logits_R1V.device)
+        position_R1 = torch.full(logits_R1V.shape[:2], position, device=logits_R1V.device)
+        first_R1 = _choose(logits_R1V, of_rows, seen_R1V, position_R1)
+        if self.seen_BV is not None:
+            self.seen_BV[rows] = self.seen_BV[rows].scatter(1, first_R1, True)
+        return first_R1[:, 0]
+
+    def verify(
+        self, logits_BTV: Tensor, window_BT: Tensor, length_B: Tensor, drafts: Drafts, limit_B: Tensor
+    ) -> Verdict:
+        """Verify the drafts of each row.
+
+        Args:
+            logits_BTV: The trunk's logits after each token of the window.
+            window_BT: The last committed token and the drafts.
+            length_B: The position of the last committed token.
+            drafts: The drafts.
+            limit_B: Largest number of drafts of each row to accept.
+
+        Returns:
+            The number of accepted drafts, and the tokens to commit.
+        """
+        positions_BT = length_B[:, None] + torch.arange(1, window_BT.shape[1] + 1, device=window_BT.device)
+        seen_BTV = None if self.seen_BV is None else seen_before(self.seen_BV, window_BT)
+        if drafts.q_BKV is None:
+            choices_BT = _choose(logits_BTV, self.rows, seen_BTV, positions_BT)
+            return verify_matching(drafts.tokens_BK, choices_BT, limit_B)
+        seed_B = self.rows.seed_B
+        return verify_rejection(
+            drafts.tokens_BK,
+            drafts.q_BKV,
+            probabilities(logits_BTV, self.rows, seen_BTV),
+            uniform(seed_B, positions_BT[:, :-1], ACCEPT),
+            uniform(seed_B, positions_BT, TOKEN),
+            limit_B,
+        )
+
+    def begin_draft(self, last_B: Tensor, length_B: Tensor) -> DraftChoice:
+        """Begin a draft after the last committed tokens, at positions ``length_B``."""
+        return DraftChoice(self, last_B, length_B)
+
+
+class DraftChoice:
+    """Choose the tokens of one draft, one after the other."""
+
+    def __init__(self, chooser: Chooser, last_B: Tensor, length_B: Tensor) -> None:
+        self._chooser = chooser
+        self._length_B = length_B
+        self._read = [last_B[:, None]]
+        self._q: list[Tensor] = []
+        self._peaks: list[Tensor] = []
+
+    @property
+    def last_B1(self) -> Tensor:
+        """The newest token."""
+        return self._read[-1]
+
+    def add(self, logits_B1V: Tensor) -> None:
+        """Choose the next token."""
+        chooser = self._chooser
+        self._peaks.append(logits_B1V.amax(dim=-1))
+        seen_B1V = None
+        if chooser.seen_BV is not None:
+            seen_B1V = seen_before(chooser.seen_BV, torch.cat(self._read, dim=1))[:, -1:]
+        if chooser.samples_drafts:
+            q_B1V = probabilities(logits_B1V, chooser.rows, seen_B1V)
+            position_B1 = (self._length_B + len(self._read))[:, None]
+            self._q.append(q_B1V)
+            self._read.append(draw(q_B1V, uniform(chooser.rows.seed_B, position_B1, DRAFT)))
+        else:
+            # Temperature and truncation never change the argmax; a penalty may.
+            if seen_B1V is not None:
+                logits_B1V = penalise(logits_B1V, seen_B1V, chooser.rows)
+            self._read.append(logits_B1V.argmax(dim=-1))
+
+    def result(self) -> Drafts:
+        """Return the drafted tokens."""
+        q_BKV = torch.cat(self._q, dim=1) if self._q else None
+        return Drafts(torch.cat(self._read[1:], dim=1), q_BKV, peak_BK=torch.cat(self._peaks, dim=1))
+
+
+def _choose(logits_BTV: Tensor, rows: SamplingRows, seen_BTV: Tensor | None, positions_BT: Tensor) -> Tensor:
+    """Return the trunk's own token at every position, (B, T)."""
+    if rows.any_sampled:
+        return draw(probabilities(logits_BTV, rows, seen_BTV), uniform(rows.seed_B, positions_BT, TOKEN))
+    if seen_BTV is not None:
+        logits_BTV = penalise(logits_BTV, seen_BTV, rows)
+    return logits_BTV.argmax(dim=-1)

@@ -1,0 +1,1 @@
+"""Acceptance: counts, intervals over groups of prompts, and the gate."""

@@ -1,0 +1,204 @@
+"""Count accepted drafts, and compute acceptance figures from the counts.
+
+A round drafts K tokens and accepts a prefix of them. ``accepted_per_pos[i]`` counts the rounds that accepted at
+least ``i + 1`` drafts. *Marginal* acceptance divides it by the rounds, *conditional* acceptance by its predecessor.
+``tau`` is the mean number of tokens a round commits, bonus token included: ``1 + accepted / rounds``.
+
+Intervals are in ``acceptance/intervals.py``, the gate that uses them in ``acceptance/gate.py``.
+
+Shape letters: N rows, V vocabulary, K depths (K1 = K + 1), P prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+FloatArray = npt.NDArray[np.float64]
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class PromptCounts:
+    """Counts of decoding one prompt.
+
+    Attributes:
+        prompt_id: Name of the prompt, the same for every arm.
+        rounds: Number of decoding rounds; the first token comes from prefill, outside any round.
+        num_draft_tokens: Drafted tokens, ``rounds * K`` at a fixed depth K.
+        accepted_per_pos: Rounds in which at least ``i + 1`` drafts were accepted, for i in 0..K-1.
+        new_tokens: Tokens returned to the caller.
+        seconds: Wall time of the decoding; None if it was not measured.
+        group: The prompt's group; intervals leave out whole groups.
+    """
+
+    prompt_id: str
+    rounds: int
+    num_draft_tokens: int
+    accepted_per_pos: tuple[int, ...]
+    new_tokens: int
+    seconds: float | None
+    group: str
+
+    def __post_init__(self) -> None:
+        chain = (self.rounds, *self.accepted_per_pos, 0)
+        if any(later > earlier for earlier, later in pairwise(chain)):
+            raise ValueError(
+                f"prompt {self.prompt_id!r}: {self.rounds} rounds, accepted_per_pos {list(self.accepted_per_pos)}; "
+                "expected counts of 0 or more that never rise. Count the rounds that reached each position."
+            )
+        if self.num_accepted_tokens > self.num_draft_tokens:
+            raise ValueError(
+                f"prompt {self.prompt_id!r}: {self.num_accepted_tokens} accepted of {self.num_draft_tokens} drafted; "
+                "expected no more accepted than drafted. Leave the bonus token out of the accepted ones."
+            )
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Accepted drafts, bonus tokens excluded."""
+        return sum(self.accepted_per_pos)
+
+
+def tau(counts: Sequence[PromptCounts]) -> float:
+    """Return the mean tokens committed per round, pooled over prompts; 1.0 if nothing was drafted."""
+    _require_prompts(counts)
+    rounds = sum(c.rounds for c in counts)
+    return 1.0 + sum(c.num_accepted_tokens for c in counts) / rounds if rounds else 1.0
+
+
+def num_groups(counts: Sequence[PromptCounts]) -> int:
+    """Return the number of groups that the prompts belong to."""
+    return len({c.group for c in counts})
+
+
+def acceptance_rate(counts: Sequence[PromptCounts]) -> float | None:
+    """Return accepted over drafted tokens, pooled over prompts; None if nothing was drafted."""
+    drafted = sum(c.num_draft_tokens for c in counts)
+    return sum(c.num_accepted_tokens for c in counts) / drafted if drafted else None
+
+
+def marginal(counts: Sequence[PromptCounts]) -> list[float]:
+    """Return, for each position, the share of rounds that accepted it. Its sum is ``tau - 1``.
+
+    Example:
+        FastMTP (arXiv:2509.18362) reports .81 .56 .36 and tau 2.73 = 1 + .81 + .56 + .36: marginal figures. The same
+        head in conditional figures reads .81 .69 .64.
+
+    Returns:
+        K shares; empty where nothing was drafted.
+    """
+    rounds = sum(c.rounds for c in counts)
+    return [float(total) / rounds for total in _accepted_PK(counts).sum(axis=0)] if rounds else []
+
+
+def conditional(counts: Sequence[PromptCounts]) -> list[float | None]:
+    """Return, for each position, accepted drafts over the rounds in which all earlier drafts were accepted.
+
+    Returns:
+        K shares, None at a position that no round reached; empty where nothing was drafted.
+    """
+    rounds = sum(c.rounds for c in counts)
+    if not rounds:
+        return []
+    chain = [float(rounds), *_accepted_PK(counts).sum(axis=0).tolist()]
+    return [later / earlier if earlier else None for earlier, later in pairwise(chain)]
+
+
+def accepted_by_position(counts: Sequence[PromptCounts]) -> tuple[FloatArray, FloatArray]:
+    """Return each prompt's accepted drafts by position, shape (P, K), and its rounds, shape (P,).
+
+    Raises:
+        ValueError: There is no prompt, or prompts were decoded at several depths.
+    """
+    _require_prompts(counts)
+    return _accepted_PK(counts), np.array([c.rounds for c in counts], dtype=np.float64)
+
+
+def paired(a: Sequence[PromptCounts], b: Sequence[PromptCounts]) -> list[PromptCounts]:
+    """Return the counts of ``b`` in the order of the prompts of ``a``.
+
+    Raises:
+        ValueError: The two were not decoded on the same prompts.
+    """
+    by_id = {c.prompt_id: c for c in b}
+    names = [c.prompt_id for c in a]
+    if len(by_id) != len(b) or len(set(names)) != len(names) or by_id.keys() != set(names):
+        odd = sorted(by_id.keys() ^ set(names))
+        raise ValueError(
+            f"paired comparison: {len(a)} and {len(b)} prompts, {len(odd)} without a partner {odd[:3]}; expected each "
+            "prompt once in both. Decode both arms on the same prompts."
+        )
+    return [by_id[name] for name in names]
+
+
+def repeated_ngram_share(token_lists: Iterable[Sequence[int]], n: int = 8) -> float | None:
+    """Return the share of n-grams that already occurred earlier in the same output, pooled over outputs.
+
+    Repetition loops are easy to draft, so a high share means an inflated tau.
+
+    Returns:
+        The share in 0..1; None where no output has n tokens.
+    """
+    total = repeated = 0
+    for tokens in token_lists:
+        grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+        total += len(grams)
+        repeated += len(grams) - len(set(grams))
+    return repeated / total if total else None
+
+
+def accept_greedy(draft_K: Tensor, target_K1: Tensor) -> Tensor:
+    """Count the drafts that greedy decoding accepts: the longest prefix equal to the trunk's argmax.
+
+    Runs on the tensors' device without synchronising.
+
+    Example:
+        draft ``[5, 7, 9]``, trunk ``[5, 7, 2, 4]``: 2 are accepted and token 2 is committed after them.
+
+    Args:
+        draft_K: Drafted ids, shape (..., K).
+        target_K1: The trunk's argmax after the last committed token and after each draft, shape (..., K + 1).
+
+    Returns:
+        Number of accepted drafts in 0..K, int64, shape (...); a 0-d tensor for a single row.
+    """
+    return (draft_K == target_K1[..., :-1]).cumprod(-1).sum(-1)
+
+
+def overlap(p_NV: Tensor, q_NV: Tensor) -> Tensor:
+    """Return ``sum_v min(p, q)`` for each row: the probability that rejection sampling accepts a draft from q.
+
+    Leviathan et al. (arXiv:2211.17192), Theorem 3.5: the expectation, free of sampling noise.
+    """
+    return p_NV.minimum(q_NV).sum(-1)
+
+
+def entropy(p_NV: Tensor) -> Tensor:
+    """Return the entropy of each row in nats; entries of probability 0 add nothing."""
+    return -p_NV.xlogy(p_NV).sum(-1)
+
+
+def _require_prompts(counts: Sequence[PromptCounts]) -> None:
+    if not counts:
+        raise ValueError("acceptance: no prompts; expected at least one. Evaluate on more prompts.")
+
+
+def _accepted_PK(counts: Sequence[PromptCounts]) -> FloatArray:
+    depths = sorted({len(c.accepted_per_pos) for c in counts if c.rounds})
+    if len(depths) > 1:
+        raise ValueError(
+            f"acceptance: prompts decoded at depths {depths}; expected one depth, as per-position figures of different "
+            "depths do not compare. Evaluate each depth on its own."
+        )
+    width = depths[0] if depths else 0
+    # A prompt that ended at prefill has no round, and may have no positions either.
+    return np.array([c.accepted_per_pos if c.rounds else (0,) * width for c in counts], dtype=np.float64)

@@ -1,0 +1,224 @@
+"""Intervals and tests over groups of prompts: the one statistic of run reports, studies and the gate.
+
+Rounds of one prompt are correlated, and so are prompts of one group (a module, a conversation, a file). The jackknife
+therefore leaves out one whole group at a time (Efron and Stein, "The jackknife estimate of variance", Annals of
+Statistics 9, 1981), and intervals are Student's t. For two arms the same group is left out of both, so that difficulty
+that they share cancels. The degrees of freedom are the effective number of groups (Kish's ``(sum w)^2 / sum w^2``,
+rounded down) minus 1, because pooled figures weigh long texts more.
+
+``scripts/simulate_intervals.py`` prints how often a gate passes two equal heads at each number of groups: by this
+statistic, by the same over prompts, and by the bootstrap over groups, with and without correlation in groups.
+
+Shapes: P prompts, G groups, X figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from mtp_train.acceptance.counts import FloatArray, Interval, PromptCounts, accepted_by_position
+
+POWER = 0.8
+"""Probability of detecting a gain of size :attr:`Spread.detectable`."""
+NO_SPREAD = 1e-9
+"""Standard errors below this share of the value are rounding errors."""
+
+
+class Spread(NamedTuple):
+    """The sampling spread of a figure over groups."""
+
+    error: float
+    """Standard error."""
+    freedom: int
+    """Degrees of freedom of the standard error."""
+
+    def interval(self, value: float, level: float) -> Interval:
+        """Return the two-sided interval around a value; without an effect it excludes 0 with probability ``level``."""
+        half = t_quantile(self.freedom, level) * self.error
+        return value - half, value + half
+
+    def detectable(self, level: float) -> float:
+        """Return the smallest true difference whose interval excludes 0 with probability :data:`POWER`."""
+        return (t_quantile(self.freedom, level) + t_quantile(self.freedom, 2 * (1 - POWER))) * self.error
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two arms, first minus second."""
+
+    value: float
+    ci95: Interval | None
+    """95 % interval; None for a single group, which has no spread."""
+    p_value: float | None
+    """Two-sided p-value of no difference. Below 0.05 exactly if :attr:`ci95` excludes 0, unless all groups are
+    equal."""
+    groups: int
+    """Number of groups that the interval is computed over."""
+    spread: Spread | None = None
+    """None for a single group, and for a difference read back from a report."""
+
+
+def sum_by_group(values_PX: FloatArray, groups: Sequence[str]) -> FloatArray:
+    """Return the sums over each group's prompts, groups in order of first appearance; later axes are kept."""
+    place = {group: index for index, group in enumerate(dict.fromkeys(groups))}
+    sums_GX = np.zeros((len(place), *values_PX.shape[1:]))
+    np.add.at(sums_GX, [place[group] for group in groups], values_PX)
+    return sums_GX
+
+
+def judge_difference(value: float, without_G: FloatArray, weight_G: FloatArray) -> Difference:
+    """Return a difference with its interval and p-value.
+
+    Args:
+        value: The difference over all groups.
+        without_G: The difference over all groups but one, for each group.
+        weight_G: Weight of each group in the difference, in any unit.
+    """
+    groups = int((weight_G > 0).sum())
+    spread = _spread(value, without_G, weight_G)
+    if spread is None:
+        return Difference(value, None, None, groups)
+    if spread.error > NO_SPREAD * abs(value):
+        p_value = two_sided_p(value / spread.error, spread.freedom)
+    else:
+        # Without any spread t is undefined. If the arms differ, every group favours the same arm, which happens by
+        # chance with this probability.
+        p_value = 1.0 if value == 0 else 2.0 ** (1 - groups)
+    return Difference(value, spread.interval(value, 0.05), p_value, groups, spread)
+
+
+def tau_difference(first: Sequence[PromptCounts], second: Sequence[PromptCounts]) -> Difference:
+    """Return ``tau(first) - tau(second)`` on the same prompts in the same order, each tau pooled over prompts."""
+    totals_P4 = np.array(
+        [
+            (a.num_accepted_tokens, a.rounds, b.num_accepted_tokens, b.rounds)
+            for a, b in zip(first, second, strict=True)
+        ],
+        dtype=np.float64,
+    )
+    totals_G4 = sum_by_group(totals_P4, [one.group for one in first])
+    total_4 = totals_G4.sum(axis=0)
+    weight_G = (totals_G4[:, 1::2] / np.maximum(total_4[1::2], 1.0)).mean(axis=1)
+    return judge_difference(float(_difference(total_4)), _difference(total_4 - totals_G4), weight_G)
+
+
+def _difference(totals_X4: FloatArray) -> FloatArray:
+    # An arm without rounds has no accepted drafts: 0 / 1.
+    accepted_X: FloatArray = totals_X4[..., ::2] / np.maximum(totals_X4[..., 1::2], 1.0)
+    return accepted_X[..., 0] - accepted_X[..., 1]
+
+
+def ratio_interval(totals_G: FloatArray, counts_G: FloatArray, low: float, high: float) -> Interval | None:
+    """Return the 95 % interval of the pooled mean ``sum(totals) / sum(counts)``.
+
+    Args:
+        totals_G: Sum of each group.
+        counts_G: Number of terms of each sum, not all 0.
+        low: Lower bound of the mean; the interval is cut there.
+        high: Upper bound, likewise.
+
+    Returns:
+        The interval; None if only one group has a count above 0, as it has no spread.
+    """
+    value = float(totals_G.sum() / counts_G.sum())
+    # The clamp avoids a division by 0 if only one group counts; `_spread` then returns None.
+    without_G = (totals_G.sum() - totals_G) / np.maximum(counts_G.sum() - counts_G, 1e-9)
+    spread = _spread(value, without_G, counts_G)
+    if spread is None:
+        return None
+    below, above = spread.interval(value, 0.05)
+    return max(low, below), min(high, above)
+
+
+def pooled_tau_interval(accepted_G: FloatArray, rounds_G: FloatArray, depth: int) -> Interval | None:
+    """Return the interval of tau, ``1 + sum(accepted) / sum(rounds)``; None without rounds, and for a single group.
+
+    Args:
+        accepted_G: Accepted drafts of each group.
+        rounds_G: Rounds of each group.
+        depth: Most drafts of a round.
+    """
+    interval = ratio_interval(accepted_G, rounds_G, 0.0, depth) if rounds_G.any() else None
+    return None if interval is None else (1.0 + interval[0], 1.0 + interval[1])
+
+
+def tau_interval(counts: Sequence[PromptCounts]) -> Interval | None:
+    """Return the 95 % interval of tau over groups; None without rounds, and for a single group."""
+    accepted_PK, rounds_P = accepted_by_position(counts)
+    groups = [one.group for one in counts]
+    accepted_G = sum_by_group(accepted_PK.sum(axis=1), groups)
+    return pooled_tau_interval(accepted_G, sum_by_group(rounds_P, groups), accepted_PK.shape[1])
+
+
+def marginal_intervals(counts: Sequence[PromptCounts]) -> list[Interval | None]:
+    """Return the 95 % interval over groups of each entry of ``acceptance.marginal``."""
+    accepted_PK, rounds_P = accepted_by_position(counts)
+    groups = [one.group for one in counts]
+    accepted_GK, rounds_G = sum_by_group(accepted_PK, groups), sum_by_group(rounds_P, groups)
+    return [ratio_interval(accepted_G, rounds_G, 0.0, 1.0) if rounds_G.any() else None for accepted_G in accepted_GK.T]
+
+
+def _spread(value: float, without_G: FloatArray, weight_G: FloatArray) -> Spread | None:
+    """Return the spread of a value; None for fewer than two groups."""
+    without_G, weight_G = without_G[weight_G > 0], weight_G[weight_G > 0]
+    num_groups = len(without_G)
+    if num_groups < 2 or not np.isfinite(without_G).all():
+        return None
+    error = math.sqrt((num_groups - 1) / num_groups * float(((without_G - value) ** 2).sum()))
+    in_effect = float(weight_G.sum() ** 2 / (weight_G**2).sum())
+    # 1e-6: for equal weights the effective number is the number of groups, up to rounding errors.
+    return Spread(error, max(1, math.floor(in_effect + 1e-6) - 1))
+
+
+def two_sided_p(t: float, freedom: int) -> float:
+    """Return the probability that Student's t is at least that far from 0 (Abramowitz and Stegun 26.7.3, 26.7.4)."""
+    angle = math.atan(abs(t) / math.sqrt(freedom))
+    cosine = math.cos(angle)
+    odd = freedom % 2 == 1
+    total, term = 0.0, cosine if odd else 1.0
+    for k in range(3 if odd else 2, freedom + 1, 2):
+        total += term
+        term *= cosine**2 * (k - 1) / k
+    within = math.sin(angle) * total
+    return max(0.0, 1.0 - (2.0 / math.pi * (angle + within) if odd else within))
+
+
+@lru_cache(maxsize=4096)
+def t_quantile(freedom: int, level: float = 0.05) -> float:
+    """Return the t whose :func:`two_sided_p` is ``level``, found by bisection."""
+    low, high = 0.0, 1.0
+    while two_sided_p(high, freedom) > level:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if two_sided_p(middle, freedom) > level else (low, middle)
+    return high
+
+
+def holm_levels(p_values: Sequence[float | None], level: float) -> list[float]:
+    """Return the level at which Holm's procedure tests each hypothesis, ``level`` over all of them together.
+
+    Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6, 1979: it
+    holds whatever the dependence between the tests. A missing p-value is no test; its level is 0.
+    """
+    order = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
+    levels = [0.0] * len(p_values)
+    current = 0.0
+    for place, (_, index) in enumerate(order):
+        # The level stops rising after the first hypothesis that is not rejected: none of the later ones is.
+        if not place or order[place - 1][0] <= current:
+            current = level / (len(order) - place)
+        levels[index] = current
+    return levels
+
+
+def holm(p_values: Sequence[float | None], level: float) -> list[bool]:
+    """Return which hypotheses are rejected, at ``level`` over all of them together (:func:`holm_levels`)."""
+    levels = holm_levels(p_values, level)
+    return [p is not None and p <= own for p, own in zip(p_values, levels, strict=True)]

@@ -1,0 +1,91 @@
+"""``mtp-train``: parse the command line, run the command, print its result, and turn errors into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import mtp_train as mtp
+from mtp_train.cli.checkpoint_commands import add_demo, add_export, add_graft, add_inspect, add_merge, add_push
+from mtp_train.cli.decoding_commands import add_compare, add_evaluate, add_generate
+from mtp_train.cli.output import Result, is_main_process
+from mtp_train.cli.recipe_commands import add_check, add_regenerate, add_rescue, add_run
+
+COMMANDS = (
+    add_run,
+    add_check,
+    add_regenerate,
+    add_inspect,
+    add_graft,
+    add_rescue,
+    add_merge,
+    add_export,
+    add_generate,
+    add_evaluate,
+    add_compare,
+    add_push,
+    add_demo,
+)
+"""In the order of ``mtp-train --help``."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments without the program's name; a recipe as the first one means ``run``.
+
+    Returns:
+        0 done, 2 wrong input, 3 the gate refused. A bug leaves as a traceback (exit code 1).
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    if arguments and arguments[0].endswith((".yaml", ".yml")):
+        arguments.insert(0, "run")
+    args = parser.parse_args(arguments)
+    quieten_libraries()
+    try:
+        # With --json stdout is for the one document: output of libraries goes to stderr.
+        with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+            result: Result = args.handler(args)
+    except mtp.MtpError as error:
+        if is_main_process() or error.of_one_process:
+            print(f"mtp-train: {error}", file=sys.stderr)
+        return error.exit_code
+    if is_main_process():
+        print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else result.text)
+    return result.exit_code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser. Each command sets its handler."""
+    parser = argparse.ArgumentParser(
+        prog="mtp-train",
+        description="Put the MTP head back on a fine-tuned model, retrain it, prove the gain, and export it. A recipe "
+        "in the place of COMMAND is run.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add_command in COMMANDS:
+        add_command(commands)
+    return parser
+
+
+def quieten_libraries() -> None:
+    """Keep progress bars and notices of the libraries off the terminal; their errors still show."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    datasets.disable_progress_bars()
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)

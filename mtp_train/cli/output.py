@@ -1,0 +1,52 @@
+"""The result of a command, its progress bar, and the arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console, RenderableType
+from rich.progress import Progress
+
+
+class Result(NamedTuple):
+    """Output of a command."""
+
+    document: Any
+    """Plain JSON values, for ``--json``."""
+    text: str
+    exit_code: int = 0
+
+
+def is_main_process() -> bool:
+    """Return whether this process prints for all processes of a launch."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def progress_of(args: argparse.Namespace) -> Progress:
+    """Return a progress bar on stderr; hidden with ``--json`` and outside a terminal."""
+    console = Console(stderr=True)
+    return Progress(console=console, disable=args.json or not console.is_terminal, transient=True)
+
+
+def rendered(renderable: RenderableType) -> str:
+    """Return a table as text, in the width and colours that stdout supports."""
+    console = Console()
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get().rstrip()
+
+
+def add_command(commands: Any, name: str, text: str, **settings: Any) -> argparse.ArgumentParser:
+    """Add a subcommand with ``--json`` to the parser's commands and return its parser."""
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, **settings)
+    command.add_argument("--json", action="store_true", help="print one JSON document and nothing else on stdout")
+    return command
+
+
+def add_output(command: argparse.ArgumentParser) -> None:
+    """Declare ``--out`` and ``--copy``."""
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
+    command.add_argument("--copy", action="store_true", help="copy unchanged files instead of hard-linking them")

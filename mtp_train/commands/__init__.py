@@ -1,1 +1,0 @@
-"""What the commands of ``mtp-train`` do; each returns a result that the command line prints."""

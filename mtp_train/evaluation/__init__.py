@@ -1,0 +1,1 @@
+"""Measure acceptance and speed of arms over prompts, settings and servers."""

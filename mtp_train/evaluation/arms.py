@@ -1,0 +1,235 @@
+"""Arms: how a user names them, and what becomes of a name: a trunk to load, and what drafts in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+
+from mtp_inference.opening import NGRAM, OWN, ExternalDrafter, OpenModel, open_model
+from mtp_train.errors import CheckpointError, DataError
+from mtp_train.evaluation.decoding import PLAIN
+from mtp_train.families.engines import engine_commands
+from mtp_train.recipe.loading import RECIPE_FILE, load_recipe
+from mtp_train.train.threads import use_threads
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.quantise import Quantization
+from mtp_train.weights.identity import InputFiles, checkpoint_files, directory_files
+from mtp_train.weights.locations import is_head_directory, open_location
+
+_NAME = re.compile(r"[\w.-]+")
+_PACKED = re.compile(r"(?P<location>.*)@(?P<bits>none|8bit|4bit)")
+_BITS: dict[str, Quantization | None] = {"none": None, "8bit": "8bit", "4bit": "4bit"}
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """One thing to compare: a trunk and what drafts for it."""
+
+    name: str
+    trunk: str
+    head: str | None
+    """A head directory, a checkpoint to take the head from, ``own`` for the trunk's, an external drafter, ``ngram``, or
+    ``model:CKPT`` for a draft model; None for plain decoding."""
+    adapter: str | None = None
+    """A peft adapter that the trunk wears, unmerged."""
+    quantization: Quantization | None = None
+    """How the trunk is packed as it is loaded."""
+    head_quantization: Quantization | None = None
+    """How the head is packed."""
+
+    @property
+    def trunk_key(self) -> tuple[str, str | None, Quantization | None]:
+        """Equal for arms that share a loaded trunk."""
+        return self.trunk, self.adapter, self.quantization
+
+    @property
+    def served_path(self) -> str:
+        """The checkpoint that an engine would serve: trunk and head in one; a placeholder where there is none yet."""
+        if self.head == OWN:
+            return self.trunk
+        head = Path(self.head or "")
+        # Beside the head directory of a run lies what the run exported.
+        exported = is_head_directory(head) and (head.parent / "export").is_dir()
+        return str(head.parent / "export") if exported else "EXPORT"
+
+    @property
+    def trunk_name(self) -> str:
+        """The trunk as the report names it."""
+        parts = (f"+{self.adapter}" if self.adapter else "", f"@{self.quantization}" if self.quantization else "")
+        return self.trunk + "".join(parts)
+
+    @property
+    def head_name(self) -> str | None:
+        """The head as the report names it."""
+        location = self.trunk if self.head == OWN else self.head
+        return f"{location}@{self.head_quantization}" if self.head_quantization else location
+
+
+def parse_arm(text: str) -> ArmSpec:
+    """Read ``[NAME=]TRUNK[@8bit|@4bit][+HEAD]`` or ``[NAME=]RUN[@none|@8bit|@4bit]``.
+
+    A run directory is its trunk with its retrained head, packed as its recipe says unless the name says otherwise; a
+    checkpoint alone drafts with its own head.
+
+    Raises:
+        DataError: It has no trunk.
+    """
+    name, _, rest = text.partition("=")
+    if not rest or not _NAME.fullmatch(name) or Path(text).exists():
+        name, rest = "", text
+    trunk, plus, head = (rest, "", "") if Path(rest).exists() else rest.partition("+")
+    if not trunk or (plus and not head):
+        raise DataError(
+            f"arm {text!r}: no trunk, or no head behind the +; expected [NAME=]TRUNK[+HEAD], or the directory of a "
+            "run. Name a checkpoint first."
+        )
+    if not plus and is_run(Path(trunk)):
+        return arm_of_run(Path(trunk), name)
+    named_trunk, (trunk, trunk_bits) = trunk, _unpacked(trunk)
+    if not plus and is_run(Path(trunk)):
+        return replace(arm_of_run(Path(trunk), name or _short(named_trunk)), quantization=trunk_bits)
+    head, head_bits = _unpacked(head or OWN)
+    return named(ArmSpec(name, trunk, head, None, trunk_bits, head_bits))
+
+
+def _unpacked(text: str) -> tuple[str, Quantization | None]:
+    packed = _PACKED.fullmatch(text)
+    return (packed["location"], _BITS[packed["bits"]]) if packed else (text, None)
+
+
+def named(spec: ArmSpec) -> ArmSpec:
+    """Return an arm that has no name under one made of its parts."""
+    return spec if spec.name else replace(spec, name=default_name(spec))
+
+
+def default_name(spec: ArmSpec) -> str:
+    """Name an arm after its parts."""
+    head_bits = f"@{spec.head_quantization}" if spec.head_quantization else ""
+    if spec.head is None or (spec.head == OWN and not head_bits):
+        return trunk_label(spec)
+    return f"{trunk_label(spec)}+{_short(spec.head)}{head_bits}"
+
+
+def trunk_label(spec: ArmSpec) -> str:
+    """Name an arm's trunk in short."""
+    adapter = f"+{_short(spec.adapter)}" if spec.adapter else ""
+    return _short(spec.trunk) + adapter + (f"@{spec.quantization}" if spec.quantization else "")
+
+
+def _short(location: str) -> str:
+    """Return the last part of a path or an id that says something."""
+    parts = [part for part in re.split(r"[/:]", location.rstrip("/")) if part not in ("", ".", "..")]
+    return "/".join(parts[-2:]) if parts and parts[-1] in ("head", "export") else (parts or [location])[-1]
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a directory is that of a recipe's run, and no checkpoint."""
+    return (directory / RECIPE_FILE).is_file()
+
+
+def arm_of_run(run_dir: Path, name: str = "") -> ArmSpec:
+    """Return a run's trunk, packed as it was trained beside, with its retrained head, under the directory's name where
+    none is given.
+
+    Raises:
+        CheckpointError: It has no head so far.
+    """
+    recipe = load_recipe(run_dir / RECIPE_FILE)
+    if recipe.sft is not None:
+        # The trunk of its recipe is the one before: what was tuned is in its export, with the head chosen for it.
+        return ArmSpec(name or _short(str(run_dir)), str(run_dir / "export"), OWN)
+    head = run_dir / "head"
+    if not head.is_dir():
+        raise CheckpointError(
+            f"{run_dir}: a run without a head so far; expected one that has trained. Run its recipe to the end first."
+        )
+    model = recipe.model
+    return ArmSpec(name or _short(str(run_dir)), model.trunk, str(head), model.adapter, model.quantization)
+
+
+def require_distinct(specs: Sequence[ArmSpec]) -> None:
+    """Check that no two arms share a name.
+
+    Raises:
+        DataError: Two do.
+    """
+    names = [spec.name for spec in specs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or PLAIN in names:
+        raise DataError(
+            f"arms: {', '.join(twice) or PLAIN} names more than one; expected a name for each, and '{PLAIN}' is plain "
+            "decoding. Write NAME=TRUNK+HEAD."
+        )
+
+
+@dataclass(frozen=True)
+class OpenArm:
+    """An arm whose files were opened and checked; no weight is loaded yet."""
+
+    spec: ArmSpec
+    model: OpenModel
+
+    @property
+    def flags(self) -> Callable[[int], Mapping[str, str]] | None:
+        """Function from drafts per round to the flags of each engine; None if none was verified with the drafter."""
+        plan, external = self.model.plan, self.model.external
+        if plan is not None:
+            dtypes = {key: info.dtype for key, info in self.model.checkpoint.tensors.items()}
+            dtypes |= {tensor.key: tensor.dtype for tensor in plan.template.tensors}
+            engines = {name: one for name, one in plan.family.serving_of(dtypes).items() if one.supported}
+            return partial(engine_commands, engines, self.spec.served_path)
+        return None if external is None else partial(_external_flags, external)
+
+    @property
+    def head_loader(self) -> Callable[[], InputFiles] | None:
+        """Function that finds the files of the drafter; None if the drafter has no files besides the trunk's."""
+        head = self.spec.head
+        if head is None or head in (OWN, NGRAM):
+            return None
+        if self.model.draft_checkpoints:
+            return partial(checkpoint_files, self.model.draft_checkpoints[0])
+        if is_head_directory(Path(head)):
+            return partial(directory_files, Path(head))
+        return partial(checkpoint_files, open_location(head))
+
+
+def _external_flags(drafter: ExternalDrafter, depth: int) -> dict[str, str]:
+    assistant, config = drafter.assistant, drafter.checkpoint.config
+    refused = assistant.refusals(config)
+    commands = assistant.commands(config, str(drafter.checkpoint.path), depth)
+    return {name: text for name, text in commands.items() if name not in refused and assistant.engines[name].supported}
+
+
+def open_arm(spec: ArmSpec) -> OpenArm:
+    """Open the files of an arm.
+
+    Raises:
+        MtpError: A file is missing or damaged, or does not fit the trunk.
+    """
+    model = open_model(
+        spec.trunk,
+        spec.head,
+        adapter=spec.adapter,
+        quantization=spec.quantization,
+        head_quantization=spec.head_quantization,
+        where=spec.name,
+    )
+    return OpenArm(spec, model)
+
+
+def local_device() -> torch.device:
+    """Return the device that arms are measured on: the one accelerate trains on, ``ACCELERATE_USE_CPU`` included."""
+    return PartialState().device
+
+
+def load_arm_trunk(arm: OpenArm, device: torch.device) -> Trunk:
+    """Load the trunk in the dtype that suits the device. On a CPU, set the number of threads for its size."""
+    if device.type == "cpu":
+        use_threads(arm.model.checkpoint.text_config)
+    return arm.model.load_trunk(device)

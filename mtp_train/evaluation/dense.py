@@ -1,0 +1,172 @@
+"""Teacher-forced metrics of every target position, by prompt, for intervals and for comparisons at equal entropy.
+
+The trunk's own plain outputs pass through the MTP forward as in ``mtp_train.train.teacher_forced``, one prompt at a
+time.
+
+Shapes: K depths, N target positions of all prompts together, R drafted vocabulary.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mtp_train.data.pack import collate, pack_documents
+from mtp_train.data.prompts import Prompt
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import DataError
+from mtp_train.evaluation.prompt_records import Decoded, TaskPrompt
+from mtp_train.heads.module import MtpHead
+from mtp_train.train.aligned import Batch, aligned_rows
+from mtp_train.train.teacher_forced import target_figures
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.widen import many_rows
+from mtp_train.weights.writing import write_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class DenseRows:
+    """Metrics of every target position of some outputs; positions of a prompt are contiguous and in order."""
+
+    prompt_ids: NDArray[np.str_]
+    """Ids of the prompts, shape (P,), including prompts without a target position."""
+    groups: NDArray[np.str_]
+    """Group of each prompt, shape (P,); intervals leave out whole groups."""
+    tasks: NDArray[np.str_]
+    """Task of each prompt, shape (P,)."""
+    prompt_N: NDArray[np.int64]
+    """Index into :attr:`prompt_ids` of each position's prompt."""
+    entropy_N: NDArray[np.float32]
+    """Entropy of p, nats."""
+    overlap_KN: NDArray[np.float32]
+    """``sum_v min(p, q)``."""
+    agreed_KN: NDArray[np.bool_]
+    """Whether argmax q = argmax p."""
+    valid_KN: NDArray[np.bool_]
+    """Whether the depth has a target at the position: the depth's start must lie in the text too."""
+
+    def save(self, path: Path) -> None:
+        """Write all arrays to one ``.npz`` file, replacing an earlier one."""
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **{field.name: vars(self)[field.name] for field in fields(self)})
+        write_bytes(path, buffer.getvalue())
+
+    @classmethod
+    def load(cls, path: Path) -> DenseRows:
+        """Read a file that :meth:`save` wrote.
+
+        Raises:
+            DataError: The file is missing or damaged.
+        """
+        try:
+            # numpy.load would leave a damaged file open.
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+                return cls(**{field.name: stored[field.name] for field in fields(cls)})
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(
+                f"{path}: {' '.join(str(error).split())}; expected the teacher-forced figures of a study. Remove the "
+                "file: they are measured again."
+            ) from error
+
+
+@torch.inference_mode()
+def dense_rows(
+    trunk: Trunk,
+    head: MtpHead,
+    prompts: Sequence[TaskPrompt],
+    plain: Sequence[Decoded],
+    num_depths: int,
+    temperature: float,
+    seq_len_tokens: int,
+    draft_vocab_R: Tensor | None = None,
+) -> DenseRows:
+    """Return a head's teacher-forced metrics on its trunk's plain outputs.
+
+    Args:
+        trunk: The trunk.
+        head: The head.
+        prompts: The prompts; prompts without a record are ignored.
+        plain: Records of plain decoding.
+        num_depths: K.
+        temperature: p and q are ``softmax(logits / temperature)``. Temperature 0, where acceptance depends on the
+            argmax tokens alone, is measured at 1.
+        seq_len_tokens: Texts are cut to this length, prompt included.
+        draft_vocab_R: int, the tokens that the head may draft; None for all.
+
+    Raises:
+        ValueError: A prompt and its record differ in length, or no prompt has a record.
+    """
+    outputs = {one.prompt_id: one for one in plain}
+    decoded = [prompt for prompt in prompts if prompt.id in outputs]
+    for prompt in decoded:
+        if len(prompt.prompt_ids) != outputs[prompt.id].prompt_tokens:
+            raise ValueError(
+                f"prompt {prompt.id!r}: {len(prompt.prompt_ids)} tokens, {outputs[prompt.id].prompt_tokens} when it "
+                "was decoded; expected the same prompt. Pass prompts and outputs of one context."
+            )
+    texts = own_text(decoded, [outputs[prompt.id].token_ids for prompt in decoded], seq_len_tokens)
+    if not texts:
+        raise ValueError(f"{len(prompts)} prompts, {len(plain)} outputs, none of the same prompt; expected a pair.")
+    with many_rows(trunk, head) as run:
+        parts = [_text_rows(trunk, run, text, num_depths, temperature or 1.0, draft_vocab_R) for text in texts]
+    return DenseRows(
+        prompt_ids=np.array([prompt.id for prompt in decoded], dtype=np.str_),
+        groups=np.array([prompt.group for prompt in decoded], dtype=np.str_),
+        tasks=np.array([prompt.task for prompt in decoded], dtype=np.str_),
+        prompt_N=np.repeat(np.arange(len(parts)), [part.valid_KN.shape[1] for part in parts]),
+        entropy_N=np.concatenate([part.entropy_N for part in parts]),
+        overlap_KN=np.concatenate([part.overlap_KN for part in parts], axis=1),
+        agreed_KN=np.concatenate([part.agreed_KN for part in parts], axis=1),
+        valid_KN=np.concatenate([part.valid_KN for part in parts], axis=1),
+    )
+
+
+def own_text(prompts: Sequence[Prompt], outputs: Sequence[tuple[int, ...]], seq_len_tokens: int) -> list[Document]:
+    """Return prompts and outputs as documents for teacher-forced metrics: only the output's tokens are targets."""
+    documents = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = (prompt.prompt_ids + output)[:seq_len_tokens]
+        mask = ((False,) * len(prompt.prompt_ids) + (True,) * len(output))[:seq_len_tokens]
+        documents.append(Document(tokens, mask, prompt.group, prompt.id))
+    return documents
+
+
+class _TextRows(NamedTuple):
+    """The rows of :class:`DenseRows` of one text."""
+
+    entropy_N: NDArray[np.float32]
+    overlap_KN: NDArray[np.float32]
+    agreed_KN: NDArray[np.bool_]
+    valid_KN: NDArray[np.bool_]
+
+
+def _text_rows(
+    trunk: Trunk,
+    head: MtpHead,
+    text: Document,
+    num_depths: int,
+    temperature: float,
+    draft_vocab_R: Tensor | None,
+) -> _TextRows:
+    """Measure one text in a batch of its own, without padding."""
+    device = trunk.lm_head_VD.device
+    columns = collate(pack_documents([text], len(text.input_ids), pack=False, seed=0, epoch=0))
+    rows = aligned_rows(trunk, head, Batch(*(column.to(device) for column in columns.values())), num_depths)
+    found = target_figures(rows, trunk, head, temperature=temperature, draft_vocab_R=draft_vocab_R)
+    kept_N = rows.valid_KN.any(dim=0)
+    return _TextRows(
+        found.entropy_N[kept_N].cpu().numpy(),
+        found.overlap_KN[:, kept_N].cpu().numpy(),
+        found.agreed_KN[:, kept_N].cpu().numpy(),
+        rows.valid_KN[:, kept_N].cpu().numpy(),
+    )

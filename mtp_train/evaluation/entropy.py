@@ -1,0 +1,115 @@
+"""Compare the overlap of two arms at equal target entropy: is a head better, or only its text easier?
+
+Fine-tuning changes the entropy of the trunk's text, and that moves acceptance more than the head does (Bebop,
+arXiv:2606.12370). Two arms are therefore compared within bins of the target's entropy. The differences of the bins are
+averaged with weights ``a b / (a + b)``, as Mantel and Haenszel do (J. National Cancer Institute 22, 1959): a and b are
+the shares of the arms' positions that lie in the bin. A bin without positions of one arm has weight 0, and a bin with
+few of them has little weight. If both arms have the same distribution of entropies, the result is the ordinary
+difference of means.
+
+Shapes: P prompts, G groups of prompts, B bins, N target positions, X sets of prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtp_train.acceptance.counts import FloatArray
+from mtp_train.acceptance.intervals import Difference, judge_difference, sum_by_group
+from mtp_train.evaluation.dense import DenseRows
+
+ENTROPY_EDGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0)
+"""Lower ends of the bins in nats; the last has no upper end."""
+FINER = 4
+"""Parts of each bin in the comparison. Within a wide bin, easier text still has the lower entropy."""
+MIN_COMMON_SHARE = 0.25
+"""Minimum overlap of the arms' distributions over bins; arms with less in common are not compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class EntropySums:
+    """Counts and summed overlaps of each prompt's positions at depth 1, by bins of target entropy."""
+
+    prompt_ids: tuple[str, ...]
+    groups: tuple[str, ...]
+    tasks: tuple[str, ...]
+    counts_PB: FloatArray
+    overlaps_PB: FloatArray
+    """Sums of ``sum_v min(p, q)``."""
+
+    @classmethod
+    def of(cls, rows: DenseRows, edges: tuple[float, ...]) -> EntropySums:
+        """Sum positions by bins with lower ends ``edges``."""
+        first_N = rows.valid_KN[0]
+        bin_N = np.searchsorted(np.array(edges), rows.entropy_N[first_N], side="right") - 1
+        place_N = rows.prompt_N[first_N] * len(edges) + np.maximum(bin_N, 0)
+
+        def summed(weight_N: NDArray[np.float32] | None) -> FloatArray:
+            flat = np.bincount(place_N, weight_N, minlength=len(rows.prompt_ids) * len(edges))
+            return flat.reshape(len(rows.prompt_ids), len(edges)).astype(np.float64)
+
+        return cls(
+            tuple(rows.prompt_ids.tolist()),
+            tuple(rows.groups.tolist()),
+            tuple(rows.tasks.tolist()),
+            summed(None),
+            summed(rows.overlap_KN[0, first_N]),
+        )
+
+    def of_prompts(self, prompt_ids: list[str]) -> FloatArray:
+        """Return counts and overlaps of the named prompts in that order, shape (P, 2, B)."""
+        row = {prompt_id: index for index, prompt_id in enumerate(self.prompt_ids)}
+        chosen = [row[prompt_id] for prompt_id in prompt_ids]
+        return np.stack([self.counts_PB[chosen], self.overlaps_PB[chosen]], axis=1)
+
+
+def fine_edges() -> tuple[float, ...]:
+    """Return the lower ends of the comparison's bins, each bin of ``ENTROPY_EDGES`` in :data:`FINER` parts."""
+    fine = [low + (high - low) * part / FINER for low, high in pairwise(ENTROPY_EDGES) for part in range(FINER)]
+    return (*fine, ENTROPY_EDGES[-1])
+
+
+def overlap_difference(first: EntropySums, second: EntropySums, task: str | None) -> Difference | None:
+    """Return the difference of mean overlap at equal target entropy, over the prompts that both arms decoded.
+
+    Args:
+        first: Sums over the bins of :func:`fine_edges`.
+        second: Sums over the same bins.
+        task: The task to compare; None for all tasks.
+
+    Returns:
+        None where the distributions of the arms over bins overlap by less than ``MIN_COMMON_SHARE``.
+    """
+    known = set(second.prompt_ids)
+    of_first = zip(first.prompt_ids, first.groups, first.tasks, strict=True)
+    group_of = {one: group for one, group, its_task in of_first if one in known and task in (None, its_task)}
+    common = list(group_of)
+    pair_P4B = np.concatenate([first.of_prompts(common), second.of_prompts(common)], axis=1)
+    total_4B = pair_P4B.sum(axis=0)
+    if not total_4B[0].any() or not total_4B[2].any() or _common_share(total_4B) < MIN_COMMON_SHARE:
+        return None
+    pair_G4B = sum_by_group(pair_P4B, list(group_of.values()))
+    count_G2 = pair_G4B[:, ::2].sum(axis=-1)
+    weight_G = (count_G2 / count_G2.sum(axis=0)).mean(axis=1)
+    return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), weight_G)
+
+
+def _common_share(total_4B: FloatArray) -> float:
+    """Return the overlap of the arms' distributions over the bins of ``ENTROPY_EDGES``, 0 to 1."""
+    coarse_4B = np.add.reduceat(total_4B[::2], np.arange(0, total_4B.shape[1], FINER), axis=1)
+    return float((coarse_4B / coarse_4B.sum(axis=1, keepdims=True)).min(axis=0).sum())
+
+
+def _standardised(sums_X4B: FloatArray) -> FloatArray:
+    """Return the weighted mean of the bins' differences for each X; NaN if no bin has positions of both arms."""
+    counts_X2B, overlaps_X2B = sums_X4B[:, ::2], sums_X4B[:, 1::2]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share_X2B = counts_X2B / counts_X2B.sum(axis=-1, keepdims=True)
+        weight_XB = np.nan_to_num(share_X2B.prod(axis=1) / share_X2B.sum(axis=1))
+        mean_X2B = np.nan_to_num(overlaps_X2B / counts_X2B)
+        difference_X: FloatArray = (weight_XB * (mean_X2B[:, 0] - mean_X2B[:, 1])).sum(axis=-1) / weight_XB.sum(axis=-1)
+    return difference_X

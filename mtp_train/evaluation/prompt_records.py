@@ -1,0 +1,127 @@
+"""The table that every report is computed from: one record per prompt, arm and setting.
+
+A run keeps its records in memory. A study writes them as lines of JSON, one file per arm and setting, so that an
+interrupted study resumes after the last complete line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from mtp_train.acceptance.counts import PromptCounts
+from mtp_train.acceptance.gate import setting_name
+from mtp_train.data.prompts import Prompt
+from mtp_train.errors import DataError
+
+HELD_OUT_TASK = "held-out"
+"""Task of the prompts that a run holds out."""
+Rule = Literal["none", "greedy", "argmax", "sampled"]
+"""How drafts are made and verified.
+
+- ``none``: no drafts.
+- ``greedy``: temperature 0; a round accepts the longest prefix of the drafts that equals the trunk's argmax tokens.
+- ``argmax``: above temperature 0, the head's argmax token, accepted with the trunk's probability of it.
+- ``sampled``: above temperature 0, drawn from the head's distribution and verified by rejection sampling.
+"""
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """How prompts are sampled, drafted and verified: one point of a grid, without arm and task."""
+
+    temperature: float
+    context_tokens: int | None
+    """Length that every prompt is extended to by text before it; None leaves prompts as they are."""
+    depth: int
+    """Drafts per round; 0 with rule ``none``."""
+    rule: Rule
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+
+    @property
+    def plain(self) -> Setting:
+        """Return the setting without drafts, whose speed and texts drafting arms are compared with."""
+        return replace(self, depth=0, rule="none")
+
+    @property
+    def name(self) -> str:
+        """Name the setting in the gate's verdict."""
+        return setting_name(self.temperature, self.top_p, self.top_k, self.rule)
+
+    @property
+    def slug(self) -> str:
+        """Name the setting in file names."""
+        context = "own" if self.context_tokens is None else str(self.context_tokens)
+        filters = (f"-p{self.top_p:g}" if self.top_p < 1.0 else "") + (f"-n{self.top_k}" if self.top_k else "")
+        return f"t{self.temperature:g}-c{context}-k{self.depth}-{self.rule}{filters}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPrompt(Prompt):
+    """A prompt and the task it belongs to."""
+
+    task: str
+
+    @classmethod
+    def of(cls, prompt: Prompt, task: str) -> TaskPrompt:
+        """Return a prompt with its task."""
+        return cls(id=prompt.id, group=prompt.group, prompt_ids=prompt.prompt_ids, task=task)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """One prompt, decoded by one arm under one setting."""
+
+    prompt_id: str
+    group: str
+    """Group of the prompt; intervals leave out whole groups."""
+    task: str
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    """New tokens."""
+    drafted: tuple[int, ...]
+    """Drafts of each round, in order: the depth, or fewer where the drafter proposed fewer."""
+    accepted: tuple[int, ...]
+    """Accepted drafts of each round. Before round r, ``1 + r + sum(accepted[:r])`` new tokens are committed."""
+    seconds_prefill: float
+    """Wall time until the first token; in a batch, an equal share of the batch's."""
+    seconds_decode: float
+    """Wall time of the rest; in a batch, an equal share of the batch's."""
+    same_as_plain: Literal["identical", "near_tie", "divergence"] | None
+    """How the tokens compare with plain decoding of the same seed. None for plain decoding itself and with rule
+    ``sampled``, whose text may differ."""
+
+    def counts(self, depth: int) -> PromptCounts:
+        """Return the counts that the statistics of ``mtp_train.acceptance`` pool over prompts."""
+        return PromptCounts(
+            prompt_id=self.prompt_id,
+            rounds=len(self.accepted),
+            num_draft_tokens=sum(self.drafted),
+            accepted_per_pos=tuple(sum(one > position for one in self.accepted) for position in range(depth)),
+            new_tokens=len(self.token_ids),
+            seconds=self.seconds_prefill + self.seconds_decode,
+            group=self.group,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Decoded:
+        """Read a record back.
+
+        Raises:
+            DataError: A field is missing or unknown: another version wrote the record.
+        """
+        names = {field.name for field in fields(cls)}
+        if raw.keys() != names:
+            raise DataError(
+                f"a measured prompt: fields missing or unknown: {', '.join(sorted(names ^ raw.keys()))}; expected "
+                "those of this version. Measure into another directory, or go on with the version that wrote this one."
+            )
+        make: Callable[..., Decoded] = cls
+        return make(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})

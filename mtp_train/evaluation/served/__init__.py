@@ -1,0 +1,1 @@
+"""Measure a model behind a running inference server."""

@@ -1,0 +1,179 @@
+"""The measurements of a study on disk, one line per prompt, so that an interrupted study resumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from mtp_train.errors import ChangedInputError, OutputExistsError
+from mtp_train.evaluation.prompt_records import Decoded, Setting
+from mtp_train.evaluation.results import REPORT_FILE
+from mtp_train.weights.files import read_json
+from mtp_train.weights.identity import (
+    RECORD_FILE,
+    Claimed,
+    Loaders,
+    Records,
+    hash_inputs,
+    loaded,
+    read_records,
+    require_same,
+    write_records,
+)
+from mtp_train.weights.writing import write_json
+
+STUDY_FILE = "study.json"
+MEASURED = "measured"
+
+
+class Store:
+    """The measurements in a directory.
+
+    The directory is created with the first measurement, so that a refused study leaves none.
+
+    Args:
+        out: The directory.
+        identity: Arms, grid and options as plain JSON. A directory with another identity is refused.
+
+    Raises:
+        OutputExistsError: The directory contains another study, or other files.
+    """
+
+    def __init__(self, out: Path, identity: dict[str, Any]) -> None:
+        self.out = out
+        self.identity = identity
+        self._inputs: Loaders = {}
+        self._records: Records = {}
+        _require_ours(out, identity)
+
+    def require_inputs(self, inputs: Loaders, progress: Progress) -> None:
+        """Check that measurements in the directory, if any, were made from these inputs.
+
+        Raises:
+            ChangedInputError: An input changed, or cannot be shown to be the same.
+        """
+        self._inputs = inputs
+        kept = self.out / STUDY_FILE
+        if kept.is_file():
+            arms = {f"{arm['name']}: trunk": arm.get("checkpoint") for arm in read_json(kept).get("arms", [])}
+            earlier = {label: one for label, one in arms.items() if one}
+            claimed = Claimed(self.out, STUDY_FILE, "study", "choose another --out for the new ones", earlier)
+            require_same(claimed, inputs, progress, finished=(self.out / REPORT_FILE).is_file())
+
+    def hash_inputs(self, progress: Progress) -> None:
+        """Record the hashes of the inputs before they are measured."""
+        self._records = hash_inputs(loaded(self._inputs), read_records(self.out), progress)
+
+    def require_unchanged(self, progress: Progress) -> None:
+        """Check that the inputs did not change since they were hashed, so that the loaded weights match the hashes.
+
+        Raises:
+            ChangedInputError: An input changed.
+        """
+        found = hash_inputs(loaded(self._inputs), self._records, progress)
+        changed = sorted(label for label, one in found.items() if one.contents != self._records[label].contents)
+        if changed:
+            raise ChangedInputError(
+                f"--out: {self.out}: {', '.join(changed)} changed while it was measured; expected files that nobody "
+                "writes to. Start again with another --out when the writer is done."
+            )
+
+    def read(self, arm: str, setting: Setting) -> dict[str, Decoded]:
+        """Return the records of an arm and setting by prompt id, without an incomplete last line."""
+        path = self._decoded(arm, setting)
+        if not path.is_file():
+            return {}
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = [Decoded.from_json(json.loads(line)) for line in lines if line.endswith("\n")]
+        return {one.prompt_id: one for one in whole}
+
+    def add(self, arm: str, setting: Setting, decoded: Iterable[Decoded]) -> None:
+        """Append records."""
+        self._claim(arm)
+        path = self._decoded(arm, setting)
+        with path.open("a+b") as file:
+            _drop_partial_line(file)
+            file.writelines(f"{json.dumps(one.to_json())}\n".encode() for one in decoded)
+
+    def file(self, arm: str, name: str) -> Path:
+        """Return the path of another file of an arm."""
+        self._claim(arm)
+        return self._of(arm) / name
+
+    def _decoded(self, arm: str, setting: Setting) -> Path:
+        return self._of(arm) / f"{setting.slug}.jsonl"
+
+    def _of(self, arm: str) -> Path:
+        # The arm of a run's head is named RUN/head.
+        return self.out / MEASURED / arm.replace("/", "_")
+
+    def claim(self) -> None:
+        """Create the directory and write this study's identity into it."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        is_claimed = (self.out / STUDY_FILE).is_file()
+        # A killed study may leave hashes without an identity; its inputs may have changed since.
+        if self._records and not (is_claimed and (self.out / RECORD_FILE).is_file()):
+            write_records(self.out, self._records)
+        if not is_claimed:
+            write_json(self.out / STUDY_FILE, self.identity)
+
+    def _claim(self, arm: str) -> None:
+        self._of(arm).mkdir(parents=True, exist_ok=True)
+        self.claim()
+
+
+def _drop_partial_line(file: Any) -> None:
+    end = file.seek(0, 2)
+    while end:
+        file.seek(end - 1)
+        if file.read(1) == b"\n":
+            break
+        end -= 1
+    file.truncate(end)
+    file.seek(0, 2)
+
+
+def _require_ours(out: Path, identity: dict[str, Any]) -> None:
+    if out.exists() and not out.is_dir():
+        raise OutputExistsError(f"--out: {out} is a file; expected a directory. Choose another --out.")
+    entries = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    # A kill during `claim` leaves only these.
+    claims = {MEASURED, RECORD_FILE, f".{RECORD_FILE}.tmp", f".{STUDY_FILE}.tmp"}
+    if set(entries) <= claims and not list(out.glob(f"{MEASURED}/*/*")):
+        return
+    recorded = out / STUDY_FILE
+    if not recorded.is_file():
+        raise OutputExistsError(
+            f"--out: {out} holds files that are not a study's ({', '.join(entries[:3])}); expected a new or empty "
+            "directory. Choose another --out."
+        )
+    found, expected = _compared(read_json(recorded)), _compared(identity)
+    if "prompt_texts" not in found:
+        # Earlier versions did not record a digest of the prompts.
+        expected.pop("prompt_texts", None)
+    if found != expected:
+        odd = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+        raise OutputExistsError(
+            f"--out: {out} holds another study (its {', '.join(odd)} differ, {recorded}); expected the same arms and "
+            "grid to go on. Choose another --out, or remove that one."
+        )
+
+
+def _compared(identity: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of an identity that must be equal: without paths of arms, whose content is compared instead."""
+    if "arms" not in identity:
+        return dict(identity)
+    return {**identity, "arms": [_without_places(arm) for arm in identity["arms"]]}
+
+
+def _without_places(arm: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: arm.get(key) for key in ("name", "quantization", "head_quantization")}
+    return {**kept, "head": _kind(arm.get("head")), "adapter": arm.get("adapter") is not None}
+
+
+def _kind(head: str | None) -> str | None:
+    return head if head in (None, "own", "ngram") else "model" if head.startswith("model:") else "files"

@@ -1,0 +1,505 @@
+"""Load prompt suites: named sets of prompts, each with a task, on which acceptance is measured.
+
+- ``builtin`` was written for this project: eleven tasks, in ``builtin.jsonl`` beside this file.
+- ``demo`` holds prompts of the demo's domain that its recipes hold out. The demo's model is too small for ``builtin``.
+- ``mt-bench:LOC``, ``spec-bench:LOC``, ``speed-bench:LOC``, ``humaneval:LOC`` and ``gsm8k:LOC`` read a file of that
+  benchmark, or its dataset on the hub.
+- Anything else is the path of the user's own file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtp_train.data.prompts import build_prompts, continuation_prompts
+from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record, content_group, parse_messages
+from mtp_train.data.sources import MESSAGE_COLUMNS, load_records, load_rows
+from mtp_train.data.split import is_held_out, stable_share
+from mtp_train.errors import DataError
+from mtp_train.evaluation.cells import ALL_TASKS
+from mtp_train.evaluation.prompt_records import TaskPrompt
+from mtp_train.trunk.tokenizer import raw_tokens
+from mtp_train.weights.demo import demo_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+OWN_FIELDS = "`messages` (a chat), `prompt` (raw text to go on from) or `text` (raw text, continued from its half)"
+TASK_FIELDS = ("task", "category")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SuiteRecord:
+    """A record and the task it belongs to."""
+
+    task: str
+    record: Record
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Describes how to read the files of a published benchmark.
+
+    Args:
+        fields: The fields of its records, for error messages.
+        hub_config: The configuration of its dataset on the hub.
+        split: The split of that dataset, and of a directory.
+        read: Maps a record's fields and its place in the file to its task and its prompt.
+    """
+
+    fields: str
+    hub_config: str | None
+    split: str
+    read: Callable[[Row, str], tuple[str, Content]]
+
+
+def read_benchmark(kind: str, location: str) -> list[SuiteRecord]:
+    """Return the records of a benchmark's file.
+
+    Args:
+        kind: A key of :data:`BENCHMARKS`.
+        location: A file, a directory of files or the id of a dataset on the hub.
+
+    Raises:
+        DataError: The file does not exist, is of another format, or holds placeholders instead of texts.
+    """
+    name, benchmark = f"{kind}:{location}", BENCHMARKS[kind]
+    rows = load_rows(location, config=benchmark.hub_config, split=benchmark.split, name=name)
+    records = []
+    for number, row in enumerate(rows, start=1):
+        where = f"{name}, record {number}"
+        try:
+            task, content = benchmark.read(row, where)
+        except KeyError as missing:
+            raise DataError(
+                f"{where}: no {missing}, the fields are {_fields(row)}; expected {benchmark.fields}. Check that the "
+                f"file is {kind}'s, or write its prompts as a .jsonl of your own."
+            ) from None
+        records.append(_suite_record(task, content, f"{kind}#{number}", where))
+    return records
+
+
+def read_own(location: str) -> list[SuiteRecord]:
+    """Return the records of the user's own file: each is a chat, a prompt or a text, with its task.
+
+    If a record has several of ``messages`` (or ``conversations``), ``prompt`` and ``text``, the first in this order is
+    read. ``task`` or ``category`` names the task; for records without either it is the stem of the file.
+
+    Raises:
+        DataError: The file does not exist, or a record has none of these fields.
+    """
+    stem = Path(location).name.split(".")[0]
+    records = []
+    for number, row in enumerate(load_rows(location, name=location), start=1):
+        where = f"{location}, record {number}"
+        task = next((str(row[field]) for field in TASK_FIELDS if row.get(field) is not None), stem)
+        records.append(_suite_record(task, _own_content(row, where), f"{stem}#{number}", where))
+    return records
+
+
+def _suite_record(task: str, content: Content, id: str, where: str) -> SuiteRecord:
+    if task == ALL_TASKS:
+        raise DataError(
+            f"{where}: the task {task!r}; expected another name, as reports use it for all tasks together. Rename it."
+        )
+    return SuiteRecord(task, Record(id, content_group(content), content))
+
+
+def _own_content(row: Row, where: str) -> Content:
+    for column in MESSAGE_COLUMNS:
+        if row.get(column) is not None:
+            return _tidied(parse_messages(row[column], where))
+    if row.get("prompt") is not None:
+        return PromptResponse(_text(row, "prompt", where), "")
+    if row.get("text") is not None:
+        return PlainText(_text(row, "text", where))
+    raise DataError(f"{where}: the fields are {_fields(row)}; expected {OWN_FIELDS}. Rename a field.")
+
+
+def _tidied(chat: Chat) -> Chat:
+    """Return the chat with user messages stripped: leading white space would become part of their first token."""
+    return Chat(
+        tuple(
+            {**message, "content": message["content"].strip()} if message["role"] == "user" else message
+            for message in chat.messages
+        )
+    )
+
+
+def _first_turn(row: Row, where: str) -> tuple[str, Content]:
+    turns = _present(row, "turns")
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{where}: turns are {turns!r}; expected a list of texts. Repair the record.")
+    return str(_present(row, "category")), _question({"text": turns[0]}, "text", f"{where}, turn 1")
+
+
+def _speed_bench(row: Row, where: str) -> tuple[str, Content]:
+    """Read a record written by either script that fetches the texts: one writes `turns`, the other `messages`."""
+    messages = row.get("messages")
+    if messages is None:
+        task, content = _first_turn(row, where)
+    else:
+        chat = parse_messages(messages, where)
+        task, content = str(_present(row, "category")), _tidied(Chat(chat.messages[:1]))
+    if isinstance(content, Chat) and SPEED_BENCH_PLACEHOLDER in content.messages[0]["content"]:
+        raise DataError(
+            f"{where}: a placeholder instead of the prompt; expected the text, which the dataset's licence does not "
+            "allow it to contain: each user fetches the texts from their sources. Run "
+            "nemo_skills/dataset/speed-bench/prepare.py of NVIDIA-NeMo/Skills (or "
+            "examples/specdec_bench/prepare_data.py of NVIDIA/Model-Optimizer) with '--config qualitative', and pass "
+            "the file it writes."
+        )
+    return task, content
+
+
+def _human_eval(row: Row, where: str) -> tuple[str, Content]:
+    return "humaneval", PromptResponse(_text(row, "prompt", where), "")
+
+
+def _gsm8k(row: Row, where: str) -> tuple[str, Content]:
+    return "gsm8k", _question(row, "question", where)
+
+
+def _question(row: Row, field: str, where: str) -> Chat:
+    return Chat(({"role": "user", "content": _text(row, field, where).strip()},))
+
+
+def _text(row: Row, field: str, where: str) -> str:
+    value = _present(row, field)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{where}: {field} is {value!r:.60}; expected text. Fill it in, or remove the record.")
+    return value
+
+
+def _present(row: Row, field: str) -> Any:
+    """Return a field's value; raise KeyError where it is missing or None (a column of other records)."""
+    if row.get(field) is None:
+        raise KeyError(field)
+    return row[field]
+
+
+def _fields(row: Row) -> str:
+    return ", ".join(repr(field) for field, value in row.items() if value is not None)
+
+
+_TURNS = "`question_id`, `category` and `turns`, a list of texts"
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "mt-bench": Benchmark(_TURNS, None, "train", _first_turn),
+    "spec-bench": Benchmark(_TURNS, None, "train", _first_turn),
+    "speed-bench": Benchmark(f"{_TURNS} (or `messages`)", "qualitative", "test", _speed_bench),
+    "humaneval": Benchmark("`task_id` and `prompt`", None, "test", _human_eval),
+    "gsm8k": Benchmark("`question` and `answer`", "main", "test", _gsm8k),
+}
+"""The supported benchmarks, by the name before ``:LOCATION``."""
+
+SEPARATOR = "\n\n"
+
+
+class Filler:
+    """The texts of a suite as context before its prompts, each tokenised once and on demand.
+
+    Args:
+        records: All records of the suite, including those that were not chosen as prompts. The context of a prompt does
+            not depend on which other prompts were chosen.
+        tokenizer: The trunk's.
+        seed: Determines the order of the texts.
+    """
+
+    def __init__(self, records: Sequence[SuiteRecord], tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        first_with = {content_text(one.record.content): one for one in reversed(records)}
+        self._records = sorted(
+            (one for text, one in first_with.items() if text.strip()),
+            key=lambda one: (stable_share(one.record.id, seed), one.record.id),
+        )
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._tokens: dict[str, list[int]] = {}
+
+    def before(self, asked: SuiteRecord, num_tokens: int) -> tuple[int, ...]:
+        """Return exactly ``num_tokens`` tokens of other records' texts, as context before a record's own prompt.
+
+        Records of the same group are left out. Records of the same task are placed nearest to the prompt. A text
+        repeats only after all others were used. The record's id and the seed determine where the order starts. The
+        context is filled from its end: a shorter context equals the end of a longer one, and only the first text can be
+        cut.
+
+        Raises:
+            DataError: The suite has no other text.
+        """
+        pieces: list[list[int]] = []
+        missing = num_tokens
+        for other in cycle(self._others(asked)):
+            if missing <= 0:
+                break
+            pieces.append(self._piece(other))
+            missing -= len(pieces[-1])
+        if missing > 0:
+            raise DataError(
+                f"{asked.record.where}: the suite has no other text to put before it; expected at least one record of "
+                "another group. Add records, or leave contexts out."
+            )
+        tokens = tuple(chain.from_iterable(reversed(pieces)))
+        return tokens[len(tokens) - num_tokens :]
+
+    def _others(self, asked: SuiteRecord) -> Iterator[SuiteRecord]:
+        start = int(stable_share(asked.record.id, self._seed) * len(self._records))
+        rotated = self._records[start:] + self._records[:start]
+        own_text = content_text(asked.record.content)
+        for other in sorted(rotated, key=lambda one: one.task != asked.task):
+            if other.record.group != asked.record.group and content_text(other.record.content) != own_text:
+                yield other
+
+    def _piece(self, one: SuiteRecord) -> list[int]:
+        if one.record.id not in self._tokens:
+            text = content_text(one.record.content) + SEPARATOR
+            self._tokens[one.record.id] = raw_tokens(self._tokenizer, text, start=False)
+        return self._tokens[one.record.id]
+
+
+def content_text(content: Content) -> str:
+    """Return the prompt of a record as plain text."""
+    if isinstance(content, Chat):
+        return SEPARATOR.join(message["content"] for message in content.prompt_messages())
+    return content.prompt if isinstance(content, PromptResponse) else content.text
+
+
+BUILTIN, DEMO = "builtin", "demo"
+BUILTIN_FILE = Path(__file__).parent / "builtin.jsonl"
+DEMO_HOLDOUT, DEMO_SEED = 0.2, 0
+"""The hold-out share and seed of the demo's recipes: their heads were not trained on the held-out questions."""
+
+PROBES = "0", "q"
+"""Two message contents with different first characters, to locate the content in a template's output."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The prompts of a suite, as text.
+
+    Args:
+        name: The name that the user gave.
+        records: The records in the order of the file; ids are unique.
+    """
+
+    name: str
+    records: tuple[SuiteRecord, ...]
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks, in the order of their first record."""
+        return tuple(dict.fromkeys(one.task for one in self.records))
+
+
+def load_suite(name: str) -> Suite:
+    """Load a suite by its name.
+
+    Args:
+        name: ``builtin``, ``demo``, ``BENCHMARK:LOCATION``, or the location of the user's own records, in any format
+            that ``data.sources`` reads.
+
+    Raises:
+        DataError: The suite or file does not exist, or has another format.
+    """
+    kind, colon, location = name.partition(":")
+    if name == BUILTIN:
+        return Suite(name, tuple(_builtin_records()))
+    if name == DEMO:
+        return Suite(name, tuple(_demo_records()))
+    if kind in BENCHMARKS and location:
+        return Suite(name, tuple(read_benchmark(kind, location)))
+    is_location = not colon and kind not in BENCHMARKS and set(name) & set("/.*")
+    if is_location or Path(name).expanduser().exists():
+        return Suite(name, tuple(read_own(name)))
+    known = ", ".join([BUILTIN, DEMO, *(f"{benchmark}:LOCATION" for benchmark in BENCHMARKS)])
+    if kind in BENCHMARKS:
+        cure = f"Write {kind}: and its file, or the id of its dataset on the hub."
+    else:
+        cure = f"{_near(kind, [BUILTIN, DEMO, *BENCHMARKS])}Use one of them, or a path."
+    raise DataError(f"suite {name!r}: no such suite or file; expected {known}, or a file of your own. {cure}")
+
+
+def suite_location(name: str) -> str | None:
+    """Return the file or dataset that a suite is read from; None for a suite of the package."""
+    kind, _, location = name.partition(":")
+    if name in (BUILTIN, DEMO):
+        return None
+    return location if kind in BENCHMARKS and location else name
+
+
+def choose_records(
+    suite: Suite, *, prompts_per_task: int | None = None, seed: int = 0, tasks: Sequence[str] | None = None
+) -> list[SuiteRecord]:
+    """Return a choice of a suite's records, task by task.
+
+    The choice depends on the records' ids and the seed alone. A larger ``prompts_per_task`` extends a smaller choice.
+
+    Args:
+        suite: The suite.
+        prompts_per_task: The most records per task; None for all.
+        seed: Determines the choice.
+        tasks: Names of tasks; None for all.
+
+    Raises:
+        DataError: The suite has no task of one of these names.
+    """
+    known = suite.tasks
+    for task in tasks or ():
+        if task not in known:
+            raise DataError(
+                f"suite {suite.name!r}: no task {task!r}; expected some of {', '.join(known)}. "
+                f"{_near(task, known)}Correct the name, or leave tasks out for all."
+            )
+    chosen: list[SuiteRecord] = []
+    for task in known if tasks is None else dict.fromkeys(tasks):
+        ranked = sorted(
+            (one for one in suite.records if one.task == task),
+            key=lambda one: (stable_share(one.record.id, seed), one.record.id),
+        )
+        chosen += ranked[:prompts_per_task]
+    return chosen
+
+
+def suite_prompts(
+    suite: Suite,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context_tokens: int | None = None,
+    prompts_per_task: int | None = None,
+    seed: int = 0,
+    tasks: Sequence[str] | None = None,
+) -> list[TaskPrompt]:
+    """Return the tokens of a suite's prompts, extended to ``context_tokens`` where given.
+
+    Chats are rendered by the chat template. If the template rejects a system message, its text is prepended to the
+    first user message. Without a template (base models), the messages are joined as plain text by empty lines. Prompts
+    of raw text are used unchanged, and texts are continued from their half.
+
+    ``context_tokens`` extends every prompt to exactly that length with unchanged content: other text of the suite is
+    inserted before the content of the last user message (at the start of raw text), and all other tokens stay the same.
+    A prompt keeps its id at all lengths. The inserted text comes from :class:`Filler`; at 32k tokens the texts of a
+    small suite repeat.
+
+    Prompts that are longer already are left out, and so are texts too short to be continued. Compare with the length of
+    :func:`choose_records` to see how many.
+
+    Args:
+        suite: The suite.
+        tokenizer: The trunk's.
+        context_tokens: The length of every prompt; None leaves the prompts unchanged.
+        prompts_per_task: As in :func:`choose_records`.
+        seed: Determines the choice of prompts and the order of the inserted texts.
+        tasks: As in :func:`choose_records`.
+
+    Raises:
+        DataError: A task does not exist, a record does not fit the tokenizer, or no prompt is left.
+    """
+    records = choose_records(suite, prompts_per_task=prompts_per_task, seed=seed, tasks=tasks)
+    filler = Filler(suite.records, tokenizer, seed)
+    prompts = []
+    for one in records:
+        record, prompt_ids = one.record, _prompt_ids(one.record, tokenizer)
+        if not prompt_ids or (context_tokens is not None and len(prompt_ids) > context_tokens):
+            continue
+        if context_tokens is not None:
+            place = _place(record, tokenizer, prompt_ids)
+            before = filler.before(one, context_tokens - len(prompt_ids))
+            prompt_ids = (*prompt_ids[:place], *before, *prompt_ids[place:])
+        prompts.append(TaskPrompt(id=record.id, group=record.group, prompt_ids=prompt_ids, task=one.task))
+    if not prompts:
+        limit = "of two tokens or more" if context_tokens is None else f"of {context_tokens} tokens or fewer"
+        raise DataError(
+            f"suite {suite.name!r}: none of {len(records)} prompts is {limit}; expected at least one. Ask for longer "
+            "contexts, or use other prompts."
+        )
+    return prompts
+
+
+def _prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that the trunk continues; empty for a text too short to be split in half."""
+    if isinstance(record.content, PlainText):
+        prompts = continuation_prompts([record], tokenizer)
+    elif isinstance(record.content, Chat) and record.content.prompt_messages() and tokenizer.chat_template is None:
+        plain = PromptResponse(content_text(record.content), "")
+        prompts = build_prompts([replace(record, content=plain)], tokenizer)
+    else:
+        try:
+            prompts = build_prompts([record], tokenizer)
+        except DataError:
+            merged = _without_system(record.content)
+            if merged == record.content:
+                raise
+            prompts = build_prompts([replace(record, content=merged)], tokenizer)
+    return prompts[0].prompt_ids if prompts else ()
+
+
+def _without_system(content: Content) -> Content:
+    """Return a chat with its system message prepended to the first user message, for templates without that role."""
+    if not isinstance(content, Chat) or [message["role"] for message in content.messages[:2]] != ["system", "user"]:
+        return content
+    system, user, *others = content.messages
+    return Chat(({**user, "content": system["content"] + SEPARATOR + user["content"]}, *others))
+
+
+def _place(record: Record, tokenizer: PreTrainedTokenizerBase, prompt_ids: tuple[int, ...]) -> int:
+    """Return the number of prompt tokens before the content of the last user message (of raw text: its start).
+
+    In a chat, it is the first token that differs when the prompt is rendered with another last user message. This needs
+    no character offsets of the tokenizer, and no template that writes the message unchanged.
+
+    Raises:
+        DataError: The template does not render that message.
+    """
+    if not isinstance(record.content, Chat):
+        return int(prompt_ids[0] == tokenizer.bos_token_id)
+    messages = record.content.prompt_messages()
+    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    asked = users[-1] if users else len(messages) - 1
+    place = len(prompt_ids)
+    for probe in PROBES:
+        changed = ({**messages[asked], "content": probe}, *messages[asked + 1 :])
+        other_ids = _prompt_ids(replace(record, content=Chat((*messages[:asked], *changed))), tokenizer)
+        pairs = enumerate(zip(prompt_ids, other_ids, strict=False))
+        place = min(place, next((index for index, (one, other) in pairs if one != other), len(prompt_ids)))
+    if place == len(prompt_ids):
+        raise DataError(
+            f"{record.where}: the chat template does not render the last user message; expected its text, to put other "
+            "text before it. Leave contexts out, or use another template."
+        )
+    return place
+
+
+def _builtin_records() -> list[SuiteRecord]:
+    records, numbers = [], Counter[str]()
+    for line in BUILTIN_FILE.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        numbers[row["task"]] += 1
+        # Numbered within the task, so that new prompts of one task do not change the choice in other tasks.
+        id = f"{BUILTIN}#{row['task']}-{numbers[row['task']]}"
+        content = parse_messages(row["messages"], id)
+        records.append(SuiteRecord(row["task"], Record(id, content_group(content), content)))
+    return records
+
+
+def _demo_records() -> list[SuiteRecord]:
+    """Return the questions about functions that the demo's recipes hold out, and code that no recipe trains on."""
+    functions = load_records(str(demo_path("prompts")), group_field="group", name="demo:prompts")
+    code = load_records(str(demo_path("code")), group_field="group", name="demo:code")
+    held_out = [record for record in functions if is_held_out(record.group, DEMO_HOLDOUT, DEMO_SEED)]
+    return [SuiteRecord(task, record) for task, part in (("functions", held_out), ("code", code)) for record in part]
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]}? " if near else ""

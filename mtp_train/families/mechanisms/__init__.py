@@ -1,0 +1,1 @@
+"""Attention mechanisms, position embeddings and residual streams that only some families have."""

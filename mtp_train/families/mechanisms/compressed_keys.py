@@ -1,0 +1,122 @@
+"""Attention to compressed keys, for batches whose rows are at different positions.
+
+DeepSeek V4's layers attend to a sliding window of keys, and to one compressed key ("entry") per group of N earlier
+positions. transformers computes an entry when a call completes a group, and buffers the inputs of an incomplete group.
+All rows must then be at one position, and a token cannot be rolled back. Here the inputs are stored by position, and
+every group that a window may complete is computed again from them. Entries of rejected drafts are thereby overwritten
+before a token attends to them: a token at position p attends to the entries of the groups that are complete at p.
+
+The decoder's caches store inputs and entries; see :class:`EntryStore`.
+
+Shapes: B rows, T tokens of a window, G groups, N positions of a group, E entries, X width, K selected entries.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+COMPRESSED_CACHE_LAYERS = ("DeepseekV4CSACache", "DeepseekV4HCACache")
+"""transformers' cache classes for such layers, by name: importing them would import the model."""
+_MODULE = "transformers.models.deepseek_v4.modeling_deepseek_v4"
+
+
+class EntryStore(Protocol):
+    """The part of a layer's cache that stores compressor inputs and entries, by the name of each compressor."""
+
+    def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the window's inputs; return the groups that it may complete, preceded by the group before them.
+
+        Returns:
+            Group numbers, int (B, G + 1), consecutive, -1 if there is no group before; their inputs, (B, G + 1, N, X).
+        """
+
+    def write_entries(self, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
+        """Write the entries of groups; return all entries in use, (B, E, X), incomplete groups included."""
+
+
+@contextmanager
+def compressing_in_windows() -> Iterator[None]:
+    """Replace the layers' compression by ours within the context; each layer's cache must be an :class:`EntryStore`.
+
+    The replacements are class attributes, so they affect every thread.
+    """
+    module = importlib.import_module(_MODULE)
+    ours = {module.DeepseekV4HCACompressor: _all_entries, module.DeepseekV4CSACompressor: _chosen_entries}
+    stock = {compressor: compressor.forward for compressor in ours}
+    for compressor, forward in ours.items():
+        compressor.forward = forward
+    try:
+        yield
+    finally:
+        for compressor, forward in stock.items():
+            compressor.forward = forward
+
+
+def _all_entries(
+    compressor: Any, hidden_BTD: Tensor, _queries: Tensor, positions_BT: Tensor, cache: Any, layer_idx: int
+) -> tuple[Tensor, Tensor]:
+    """Return a layer's entries, (B, 1, E, X), and the mask of entries that each token attends to, bool (B, 1, T, E)."""
+    entries_BEX = _compressed(compressor, "compressor", hidden_BTD, cache.layers[layer_idx])
+    seen_BTE = _full(positions_BT, compressor.compress_rate, entries_BEX.shape[1])
+    return entries_BEX[:, None], seen_BTE[:, None]
+
+
+def _chosen_entries(
+    compressor: Any, hidden_BTD: Tensor, queries_BTX: Tensor, positions_BT: Tensor, cache: Any, layer_idx: int
+) -> tuple[Tensor, Tensor]:
+    """Return the same for a layer whose indexer selects K entries for each token."""
+    entries_BEX = _compressed(compressor, "compressor", hidden_BTD, cache.layers[layer_idx])
+    indexer = compressor.indexer
+    keys_BEX = _compressed(indexer, "indexer", hidden_BTD, cache.layers[layer_idx])
+    query_BTHX = indexer.q_b_proj(queries_BTX).unflatten(-1, (-1, indexer.head_dim))
+    query_BTHX = _rotated(indexer, query_BTHX.transpose(1, 2), positions_BT).transpose(1, 2)
+    seen_BTE = _full(positions_BT, indexer.compress_rate, keys_BEX.shape[1])
+    scores_BTE = indexer.scorer(query_BTHX, keys_BEX, hidden_BTD).masked_fill(~seen_BTE, -torch.inf)
+    chosen_BTK = scores_BTE.topk(min(indexer.index_topk, keys_BEX.shape[1]), dim=-1).indices
+    chosen_BTE = torch.zeros_like(seen_BTE).scatter(-1, chosen_BTK, True)
+    return entries_BEX[:, None], (seen_BTE & chosen_BTE)[:, None]
+
+
+def _full(positions_BT: Tensor, group_size: int, num_entries: int) -> Tensor:
+    """Return the mask of groups that are complete at each token: bool (B, T, E)."""
+    numbers_E = torch.arange(num_entries, device=positions_BT.device)
+    return numbers_E < ((positions_BT + 1) // group_size)[..., None]
+
+
+def _compressed(compressor: Any, name: str, hidden_BTD: Tensor, store: EntryStore) -> Tensor:
+    """Compute the entries of every group that the window may complete; return all entries in use, (B, E, X).
+
+    An entry is the sum of its group's inputs, weighted per channel by the softmax of their gates. If the compressor's
+    inputs have twice the width, the sum is over the first half of the group before and the second half of its own.
+    """
+    inputs_BTX = torch.cat([compressor.kv_proj(hidden_BTD), compressor.gate_proj(hidden_BTD)], dim=-1)
+    groups_BG, inputs_BGNX = store.groups(name, inputs_BTX)
+    values_BGNX, gates_BGNX = inputs_BGNX.chunk(2, dim=-1)
+    gates_BGNX = gates_BGNX + compressor.position_bias
+    width = compressor.head_dim
+    if values_BGNX.shape[-1] > width:
+        no_group_BG111 = (groups_BG < 0)[:, :, None, None]
+        gates_BGNX = gates_BGNX.masked_fill(no_group_BG111, -torch.inf)
+        values_BGNX, gates_BGNX = (
+            torch.cat([both[:, :-1, :, :width], both[:, 1:, :, width:]], dim=2) for both in (values_BGNX, gates_BGNX)
+        )
+    else:
+        values_BGNX, gates_BGNX = values_BGNX[:, 1:], gates_BGNX[:, 1:]
+    weights_BGNX = gates_BGNX.softmax(dim=2, dtype=torch.float32).to(values_BGNX.dtype)
+    entries_BGX = compressor.kv_norm((values_BGNX * weights_BGNX).sum(dim=2))
+    groups_BG = groups_BG[:, 1:]
+    entries_BGX = _rotated(compressor, entries_BGX[:, None], groups_BG * compressor.compress_rate)[:, 0]
+    return store.write_entries(name, groups_BG, entries_BGX)
+
+
+def _rotated(compressor: Any, states_BHTX: Tensor, positions_BT: Tensor) -> Tensor:
+    cos, sin = compressor.rotary_emb(states_BHTX, position_ids=positions_BT, layer_type=compressor.rope_layer_type)
+    rotate: Any = importlib.import_module(_MODULE).apply_rotary_pos_emb
+    rotated: Tensor = rotate(states_BHTX, cos, sin)
+    return rotated

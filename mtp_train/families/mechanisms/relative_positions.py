@@ -1,0 +1,139 @@
+"""Relative-distance attention and short convolutions, for batches whose rows are at different positions.
+
+transformers' layers assume that a key's slot is its position, the same in all rows of a batch. The two differ in the
+training unroll, where the rows of later depths follow all rows of depth 1 and packed documents follow one another, and
+in decoding, where the rows of a batch are at different positions. There attention masks contain the distance of each
+key (int64, -1 for a masked key), and the cache passes each convolution the inputs before its own.
+
+Shapes: B rows, T queries, S keys, H heads, E distances, C channels, W kernel width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicLayer
+
+CONVOLVED_CACHE_LAYERS = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+"""transformers' cache classes for such layers, by name, because older releases lack one of them."""
+
+
+class LogScaling(NamedTuple):
+    """Scores grow with the position p: by ``1 + alpha log(max((p + 1) / floor, 1))``."""
+
+    floor: int
+    alpha: float
+
+
+class RelativeProfiles(nn.Module):
+    """The bias of attention scores by distance: a bank of profiles, mixed by the query.
+
+    Args:
+        stock: transformers' module of the layer; its weights are reused under the same names.
+        log_scaling: Scaling of the layer's scores; None for none.
+    """
+
+    def __init__(self, stock: Any, log_scaling: LogScaling | None) -> None:
+        super().__init__()
+        self.proj = stock.proj
+        self.rel_extent = stock.rel_extent
+        self.log_scaling = log_scaling
+        self._by_place = type(stock).forward
+
+    def forward(self, relative_states: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Return the bias of every key by its slot, (B, H, T, S), like transformers' module.
+
+        A cache with positions of its own passes no key positions. The result is then the profiles, (B, H, T, E), for
+        :meth:`at_distances`.
+        """
+        if key_positions.numel():
+            bias: Tensor = self._by_place(self, relative_states, query_positions, key_positions)
+            return bias
+        return (relative_states @ self.proj).transpose(1, 2)
+
+    def at_distances(self, query: Tensor, profile_BHTE: Tensor, distance_B1TS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scaled queries, and the bias to add to their scores.
+
+        Args:
+            query: Shape (B, H, T, width).
+            profile_BHTE: The result of :meth:`forward`.
+            distance_B1TS: int64, broadcast to (B, 1, T, S), -1 for a masked key.
+        """
+        extent = profile_BHTE.shape[-1]
+        index_BHTS = distance_B1TS.clamp(0, extent - 1).expand(*profile_BHTE.shape[:2], -1, -1)
+        bias_BHTS = profile_BHTE.gather(-1, index_BHTS).masked_fill(distance_B1TS >= extent, 0.0)
+        if self.log_scaling is not None:
+            # A layer with scaling attends to all keys, and its first slot is position 0.
+            end_B1T1 = (distance_B1TS[..., :1] + 1).float() / self.log_scaling.floor
+            scale_B1T1 = 1.0 + self.log_scaling.alpha * torch.log(end_B1T1.clamp(min=1.0))
+            query = (query.float() * scale_B1T1).to(query.dtype)
+            bias_BHTS = (bias_BHTS.float() * scale_B1T1).to(bias_BHTS.dtype)
+        return query, torch.where(distance_B1TS >= 0, bias_BHTS, torch.finfo(bias_BHTS.dtype).min)
+
+
+class ShortConvolution(nn.Module):
+    """A causal depthwise convolution over a few rows, added to its input.
+
+    Args:
+        stock: transformers' module of the layer; its weights are reused under the same names.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        super().__init__()
+        self.conv1d = stock.conv1d
+        self.layer_idx, self.conv_idx, self.width = stock.layer_idx, stock.conv_idx, stock.conv_kernel_size
+
+    def forward(
+        self, hidden_states: Tensor, past_key_values: Cache | None = None, conv_mask: Tensor | None = None
+    ) -> Tensor:
+        """Run the convolution, (B, T, C) to (B, T, C); arguments as in transformers' module."""
+        inputs_BTC = hidden_states.float()
+        if past_key_values is None:
+            taps = [shifted(inputs_BTC, back) for back in range(self.width)]
+        else:
+            layer: Any = past_key_values.layers[self.layer_idx]
+            taps = layer.taps(inputs_BTC, self.conv_idx, self.width)
+        weight_WC = self.conv1d.weight.float()[:, 0].T
+        output_BTC = inputs_BTC
+        for back, tap_BTC in enumerate(taps):
+            output_BTC = output_BTC + tap_BTC * weight_WC[self.width - 1 - back]
+        return output_BTC.to(hidden_states.dtype)
+
+
+def shifted(inputs_BTC: Tensor, back: int) -> Tensor:
+    """Return the inputs ``back`` rows before each row, 0 before the first row."""
+    num_rows = inputs_BTC.shape[1]
+    return nn.functional.pad(inputs_BTC, (0, 0, back, 0))[:, :num_rows]
+
+
+class UnrolledRows(DynamicLayer):
+    """Cache of keys and convolution inputs in an unroll, with the depths one after the other.
+
+    Args:
+        place_BT: int, number of depth-1 rows before each row in its document.
+    """
+
+    def __init__(self, place_BT: Tensor) -> None:
+        super().__init__()
+        self.place_BT = place_BT
+        self._inputs: dict[int, tuple[Tensor, ...]] = {}
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return no key sizes: the masks contain the distances of keys."""
+        return 0, 0
+
+    def taps(self, inputs_BTC: Tensor, conv_idx: int, width: int) -> list[Tensor]:
+        """Append a depth's inputs; return the last ``width`` inputs at each row, the row's own first.
+
+        A row of depth k follows its own start's rows of depth 1 to k-1, which follow the earlier rows of depth 1.
+        """
+        depths = (*self._inputs.get(conv_idx, ()), inputs_BTC)
+        # A new mapping, because a shallow copy of this layer may be run again from its earlier state.
+        self._inputs = {**self._inputs, conv_idx: depths}
+        own = list(depths[::-1][:width])
+        return own + [self._before(depths[0], back) for back in range(1, width - len(own) + 1)]
+
+    def _before(self, inputs_BTC: Tensor, back: int) -> Tensor:
+        return shifted(inputs_BTC, back).masked_fill((self.place_BT < back)[..., None], 0.0)

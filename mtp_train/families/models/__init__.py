@@ -1,0 +1,1 @@
+"""The family records, one file a vendor."""

@@ -1,0 +1,348 @@
+"""Trunks whose releases carry no head: the key layout of an attached head, and the engines that serve it.
+
+The attached head is DeepSeek-V3's MTP module (arXiv:2412.19437, equations 21 to 23) around one decoder layer of the
+trunk's own class, with full attention. It is stored as transformers' ``MtpModel`` reads it (``mtp.*``,
+``num_mtp_layers``); for Qwen3-MoE, SGLang reads the same layout. Two families differ: a head for Qwen2 is stored as
+MiMo-7B stores one, because MiMo-7B has a Qwen2 trunk; a head for Command A+ as llama.cpp reads it (``cohere.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from mtp_train.families.convention import Convention
+from mtp_train.families.engines import EngineSupport, engine_table, no
+from mtp_train.families.layouts import AFTER_THE_TRUNK, beside_the_trunk, expert_rules, with_layers
+from mtp_train.families.mechanisms.longrope import keep_short_factors, short_factors
+from mtp_train.families.models.cohere import COHERE2_MOE
+from mtp_train.families.models.mimo import MIMO
+from mtp_train.families.spec import (
+    Borrowed,
+    Declaration,
+    Engines,
+    Family,
+    HeadLayer,
+    KeyRule,
+    Keys,
+    TrunkTraits,
+    Wiring,
+)
+from mtp_train.upstream.transformers_private import attention_of, set_attention
+
+# transformers' causal language models of these types declare no head keys, so the caller has to name them.
+_USE_MTP_TOLD = EngineSupport(
+    True,
+    "once loaded, model._keys_to_ignore_on_load_unexpected = [r'^mtp\\.']; model.generate(..., use_mtp=True): batch 1, "
+    "one draft a round",
+    plain="model.generate(...)",
+)
+# transformers samples drafts from the lm_head's output, before the model's own scale or bound of logits.
+_USE_MTP_UNSCALED = EngineSupport(
+    True,
+    f"{_USE_MTP_TOLD.text}; sampled drafts are drawn without the model's scale or bound of logits, fewer are accepted",
+    plain=_USE_MTP_TOLD.plain,
+)
+_NO_VLLM = no(
+    "has no such head of its own for this model, and its transformers backend finds one by the keys that the model's "
+    "class names, which transformers' own class does not"
+)
+_NO_SGLANG = no("has no head for this model")
+_NO_LLAMA_CPP = no("has no graph for this head")
+
+
+def transformers_only(transformers: EngineSupport) -> Mapping[str, EngineSupport]:
+    """Return the engines' table of a head that vLLM, SGLang and llama.cpp do not load."""
+    return engine_table(transformers=transformers, vllm=_NO_VLLM, sglang=_NO_SGLANG, llama_cpp=_NO_LLAMA_CPP)
+
+
+_TRANSFORMERS_ONLY = transformers_only(_USE_MTP_TOLD)
+_UNSCALED = transformers_only(_USE_MTP_UNSCALED)
+_OURS_ONLY = transformers_only(no("builds a head only where the config calls the norms' epsilon rms_norm_eps"))
+_DECLARATION = Declaration(
+    count="num_mtp_layers",
+    # transformers needs the kinds of a head's layers if the trunk's layers are of several kinds.
+    beside={"mtp_layer_types": ["full_attention"]},
+    others=("mtp_layer_types",),
+)
+_PLAIN_WIRING = Wiring()
+_PLAIN_TRUNK = TrunkTraits()
+_SEVERAL_LAYER_TYPES = TrunkTraits(masks_by_layer_type=True)
+
+
+def _full(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(text_config, num_modules, layer_types=["full_attention"] * num_modules)
+
+
+def _without_window(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    # transformers builds the head's KV cache from the trunk's config: in a trunk with a sliding window it drops keys
+    # beyond the window.
+    return with_layers(text_config, num_modules, sliding_window=None)
+
+
+def _without_dropout(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return _without_window(
+        with_layers(text_config, num_modules, attention_dropout=0.0, residual_dropout=0.0), num_modules
+    )
+
+
+def _sparse(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(text_config, num_modules, sliding_window=None, mlp_only_layers=[], decoder_sparse_step=1)
+
+
+def _sparse_full(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return _full(with_layers(text_config, num_modules, mlp_only_layers=[], decoder_sparse_step=1), num_modules)
+
+
+def _rotated(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    # transformers builds the head from the first layer's fields. The trunk's last layer may have no positions.
+    return _full(with_layers(text_config, num_modules, no_rope_layers=[1] * num_modules), num_modules)
+
+
+def attached(
+    model_type: str,
+    title: str,
+    *,
+    classes: tuple[str, str],
+    head_layer_config: Callable[[PretrainedConfig, int], PretrainedConfig] = _without_window,
+    rotary_by_layer_type: bool = False,
+    norm: str = "RMSNorm",
+    norm_eps: str = "rms_norm_eps",
+    layer_rules: tuple[KeyRule, ...] = (),
+    trunk_rules: tuple[KeyRule, ...] = (),
+    wiring: Wiring = _PLAIN_WIRING,
+    trunk: TrunkTraits = _PLAIN_TRUNK,
+    engines: Mapping[str, EngineSupport] = _TRANSFORMERS_ONLY,
+) -> Family:
+    """Return the record of a trunk whose attached head is stored in the layout of transformers' ``MtpModel``.
+
+    Args:
+        model_type: The config's ``model_type``; also the family's name.
+        title: See :class:`Family`.
+        classes: Directory of the model under ``transformers.models``, and the prefix of its class names.
+        head_layer_config: See ``HeadLayer.config``.
+        rotary_by_layer_type: See :class:`HeadLayer`.
+        norm: Class name of the norm, without the prefix.
+        norm_eps: See :class:`Borrowed`.
+        layer_rules: Rules for keys of the head's layer that a release and transformers name differently.
+        trunk_rules: See :class:`Keys`.
+        wiring: See :class:`Family`.
+        trunk: See :class:`Family`.
+        engines: See ``Engines.support``.
+    """
+    module, beginning = classes
+    return Family(
+        name=model_type,
+        title=title,
+        model_types=(model_type,),
+        attached=True,
+        declaration=_DECLARATION,
+        keys=Keys(head_prefixes=("mtp.",), rules=beside_the_trunk(*layer_rules), trunk_rules=trunk_rules),
+        wiring=wiring,
+        layer=HeadLayer(
+            config=head_layer_config,
+            borrowed=Borrowed(
+                python_module=f"transformers.models.{module}.modeling_{module}",
+                layer=f"{beginning}DecoderLayer",
+                norm=f"{beginning}{norm}",
+                rotary=f"{beginning}RotaryEmbedding",
+                norm_eps=norm_eps,
+            ),
+            rotary_by_layer_type=rotary_by_layer_type,
+        ),
+        trunk=trunk,
+        engines=Engines(support=engines),
+    )
+
+
+# vLLM and SGLang load the head because of the architecture's name. The model type stays, so that transformers still
+# loads the trunk. vLLM reads the state before the trunk's final norm, SGLang the state after it.
+_MIMO_IN_VLLM = MIMO.wiring.conventions["vllm"]
+QWEN2 = Family(
+    name="qwen2",
+    title="Qwen2 / Qwen2.5",
+    model_types=("qwen2",),
+    attached=True,
+    declaration=Declaration(
+        count=MIMO.declaration.count,
+        beside={"architectures": ["MiMoForCausalLM"]},
+        others=("architectures",),
+    ),
+    keys=Keys(trunk_prefixes=MIMO.keys.trunk_prefixes, head_prefixes=MIMO.keys.head_prefixes, rules=MIMO.keys.rules),
+    wiring=Wiring(concat=MIMO.wiring.concat, default=_MIMO_IN_VLLM, conventions=MIMO.wiring.conventions),
+    layer=HeadLayer(config=_full, borrowed=MIMO.layer.borrowed),
+    trunk=_SEVERAL_LAYER_TYPES,
+    engines=Engines(
+        support=engine_table(
+            transformers=no("loads the trunk and ignores the head"),
+            llama_cpp=no(
+                "has no graph for this head; to convert the trunk, put Qwen2ForCausalLM back into config.json"
+            ),
+        ),
+    ),
+)
+LLAMA = attached("llama", "Llama 2 / 3", classes=("llama", "Llama"))
+MISTRAL = attached("mistral", "Mistral", classes=("mistral", "Mistral"))
+QWEN3 = attached(
+    "qwen3", "Qwen3 dense", classes=("qwen3", "Qwen3"), head_layer_config=_full, trunk=_SEVERAL_LAYER_TYPES
+)
+QWEN3_MOE = attached(
+    "qwen3_moe",
+    "Qwen3 MoE",
+    classes=("qwen3_moe", "Qwen3Moe"),
+    head_layer_config=_sparse,
+    layer_rules=expert_rules("mtp.layers.{module}."),
+    wiring=Wiring(conventions={"sglang": Convention()}),
+    engines=engine_table(transformers=_USE_MTP_TOLD, vllm=_NO_VLLM, llama_cpp=_NO_LLAMA_CPP),
+)
+OLMO2 = attached("olmo2", "OLMo 2", classes=("olmo2", "Olmo2"))
+GEMMA3 = attached(
+    "gemma3_text",
+    "Gemma 3 (text)",
+    classes=("gemma3", "Gemma3"),
+    head_layer_config=_full,
+    rotary_by_layer_type=True,
+    trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping"),
+)
+
+
+def _keep_score_bounds(decoder: nn.Module) -> None:
+    # transformers 5.17 runs Gemma 2 with torch's fused attention, which leaves out the bound on attention scores.
+    trunk: Any = decoder
+    if attention_of(trunk.config) == "sdpa":
+        set_attention(trunk.config, "eager")
+
+
+GEMMA2 = attached(
+    "gemma2",
+    "Gemma 2",
+    classes=("gemma2", "Gemma2"),
+    head_layer_config=_full,
+    trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping", prepare=_keep_score_bounds),
+    engines=_UNSCALED,
+)
+# The rotary frequencies are fixed in the trunk and in the head; longrope.py gives the reason.
+PHI3 = attached(
+    "phi3",
+    "Phi-3 / Phi-4",
+    classes=("phi3", "Phi3"),
+    head_layer_config=lambda config, num_modules: short_factors(_without_window(config, num_modules)),
+    trunk=TrunkTraits(prepare=keep_short_factors),
+)
+GPT_OSS = attached(
+    "gpt_oss", "gpt-oss", classes=("gpt_oss", "GptOss"), head_layer_config=_full, trunk=_SEVERAL_LAYER_TYPES
+)
+OLMO3 = attached(
+    "olmo3",
+    "OLMo 3",
+    classes=("olmo3", "Olmo3"),
+    head_layer_config=_full,
+    rotary_by_layer_type=True,
+    trunk=_SEVERAL_LAYER_TYPES,
+)
+# The head reads embeddings without the trunk's multiplier. Its norm of the embedding cancels any multiplier.
+GRANITE = attached(
+    "granite",
+    "Granite 3",
+    classes=("granite", "Granite"),
+    trunk=TrunkTraits(logit_divisor=lambda config: config["logits_scaling"]),
+    engines=_UNSCALED,
+)
+SMOLLM3 = attached(
+    "smollm3",
+    "SmolLM3",
+    classes=("smollm3", "SmolLM3"),
+    head_layer_config=_rotated,
+    trunk=TrunkTraits(masks_by_layer_type=True, layer_kinds="no_rope_layers"),
+)
+
+
+def _mixtral_layer(layer: str) -> tuple[KeyRule, ...]:
+    """Return the rules of a layer with the native prefix ``layer``."""
+    native, experts = f"{layer}block_sparse_moe.", "layer.mlp.experts"
+    return (
+        *(
+            KeyRule(
+                native=f"{native}experts.{{expert}}.{name}.weight",
+                ours=f"{experts}.gate_up_proj",
+                stack="experts_concat",
+                order=order,
+            )
+            for order, name in enumerate(("w1", "w3"))
+        ),
+        KeyRule(native=f"{native}experts.{{expert}}.w2.weight", ours=f"{experts}.down_proj", stack="experts"),
+        KeyRule(native=f"{native}{{rest}}", ours="layer.mlp.{rest}"),
+    )
+
+
+MIXTRAL = attached(
+    "mixtral",
+    "Mixtral",
+    classes=("mixtral", "Mixtral"),
+    layer_rules=_mixtral_layer("mtp.layers.{module}."),
+    trunk_rules=_mixtral_layer(AFTER_THE_TRUNK),
+)
+QWEN2_MOE = attached(
+    "qwen2_moe",
+    "Qwen2 MoE",
+    classes=("qwen2_moe", "Qwen2Moe"),
+    head_layer_config=_sparse_full,
+    layer_rules=expert_rules("mtp.layers.{module}."),
+    trunk=_SEVERAL_LAYER_TYPES,
+)
+# Queries are scaled by their position in steps of thousands, and transformers runs the head's rows one position later
+# than this package: one row in each step has another scale.
+MINISTRAL3 = attached("ministral3", "Ministral 3 (text)", classes=("ministral3", "Ministral3"))
+GLM4 = attached("glm4", "GLM-4 dense", classes=("glm4", "Glm4"))
+SEED_OSS = attached(
+    "seed_oss",
+    "Seed-OSS",
+    classes=("seed_oss", "SeedOss"),
+    head_layer_config=_without_dropout,
+    engines=transformers_only(
+        EngineSupport(
+            True,
+            f"{_USE_MTP_TOLD.text}, with the config's dropout: set attention_dropout and residual_dropout to 0 first",
+            plain=_USE_MTP_TOLD.plain,
+        )
+    ),
+)
+EXAONE4 = attached(
+    "exaone4", "EXAONE 4", classes=("exaone4", "Exaone4"), head_layer_config=_full, trunk=_SEVERAL_LAYER_TYPES
+)
+# Queries and keys are normed after the rotation, so absolute positions matter: they have to equal transformers'.
+HUNYUAN_DENSE = attached(
+    "hunyuan_v1_dense",
+    "Hunyuan dense",
+    classes=("hunyuan_v1_dense", "HunYuanDenseV1"),
+    wiring=Wiring(default=Convention(position_offset=1)),
+)
+COHERE = attached(
+    "cohere",
+    "Command R",
+    classes=("cohere", "Cohere"),
+    norm="LayerNorm",
+    norm_eps="layer_norm_eps",
+    trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),
+    engines=_OURS_ONLY,
+)
+COHERE2 = attached(
+    "cohere2",
+    "Command R7B / A",
+    classes=("cohere2", "Cohere2"),
+    head_layer_config=_full,
+    norm="LayerNorm",
+    norm_eps="layer_norm_eps",
+    trunk=TrunkTraits(masks_by_layer_type=True, logit_divisor=lambda config: 1.0 / config["logit_scale"]),
+    engines=_OURS_ONLY,
+)
+
+ATTACHED: tuple[Family, ...] = (
+    *(LLAMA, MISTRAL, MINISTRAL3, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
+    *(GEMMA2, GEMMA3, PHI3, GPT_OSS, OLMO2, OLMO3, GRANITE, SMOLLM3, GLM4, SEED_OSS, EXAONE4, HUNYUAN_DENSE),
+    *(COHERE, COHERE2, COHERE2_MOE),
+)
+"""In the order in which tables list them."""

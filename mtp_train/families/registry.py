@@ -1,0 +1,175 @@
+"""The registry of model families, and the choice of a family by a checkpoint's config.
+
+Another package adds a family with :func:`register`, or declares it as an entry point of the group
+``mtp_train.families``, which makes it known to the command line too::
+
+    [project.entry-points."mtp_train.families"]
+    my_model = "my_package.families:MY_MODEL"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import entry_points
+
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.assistants import ASSISTANTS, assistant_for
+from mtp_train.families.drafts import draft_kind, draft_title
+from mtp_train.families.engines import ENGINES
+from mtp_train.families.headless import HEADLESS, NOT_ATTACHED
+from mtp_train.families.models.attached import ATTACHED
+from mtp_train.families.models.bailing import BAILING_HYBRID
+from mtp_train.families.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V4, DEEPSEEK_V32
+from mtp_train.families.models.dots import DOTS3_NOTE
+from mtp_train.families.models.ernie import ERNIE4_5_MOE
+from mtp_train.families.models.exaone import EXAONE4_5, EXAONE_MOE
+from mtp_train.families.models.glm import GLM4_MOE, GLM4_MOE_LITE, GLM5_NEXT, GLM_MOE_DSA, GLM_OCR
+from mtp_train.families.models.hunyuan import HY_V3, HY_V4
+from mtp_train.families.models.inkling import INKLING
+from mtp_train.families.models.longcat import LONGCAT_FLASH
+from mtp_train.families.models.mellum import MELLUM
+from mtp_train.families.models.mimo import MIMO, MIMO_V2
+from mtp_train.families.models.minimax import MINIMAX_M3
+from mtp_train.families.models.nemotron import NEMOTRON_H
+from mtp_train.families.models.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP
+from mtp_train.families.models.stepfun import STEP3P7
+from mtp_train.families.spec import Family, RawConfig, raw_text_config
+from mtp_train.families.wrappers import WRAPPERS, in_wrapper
+
+ENTRY_POINTS = "mtp_train.families"
+_FAMILIES: list[Family] = [
+    *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP),
+    *(DEEPSEEK_V3, DEEPSEEK_V32, DEEPSEEK_V4),
+    *(GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, GLM5_NEXT, GLM_OCR),
+    *(MIMO, MIMO_V2),
+    NEMOTRON_H,
+    *(HY_V3, HY_V4),
+    BAILING_HYBRID,
+    *(EXAONE_MOE, EXAONE4_5),
+    ERNIE4_5_MOE,
+    STEP3P7,
+    LONGCAT_FLASH,
+    MINIMAX_M3,
+    INKLING,
+    DOTS3_NOTE,
+    MELLUM,
+    *ATTACHED,
+]
+FAMILIES: Sequence[Family] = _FAMILIES
+"""All families, in the order in which tables list them; registered families follow the built-in ones. Read only: use
+:func:`register` to add one. Families of entry points are added by the first look-up."""
+
+
+def register(family: Family) -> None:
+    """Add a family: its checkpoints are then recognised like a built-in family's.
+
+    Example::
+
+        mtp_train.families.register(dataclasses.replace(LLAMA, name="mine", title="Mine", model_types=("mine",)))
+
+    Raises:
+        UnsupportedModelError: Another family has this name or one of these model types, or an engine is unknown.
+    """
+    if any(one.name == family.name for one in FAMILIES):
+        raise UnsupportedModelError(
+            f"families.register: name '{family.name}' is taken; expected a new one. Rename the family."
+        )
+    owners = {model_type: one.title for one in FAMILIES for model_type in one.model_types}
+    owners |= {model_type: one.title for one in ASSISTANTS for model_type in one.model_types}
+    for model_type in family.model_types:
+        if model_type in owners:
+            raise UnsupportedModelError(
+                f"families.register: model_type '{model_type}' of '{family.name}' belongs to {owners[model_type]}; "
+                "expected model types without a family. Remove it from model_types."
+            )
+    for engine in (*family.engines.support, *family.wiring.conventions):
+        if all(engine != one.name for one in ENGINES):
+            raise UnsupportedModelError(
+                f"families.register: engine '{engine}' of '{family.name}' is unknown; expected one of "
+                f"{', '.join(one.name for one in ENGINES)}. Call register_engine first."
+            )
+    _FAMILIES.append(family)
+
+
+def unregister(name: str) -> None:
+    """Remove the family with this name; do nothing if there is none."""
+    _FAMILIES[:] = [family for family in _FAMILIES if family.name != name]
+
+
+@cache
+def register_installed() -> None:
+    """Register the families that installed packages declare as entry points, once.
+
+    Called by :func:`family_for` and :func:`family_named`, not on import: a package that declares a family imports this
+    one, and may itself be in the middle of its import.
+
+    Raises:
+        UnsupportedModelError: An entry point cannot be loaded, or its family is refused by :func:`register`.
+    """
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            family = point.load()
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"entry point {point.name} of {ENTRY_POINTS}: {point.value} cannot be loaded ({error}); expected a "
+                "Family. Update or remove the package that declares it."
+            ) from error
+        # A look-up after a failed one comes here again.
+        if all(family is not known for known in FAMILIES):
+            register(family)
+
+
+def family_named(name: str) -> Family:
+    """Return the family with this name.
+
+    Raises:
+        KeyError: There is none.
+    """
+    register_installed()
+    return {family.name: family for family in FAMILIES}[name]
+
+
+def family_for(config: RawConfig, *, where: str) -> Family:
+    """Return the family of a raw ``config.json``.
+
+    Args:
+        config: The parsed file, of a vision-language wrapper or a text-only model.
+        where: The path that messages name.
+
+    Raises:
+        UnsupportedModelError: No family has the model type, or the config is an external drafter's or a draft model's.
+    """
+    register_installed()
+    assistant = assistant_for(config)
+    if assistant is not None:
+        raise UnsupportedModelError(
+            f"{where}: a {assistant.title}, an external drafter for {assistant.trunk.title} trunks without a head in "
+            "it; expected a checkpoint that has a head to put back or retrain. Serve it beside its trunk as it is: "
+            f"'mtp-train inspect {where}' prints the flags."
+        )
+    kind = draft_kind(config)
+    if kind is not None:
+        raise UnsupportedModelError(
+            f"{where}: {draft_title(kind)} draft model without a trunk; expected a checkpoint with one. Name it "
+            f"beside its trunk: 'mtp-train evaluate TRUNK --head {where}'."
+        )
+    # Some wrappers' text configs have no model type, others have a text model of another family.
+    whole = str(config.get("model_type"))
+    model_type = str(raw_text_config(config).get("model_type") or whole)
+    if whole in HEADLESS and whole not in WRAPPERS:
+        # Refuse such a wrapper even if a family has the type of its text config.
+        model_type = whole
+    for family in FAMILIES:
+        if {whole, model_type} & set(family.model_types):
+            return in_wrapper(family, config, where=where)
+    if model_type in HEADLESS:
+        raise UnsupportedModelError(
+            f"{where}: model_type '{model_type}': {HEADLESS[model_type]}; expected a model that has a head to put back "
+            f"or retrain. {NOT_ATTACHED}"
+        )
+    known = ", ".join(f"{family.title} ({', '.join(family.model_types)})" for family in FAMILIES)
+    raise UnsupportedModelError(
+        f"{where}: config.json has model_type '{model_type}', an architecture without a known head layout; expected "
+        f"one of {known}. Add a family record (CONTRIBUTING.md describes how) or use a supported model."
+    )

@@ -1,0 +1,1 @@
+"""Write heads as GGUF files for llama.cpp."""

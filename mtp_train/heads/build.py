@@ -1,0 +1,329 @@
+"""Plan a head for a trunk, and build it: from a checkpoint that has one, from a head directory, or a new one.
+
+A :class:`HeadPlan` is made without loading weights: :func:`native_plan` and :func:`graft_plan` from checkpoints,
+:func:`stored_head_plan` from a head directory, :func:`fresh_plan` for a new head, with random weights or a copy of the
+trunk's last layer. :func:`build_head` makes the module, and :func:`trained_head` returns its weights in native keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from mtp_train.errors import CheckpointError
+from mtp_train.families import Family, HeadKind, of_kind
+from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype
+from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
+from mtp_train.weights.artifact import Artifact, load_artifact
+from mtp_train.weights.files import SAFETENSORS_DTYPES, Checkpoint
+from mtp_train.weights.keymap import HeadLayout
+from mtp_train.weights.native import (
+    NativeHead,
+    head_config_fields,
+    native_head_of,
+    plain_experts,
+    plain_tensor,
+    require_same_trunk_shape,
+)
+from mtp_train.weights.writing import PendingTensor, held_tensor
+
+FreshStart = Literal["copy_last_layer", "random"]
+
+
+@dataclass(frozen=True)
+class OwnOutput:
+    """The head's own output matrix, which only the decoder uses."""
+
+    weight: PendingTensor
+    """Shape (R, D)."""
+    token_ids_R: Tensor | None
+    """int, the token of each row; None where the rows are the whole vocabulary in order."""
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """Describe a head in the native layout of one checkpoint: the template by which a trained head is written."""
+
+    family: Family
+    layout: HeadLayout
+    num_modules: int
+    convention: str
+    template: NativeHead
+    """Keys, dtypes and shapes to write; its loaders return the weights before training."""
+    draft_vocab: Tensor | None = None
+    """int32, the tokens that the head may draft; None for all."""
+    output: OwnOutput | None = None
+    """None where the head drafts with the trunk's output matrix, or the family gives each module one."""
+
+    @property
+    def deepest(self) -> int | None:
+        """The largest number of drafts in a round, where each depth has a module of its own; None for no limit."""
+        unroll = unroll_of(self.family, self.family.convention(self.convention), self.num_modules)
+        return None if unroll == "recursive" else self.num_modules
+
+
+def native_plan(checkpoint: Checkpoint, convention: str) -> HeadPlan:
+    """Plan to start from the head in the checkpoint itself.
+
+    Raises:
+        CheckpointError: The checkpoint has no head, or an incomplete one.
+    """
+    return graft_plan(checkpoint, checkpoint, convention)
+
+
+def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadPlan:
+    """Plan to start from the base's head on the fine-tune's trunk.
+
+    Raises:
+        CheckpointError: The base has no complete head, or its trunk has another shape.
+        UnsupportedModelError: The family has no convention of this name.
+    """
+    layout, base_layout = layout_of(finetune), layout_of(base)
+    finetune.family.convention(convention)
+    require_same_trunk_shape(finetune, layout, base, base_layout)
+    diagnosis = diagnose_head(base)
+    if not diagnosis.complete:
+        hint = "Point at the base with its original weights."
+        if base.family.attached and not diagnosis.found_keys:
+            hint = f"Releases of {base.family.title} have none: attach one with recipes/attach_head.yaml."
+        raise CheckpointError(f"{base.path}: {diagnosis.describe()}; expected a complete head. {hint}")
+    # Engines read stacked experts and single ones: the head keeps the layout of the base.
+    layout = replace(layout, fused_experts=base_layout.fused_experts)
+    template = native_head_of(base, base_layout, layout)
+    return HeadPlan(finetune.family, layout, diagnosis.present_modules, convention, template)
+
+
+def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> MtpHead:
+    """Build the head of a plan and load its weights, cast to ``dtype``.
+
+    Raises:
+        CheckpointError: A weight is missing, has another shape, or contains NaN or infinity.
+    """
+    convention = plan.family.convention(plan.convention)
+    head = MtpHead(plan.family, text_config, num_modules=plan.num_modules, convention=convention)
+    native = {pending.key: pending.load() for pending in plan.template.tensors}
+    require_finite(native)
+    needed = plan.layout.native_shapes({name: value.shape for name, value in head.state_dict().items()})
+    for key in sorted(needed.keys() | native.keys()):
+        found = list(native[key].shape) if key in native else "absent"
+        expected = list(needed[key]) if key in needed else "absent"
+        if found != expected:
+            raise CheckpointError(
+                f"head: {key} is {found}, for this trunk it is {expected}; expected a head of the trunk's shape. Use "
+                "the head that was trained on it."
+            )
+    head.load_state_dict(plan.layout.join(native))
+    # Buffers keep their dtype: a router's fp32 correction bias must not be rounded.
+    for parameter in head.parameters():
+        parameter.data = parameter.data.to(dtype)
+    if plan.output is not None:
+        output_RD = plan.output.weight.load()
+        require_finite({plan.output.weight.key: output_RD})
+        head.give_output(OutputRows(output_RD.to(dtype), plan.output.token_ids_R, text_config.vocab_size))
+    return head
+
+
+def stored_head_plan(directory: Path, family: Family) -> HeadPlan:
+    """Plan to use the head in a head directory on a trunk of ``family``.
+
+    Raises:
+        CheckpointError: The directory is damaged, or its head belongs to another family.
+    """
+    artifact = load_artifact(directory)
+    if artifact.family.name != family.name:
+        raise CheckpointError(
+            f"{directory}: a head for {artifact.family.title}; expected a head for {family.title}. Use a head of "
+            "this model."
+        )
+    return artifact_plan(artifact)
+
+
+def artifact_plan(artifact: Artifact) -> HeadPlan:
+    """Plan to use the head of an opened head directory."""
+    return HeadPlan(
+        artifact.family,
+        artifact.layout,
+        artifact.num_modules,
+        artifact.convention,
+        artifact.head,
+        artifact.draft_vocab,
+    )
+
+
+def trained_head(plan: HeadPlan, state: Mapping[str, Tensor]) -> NativeHead:
+    """Return the plan's native head with trained values: the same keys, dtypes, shapes and config fields."""
+    dtypes = {pending.key: pending.dtype for pending in plan.template.tensors}
+    tensors = native_tensors(state, plan.layout, dtypes)
+    return NativeHead(tensors, plan.template.shared_keys, plan.template.config_fields)
+
+
+def native_tensors(
+    state: Mapping[str, Tensor], layout: HeadLayout, dtypes: Mapping[str, str]
+) -> tuple[PendingTensor, ...]:
+    """Convert our parameters to native tensors with the given stored dtypes, in the order of ``dtypes``."""
+    split = {key: value for name, tensor in state.items() for key, value in layout.split(name, tensor)}
+    return tuple(held_tensor(key, dtype, split[key]) for key, dtype in dtypes.items())
+
+
+def require_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Check that no weight is NaN or infinite.
+
+    Raises:
+        CheckpointError: A weight is; the message names its key.
+    """
+    for key, value in tensors.items():
+        if value.is_floating_point() and not torch.isfinite(value.float()).all():
+            raise CheckpointError(
+                f"{key}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it "
+                "diverged."
+            )
+
+
+def fresh_plan(
+    checkpoint: Checkpoint,
+    text_config: PretrainedConfig,
+    convention: str,
+    *,
+    seed: int,
+    start: FreshStart = "random",
+    kind: HeadKind = "mtp",
+    num_modules: int = 1,
+) -> HeadPlan:
+    """Plan to start from a new head, stored in the trunk's dtype.
+
+    Norms start as the identity in their own parametrisation (transformers' initial values). Matrices get the trunk's
+    initialisation. With ``copy_last_layer`` the head's layer starts as the trunk's last layer of the same kind, the
+    final norm as the trunk's, and the projection as the mean of its two inputs. EAGLE-3's final norm always starts as
+    the trunk's. Medusa's blocks always start as the identity.
+
+    Raises:
+        CheckpointError: No layer of the trunk fits where one is to be copied.
+        UnsupportedModelError: The family has no convention of this name, or has no heads of this kind.
+    """
+    family = of_kind(checkpoint.family, kind)
+    layout = replace(layout_of(checkpoint), family=family)
+    family.convention(convention)
+    trunk_dtype = stored_dtype(checkpoint)
+    head = MtpHead(family, text_config, num_modules=num_modules, convention=family.wiring.default)
+    _init_random(head, text_config.initializer_range, seed)
+    if kind == "eagle3":
+        _init_last_norm(checkpoint, layout, text_config, head)
+    if start == "copy_last_layer":
+        _init_projection(head)
+    if family.wiring.own_lm_head:
+        stored = layout.lm_head_key in checkpoint.tensors
+        output_VD = checkpoint.read(layout.lm_head_key if stored else layout.embed_key)
+        for weight_VD in head.own_lm_heads(num_modules) or []:
+            weight_VD.data.copy_(output_VD)
+    if head.own_embedding_VD is not None:
+        head.own_embedding_VD.data.copy_(checkpoint.read(layout.embed_key))
+    trained = dict(head.named_parameters())
+    # Buffers, such as a router's correction bias, keep the precision that transformers gives them.
+    dtypes = {
+        key: trunk_dtype if name in trained else SAFETENSORS_DTYPES[value.dtype]
+        for name, value in head.state_dict().items()
+        for key, _ in layout.split(name, value)
+    }
+    tensors = native_tensors(head.state_dict(), layout, dtypes)
+    if start == "copy_last_layer":
+        copies = _copied_layer(checkpoint, layout, head, tensors, text_config) | _copied_norm(checkpoint, layout, head)
+        tensors = tuple(copies.get(pending.key, pending) for pending in tensors)
+    # Heads of other kinds are exported as checkpoints of their own, which the trunk's config does not describe.
+    inherited = head_config_fields(checkpoint) if kind == "mtp" else {}
+    fields = {**inherited, **family.declaring(num_modules, checkpoint.config)}
+    return HeadPlan(family, layout, num_modules, convention, NativeHead(tensors, (), fields))
+
+
+def _init_random(head: MtpHead, std: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            # Chosen by name, not by shape: stacked experts have a matrix of biases, and some norms have a weight for
+            # each attention head.
+            if head.unroll == "parallel" or name.endswith(("bias", "sinks", "base")):
+                parameter.zero_()
+            elif parameter.ndim > 1 and not name.endswith("norm.weight"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            elif name.endswith("scale"):
+                parameter.fill_(1.0)
+
+
+def _init_last_norm(checkpoint: Checkpoint, layout: HeadLayout, text_config: PretrainedConfig, head: MtpHead) -> None:
+    """Start the head's final norm as the trunk's, whose stored weight w multiplies by w or by 1 + w."""
+    family = checkpoint.family
+    key = f"{layout.trunk_prefix}{family.trunk.final_norm}.weight"
+    identity_D = next(family.classes.make_norm(text_config).parameters())
+    with torch.no_grad():
+        module = head.module_for(1)
+        module.final_norm.get_parameter("weight").copy_(checkpoint.read(key).float() + 1 - identity_D)
+
+
+def _init_projection(head: MtpHead) -> None:
+    """Start the projection as the mean of the two normed inputs."""
+    half_DD = 0.5 * torch.eye(head.config.hidden_size)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if name.endswith(("_proj.weight", ".proj.weight")) and ".layer." not in name:
+                parameter.copy_(half_DD.repeat(1, parameter.shape[1] // len(half_DD)))
+
+
+def _copied_layer(
+    checkpoint: Checkpoint,
+    layout: HeadLayout,
+    head: MtpHead,
+    tensors: tuple[PendingTensor, ...],
+    text_config: PretrainedConfig,
+) -> dict[str, PendingTensor]:
+    """Return the trunk's tensors for the head's layer by head key, from the last layer that has them all.
+
+    Layers of the same kind as the head's layer (such as full attention) come before the others.
+
+    Raises:
+        CheckpointError: No layer has tensors of these names and shapes.
+    """
+    of_layer = {pending.key: pending.shape for pending in tensors if ".layer." in _ours(layout, pending.key)}
+    kinds = text_config.to_dict().get(head.family.trunk.layer_kinds) or []
+    same_kind = head.config.to_dict().get(head.family.trunk.layer_kinds) or [None]
+    last_first = sorted(
+        range(layout.num_hidden_layers),
+        key=lambda layer: (layer < len(kinds) and kinds[layer] == same_kind[0], layer),
+        reverse=True,
+    )
+    for layer in last_first:
+        found = {key: _of_layer(checkpoint, layout, layer, key) for key in of_layer}
+        copies = {key: pending for key, pending in found.items() if pending is not None}
+        if {key: pending.shape for key, pending in copies.items()} == of_layer:
+            return copies
+    raise CheckpointError(
+        f"{checkpoint.path}: no layer of the trunk has the tensors of the head's layer; expected one to copy. "
+        "Write head.init: random."
+    )
+
+
+def _of_layer(checkpoint: Checkpoint, layout: HeadLayout, layer: int, key: str) -> PendingTensor | None:
+    """Return the trunk layer's tensor that corresponds to the head's ``key``, None where there is none."""
+    theirs = layout.same_in_trunk(key, layer)
+    if theirs is None or theirs in checkpoint.tensors:
+        return None if theirs is None else plain_tensor(checkpoint, theirs, key)
+    return plain_experts(checkpoint, theirs, key)
+
+
+def _copied_norm(checkpoint: Checkpoint, layout: HeadLayout, head: MtpHead) -> dict[str, PendingTensor]:
+    """Return the trunk's final norm for the head's, by head key; empty where the head has no final norm."""
+    name = "blocks.0.final_norm.weight"
+    theirs = f"{layout.trunk_prefix}{layout.family.trunk.final_norm}.weight"
+    value = head.state_dict().get(name)
+    if value is None or theirs not in checkpoint.tensors:
+        return {}
+    return {key: plain_tensor(checkpoint, theirs, key) for key, _ in layout.split(name, value)}
+
+
+def _ours(layout: HeadLayout, key: str) -> str:
+    mapped = layout.map_key(key)
+    return "" if mapped is None else mapped.ours

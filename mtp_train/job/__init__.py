@@ -1,0 +1,1 @@
+"""Jobs from end to end: runs, studies, fine-tunes, and operations on checkpoints."""

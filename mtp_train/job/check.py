@@ -1,0 +1,250 @@
+"""``mtp-train check``: check a recipe and its model's config, and estimate time, memory and disk. Reads no weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Size
+
+from mtp_train.data.groups import COST_PER_MILLION
+from mtp_train.families import family_for, of_kind, raw_text_config
+from mtp_train.families.draft_engines import require_trunk_layers
+from mtp_train.families.engines import engine_commands
+from mtp_train.heads.diagnose import head_shapes, trunk_config
+from mtp_train.heads.lora import require_lora_targets
+from mtp_train.heads.module import unroll_of
+from mtp_train.job.input_identity import input_bytes
+from mtp_train.job.inputs import require_attention, require_draft_vocab, require_rows, require_unroll
+from mtp_train.job.run_dir import with_recorded_precision, with_resolved_precision
+from mtp_train.job.sft.estimate_memory import tuning_cost, tuning_footprint
+from mtp_train.job.sft.tuned_model import require_trainable
+from mtp_train.job.start import Overrides, RecipeLike, recipe_of
+from mtp_train.job.study.material import for_objective
+from mtp_train.recipe.loading import dump_recipe
+from mtp_train.recipe.schema import Recipe
+from mtp_train.train.estimate import (
+    GIB,
+    Cost,
+    Footprint,
+    Sizes,
+    active_weights,
+    estimate_cost,
+    estimate_footprint,
+    in_shards,
+    key_weights,
+)
+from mtp_train.train.plan import Plan, make_plan
+from mtp_train.trunk.load import Trunk, empty_trunk
+from mtp_train.trunk.offload import require_offload
+from mtp_train.trunk.precision import resolve_precision
+from mtp_train.trunk.quantise import require_quantizable
+from mtp_train.weights.demo import resolve
+from mtp_train.weights.files import CONFIG_FILE, locate_checkpoint, read_json
+from mtp_train.weights.identity import HASH_BYTES_PER_SECOND
+from mtp_train.weights.quantised import quant_method
+
+_FINE_TUNE_BYTES = 16
+"""Bytes per weight of a fine-tuned trunk: the weight, its gradient and AdamW's two moments, all in fp32."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The resolved recipe and its estimates, as :func:`check` returns them."""
+
+    recipe: Recipe
+    precision_reason: str
+    """Why ``train.precision: auto`` was resolved as it is in :attr:`recipe`."""
+    family: str
+    plan: Plan
+    """Steps, sequences per step, tokens per sequence, processes."""
+    memory: Footprint
+    """Bytes per process, by part; ``memory.total_bytes`` is the sum."""
+    memory_in_shards: Footprint | None
+    """Bytes per process during training under FSDP2 or ZeRO-3; None for one process or a recipe that cannot shard."""
+    cost: Cost
+    """Floating-point operations by part, and disk bytes."""
+    hashed_bytes: int
+    """Bytes of local inputs that the first start reads to identify them by content."""
+    serves: Mapping[str, str]
+    """Engine to the command that serves the export, or ``no: REASON``."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as ``mtp-train check --json`` prints them."""
+        plan = {**asdict(self.plan), "total_tokens": self.plan.total_tokens}
+        cost = {**asdict(self.cost), "total_flops": self.cost.total_flops}
+        return {
+            "recipe": asdict(self.recipe),
+            "precision_reason": self.precision_reason,
+            "family": self.family,
+            "plan": plan,
+            "memory": self.memory.to_json(),
+            "memory_in_shards": None if self.memory_in_shards is None else self.memory_in_shards.to_json(),
+            "cost": cost,
+            "identity": {"bytes": self.hashed_bytes, "seconds": self.hashed_bytes / HASH_BYTES_PER_SECOND},
+            "serves": dict(self.serves),
+        }
+
+    def __str__(self) -> str:
+        plan, memory, shards, cost = self.plan, self.memory, self.memory_in_shards, self.cost
+        shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
+        return (
+            f"{dump_recipe(self.recipe)}\n"
+            f"# train.precision: {self.recipe.train.precision}; {self.precision_reason}\n"
+            f"# {self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
+            f"{memory.head_parameters / 1e6:.2f} M ({memory.trained_parameters / 1e6:.2f} M trained)\n"
+            f"# {plan.max_steps} steps of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
+            f"({plan.total_tokens / 1e6:.2f} M in all), {plan.world_size} process(es), {plan.accumulation} "
+            f"micro-batch(es) each\n# memory per process, {memory.to_text()}\n{shared}"
+            f"# about {cost.total_flops / 1e12:.3g} TFLOP on all processes: trunk {cost.trunk_flops / 1e12:.3g}, head "
+            f"{cost.head_flops / 1e12:.3g}, loss {cost.loss_flops / 1e12:.3g}, answers at most "
+            f"{cost.regenerate_flops / 1e12:.3g}; disk at most {cost.disk_bytes / GIB:.2f} GiB besides answers\n"
+            f"# identity: {self.hashed_bytes / GIB:.2f} GiB of inputs are hashed once, in about "
+            f"{self.hashed_bytes / HASH_BYTES_PER_SECOND:.0f} s at {HASH_BYTES_PER_SECOND / 1e9:g} GB/s (a core); "
+            "later starts read what changed"
+            f"{self._kind_text()}{self._holdout_text()}{self._serves_text()}"
+        )
+
+    def _holdout_text(self) -> str:
+        field = self.recipe.data.group_field
+        if field is not None:
+            return f"\n# held out by the column {field!r}"
+        return f"\n# held out by first user turn or file, near-duplicate prompts joined: {COST_PER_MILLION}"
+
+    def _serves_text(self) -> str:
+        if not self.recipe.export.enabled:
+            return ""
+        exported = "with its head" if self.recipe.head.kind == "mtp" else "a draft model beside its TRUNK"
+        engines = "\n".join(f"# {engine}: {text}" for engine, text in self.serves.items())
+        return f"\n# the export, {exported}, in\n{engines}"
+
+    def _kind_text(self) -> str:
+        study, sft = self.recipe.study, self.recipe.sft
+        if sft is not None:
+            learns = "all weights of the trunk" if sft.lora is None else f"LoRA of rank {sft.lora.r} on the trunk"
+            return f"\n# sft: {learns}, its head {sft.head}; every process holds the whole model"
+        if study is None:
+            return ""
+        heads = ", ".join(study.objectives)
+        text = f"\n# study: {len(study.objectives)} head(s) ({heads}); operations and disk are of all of them"
+        fine_tune = study.drift.fine_tune if study.drift is not None else None
+        if fine_tune is not None:
+            text += (
+                f"\n# drift: a fine-tune of {fine_tune.max_steps} steps on one process, about "
+                f"{self.memory.trunk_parameters * _FINE_TUNE_BYTES / GIB:.2f} GiB without activations"
+            )
+        return text
+
+
+def check(recipe: RecipeLike, overrides: Overrides = (), *, processes: int | None = None) -> CheckResult:
+    """Check a recipe against its model's config, and estimate what the run needs. Reads no weights.
+
+    Args:
+        recipe: A YAML file, or a mapping of the same shape.
+        overrides: Dotted field to value, as for :func:`run`.
+        processes: Processes that will train; None for ``WORLD_SIZE`` of a launcher, else 1.
+
+    Raises:
+        RecipeError: The recipe is wrong; the message lists all problems.
+        MtpError: A step does not divide among the processes, or the model is unknown, missing or cannot run.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> found = mtp.check("recipes/retrain_head.yaml", {"train.max_steps": 50}, processes=2)
+        >>> found.plan.accumulation, found.memory.total_bytes / 2**30
+        (1, 0.31)
+    """
+    world_size = processes or int(os.environ.get("WORLD_SIZE", "1"))
+    return _checked(recipe_of(recipe, overrides), world_size)
+
+
+def _checked(recipe: Recipe, world_size: int) -> CheckResult:
+    recipe = with_recorded_precision(recipe, Path(recipe.run_dir))
+    device = PartialState().device
+    recipe = with_resolved_precision(recipe, device)
+    reason = resolve_precision(recipe.train.precision, device).reason
+    path = locate_checkpoint(resolve(recipe.model.trunk))
+    raw = read_json(path / CONFIG_FILE)
+    family = family_for(raw, where=str(path))
+    num_modules = recipe.fresh_modules if recipe.attaches else family.declared_modules(raw) or 1
+    head_family = of_kind(family, recipe.head.kind)
+    if recipe.model.quantization is not None:
+        require_quantizable(recipe.model.quantization, raw, where=path)
+    if recipe.model.offload is not None:
+        require_offload(recipe.model.offload, world_size, raw, where=path)
+    convention = head_family.convention(recipe.head.convention)
+    require_unroll(recipe, convention, num_modules)
+    require_rows(recipe)
+    # Raises an error for a head that cannot run here.
+    _ = head_family.classes
+    if recipe.export.enabled:
+        require_trunk_layers(recipe.head.kind, raw_text_config(raw), where=str(path))
+    config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
+    text_config = config.get_text_config()
+    require_attention(recipe, head_family, text_config, num_modules)
+    require_draft_vocab(recipe, text_config.vocab_size)
+    if recipe.sft is not None:
+        require_trainable(family, raw, where=path)
+    plan = make_plan(recipe, world_size)
+    trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
+    trunk.show_layers(head_family.wiring.trunk_layers(text_config))
+    head = head_shapes(head_family, text_config, num_modules)
+    trained = None
+    if recipe.head.lora is not None:
+        trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
+    memory = whole_footprint(recipe, trunk, head, plan, device, trained)
+    experts = int(text_config.num_experts_per_tok) if any(".experts." in name for name in head) else 1
+    module = {name: shape for name, shape in head.items() if name.startswith("blocks.0.")}
+    drafts_chain = unroll_of(head_family, convention, num_modules) == "chained_drafts"
+    sizes = Sizes(
+        trunk=active_weights({name: value.shape for name, value in trunk.decoder.named_parameters()}, experts),
+        head=active_weights(module, experts),
+        head_keys=key_weights(module) if drafts_chain else 0,
+        lm_head=text_config.vocab_size * text_config.hidden_size,
+        head_stored=memory.head_parameters,
+        state=trunk.state_width,
+        head_trained=memory.trained_parameters,
+    )
+    # Packed trunks and fine-tunes are refused under FSDP2 and ZeRO-3.
+    packed = recipe.model.quantization is not None or quant_method(raw) is not None
+    shards = None if packed or recipe.sft is not None else in_shards(memory, trunk, plan)
+    cost = whole_cost(recipe, plan, sizes, memory)
+    serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
+    hashed = input_bytes(recipe)
+    return CheckResult(recipe, reason, head_family.title, plan, memory, shards, cost, hashed, serves)
+
+
+def whole_footprint(
+    recipe: Recipe,
+    trunk: Trunk,
+    head: Mapping[str, Size],
+    plan: Plan,
+    device: torch.device,
+    lora_parameters: int | None,
+) -> Footprint:
+    """Estimate the memory of training a head, or of fine-tuning the trunk, as the recipe asks."""
+    if recipe.sft is None:
+        return estimate_footprint(recipe, trunk, head, plan, device, lora_parameters)
+    return tuning_footprint(recipe, recipe.sft, trunk, head, plan)
+
+
+def whole_cost(recipe: Recipe, plan: Plan, sizes: Sizes, memory: Footprint) -> Cost:
+    """Estimate operations and disk of all that a recipe trains. The heads of a study share the regenerated answers."""
+    if recipe.sft is not None:
+        return tuning_cost(recipe, recipe.sft, plan, sizes, memory)
+    if recipe.study is None:
+        offloaded = memory.offloaded_bytes if recipe.model.offload == "disk" else 0
+        return estimate_cost(recipe, plan, sizes, offloaded)
+    costs = [estimate_cost(for_objective(recipe, objective), plan, sizes) for objective in recipe.study.objectives]
+    return replace(
+        costs[0],
+        trunk_flops=sum(cost.trunk_flops for cost in costs),
+        head_flops=sum(cost.head_flops for cost in costs),
+        loss_flops=sum(cost.loss_flops for cost in costs),
+        disk_bytes=sum(cost.disk_bytes for cost in costs),
+    )

@@ -1,0 +1,1 @@
+"""Operations on checkpoints that train nothing."""

@@ -1,0 +1,138 @@
+"""``mtp-train export``: write a run's head, or a checkpoint's own, in a form that engines load."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.progress import Progress
+
+from mtp_train.errors import MtpError
+from mtp_train.gguf.sidecar import GgufKind
+from mtp_train.heads.diagnose import layout_of
+from mtp_train.job.checkpoints.export_gguf import export_gguf
+from mtp_train.job.checkpoints.head_to_export import head_to_export, refuse_draft_model, refuse_with_adapter
+from mtp_train.job.display import quiet_progress
+from mtp_train.job.export_run import write_export
+from mtp_train.job.model_card import write_card
+from mtp_train.trunk.whole import require_whole_trunk
+from mtp_train.weights.draft_checkpoint import DraftForm
+from mtp_train.weights.export import LinkMode, write_head_only
+from mtp_train.weights.finite import require_finite_checkpoint
+from mtp_train.weights.lora_merge import write_adapted
+from mtp_train.weights.suggestions import draft_model_flag
+from mtp_train.weights.writing import refuse_existing
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """The files that :func:`export` wrote."""
+
+    out: Path
+    """The new directory."""
+    trunk: Path
+    """The checkpoint of the trunk that the head drafts for."""
+    file: Path | None = None
+    """The GGUF file in ``out``; None for other forms."""
+    flag: str | None = None
+    """vLLM's flag that drafts with a head-only export; None for other forms."""
+
+    def to_json(self) -> dict[str, str]:
+        """Return plain JSON values, as ``mtp-train export --json`` prints them."""
+        values = {"out": str(self.out)}
+        if self.file is not None:
+            values["file"] = str(self.file)
+        if self.flag is not None:
+            values["flag"] = self.flag
+        return values
+
+    def __str__(self) -> str:
+        if self.file is not None:
+            serve = f"llama-server -m TRUNK.gguf -md {self.file} --spec-type draft-mtp --spec-draft-n-max 3"
+            return f"Wrote {self.file}. Serve it: {serve}"
+        if self.flag is not None:
+            serve = f"vllm serve {shlex.quote(str(self.trunk))} {self.flag}"
+            return f"Wrote {self.out}: the head alone. Draft with it: {serve}"
+        return f"Wrote {self.out}."
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    *,
+    head_only: bool = False,
+    gguf: GgufKind | None = None,
+    speculators: bool = False,
+    copy: bool = False,
+    progress: Progress | None = None,
+) -> ExportResult:
+    """Write a servable checkpoint from a run that passed the gate, or from a checkpoint that holds a head.
+
+    The default form is the trunk's checkpoint with the head in it. A run's EAGLE, EAGLE-3 or Medusa head becomes a
+    draft model. ``head_only``, ``gguf`` and ``speculators`` choose another form; give at most one of them.
+
+    Args:
+        source: A run directory, or a checkpoint whose config lost the declaration of its head.
+        out: The new directory.
+        head_only: Write the head alone, as a directory that vLLM loads as a draft model.
+        gguf: Write the head alone as a GGUF file for llama.cpp: ``"f32"``, ``"f16"`` or ``"q8_0"``.
+        speculators: Write an EAGLE-3 head in the format of the speculators package.
+        copy: Copy unchanged files; False hard-links them where the file system allows.
+        progress: A started rich progress bar; None shows nothing.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: There is no head to export, or the run has not been measured.
+        ChangedInputError: The run's trunk changed since the head was trained on it.
+        GateRefusedError: The run's head is not better than its baseline.
+        UnsupportedModelError: llama.cpp has no graph for this head.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> print(mtp.export("runs/my-27b", "my-27b-head", gguf="q8_0"))
+        Wrote my-27b-head/mtp-my-27b.gguf. Serve it: llama-server ...
+    """
+    source, out, progress = Path(source), Path(out), progress or quiet_progress()
+    _require_one_form(head_only=head_only, gguf=gguf is not None, speculators=speculators, copy=copy)
+    if gguf is not None:
+        return _as_gguf(source, out, gguf, progress)
+    form: DraftForm = "speculators" if speculators else "engines"
+    return _as_checkpoint(source, out, head_only, form, "copy" if copy else "hard", progress)
+
+
+def _require_one_form(*, head_only: bool, gguf: bool, speculators: bool, copy: bool) -> None:
+    given = [f"--{name}" for name, on in (("head-only", head_only), ("gguf", gguf), ("speculators", speculators)) if on]
+    if len(given) > 1:
+        raise MtpError(f"{' and '.join(given)}: given together; expected one of them. Leave the others out.")
+    if gguf and copy:
+        raise MtpError("--copy: given with --gguf, which links no files; expected one of them. Leave --copy out.")
+
+
+def _as_gguf(source: Path, out: Path, kind: GgufKind, progress: Progress) -> ExportResult:
+    trunk, file = export_gguf(source, out, kind=kind, progress=progress)
+    return ExportResult(out, trunk, file=file)
+
+
+def _as_checkpoint(
+    source: Path, out: Path, head_only: bool, form: DraftForm, link: LinkMode, progress: Progress
+) -> ExportResult:
+    refuse_existing(out, what="the checkpoint")
+    found = head_to_export(source, progress)
+    trunk, head = found.trunk, found.head
+    require_whole_trunk(trunk)
+    require_finite_checkpoint(trunk, progress)
+    if head_only:
+        refuse_draft_model(found)
+        refuse_with_adapter(source, found)
+        write_head_only(trunk, layout_of(trunk), head, out)
+        return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), found.num_depths))
+    if found.artifact is not None:
+        adapter, hub_id = found.adapter, found.hub_id
+        write_export(
+            trunk, found.artifact, out, adapter=adapter, link=link, progress=progress, form=form, hub_id=hub_id
+        )
+        write_card(source, out)
+    else:
+        write_adapted(trunk, layout_of(trunk), head, out, adapter=None, link=link, progress=progress)
+    return ExportResult(out, trunk.path)

@@ -1,0 +1,380 @@
+"""Measure the arms of a run on its held-out prompts and judge the retrained head."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from mtp_inference import HeadDrafting
+from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_train.acceptance.counts import Interval
+from mtp_train.acceptance.gate import GateVerdict, Pair, decide_gate
+from mtp_train.acceptance.intervals import marginal_intervals
+from mtp_train.data.pack import collate, full_batches, pack_documents
+from mtp_train.data.tokenize import Document
+from mtp_train.evaluation.decoding import PLAIN, DecodingOptions, Prompts, decode_prompts, num_decodings
+from mtp_train.evaluation.dense import own_text
+from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Decoded, Setting, TaskPrompt
+from mtp_train.evaluation.results import ArmResult, RunCell, RunReport, TeacherForced
+from mtp_train.evaluation.settings import draft_depth, left_out, served_settings
+from mtp_train.evaluation.statistics import MeasuredArm, arm_result, checked_records, lossless, run_cell
+from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.job.held_out import HELD_OUT, held_out_figures
+from mtp_train.job.inputs import Inputs
+from mtp_train.job.training import measured_together
+from mtp_train.recipe.schema import Recipe
+from mtp_train.train.aligned import Batch
+from mtp_train.train.teacher_forced import DenseMetrics, dense_metrics
+from mtp_train.train.threads import settle_threads
+from mtp_train.trunk.load import Trunk, load_trunk
+from mtp_train.trunk.offload import offload_layers
+from mtp_train.weights.artifact import load_artifact
+from mtp_train.weights.demo import PREFIX, RECORDED_FILE, home_source, recorded
+from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.suggestions import graft_command
+
+RETRAINED, VANILLA = "retrained", "vanilla"
+GRAFT_INSTEAD = "The base's own head is not shown to be worse:"
+"""Text of a refusal before the graft command."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A report, its gate, and the intervals that its figures show besides."""
+
+    report: RunReport
+    gate: GateVerdict
+    marginal_ci95: dict[str, list[Interval | None]]
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The records of a run's arms; every figure of the report is computed from them."""
+
+    arms: tuple[MeasuredArm, ...]
+    """Plain decoding, then the heads on the run's trunk, then the vanilla model, which has the first setting only."""
+    settings: tuple[Setting, ...]
+    """The report's table of arms shows the first, its cells the others."""
+    dense: Mapping[str, DenseMetrics]
+    """Teacher-forced metrics by arm, at the first setting."""
+    facts: dict[str, Any]
+    """How everything was measured: the report's settings."""
+
+    @property
+    def results(self) -> dict[str, ArmResult]:
+        """Return the report's arms."""
+        first = self.settings[0]
+        return {arm.name: run_result(arm, first, self.dense[arm.name]) for arm in self.arms}
+
+    @property
+    def cells(self) -> tuple[RunCell, ...]:
+        """Return the figures of the arms on the run's trunk at every setting but the first."""
+        return tuple(
+            run_cell(arm, setting)
+            for setting in self.settings[1:]
+            for arm in self.arms
+            if arm.own(setting) in arm.decoded
+        )
+
+    @property
+    def outputs(self) -> list[tuple[int, ...]]:
+        """Return the plain texts of the run's trunk at the first setting."""
+        return outputs(self.arms[0], self.settings[0])
+
+    @property
+    def checked(self) -> list[Decoded]:
+        """Return every record that was compared with plain decoding."""
+        return checked_records(self.arms, self.settings)
+
+    @property
+    def marginal_ci95(self) -> dict[str, list[Interval | None]]:
+        """Return by drafting arm the interval of the marginal acceptance at each position, at the first setting."""
+        first = self.settings[0]
+        return {arm.name: marginal_intervals(arm.counts(first)) for arm in self.arms if arm.head is not None}
+
+    def pairs(self, baseline: str) -> dict[str, Pair]:
+        """Return the counts that the gate compares, by the name of the setting."""
+        by_name = {arm.name: arm for arm in self.arms}
+        mine, theirs = by_name[RETRAINED], by_name[baseline]
+        return {setting.name: (mine.counts(setting), theirs.counts(setting)) for setting in self.settings}
+
+
+def evaluate_run(
+    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, training: Sequence[Document], progress: Progress
+) -> Evaluation:
+    """Measure the arms and apply the gate. The trunk's weights may be freed to make room for the vanilla model's."""
+    measured = measure_arms(recipe, run_dir, inputs, trunk, head_plans(recipe, run_dir, inputs), progress)
+    held_out = held_out_figures(inputs, measured.outputs, training)
+    # The recorded arms are heads of the trunk's own kind.
+    recorded = recorded_arms(recipe.model.trunk) if recipe.head.kind == "mtp" else {}
+    gate = judge(recipe, measured)
+    report = RunReport(
+        arms={**measured.results, **recorded},
+        lossless=lossless(measured.checked),
+        gate=gate,
+        settings={**measured.facts, HELD_OUT: held_out},
+        cells=measured.cells,
+    )
+    return Evaluation(report, gate, measured.marginal_ci95)
+
+
+def measure_arms(
+    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, plans: Mapping[str, HeadPlan], progress: Progress
+) -> MeasuredRun:
+    """Decode with every planned head, and with the vanilla model where the recipe names it.
+
+    The arms on the run's trunk decode at every setting of the recipe, the vanilla model at the first one only.
+    """
+    settle_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, progress.console)
+    heads = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
+    names = {
+        "graft": recipe.model.head_from or recipe.model.trunk,
+        "native": recipe.model.trunk,
+        RETRAINED: str(run_dir / "head"),
+    }
+    settings = served_settings(recipe.evaluate, inputs.finetune, draft_depth(recipe))
+    arms, captured_rounds = decode(recipe, inputs, trunk, heads, names, settings, progress)
+    dense = measure_dense(recipe, inputs, trunk, heads, outputs(arms[0], settings[0]), progress)
+    facts = evaluation_settings(recipe, inputs, trunk, settings) | {
+        "captured_rounds": captured_rounds,
+        "target_entropy_median": dense[PLAIN].median_entropy,
+    }
+    if VANILLA in recipe.evaluate.arms and inputs.base is not None:
+        dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
+        trunk.drop_layers()
+        trunk.to("meta")
+        vanilla, dense[VANILLA] = measure_vanilla(
+            recipe, run_dir, inputs, inputs.base, settings[0], dtype, device, progress
+        )
+        arms.append(vanilla)
+    return MeasuredRun(tuple(arms), tuple(settings), dense, facts)
+
+
+def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
+    """Return the heads to measure on the fine-tune's trunk; the gate's baseline is always among them."""
+    wanted = {*recipe.evaluate.arms, recipe.gate_baseline, RETRAINED}
+    plans: dict[str, HeadPlan] = {}
+    if "graft" in wanted and inputs.base is not None:
+        plans["graft"] = graft_plan(inputs.finetune, inputs.base, recipe.head.convention)
+    if "native" in wanted:
+        plans["native"] = native_plan(inputs.finetune, recipe.head.convention)
+    plans[RETRAINED] = artifact_plan(load_artifact(run_dir / "head"))
+    return plans
+
+
+def _drafting(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> HeadDrafting:
+    weight = trunk.lm_head_VD
+    head = build_head(plan, text_config_of(checkpoint), dtype=weight.dtype).to(weight.device).eval()
+    return HeadDrafting(head, plan.draft_vocab)
+
+
+def decode(
+    recipe: Recipe,
+    inputs: Inputs,
+    trunk: Trunk,
+    drafting: Mapping[str, DrafterMaker],
+    names: Mapping[str, str],
+    settings: Sequence[Setting],
+    progress: Progress,
+    trunk_name: str | None = None,
+) -> tuple[list[MeasuredArm], int]:
+    """Decode the held-out prompts plainly and with every drafter.
+
+    Args:
+        recipe: Limits and seed.
+        inputs: The prompts.
+        trunk: The trunk.
+        drafting: The drafters, by arm.
+        names: The drafters as the report names them, by arm.
+        settings: The settings with drafts.
+        progress: Shows how many prompts are decoded.
+        trunk_name: The trunk as the report names it; None for the recipe's.
+
+    Returns:
+        The arms, plain decoding first, and the number of captured rounds.
+    """
+    prompts = held_out_prompts(inputs)
+    total = num_decodings(len(drafting), prompts, settings)
+    task = progress.add_task(f"decoding held-out prompts ({', '.join(one.name for one in settings)})", total=total)
+    options = DecodingOptions(max_new_tokens=recipe.evaluate.max_new_tokens, eos_ids=inputs.eos_ids, seed=recipe.seed)
+    table = decode_prompts(trunk, drafting, prompts, settings, options, on_prompt=lambda: progress.advance(task))
+    name, plain = trunk_name or recipe.model.trunk, table.decoded[PLAIN]
+    drafted = [MeasuredArm(arm, name, names[arm], {**plain, **table.decoded[arm]}) for arm in drafting]
+    return [MeasuredArm(PLAIN, name, None, plain), *drafted], table.captured_rounds
+
+
+def held_out_prompts(inputs: Inputs) -> Prompts:
+    """Return the held-out prompts in the engine's form, as they are."""
+    return {None: [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.held_out]}
+
+
+def outputs(arm: MeasuredArm, setting: Setting) -> list[tuple[int, ...]]:
+    """Return an arm's texts at a setting, in the order of the prompts."""
+    return [one.token_ids for one in arm.decoded[arm.own(setting)]]
+
+
+def measure_dense(
+    recipe: Recipe,
+    inputs: Inputs,
+    trunk: Trunk,
+    heads: Mapping[str, HeadDrafting],
+    plain: Sequence[tuple[int, ...]],
+    progress: Progress,
+) -> dict[str, DenseMetrics]:
+    """Return the teacher-forced metrics of every head, and of plain decoding, on the trunk's own plain texts."""
+    batches = dense_batches(recipe, inputs, plain, trunk)
+    dense: dict[str, DenseMetrics] = {}
+    for arm, head in progress.track(heads.items(), description="teacher-forced metrics"):
+        dense[arm] = dense_metrics(trunk, head.head, batches, draft_depth(recipe), recipe.train.attention)
+        # The trunk's entropy is the same with any head, and plain decoding has no head to measure it with.
+        dense[PLAIN] = DenseMetrics([], [], dense[arm].target_entropy, [], dense[arm].median_entropy)
+    return dense
+
+
+def dense_batches(recipe: Recipe, inputs: Inputs, outputs: Sequence[tuple[int, ...]], trunk: Trunk) -> list[Batch]:
+    """Pack the trunk's own outputs, up to the recipe's budget of tokens, in batches of :func:`measured_together`."""
+    device = trunk.lm_head_VD.device
+    seq_len = recipe.data.seq_len_tokens
+    documents = own_text(inputs.held_out, outputs, seq_len)
+    packed = pack_documents(documents, seq_len, pack=True, seed=recipe.seed, epoch=0)
+    kept = packed[: max(1, recipe.evaluate.dense_tokens // seq_len)]
+    return [
+        Batch(*(column.to(device) for column in collate(together).values()))
+        for together in full_batches(kept, measured_together(recipe))
+    ]
+
+
+def run_result(arm: MeasuredArm, setting: Setting, dense: DenseMetrics) -> ArmResult:
+    """Return what the report's table of arms shows of an arm, teacher-forced metrics included."""
+    drafts = arm.head is not None
+    found = TeacherForced(
+        dense=_measured(dense.agreement) if drafts else None,
+        overlap=_measured(dense.overlap) if drafts else None,
+        target_entropy=dense.target_entropy,
+    )
+    return replace(arm_result(arm, arm.own(setting)), teacher_forced=found)
+
+
+def _measured(values: Sequence[float | None]) -> tuple[float, ...]:
+    """Drop depths without a target (outputs shorter than the depth)."""
+    return tuple(value for value in values if value is not None)
+
+
+def measure_vanilla(
+    recipe: Recipe,
+    run_dir: Path,
+    inputs: Inputs,
+    base: Checkpoint,
+    setting: Setting,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[MeasuredArm, DenseMetrics]:
+    """Measure the base with its own head: on prompts of the base's own domain where it has any, else on the run's.
+
+    Its speedup is relative to its own trunk without drafts.
+    """
+    trunk = load_trunk(
+        base.path,
+        base.family,
+        dtype=dtype,
+        device=device if recipe.model.offload is None else "cpu",
+        quantization=recipe.model.quantization,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    if recipe.model.offload is not None:
+        offload_layers(trunk, recipe.model.offload, device, run_dir)
+    heads = {VANILLA: _drafting(native_plan(base, recipe.head.convention), base, trunk)}
+    own = replace(inputs, held_out=inputs.home or inputs.held_out)
+    name = recipe.model.head_from or str(base.path)
+    (plain, vanilla), _ = decode(recipe, own, trunk, heads, {VANILLA: name}, [setting], progress, trunk_name=name)
+    return vanilla, measure_dense(recipe, own, trunk, heads, outputs(plain, setting), progress)[VANILLA]
+
+
+def judge(recipe: Recipe, measured: MeasuredRun) -> GateVerdict:
+    """Apply the gate: refuse a decoder that changed an output, and a head that is not better than its baseline."""
+    baseline = recipe.gate_baseline
+    refused = changed_output(measured, baseline)
+    if refused is not None:
+        return refused
+    verdict = decide_gate(measured.pairs(baseline), baseline, recipe.gate.confidence)
+    if verdict.passed or baseline != "graft" or recipe.model.head_from is None:
+        return verdict
+    better = graft_command(recipe.model.trunk, recipe.model.head_from)
+    return replace(verdict, reason=f"{verdict.reason}. {GRAFT_INSTEAD} {better}")
+
+
+def changed_output(measured: MeasuredRun, baseline: str) -> GateVerdict | None:
+    """Return the refusal of a decoder that changed an output; None where decoding was lossless."""
+    broken = [one.prompt_id for one in measured.checked if one.same_as_plain == "divergence"]
+    if not broken:
+        return None
+    reason = (
+        f"Refused: decoding with drafts changed the output of {len(broken)} prompts ({broken[0]} first), and no near "
+        "tie explains it. Acceptance measured this way means nothing; please report it"
+    )
+    return GateVerdict(passed=False, baseline=baseline, delta_tau_ci95=None, reason=reason)
+
+
+def evaluation_settings(recipe: Recipe, inputs: Inputs, trunk: Trunk, settings: Sequence[Setting]) -> dict[str, Any]:
+    """Return how everything was measured; figures measured with other settings are not comparable.
+
+    The sampling parameters are the first setting's, which the report's arms are measured at.
+    """
+    first, ignored = settings[0], left_out(inputs.finetune)
+    weight = trunk.lm_head_VD
+    on_cuda = weight.device.type == "cuda"
+    return {
+        "trunk": recipe.model.trunk,
+        "head_from": recipe.model.head_from,
+        "temperature": first.temperature,
+        "top_p": first.top_p,
+        "top_k": first.top_k,
+        "draft_sampling": "sampled" if first.rule == "sampled" else "argmax",
+        "verify_rule": "greedy" if first.rule == "greedy" else "rejection",
+        "judged": [setting.name for setting in settings],
+        **({"not_measured": ignored} if ignored else {}),
+        "depth": draft_depth(recipe),
+        "batch_size": 1,
+        "max_new_tokens": recipe.evaluate.max_new_tokens,
+        "prompts": len(inputs.held_out),
+        "vanilla_prompts": home_source(recipe.model.head_from) if inputs.home else None,
+        "groups": len({prompt.group for prompt in inputs.held_out}),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "train_precision": recipe.train.precision,
+        "offload": recipe.model.offload,
+        "device": torch.cuda.get_device_name(weight.device) if on_cuda else str(weight.device),
+        "threads": torch.get_num_threads(),
+        "loss": recipe.objective.loss,
+        "train_steps": recipe.train.max_steps,
+        "tokens_per_step": recipe.train.tokens_per_step,
+        "seed": recipe.seed,
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+    }
+
+
+def recorded_arms(trunk: str) -> dict[str, ArmResult]:
+    """Return the recorded arms on the fine-tune, ``measured_here`` false; none for any other trunk.
+
+    - ``control``: a head trained for as many steps on the base's old code instead of the fine-tune's answers.
+    - ``ceiling``: a head trained for ten times the steps.
+    - ``random``: a head that starts from random weights.
+    - ``ngram``: no head, but a static table of n-grams and their next tokens in the fine-tune's answers.
+
+    All were measured on the recipe's own held-out prompts.
+
+    Args:
+        trunk: The trunk as the recipe names it.
+    """
+    if trunk != f"{PREFIX}finetune":
+        return {}
+    arms = recorded()["arms"]
+    return {name: ArmResult.from_json(arm, f"{RECORDED_FILE}: arms.{name}") for name, arm in arms.items()}

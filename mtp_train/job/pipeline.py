@@ -1,0 +1,210 @@
+"""The main job from end to end: check, graft, regenerate, train, evaluate, gate, export.
+
+Every stage writes a complete result to the run directory and is skipped if that result exists, so a killed run resumes
+from the stage that it had reached. ``train`` and ``data`` do not import the decoder: it is passed to them here.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from rich.console import Console
+from rich.progress import Progress
+
+from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError
+from mtp_train.heads.flex import require_flex_device
+from mtp_train.job.evaluate_run import evaluate_run
+from mtp_train.job.export_run import write_export
+from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
+from mtp_train.job.inputs import gather_inputs
+from mtp_train.job.model_card import write_card
+from mtp_train.job.regeneration import regenerate_stage
+from mtp_train.job.run_dir import (
+    PROVENANCE_FILE,
+    Outcome,
+    clear_leftovers,
+    forget_outcome,
+    is_main_process,
+    read_outcome,
+    record_failure,
+    require_ours,
+    tell_precision,
+    with_recorded_precision,
+    with_resolved_precision,
+    write_outcome,
+)
+from mtp_train.job.stages import Stage, claim_run, load_run_trunk, make_documents, offload_run_trunk, trained_documents
+from mtp_train.job.training import HEAD, train_stage
+from mtp_train.recipe.schema import Recipe
+from mtp_train.report.table import summary
+from mtp_train.report.write import write_report
+from mtp_train.train.estimate import memory_is_named
+from mtp_train.train.launch import lost_process_is_named, make_accelerator
+from mtp_train.train.shard import give_up_shards, shards_trunk
+from mtp_train.weights.artifact import load_artifact
+from mtp_train.weights.files import read_json
+from mtp_train.weights.writing import full_disk_is_named
+
+EXPORT = "export"
+
+
+def run(recipe: Recipe, console: Console) -> Outcome:
+    """Run a recipe to its outcome, and record it in the run directory.
+
+    Returns:
+        The outcome; the recorded one if the run had finished before.
+
+    Raises:
+        MtpError: The user's input is wrong, the gate refused, or a process was lost. The outcome is recorded first if
+            the run directory belongs to this run.
+    """
+    run_dir = Path(recipe.run_dir)
+    recipe = with_recorded_precision(recipe, run_dir)
+    require_ours(run_dir, recipe)
+    earlier = read_outcome(run_dir)
+    if earlier is not None and earlier.finished:
+        if is_main_process():
+            with _progress(console, is_main=True) as progress:
+                require_run_inputs(recipe, run_dir, progress, finished=True)
+        console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do.")
+        return earlier
+    forget_outcome(run_dir)
+    stage = Stage()
+    try:
+        accelerator = make_accelerator()
+        require_flex_device(recipe.train.attention, accelerator.device)
+        recipe = settle(recipe, accelerator)
+        progress_bars = _progress(console, is_main=accelerator.is_main_process)
+        named = memory_is_named(recipe, lambda: stage.name)
+        with full_disk_is_named(run_dir, what="the run"), lost_process_is_named(), named, progress_bars as progress:
+            if accelerator.is_main_process:
+                require_run_inputs(recipe, run_dir, progress, anew=True)
+            stages = stages_of(recipe)
+            outcome = stages(recipe, run_dir, accelerator, console, progress, stage)
+    except MtpError as error:
+        reached = "done" if isinstance(error, GateRefusedError) else stage.name
+        if not isinstance(error, OutputExistsError):
+            said = record_failure(run_dir, Outcome(error.exit_code, error.reason, str(error), reached))
+            if said is not None and isinstance(error, LostProcessError):
+                raise LostProcessError(f"launcher: another process of this run is gone. {said.message}") from error
+        raise
+    except Exception as error:
+        record_failure(run_dir, Outcome(1, "bug", f"{type(error).__name__}: {error}", stage.name))
+        raise
+    if accelerator.is_main_process:
+        write_outcome(run_dir, outcome)
+    return outcome
+
+
+def settle(recipe: Recipe, accelerator: Accelerator) -> Recipe:
+    """Return a recipe with ``precision: auto`` resolved, to the same precision on all machines of a launch."""
+    resolved: Recipe = broadcast_object_list([with_resolved_precision(recipe, accelerator.device)])[0]
+    return resolved
+
+
+def _progress(console: Console, *, is_main: bool) -> Progress:
+    return Progress(console=console, disable=not console.is_terminal or not is_main, transient=True)
+
+
+def stages_of(recipe: Recipe) -> Callable[[Recipe, Path, Accelerator, Console, Progress, Stage], Outcome]:
+    """Return the function that runs the stages of a run, a study or a fine-tune.
+
+    Imports are local: studies and fine-tunes import transformers' Trainer, which other runs do not need.
+    """
+    if recipe.study is not None:
+        from mtp_train.job.study.study_run import run_study_stages
+
+        return run_study_stages
+    if recipe.sft is not None:
+        from mtp_train.job.sft.fine_tune import run_sft_stages
+
+        return run_sft_stages
+    return run_stages
+
+
+def run_stages(
+    recipe: Recipe, run_dir: Path, accelerator: Accelerator, console: Console, progress: Progress, stage: Stage
+) -> Outcome:
+    """Run all stages. Only the main process evaluates, exports and prints."""
+    inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+    tell_precision(recipe, accelerator.device, progress.console)
+    trained = (run_dir / HEAD).is_dir()
+    in_shards = shards_trunk(accelerator) and not trained
+    main = accelerator.is_main_process
+    records = hash_run_inputs(recipe, run_dir, progress) if main else {}
+    # A trunk that is only going to be sharded is loaded into main memory; its shards go to the device.
+    trunk = load_run_trunk(recipe, inputs, accelerator, "cpu" if in_shards and not recipe.regenerates else None)
+    # Nothing is written before all inputs are checked, so that a corrected recipe can use the same directory.
+    if main:
+        clear_leftovers(run_dir)
+    inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
+    offload_run_trunk(recipe, run_dir, trunk, accelerator)
+    if not trained:
+        stage.name = "data"
+        documents = make_documents(recipe, run_dir, inputs, trunk, accelerator, progress)
+        stage.name = "train"
+        train_stage(recipe, run_dir, inputs, trunk, documents, accelerator, progress)
+    accelerator.wait_for_everyone()
+    if not main:
+        return Outcome(0, "done", "", "done")
+    stage.name = "evaluate"
+    if not trained and (in_shards or recipe.train.hidden_cache is not None):
+        # The shards of the other processes, or the layers released for a hidden-state cache, are gone: load the trunk
+        # again.
+        if in_shards:
+            give_up_shards(trunk, accelerator)
+        del trunk
+        gc.collect()
+        trunk = load_run_trunk(recipe, inputs, accelerator)
+        offload_run_trunk(recipe, run_dir, trunk, accelerator)
+    training = trained_documents(recipe, run_dir, inputs)
+    evaluation = evaluate_run(recipe, run_dir, inputs, trunk, training, progress)
+    report = evaluation.report
+    # Check that no input was changed since the beginning, before anything is exported.
+    require_run_inputs(recipe, run_dir, progress)
+    write_report(
+        report, run_dir, provenance=read_json(run_dir / PROVENANCE_FILE), marginal_ci95=evaluation.marginal_ci95
+    )
+    console.print(summary(report))
+    if not evaluation.gate.passed:
+        raise GateRefusedError(evaluation.gate.reason)
+    stage.name = "export"
+    message = f"{evaluation.gate.reason}."
+    if recipe.export.enabled and not (run_dir / EXPORT).exists():
+        artifact, link = load_artifact(run_dir / HEAD), recipe.export.link
+        write_export(inputs.finetune, artifact, run_dir / EXPORT, adapter=inputs.adapter, link=link, progress=progress)
+    if recipe.export.enabled:
+        write_card(run_dir, run_dir / EXPORT)
+        message += f" Exported to {run_dir / EXPORT}."
+    return Outcome(0, "done", message, "done")
+
+
+def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
+    """Run the regeneration of a recipe alone; a later ``run`` of the recipe reuses the responses.
+
+    Raises:
+        RecipeError: The recipe does not regenerate.
+    """
+    settings = recipe.data.regenerate
+    if settings is None or not settings.enabled:
+        raise RecipeError(["data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true."])
+    run_dir = Path(recipe.run_dir)
+    recipe = with_recorded_precision(recipe, run_dir)
+    require_ours(run_dir, recipe)
+    accelerator = make_accelerator()
+    recipe = settle(recipe, accelerator)
+    main = accelerator.is_main_process
+    if main:
+        require_run_inputs(recipe, run_dir, progress, anew=True)
+    inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+    records = hash_run_inputs(recipe, run_dir, progress) if main else {}
+    trunk = load_run_trunk(recipe, inputs, accelerator)
+    inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
+    offload_run_trunk(recipe, run_dir, trunk, accelerator)
+    _, counts = regenerate_stage(recipe, settings, run_dir, inputs, trunk, accelerator, progress)
+    return asdict(counts)

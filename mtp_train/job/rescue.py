@@ -1,0 +1,183 @@
+"""``mtp-train rescue``: put a head on a fine-tune whose head is missing or stale, retrained if that helps.
+
+A rescue is one recipe with defaults for everything: the fine-tune answers prompts, the base's head is retrained on the
+answers, both heads are measured on held-out prompts, and the better one is exported. If retraining does not measurably
+help, the base's head is exported as it is, as by ``mtp-train graft``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mtp_train.errors import GateRefusedError, MtpError
+from mtp_train.evaluation.results import REPORT_FILE, load_report
+from mtp_train.evaluation.suites import BUILTIN_FILE
+from mtp_train.heads.build import graft_plan
+from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.job import pipeline
+from mtp_train.job.checkpoints.inspect import serving_commands
+from mtp_train.job.display import html_table, quiet_progress
+from mtp_train.job.evaluate_run import GRAFT_INSTEAD
+from mtp_train.job.model_card import write_graft_card
+from mtp_train.job.run_dir import checkpoint_identity
+from mtp_train.job.start import Overrides, recipe_of
+from mtp_train.recipe.schema import Recipe
+from mtp_train.weights.adapter import is_adapter, locate_adapter
+from mtp_train.weights.demo import PREFIX, resolve
+from mtp_train.weights.files import locate_checkpoint, open_checkpoint
+from mtp_train.weights.locations import open_location
+from mtp_train.weights.lora_merge import write_adapted
+
+Plain = dict[str, Any]
+
+# The settings of recipes/retrain_head.yaml, measured on the demo.
+_DEMO: Plain = {
+    "data": {
+        "sources": [{"path": "demo:prompts"}],
+        "regenerate": {"max_prompts": 560, "max_new_tokens": 128, "batch_size": 32},
+        "seq_len_tokens": 512,
+        "holdout": 0.2,
+        "group_field": "group",
+    },
+    "train": {
+        "max_steps": 100,
+        "tokens_per_step": 3072,
+        "micro_batch_sequences": 3,
+        "lr": 6.0e-3,
+        "warmup_steps": 5,
+        "save_steps": 25,
+    },
+    "evaluate": {"prompts": 36, "max_new_tokens": 128},
+}
+# Sampling and learning rate of FastMTP (arXiv:2509.18362, section 3); lengths that one GPU generates within hours.
+_REAL: Plain = {
+    "data": {
+        "regenerate": {"max_prompts": 20000, "max_new_tokens": 1024, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        "seq_len_tokens": 4096,
+        "holdout": 0.05,
+    },
+    "train": {"max_steps": 500, "tokens_per_step": 65536, "lr": 5.0e-5, "warmup_steps": 25, "save_steps": 50},
+    "evaluate": {"prompts": 64, "max_new_tokens": 256},
+}
+_OWN_PROMPTS = {"sources": [{"path": str(BUILTIN_FILE)}], "holdout": 0.3}
+"""Hold out 30 of the built-in suite's 100 prompts: 20 would leave the gate too little power."""
+
+
+@dataclass(frozen=True)
+class RescueResult:
+    """The checkpoint that :func:`rescue` wrote, and the head it has."""
+
+    out: str
+    """The exported checkpoint."""
+    head: str
+    """``retrained``, or ``graft`` if the retrained head is not measurably better."""
+    reason: str
+    """The gate's verdict."""
+    serves: dict[str, str]
+    """Engine to the command that serves ``out``."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as ``mtp-train rescue --json`` prints them."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        commands = "\n".join(f"{engine}: {command}" for engine, command in self.serves.items())
+        return f"{self.reason}.\nWrote {self.out}, with the {self.head} head.\n{commands}"
+
+    def _repr_html_(self) -> str:
+        return html_table(f"{self.out}: {self.head} head. {self.reason}.", ("engine", "command"), self.serves.items())
+
+
+def rescue(
+    fine_tune: str | Path,
+    base: str | Path,
+    out: str | Path,
+    *,
+    data: Sequence[str | Path] = (),
+    overrides: Overrides = (),
+    console: Console | None = None,
+) -> RescueResult:
+    """Put a head on a fine-tune, or on a LoRA adapter's merged model, retrained if that measurably helps.
+
+    The same call resumes a rescue that was interrupted.
+
+    Args:
+        fine_tune: A checkpoint, or a peft adapter of ``base``: a directory, a hub id or ``demo:NAME``.
+        base: The checkpoint that it came from, with its head.
+        out: The run directory; the checkpoint is written to ``out/export``.
+        data: Files of prompts or chats like those that the model will serve; empty for 100 built-in prompts.
+        overrides: Changes to the recipe, as for :func:`run`: ``{"train.max_steps": 1000}``.
+        console: Where progress bars and the table of results are printed; None prints nothing.
+
+    Raises:
+        RecipeError: An override is wrong.
+        MtpError: The two checkpoints do not fit, the data cannot be read, or ``out`` holds something else.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> rescued = mtp.rescue("my-27b", "Qwen/Qwen3.6-27B", "rescued", data=["chats.jsonl"])
+        >>> rescued.head, rescued.out
+        ('retrained', 'rescued/export')
+    """
+    out = Path(out)
+    recipe = rescue_recipe(str(fine_tune), str(base), out, [str(path) for path in data], overrides)
+    # After a refusal the base's head is exported below.
+    with contextlib.suppress(GateRefusedError):
+        pipeline.run(recipe, console or Console(quiet=True))
+    gate = load_report(out / REPORT_FILE).gate
+    refused = gate is not None and not gate.passed
+    export = out / pipeline.EXPORT
+    if refused and not export.exists():
+        write_graft(recipe, export)
+    checkpoint = open_checkpoint(export)
+    serves = serving_commands(checkpoint, diagnose_head(checkpoint), "healthy")
+    # The refusal ends in the command for a graft, which has been written above.
+    reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
+    return RescueResult(str(export), "graft" if refused else "retrained", reason, serves)
+
+
+def rescue_recipe(finetune: str, base: str, out: Path, data: Sequence[str], overrides: Overrides = ()) -> Recipe:
+    """Return the recipe of a rescue.
+
+    Raises:
+        MtpError: A location cannot be opened, or an override is wrong.
+    """
+    adapter = finetune if is_adapter(locate_checkpoint(resolve(finetune))) else None
+    trunk = finetune if adapter is None else base
+    is_demo = trunk.startswith(PREFIX)
+    sizes = _DEMO if is_demo else _REAL
+    sources = {"sources": [{"path": path} for path in data]} if data else {} if is_demo else _OWN_PROMPTS
+    return recipe_of(
+        {
+            "run_dir": str(out),
+            "model": {"trunk": trunk, "head_from": base, "adapter": adapter},
+            **sizes,
+            "data": {**sizes["data"], **sources, **({"group_field": None} if data else {})},
+            "evaluate": {**sizes["evaluate"], "arms": ["none", "graft", "retrained"]},
+        },
+        overrides,
+    )
+
+
+def write_graft(recipe: Recipe, out: Path) -> None:
+    """Write the recipe's trunk with the base's own head; a trunk's adapter is merged."""
+    model = recipe.model
+    if model.head_from is None or recipe.gate_baseline != "graft":
+        raise MtpError(
+            f"gate.baseline: {recipe.gate_baseline} in a rescue; expected graft, which replaces a head that is not "
+            "better. Leave the override out."
+        )
+    finetune = open_location(model.trunk)
+    base = open_location(model.head_from)
+    plan = graft_plan(finetune, base, recipe.head.convention)
+    adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
+    link, progress = recipe.export.link, quiet_progress()
+    write_adapted(finetune, layout_of(finetune), plan.template, out, adapter=adapter, link=link, progress=progress)
+    identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, base)
+    write_graft_card(out, *identities, model.adapter, recipe.head.num_depths)

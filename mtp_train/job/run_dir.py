@@ -1,0 +1,246 @@
+"""Manage the run directory: claim it for a recipe, record the outcome, and keep the precision of a resumed run.
+
+A claimed directory has ``recipe.yaml`` (the resolved recipe) and ``provenance.json``. ``outcome.json`` is how the last
+attempt ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+
+from mtp_train.errors import LostProcessError, OutputExistsError, RecipeError, StoppedError
+from mtp_train.recipe.loading import RECIPE_FILE, dump_recipe, load_recipe
+from mtp_train.recipe.schema import Recipe
+from mtp_train.trunk.precision import resolve_precision
+from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
+from mtp_train.weights.identity import RECORD_FILE
+from mtp_train.weights.writing import write_json, write_text
+
+FIRST_STAGE = "check"
+OUTCOME_FILE, PROVENANCE_FILE = "outcome.json", "provenance.json"
+_PACKAGES = ("mtp-train", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. ``stage`` is ``done`` if every stage was completed."""
+
+    exit_code: int
+    reason: str
+    message: str
+    stage: str
+
+    @property
+    def finished(self) -> bool:
+        """Whether a repeated call has nothing left to do."""
+        return self.stage == "done"
+
+
+def read_outcome(run_dir: Path) -> Outcome | None:
+    """Return the recorded outcome; None if there is none."""
+    path = run_dir / OUTCOME_FILE
+    return Outcome(**read_json(path)) if path.is_file() else None
+
+
+def write_outcome(run_dir: Path, outcome: Outcome) -> None:
+    """Write ``outcome.json``."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_json(run_dir / OUTCOME_FILE, outcome.__dict__)
+
+
+def is_main_process() -> bool:
+    """Return whether this is rank 0 of the launch, by the launcher's variable: valid before accelerate is set up."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def forget_outcome(run_dir: Path) -> None:
+    """Remove the outcome of an earlier attempt."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        (run_dir / OUTCOME_FILE).unlink(missing_ok=True)
+
+
+def record_failure(run_dir: Path, outcome: Outcome) -> Outcome | None:
+    """Record how a process of a run failed.
+
+    Rank 0's error replaces an earlier one, unless rank 0 failed or was stopped only because another rank died. Other
+    ranks record an error only if there is none. Ranks are the launcher's: processes that are not connected would all
+    count as the main process. An error in the first stage concerns all ranks, so its message names no rank.
+
+    Returns:
+        The earlier outcome that is kept instead; None if this outcome was recorded.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    follows = outcome.reason in (LostProcessError.reason, StoppedError.reason)
+    # A failure to write the outcome, such as a full disk, must not hide the error itself.
+    with contextlib.suppress(OSError):
+        if (rank or follows) and (said := read_outcome(run_dir)) is not None:
+            return said
+        alone = rank > 0 and not follows and outcome.stage != FIRST_STAGE
+        named = replace(outcome, message=f"process {rank}: {outcome.message}") if alone else outcome
+        write_outcome(run_dir, named)
+    return None
+
+
+def require_ours(run_dir: Path, recipe: Recipe) -> None:
+    """Check that a run directory is new, or holds a run of the same resolved recipe.
+
+    Raises:
+        OutputExistsError: It holds the run of another recipe, or other files.
+    """
+    entries = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
+    if run_dir.exists() and not run_dir.is_dir():
+        raise OutputExistsError(f"run_dir: {run_dir} is a file; expected a directory. Choose another run_dir.")
+    # Files of a refused run, and of a claim that was killed.
+    claims = {OUTCOME_FILE, PROVENANCE_FILE, RECORD_FILE}
+    if entries <= claims | {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}:
+        return
+    recorded = run_dir / RECIPE_FILE
+    if not recorded.is_file():
+        raise OutputExistsError(
+            f"run_dir: {run_dir} holds files that are not a run's ({', '.join(sorted(entries)[:3])}); expected a new "
+            "or empty directory. Choose another run_dir."
+        )
+    if not _is_recipe_of(recorded.read_text(encoding="utf-8"), recipe):
+        raise OutputExistsError(
+            f"run_dir: {run_dir} holds the run of another recipe ({recorded}); expected the same resolved recipe to "
+            "resume. Choose another run_dir, or remove this one."
+        )
+
+
+def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
+    """Return whether a recorded recipe equals this one.
+
+    The address of a server is not compared: what it serves is checked again.
+    """
+    if recorded == dump_recipe(recipe):
+        return True
+    now, before = recipe.data.regenerate, _recorded_regeneration(recorded)
+    if now is None or now.endpoint is None or before.get("endpoint") is None:
+        return False
+    there = replace(
+        now,
+        endpoint=before["endpoint"],
+        api_key_env=before.get("api_key_env"),
+        concurrency=before.get("concurrency"),
+    )
+    return recorded == dump_recipe(replace(recipe, data=replace(recipe.data, regenerate=there)))
+
+
+def _recorded_regeneration(recorded: str) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(recorded)["data"]["regenerate"]
+    except (yaml.YAMLError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def claim(run_dir: Path, recipe: Recipe, provenance: dict[str, Any]) -> None:
+    """Claim the run directory: record the recipe and the provenance."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not (run_dir / RECIPE_FILE).is_file():
+        write_json(run_dir / PROVENANCE_FILE, provenance)
+        write_text(run_dir / RECIPE_FILE, dump_recipe(recipe))
+
+
+def checkpoint_identity(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return a checkpoint's path, its hub revision if it has one, and the hashes of its small files."""
+    path = checkpoint.path.resolve()
+    files = [checkpoint.path / file for file in (CONFIG_FILE, INDEX_FILE)]
+    return {
+        "name": name,
+        "path": str(path),
+        "revision": path.name if path.parent.name == "snapshots" else None,
+        "sha256": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()},
+    }
+
+
+def environment_facts() -> dict[str, Any]:
+    """Return versions, command line, git commit and hardware."""
+    versions: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "versions": versions,
+        "python": platform.python_version(),
+        "argv": sys.argv,
+        "git": _git_commit(),
+        "hardware": {"device": device, "threads": torch.get_num_threads(), "platform": platform.platform()},
+    }
+
+
+def _git_commit() -> str | None:
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    except OSError:
+        # Slim container images have no git.
+        return None
+    return commit.stdout.strip() or None
+
+
+_LEFTOVERS = (
+    ".offload-*",
+    ".head.*",
+    ".tuned.*",
+    ".adapter.*",
+    ".export.*",
+    ".*.tmp",
+    "figures/.*.tmp",
+    "state/.step-*",
+)
+
+
+def clear_leftovers(run_dir: Path) -> None:
+    """Remove temporary files of writes that a kill interrupted."""
+    for pattern in _LEFTOVERS:
+        for path in run_dir.glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def with_recorded_precision(recipe: Recipe, run_dir: Path) -> Recipe:
+    """Return a recipe with ``precision: auto`` replaced by the precision that its run directory records.
+
+    A run that resumes on another machine keeps its precision: steps in another one would give another head.
+    """
+    recorded = run_dir / RECIPE_FILE
+    if recipe.train.precision != "auto" or not recorded.is_file():
+        return recipe
+    try:
+        precision = load_recipe(recorded).train.precision
+    except RecipeError:
+        # No recipe, or one of another version: `require_ours` refuses it with a message.
+        return recipe
+    return replace(recipe, train=replace(recipe.train, precision=precision))
+
+
+def with_resolved_precision(recipe: Recipe, device: torch.device) -> Recipe:
+    """Return a recipe with ``precision: auto`` resolved for a device."""
+    precision = resolve_precision(recipe.train.precision, device).precision
+    return replace(recipe, train=replace(recipe.train, precision=precision))
+
+
+def tell_precision(recipe: Recipe, device: torch.device, console: Console) -> None:
+    """Print the precision of a resolved recipe, and how the device computes it."""
+    precision, reason = resolve_precision(recipe.train.precision, device)
+    console.print(f"training in {precision}: {reason}", highlight=False)

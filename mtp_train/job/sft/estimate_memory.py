@@ -1,0 +1,107 @@
+"""Estimate a fine-tune from shapes alone: memory of a process, operations, disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Size
+
+from mtp_train.job.sft.tuned_model import lora_weights
+from mtp_train.losses.chunked import CHUNK_ROWS
+from mtp_train.recipe.schema import Recipe, SftSection
+from mtp_train.train.estimate import GIB, Cost, Footprint, Sizes
+from mtp_train.train.plan import Plan
+from mtp_train.trunk.load import Trunk
+
+KEPT_CHECKPOINTS = 2
+"""Number of newest training checkpoints on disk."""
+_MOMENTS_BYTES = 8
+"""Bytes per weight of AdamW's two moments, in fp32."""
+_LAYER_BYTES = 100
+"""Bytes per token and hidden dimension that a layer keeps for its backward pass, as autograd saves for Qwen3 in
+transformers, in either precision."""
+_RECURRENT_BYTES = 260
+"""The same for a layer with a recurrent state, on transformers' torch path; kernels for CUDA keep less."""
+_RECURRENT = ("linear_attention", "mamba")
+_LOGIT_BYTES = 16
+"""Bytes per token and vocabulary entry: logits as computed, logits in fp32, their softmax and its gradient."""
+
+
+@dataclass(frozen=True)
+class TuningFootprint(Footprint):
+    """Estimated bytes per process of a fine-tune."""
+
+    learning_bytes: int = 0
+    """Gradients and AdamW's moments of the trunk's weights; with LoRA, of its matrices, and the matrices themselves."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all bytes on the device."""
+        return super().total_bytes + self.learning_bytes
+
+    def to_text(self) -> str:
+        """Return total and parts for a reader."""
+        return (
+            f"about {self.total_bytes / GIB:.2f} GiB: trunk {self.trunk_bytes / GIB:.2f}, its gradients and moments "
+            f"{self.learning_bytes / GIB:.2f}, head with optimiser {self.head_and_optimizer_bytes / GIB:.2f}, logits "
+            f"{self.loss_bytes / GIB:.2f}, activations {self.activation_bytes / GIB:.2f}"
+        )
+
+
+def tuning_footprint(
+    recipe: Recipe, sft: SftSection, trunk: Trunk, head: Mapping[str, Size], plan: Plan
+) -> TuningFootprint:
+    """Estimate the memory of a fine-tune, for rows without padding."""
+    parameters = sum(parameter.numel() for parameter in trunk.parameters())
+    head_parameters = sum(shape.numel() for shape in head.values())
+    beside = head_parameters if sft.head == "beside" else 0
+    itemsize = 2 if recipe.model.dtype == "bfloat16" or (recipe.model.dtype == "auto" and sft.lora) else 4
+    if sft.lora is None:
+        trained, learning = parameters, parameters * 3 * itemsize
+    else:
+        trained = lora_weights(trunk, sft.lora)
+        learning = trained * 16
+    rows, config = plan.micro_batch_tokens, trunk.config
+    layers = [_RECURRENT_BYTES if kind in _RECURRENT else _LAYER_BYTES for kind in layer_kinds(trunk)]
+    # Checkpointing keeps each layer's input, and all activations of one layer.
+    bytes_each = max(layers) + 4 * len(layers) if recipe.train.gradient_checkpointing else sum(layers)
+    activations = rows * config.hidden_size * bytes_each
+    # As for a head on a frozen trunk, see ``train/estimate.py``.
+    of_head = rows * trunk.family.state_width(config) * 4 * 30 * recipe.head.num_depths if beside else 0
+    return TuningFootprint(
+        trunk_parameters=parameters,
+        head_parameters=head_parameters,
+        trained_parameters=trained + beside,
+        trunk_bytes=parameters * itemsize,
+        head_and_optimizer_bytes=beside * 16,
+        loss_bytes=rows * config.vocab_size * _LOGIT_BYTES + (CHUNK_ROWS * config.vocab_size * 16 if beside else 0),
+        activation_bytes=activations + of_head,
+        learning_bytes=learning,
+    )
+
+
+def layer_kinds(trunk: Trunk) -> list[str]:
+    """Return the kind of each layer of a trunk by its config; without ``layer_types`` all layers are of one kind."""
+    config = trunk.config.to_dict()
+    return config.get("layer_types") or ["full_attention"] * int(config["num_hidden_layers"])
+
+
+def tuning_cost(recipe: Recipe, sft: SftSection, plan: Plan, sizes: Sizes, memory: Footprint) -> Cost:
+    """Estimate the cost of a fine-tune without its evaluation, for rows without padding."""
+    tokens, depths = plan.total_tokens, recipe.head.num_depths
+    beside = memory.head_parameters if sft.head == "beside" else 0
+    # Forward, gradient of the inputs, gradient of the weights: two operations each. Frozen weights need none.
+    each = 6 if sft.lora is None else 4
+    weights = memory.trained_parameters - beside
+    saved = weights * (4 + _MOMENTS_BYTES) + beside * (4 + _MOMENTS_BYTES)
+    # The checkpoint in the trunk's own layout, in 16 bits; the export is linked to it.
+    written = 2 * (memory.trunk_parameters + 2 * memory.head_parameters)
+    of_head = 2 * sizes.lm_head * tokens * (1 + 2 * depths) if beside else 0
+    return Cost(
+        regenerate_flops=0,
+        trunk_flops=each * sizes.trunk * tokens,
+        head_flops=6 * sizes.head * tokens * depths if beside else 0,
+        loss_flops=each * sizes.lm_head * tokens + of_head,
+        disk_bytes=saved * KEPT_CHECKPOINTS + written,
+    )

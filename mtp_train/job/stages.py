@@ -1,0 +1,123 @@
+"""Steps that runs, studies and fine-tunes share: load the trunk, claim the run directory, make the documents."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from rich.progress import Progress
+
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import TrainingError
+from mtp_train.job.input_identity import record_run_inputs, require_run_inputs, run_contents
+from mtp_train.job.inputs import Inputs
+from mtp_train.job.regeneration import regenerate_stage, stored_documents
+from mtp_train.job.run_dir import FIRST_STAGE, checkpoint_identity, claim, environment_facts
+from mtp_train.job.training import part_documents
+from mtp_train.recipe.schema import Recipe
+from mtp_train.train.shard import shards_trunk
+from mtp_train.trunk.load import Trunk, load_trunk
+from mtp_train.trunk.offload import offload_layers
+from mtp_train.trunk.precision import trunk_dtype
+from mtp_train.weights.identity import Records
+
+
+class Stage:
+    """The stage that the run has reached, for the outcome of a failure."""
+
+    name = FIRST_STAGE
+
+
+def load_run_trunk(
+    recipe: Recipe, inputs: Inputs, accelerator: Accelerator, device: torch.device | str | None = None
+) -> Trunk:
+    """Load the whole trunk: on the given device, else on the process's own; into main memory if it is offloaded.
+
+    Raises:
+        TrainingError: The recipe offloads the trunk, and the launcher asks for a wrapper.
+    """
+    if recipe.model.offload is not None:
+        if accelerator.distributed_type is not DistributedType.NO:
+            raise TrainingError(
+                f"model.offload: {recipe.model.offload}, and the launcher asks for "
+                f"{accelerator.distributed_type.value}; expected one process without a wrapper. Launch with "
+                "recipes/accelerate/single.yaml, or write model.offload: null."
+            )
+        device = "cpu"
+    dtype = trunk_dtype(recipe, accelerator.device, inputs.finetune)
+    if shards_trunk(accelerator) and recipe.train.precision == "fp32":
+        # Shards are gathered in the dtype that they are held in, and no hook can convert them.
+        dtype = torch.float32
+    return load_trunk(
+        inputs.finetune.path,
+        inputs.finetune.family,
+        dtype=dtype,
+        device=accelerator.device if device is None else device,
+        adapter=inputs.adapter,
+        quantization=recipe.model.quantization,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+
+
+def offload_run_trunk(recipe: Recipe, run_dir: Path, trunk: Trunk, accelerator: Accelerator) -> None:
+    """Offload the layers of a loaded trunk if the recipe asks for it."""
+    if recipe.model.offload is not None:
+        offload_layers(trunk, recipe.model.offload, accelerator.device, run_dir)
+
+
+def provenance(recipe: Recipe, inputs: Inputs) -> dict[str, object]:
+    """Return the content of ``provenance.json``: identities of the checkpoints, versions, command line and hardware."""
+    return {
+        "trunk": checkpoint_identity(recipe.model.trunk, inputs.finetune),
+        "head_from": checkpoint_identity(recipe.model.head_from or "", inputs.base) if inputs.base else None,
+        "seed": recipe.seed,
+        "plan": asdict(inputs.plan),
+        **environment_facts(),
+    }
+
+
+def claim_run(
+    recipe: Recipe, run_dir: Path, inputs: Inputs, records: Records, accelerator: Accelerator, progress: Progress
+) -> Inputs:
+    """Claim the run directory for a recipe and its inputs, and return the inputs with their identities.
+
+    Args:
+        recipe: The recipe.
+        run_dir: The run directory.
+        inputs: The gathered inputs.
+        records: Content hashes of the inputs from before they were loaded; used by the main process.
+        accelerator: The accelerator; its main process writes.
+        progress: Shows the progress of hashing.
+
+    Raises:
+        ChangedInputError: An input changed while it was loaded.
+    """
+    if accelerator.is_main_process:
+        record_run_inputs(run_dir, records)
+        claim(run_dir, recipe, provenance(recipe, inputs))
+        require_run_inputs(recipe, run_dir, progress)
+    accelerator.wait_for_everyone()
+    return replace(inputs, contents=run_contents(run_dir))
+
+
+def make_documents(
+    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, accelerator: Accelerator, progress: Progress
+) -> list[Document]:
+    """Return the documents to train on: the trunk's own responses, or the sources' text."""
+    if recipe.data.regenerate is None or not recipe.data.regenerate.enabled:
+        return list(inputs.documents)
+    documents, _ = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
+    return documents
+
+
+def trained_documents(recipe: Recipe, run_dir: Path, inputs: Inputs) -> list[Document]:
+    """Return the documents that a head was trained on, without the text held out for ``train.select``."""
+    if recipe.data.regenerate is None or not recipe.data.regenerate.enabled:
+        documents = list(inputs.documents)
+    else:
+        documents = stored_documents(recipe, recipe.data.regenerate, run_dir, inputs)
+    training, _ = part_documents(recipe, documents)
+    return [documents[index] for index in training]

@@ -1,0 +1,193 @@
+"""Start the job of a recipe that is given as a file, a mapping or a ``Recipe``: ``run`` and ``regenerate``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import Progress
+from rich.text import Text
+
+from mtp_train.data.responses import ResponseCounts
+from mtp_train.errors import GateRefusedError
+from mtp_train.evaluation.cells import StudyReport
+from mtp_train.evaluation.results import REPORT_FILE, RunReport, read_report
+from mtp_train.job import pipeline
+from mtp_train.job.display import quiet_progress, rich_to_html
+from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
+from mtp_train.recipe.schema import Recipe
+from mtp_train.report.study_table import study_summary
+from mtp_train.report.table import summary
+
+RecipeLike = Recipe | str | Path | Mapping[str, Any]
+Overrides = Mapping[str, Any] | Sequence[str]
+
+
+def recipe_of(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
+    """Return a checked recipe from any of its forms.
+
+    Args:
+        recipe: A YAML file, a mapping of the same shape, or a recipe, which is returned as it is.
+        overrides: Dotted field to value, ``{"train.lr": 1e-4}``, or strings ``section.field=value`` with YAML values.
+
+    Raises:
+        RecipeError: A field is unknown, out of range or contradicts another one; the message lists all problems.
+    """
+    if isinstance(overrides, Mapping):
+        texts = {field: json.dumps(value, default=str, ensure_ascii=False) for field, value in overrides.items()}
+        overrides = [f"{field}={text}" for field, text in texts.items()]
+    if isinstance(recipe, Recipe):
+        if not overrides:
+            return recipe
+        return recipe_from_mapping(parse_yaml(dump_recipe(recipe), "recipe")[0], overrides)
+    if isinstance(recipe, Mapping):
+        return recipe_from_mapping(recipe, overrides)
+    return load_recipe(recipe, overrides)
+
+
+def open_report(source: str | Path) -> RunReport | StudyReport:
+    """Read the report of a run, an evaluation or a comparison.
+
+    Args:
+        source: Its directory, or its ``report.json``.
+
+    Raises:
+        DataError: There is no report, or another version of mtp-train wrote it.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> report = mtp.open_report("runs/retrain_head")
+        >>> report.arms["retrained"].tau, report.gate.passed
+        (3.37, True)
+    """
+    path = Path(source)
+    path = path / REPORT_FILE if path.is_dir() else path
+    raw = read_report(path)
+    # Only studies have a title.
+    is_study = isinstance(raw, dict) and "title" in raw
+    return StudyReport.from_json(raw, str(path)) if is_study else RunReport.from_json(raw, str(path))
+
+
+def report_table(report: RunReport | StudyReport) -> RenderableType:
+    """Return the verdict and the tables of a report, ready for a rich console."""
+    return study_summary(report) if isinstance(report, StudyReport) else summary(report)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Outcome of a finished run, as :func:`run` returns it. In a notebook it shows the table of the arms."""
+
+    run_dir: Path
+    exit_code: int
+    """0; 1 for a study or a fine-tune whose drafts changed a text, which is a bug of the decoder."""
+    reason: str
+    """``done``, or ``not_lossless`` with exit code 1."""
+    message: str
+    """The verdict, and where the checkpoint was exported."""
+    stage: str
+    """The stage that the run reached: ``done``."""
+
+    @property
+    def report(self) -> RunReport | StudyReport:
+        """The report in the run directory; see :func:`open_report`."""
+        return open_report(self.run_dir)
+
+    @property
+    def export(self) -> Path | None:
+        """The exported checkpoint; None for a recipe that exports nothing."""
+        path = self.run_dir / pipeline.EXPORT
+        return path if path.is_dir() else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as ``mtp-train run --json`` prints them."""
+        return {**asdict(self), "run_dir": str(self.run_dir)}
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __rich__(self) -> RenderableType:
+        return Group(report_table(self.report), Text(f"\n{self.message}"))
+
+    def _repr_html_(self) -> str:
+        return rich_to_html(self.__rich__())
+
+
+def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | None = None) -> RunResult:
+    """Run a recipe: regenerate responses, train the head, evaluate, apply the gate, export.
+
+    A run directory with the same recipe and inputs is resumed at the stage it reached; a finished one is returned.
+    Runs in this process. For several GPUs, use ``accelerate launch -m mtp_train RECIPE``.
+
+    Args:
+        recipe: A YAML file, or a mapping of the same shape.
+        overrides: Dotted field to value, ``{"train.lr": 1e-4, "data.sources.0.path": "chats.jsonl"}``; a list is
+            replaced as a whole. Strings ``"train.lr=1e-4"`` work too.
+        console: Where progress bars and the table of results are printed; None prints nothing.
+
+    Raises:
+        RecipeError: The recipe is wrong; the message lists all problems.
+        GateRefusedError: The trained head is not better than its baseline. Its ``run_dir`` holds the report.
+        MtpError: A checkpoint or data cannot be used, the run directory holds something else, or memory ran out.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> done = mtp.run("recipes/retrain_head.yaml", {"run_dir": "runs/a", "train.max_steps": 50})
+        >>> done.report.arms["retrained"].tau
+        3.21
+        >>> done.export
+        PosixPath('runs/a/export')
+    """
+    checked = recipe_of(recipe, overrides)
+    run_dir = Path(checked.run_dir)
+    try:
+        outcome = pipeline.run(checked, console or Console(quiet=True))
+        # A finished run returns the outcome that it recorded, which may be the gate's refusal.
+        if outcome.exit_code == GateRefusedError.exit_code:
+            raise GateRefusedError(outcome.message)
+    except GateRefusedError as error:
+        error.run_dir = run_dir
+        raise
+    return RunResult(run_dir, outcome.exit_code, outcome.reason, outcome.message, outcome.stage)
+
+
+@dataclass(frozen=True)
+class RegenerateResult:
+    """Directory and counts of the responses that :func:`regenerate` wrote."""
+
+    run_dir: Path
+    """The responses are in ``run_dir/data``."""
+    counts: ResponseCounts
+    """Responses, the documents made of them, their tokens, and the responses that were left out or cut."""
+
+    def to_json(self) -> dict[str, int]:
+        """Return plain JSON values, as ``mtp-train regenerate --json`` prints them."""
+        return asdict(self.counts)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in asdict(self.counts).items())
+
+
+def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progress | None = None) -> RegenerateResult:
+    """Let the trunk answer a recipe's prompts and stop. A later :func:`run` of the recipe resumes from the responses.
+
+    Args:
+        recipe: As for :func:`run`; ``data.regenerate`` must be enabled.
+        overrides: As for :func:`run`.
+        progress: A started rich progress bar; None shows nothing.
+
+    Raises:
+        RecipeError: The recipe is wrong, or does not regenerate.
+        MtpError: The trunk or the prompts cannot be read, or the run directory holds something else.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> mtp.regenerate("recipes/retrain_head.yaml", {"data.regenerate.max_prompts": 40}).counts.responses
+        40
+    """
+    checked = recipe_of(recipe, overrides)
+    counts = pipeline.regenerate_only(checked, progress or quiet_progress())
+    return RegenerateResult(Path(checked.run_dir), ResponseCounts(**counts))

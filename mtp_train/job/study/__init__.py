@@ -1,0 +1,1 @@
+"""Compare a vanilla and a distilled model: a recipe with a section ``study``."""

@@ -1,0 +1,299 @@
+"""Test the claims of a study of a vanilla and a distilled model, and return findings with their intervals.
+
+The published claim: retraining a head on the distilled trunk's own responses brings acceptance back to the vanilla
+level. Two models generate different text, and text of lower entropy is easier to draft. The level is therefore compared
+twice: raw, as tokens per round, and at equal target entropy, as overlap of p and q at depth 1. "Back" means that at
+most a stated share of the vanilla level is missing. The claim is confirmed if the whole interval of the difference lies
+above that bound, refuted if the whole interval lies below it, and undecided otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from mtp_train.acceptance.counts import Interval, PromptCounts
+from mtp_train.acceptance.intervals import Difference, tau_difference
+from mtp_train.evaluation.cells import (
+    ALL_TASKS,
+    VERDICTS,
+    ArmComparison,
+    Cell,
+    DriftPoint,
+    Finding,
+    StudyReport,
+    negated,
+)
+from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_difference
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.statistics import MeasuredArm
+from mtp_train.recipe.schema import StudySection
+
+VANILLA, GRAFT, HOME = "vanilla", "graft", "vanilla-home"
+Tone = Literal["good", "bad", "neutral"]
+CLAIM = "Retraining on the distilled trunk's own responses brings acceptance back to the vanilla level"
+BACK = "Back at the vanilla level by "
+
+
+def retrained(objective: str) -> str:
+    """Return the arm name of a head that was retrained towards an objective."""
+    return f"retrained-{objective}"
+
+
+@dataclass(frozen=True)
+class Level:
+    """The difference of a retrained head on the distilled trunk and the vanilla level, at one setting."""
+
+    setting: Setting
+    tau: Difference
+    overlap: Difference | None
+    """Difference of overlap at depth 1 at equal target entropy; None if the texts share too few entropies."""
+
+
+def tone_of(interval: Interval | None, limit: float = 0.0) -> Tone:
+    """Return the verdict on the claim that a difference lies above ``limit``, by its interval."""
+    if interval is None:
+        return "neutral"
+    low, high = interval
+    return "good" if low > limit else "bad" if high < limit else "neutral"
+
+
+def levels_on_shared_prompts(report: StudyReport, head: str, settings: Sequence[Setting]) -> list[Level]:
+    """Compare a retrained head with vanilla on the prompts of all arms, paired."""
+    found = []
+    for setting in settings:
+        one = comparison_of(report, head, VANILLA, setting)
+        delta, ci95 = one.delta_overlap_at_equal_entropy, one.delta_overlap_at_equal_entropy_ci95
+        overlap = None if delta is None else Difference(delta, ci95, None, one.groups)
+        found.append(Level(setting, Difference(one.delta_tau, one.delta_tau_ci95, one.p_value, one.groups), overlap))
+    return found
+
+
+def levels_at_home(head: MeasuredArm, vanilla: MeasuredArm, settings: Sequence[Setting]) -> list[Level]:
+    """Compare a retrained head with vanilla, each on prompts of its own; a prompt counts only for its own arm."""
+    found = []
+    for setting in settings:
+        mine, theirs = ([one.counts(setting.depth) for one in arm.decoded[setting]] for arm in (head, vanilla))
+        tau = tau_difference([*mine, *map(_unmet, theirs)], [*map(_unmet, mine), *theirs])
+        place = setting.temperature, setting.context_tokens
+        first, second = (EntropySums.of(arm.dense[place], fine_edges()) for arm in (head, vanilla))
+        found.append(Level(setting, tau, overlap_difference(*_over_all(first, second), None)))
+    return found
+
+
+def _unmet(counts: PromptCounts) -> PromptCounts:
+    return replace(
+        counts, rounds=0, num_draft_tokens=0, accepted_per_pos=tuple(0 for _ in counts.accepted_per_pos), new_tokens=0
+    )
+
+
+def _over_all(first: EntropySums, second: EntropySums) -> tuple[EntropySums, EntropySums]:
+    """Return both sums over the prompts of both arms, with no positions for prompts of the other arm."""
+    ids, groups = first.prompt_ids + second.prompt_ids, first.groups + second.groups
+    tasks = first.tasks + second.tasks
+    none_of_first, none_of_second = np.zeros_like(second.counts_PB), np.zeros_like(first.counts_PB)
+    return (
+        EntropySums(
+            ids,
+            groups,
+            tasks,
+            np.concatenate([first.counts_PB, none_of_first]),
+            np.concatenate([first.overlaps_PB, none_of_first]),
+        ),
+        EntropySums(
+            ids,
+            groups,
+            tasks,
+            np.concatenate([none_of_second, second.counts_PB]),
+            np.concatenate([none_of_second, second.overlaps_PB]),
+        ),
+    )
+
+
+def find(
+    report: StudyReport,
+    study: StudySection,
+    levels: Sequence[Level],
+    grafted: Sequence[Level],
+    drift: Sequence[DriftPoint],
+) -> tuple[Finding, ...]:
+    """Test every claim, the prediction first.
+
+    Args:
+        report: Cells and comparisons of all arms.
+        study: The recipe's ``study`` section.
+        levels: Levels of the first objective's head against the arm that gives the vanilla level.
+        grafted: Levels of the grafted head, likewise.
+        drift: The drift curve, the untouched trunk first; may be empty.
+    """
+    settings = [level.setting for level in levels]
+    first, *others = study.objectives
+    measures = list(dict.fromkeys(one for level in levels for one in back_at_vanilla(report, level, study)))
+    found = (
+        prediction(measures),
+        *measures,
+        *(beats_graft(report, retrained(first), setting) for setting in settings),
+        *(finding for level in grafted for finding in is_stale(level)),
+        *went_stale(drift),
+        *(objectives_differ(report, first, other, setting) for other in others for setting in settings),
+    )
+    # Rules of one temperature share its text, and give the same findings about it: drop duplicates.
+    return tuple(dict.fromkeys(found))
+
+
+def prediction(measures: Sequence[Finding]) -> Finding:
+    """Return the finding about the prediction: confirmed if all measures confirm it, refuted if all refute it."""
+    tones = {one.tone for one in measures}
+    tone: Tone = "good" if tones == {"good"} else "bad" if tones == {"bad"} else "neutral"
+    found = {word: [one.statement for one in measures if one.tone == of] for of, word in VERDICTS.items()}
+    told = [f"{word} by {', '.join(map(_measure, some))}" for word, some in found.items() if some]
+    return Finding(tone=tone, statement=f"{CLAIM}.", evidence=f"{'; '.join(told).capitalize() or 'Not measured'}.")
+
+
+def _measure(statement: str) -> str:
+    return statement.removeprefix(BACK).rstrip(".")
+
+
+def _finding(tone: Tone, statement: str, evidence: str) -> Finding:
+    return Finding(tone=tone, statement=f"{statement}.", evidence=f"{VERDICTS[tone].capitalize()}: {evidence}")
+
+
+def back_at_vanilla(report: StudyReport, level: Level, study: StudySection) -> list[Finding]:
+    """Test the prediction at one setting: raw, and at equal target entropy if the texts share enough entropies."""
+    head = retrained(study.objectives[0])
+    home = HOME if any(cell.arm == HOME for cell in report.cells) else VANILLA
+    mine, theirs = cell_of(report, head, level.setting), cell_of(report, home, level.setting)
+    where = _where(level.setting)
+    texts = f"entropy {_number(mine.target_entropy)} against {_number(theirs.target_entropy)} nats"
+    if theirs.repeated_8gram_share is not None:
+        texts += f", repeats {100 * (mine.repeated_8gram_share or 0):.0f} % against "
+        texts += f"{100 * theirs.repeated_8gram_share:.0f} %"
+    findings = []
+    if mine.tau is not None and theirs.tau is not None:
+        limit = -study.margin * theirs.tau
+        findings.append(
+            _finding(
+                tone_of(level.tau.ci95, limit),
+                f"{BACK}tau ({where})",
+                f"{head} {mine.tau:.2f} against {home} {theirs.tau:.2f}: {_difference(level.tau, 2)}; back "
+                f"means above {limit:+.2f} ({100 * study.margin:g} %). Each on text of its own: {texts}.",
+            )
+        )
+    if level.overlap is not None and theirs.overlap and theirs.overlap[0] is not None:
+        limit = -study.margin * theirs.overlap[0]
+        findings.append(
+            _finding(
+                tone_of(level.overlap.ci95, limit),
+                f"{BACK}overlap at equal target entropy ({_text(level.setting)})",
+                f"{head} less {home}: {_difference(level.overlap, 3)}; back means above {limit:+.3f} "
+                f"({100 * study.margin:g} % of {theirs.overlap[0]:.3f}).",
+            )
+        )
+    return findings
+
+
+def beats_graft(report: StudyReport, head: str, setting: Setting) -> Finding:
+    """Test whether retraining helps on the distilled trunk: same trunk, same prompts."""
+    one = comparison_of(report, head, GRAFT, setting)
+    mine, theirs = cell_of(report, head, setting), cell_of(report, GRAFT, setting)
+    return _finding(
+        tone_of(one.delta_tau_ci95),
+        f"Retraining beats the grafted head on the distilled trunk ({_where(setting)})",
+        f"tau {_number(mine.tau)} against {_number(theirs.tau)}: "
+        f"{_difference(Difference(one.delta_tau, one.delta_tau_ci95, None, one.groups), 2)}.",
+    )
+
+
+def is_stale(level: Level) -> list[Finding]:
+    """Test whether the untouched head is worse on the distilled trunk at equal target entropy."""
+    if level.overlap is None:
+        return []
+    return [
+        _finding(
+            tone_of(negated(level.overlap.ci95)),
+            f"The grafted head is stale: overlap at equal target entropy ({_text(level.setting)})",
+            f"{GRAFT} less vanilla with its own head: {_difference(level.overlap, 3)}.",
+        )
+    ]
+
+
+def went_stale(drift: Sequence[DriftPoint]) -> list[Finding]:
+    """Test whether fine-tuning cost the untouched head acceptance: the curve's last point against its first."""
+    if len(drift) < 2:
+        return []
+    before, after = drift[0], drift[-1]
+    tone: Tone = "neutral"
+    if before.tau_ci95 is not None and after.tau_ci95 is not None:
+        # The points share their prompts, so disjoint intervals are a stricter test than 95 %.
+        lost, gained = before.tau_ci95[0] - after.tau_ci95[1], after.tau_ci95[0] - before.tau_ci95[1]
+        tone = "good" if lost > 0 else "bad" if gained > 0 else "neutral"
+    return [
+        _finding(
+            tone,
+            "Fine-tuning the trunk makes an untouched head stale (greedy)",
+            f"{before.label}: tau {before.tau:.2f}{_interval(before.tau_ci95, before.groups, 2)}, overlap "
+            f"{_number(before.overlap)}, entropy {_number(before.target_entropy)} nats. {after.label}: tau "
+            f"{after.tau:.2f}{_interval(after.tau_ci95, after.groups, 2)}, overlap {_number(after.overlap)}, entropy "
+            f"{_number(after.target_entropy)} nats, weights changed by {100 * (after.trunk_change or 0):.1f} %.",
+        )
+    ]
+
+
+def objectives_differ(report: StudyReport, first: str, other: str, setting: Setting) -> Finding:
+    """Test whether the first objective gives the better head: same trunk, prompts, data, steps and seed."""
+    one = comparison_of(report, retrained(first), retrained(other), setting)
+    mine, theirs = (cell_of(report, retrained(name), setting) for name in (first, other))
+    return _finding(
+        tone_of(one.delta_tau_ci95),
+        f"A head trained towards {first} drafts better than one towards {other} ({_where(setting)})",
+        f"tau {_number(mine.tau)} against {_number(theirs.tau)}: "
+        f"{_difference(Difference(one.delta_tau, one.delta_tau_ci95, None, one.groups), 2)}.",
+    )
+
+
+def cell_of(report: StudyReport, arm: str, setting: Setting) -> Cell:
+    """Return an arm's cell at a setting, all tasks together."""
+    return next(cell for cell in report.cells if cell.arm == arm and cell.task == ALL_TASKS and _at(cell, setting))
+
+
+def comparison_of(report: StudyReport, first: str, second: str, setting: Setting) -> ArmComparison:
+    """Return the comparison of two arms at a setting, all tasks together, in either stored order."""
+    for one in report.comparisons:
+        if {one.first, one.second} == {first, second} and one.task == ALL_TASKS and _at(one, setting):
+            return one if one.first == first else one.swapped()
+    raise LookupError(f"no comparison of {first} and {second} at {setting.slug}")
+
+
+def _at(row: Cell | ArmComparison, setting: Setting) -> bool:
+    return (row.temperature, row.context_tokens, row.depth, row.rule) == (
+        setting.temperature,
+        setting.context_tokens,
+        setting.depth,
+        setting.rule,
+    )
+
+
+def _where(setting: Setting) -> str:
+    return "greedy" if setting.rule == "greedy" else f"{setting.rule} at temperature {setting.temperature:g}"
+
+
+def _text(setting: Setting) -> str:
+    return "greedy text" if setting.rule == "greedy" else f"text of temperature {setting.temperature:g}"
+
+
+def _difference(difference: Difference, decimals: int) -> str:
+    return f"{difference.value:+.{decimals}f}{_interval(difference.ci95, difference.groups, decimals, sign='+')}"
+
+
+def _interval(interval: Interval | None, groups: int | None, decimals: int, sign: str = "") -> str:
+    if interval is None:
+        return " (too few groups for an interval)"
+    low, high = (f"{bound:{sign}.{decimals}f}" for bound in interval)
+    return f" [{low}, {high}]{'' if groups is None else f' over {groups} groups'}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,141 @@
+"""Register the losses that ``objective.loss`` can name: one line each, without importing torch.
+
+The recipe validates names against this table. Training, estimates and the Triton check read a loss's properties from
+its entry. To add a loss, write one function (:data:`RowsFn`) and register it, either in the table below or from another
+package before the recipe is read::
+
+    def brier_rows(logits_CV, teacher_logits_CV, targets_C, temperature):
+        log_q_CV, log_p_CV = softened(logits_CV, teacher_logits_CV, temperature)  # of mtp_train.losses.rows
+        q_CV, gap_CV = log_q_CV.exp(), log_q_CV.exp() - log_p_CV.exp()
+        slope_CV = 2 * gap_CV
+        mean_C1 = (q_CV * slope_CV).sum(-1, keepdim=True)
+        return RowLoss(gap_CV.square().sum(-1), q_CV * (slope_CV - mean_C1) / temperature)
+
+    register_loss(Loss("brier", brier_rows))
+
+Shapes: C rows of a chunk, V vocabulary, K depths, N target rows.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RowLoss(NamedTuple):
+    """The loss of each row, and its gradient with respect to the head's logits."""
+
+    loss_C: Tensor
+    gradient_CV: Tensor
+
+
+if TYPE_CHECKING:
+    RowsFn = Callable[[Tensor, Tensor | None, Tensor, float], RowLoss]
+    CombineFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    RowWork = Callable[[Tensor, Tensor], RowLoss]
+    KernelsFn = Callable[[str, Tensor | None, float], RowWork]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss and the functions that compute it.
+
+    Functions are given as callables, or as ``"package.module:function"``, which is imported at first use.
+
+    Attributes:
+        name: The value of ``objective.loss``.
+        rows: ``(logits_CV, teacher_logits_CV, targets_C, temperature)`` to a :class:`RowLoss` in fp32: the head's
+            logits, the trunk's (None where ``distils`` is false), the target tokens (int64) and T.
+        combine: ``(loss_KN, row_weight_KN)`` to ``(loss_KN, slope_KN)``: the final loss of each row where it also
+            depends on the row's other depths, and the derivative of ``sum(row_weight * final loss)`` with respect to
+            each row's own loss. None: the losses of rows are final, and the slope is ``row_weight``.
+        kernels: The same as ``rows`` in Triton: ``(name, teacher_logits_CV, temperature)`` to a function of
+            ``(logits_CV, targets_C)`` that may write the gradient into the logits. None: ``objective.rows: triton`` is
+            refused.
+        distils: Whether the loss compares q with the trunk's distribution p. If not, the trunk's logits are not
+            computed and ``objective.temperature`` has to be 1.
+    """
+
+    name: str
+    rows: str | RowsFn
+    combine: str | CombineFn | None = None
+    kernels: str | KernelsFn | None = None
+    distils: bool = True
+
+    def rows_fn(self) -> RowsFn:
+        """Return the function that computes rows."""
+        return _resolved(self.rows)
+
+    def combine_fn(self) -> CombineFn | None:
+        """Return the function that combines the depths of a start; None where rows are independent."""
+        return None if self.combine is None else _resolved(self.combine)
+
+    def kernels_fn(self) -> KernelsFn:
+        """Return the function that makes Triton kernels ready.
+
+        Raises:
+            ValueError: The loss has none.
+        """
+        if self.kernels is None:
+            raise ValueError(f"{self.name}: a loss without Triton kernels; expected rows_in='torch'.")
+        return _resolved(self.kernels)
+
+
+def _resolved(function: Any) -> Any:
+    return pkgutil.resolve_name(function) if isinstance(function, str) else function
+
+
+AUTO = "auto"
+DEFAULT_LOSS = "kl"
+"""``objective.loss: auto``. Of the six losses below, none drafts better both greedily and sampled
+(``inference/benchmarks/objectives.md``)."""
+_ROWS, _KERNELS = "mtp_train.losses.rows", "mtp_train.losses.triton_rows:row_work"
+_LOSSES = {
+    loss.name: loss
+    for loss in (
+        Loss("ce", f"{_ROWS}:cross_entropy", kernels=_KERNELS, distils=False),
+        Loss("kl", f"{_ROWS}:kl", kernels=_KERNELS),
+        Loss("reverse_kl", f"{_ROWS}:reverse_kl", kernels=_KERNELS),
+        Loss("tv", f"{_ROWS}:total_variation", kernels=_KERNELS),
+        Loss("lk", f"{_ROWS}:lk", kernels=_KERNELS),
+        Loss("e2e_tv", f"{_ROWS}:total_variation", "mtp_train.losses.chunked:chain_losses", kernels=_KERNELS),
+    )
+}
+
+
+def register_loss(loss: Loss) -> None:
+    """Add a loss, so that a recipe can name it. Every process of a run has to do so before it reads the recipe.
+
+    Raises:
+        ValueError: The name is ``auto``, or another loss has it.
+    """
+    if loss.name == AUTO or _LOSSES.get(loss.name, loss) != loss:
+        raise ValueError(f"{loss.name!r}: the name of another loss; expected a new name. Choose one.")
+    _LOSSES[loss.name] = loss
+
+
+def loss_names() -> tuple[str, ...]:
+    """Return the names of all losses, in the order in which they were registered."""
+    return tuple(_LOSSES)
+
+
+def loss_choices() -> tuple[str, ...]:
+    """Return the values that ``objective.loss`` may have: ``auto`` and the names of all losses."""
+    return (AUTO, *_LOSSES)
+
+
+def find_loss(name: str) -> Loss:
+    """Return a loss by its name, the default loss for ``auto``.
+
+    Raises:
+        ValueError: There is no such loss.
+    """
+    found = _LOSSES.get(DEFAULT_LOSS if name == AUTO else name)
+    if found is None:
+        raise ValueError(f"{name!r}: no such loss; expected one of {', '.join(loss_names())}. Register it first.")
+    return found

@@ -1,0 +1,246 @@
+"""Compute losses between the head's q and the trunk's p through a frozen lm_head, without holding all logits at once.
+
+The lm_head is frozen, so a loss needs its gradient only with respect to the head's hidden states. The forward pass
+computes and keeps that gradient, one chunk of target rows at a time; backward scales it. Rows are chunked by target
+position: one product of the trunk's hidden states with the lm_head gives p for all K depths. Peak extra memory does not
+depend on the number of rows.
+
+Shapes: K depths, N target rows, C rows of a chunk, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtp_train.losses.catalogue import find_loss
+from mtp_train.losses.rows import RowsIn as RowsIn
+from mtp_train.losses.rows import row_losses
+
+if TYPE_CHECKING:
+    from mtp_train.losses.catalogue import RowWork
+
+CHUNK_ROWS = 256
+
+
+class LossTerms(NamedTuple):
+    """The scalar to minimise, and each depth's sum for the log."""
+
+    total: Tensor
+    """Scalar fp32: sum over depths and rows of ``row_weight * loss``."""
+    sum_K: Tensor
+    """fp32, detached: sum of the unweighted loss over each depth's counted rows."""
+    count_K: Tensor
+    """fp32: number of each depth's counted rows: rows of a weight other than 0, without rows that ``on_policy`` leaves
+    out."""
+
+
+def depth_weights(num_depths: int, decay: float) -> list[float]:
+    """Return weights proportional to ``decay ** (k - 1)`` that sum to 1 (FastMTP, arXiv:2509.18362, equation 2)."""
+    raw = [decay**index for index in range(num_depths)]
+    return [value / sum(raw) for value in raw]
+
+
+def align_to_targets(starts: Sequence[Tensor]) -> Tensor:
+    """Move depth k's rows from start row t to target row t+k, so that all depths of a target share a row.
+
+    Args:
+        starts: Depth k at index k-1, each of shape (B, T, ...): B sequences of T start rows.
+
+    Returns:
+        Shape (K, B, T, ...); the first k rows of depth k are 0, as no start precedes them by k.
+    """
+    moved = []
+    for depth, rows in enumerate(starts, start=1):
+        empty = rows.new_zeros(rows.shape[0], min(depth, rows.shape[1]), *rows.shape[2:])
+        moved.append(torch.cat([empty, rows[:, : max(0, rows.shape[1] - depth)]], dim=1))
+    return torch.stack(moved)
+
+
+def chain_losses(tv_KN: Tensor, row_weight_KN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the losses of ``e2e_tv`` and their derivative with respect to each row's ``tv``.
+
+    A draft is useful only if all earlier drafts of its round were accepted. Depth k of start s (at target row s + k) is
+    accepted with probability ``1 - tv``. The probability that the first j drafts are all accepted is the product of
+    these, and ``1 - product`` is the loss of depth j (arXiv:2606.12370: ``1 - 1/K sum_j prod_{i<=j} (1 - tv_i)`` is the
+    mean of these losses). Depths without a target at a start are left out of its products.
+
+    Args:
+        tv_KN: Each row's ``tv``.
+        row_weight_KN: Weight of each row's loss; 0 where depth k has no valid target at the row.
+
+    Returns:
+        The loss of each row, 0 where its weight is 0, and the derivative of ``sum(row_weight * loss)`` with respect to
+        each row's ``tv``. Both of shape (K, N).
+    """
+    num_depths = len(tv_KN)
+    weight_KS, tv_KS = (to_starts(one) for one in (row_weight_KN, tv_KN))
+    kept_KS = torch.where(weight_KS != 0, 1 - tv_KS, 1.0)
+    loss_KS = torch.where(weight_KS != 0, 1 - kept_KS.cumprod(dim=0), 0.0)
+    slope_KS = torch.zeros_like(kept_KS)
+    for depth in range(num_depths):
+        others_KS = kept_KS.clone()
+        others_KS[depth] = 1.0
+        slope_KS[depth] = (weight_KS * others_KS.cumprod(dim=0))[depth:].sum(dim=0)
+    slope_KS = torch.where(weight_KS != 0, slope_KS, 0.0)
+    return _to_targets(loss_KS), _to_targets(slope_KS)
+
+
+def survivors(hit_KN: Tensor) -> Tensor:
+    """Return which rows are reached if each depth reads the head's own greedy draft instead of the text.
+
+    If depth k drafts the token of the text, depth k + 1 reads the same token either way. If it drafts another token,
+    that draft is rejected, later depths of the round do not count, and p after the draft is unknown. On-policy training
+    therefore equals teacher forcing without the rows after a wrong draft.
+
+    Args:
+        hit_KN: bool, at target rows: whether the head's most probable token is the target.
+
+    Returns:
+        bool, shape (K, N): whether all earlier depths of the same start were hits; True at depth 1.
+    """
+    hit_KS = to_starts(hit_KN)
+    reached_KS = torch.ones_like(hit_KS)
+    reached_KS[1:] = hit_KS[:-1].cumprod(dim=0).bool()
+    return _to_targets(reached_KS)
+
+
+def to_starts(aligned_KN: Tensor) -> Tensor:
+    """Undo :func:`align_to_targets`, also on flattened sequences: rows that wrap around are never valid targets.
+
+    Args:
+        aligned_KN: Depth k's row of start s at target row s + k.
+
+    Returns:
+        Shape (K, N), all depths of a start in one column.
+    """
+    return torch.stack([row_N.roll(-depth) for depth, row_N in enumerate(aligned_KN, start=1)])
+
+
+def _to_targets(starts_KN: Tensor) -> Tensor:
+    return torch.stack([row_N.roll(depth) for depth, row_N in enumerate(starts_KN, start=1)])
+
+
+def row_work(rows_in: RowsIn, kind: str, teacher_logits_CV: Tensor | None, temperature: float) -> RowWork:
+    """Return a function that computes loss and gradient for one chunk of rows, equivalent to ``row_losses``.
+
+    It is called for one depth at a time, with that depth's ``logits_CV`` and ``targets_C``, and may write the gradient
+    into the logits.
+
+    Args:
+        rows_in: ``triton`` needs that package, a device that it supports, and a loss with kernels.
+        kind: As in :func:`mtp_train.losses.rows.row_losses`.
+        teacher_logits_CV: Likewise.
+        temperature: Likewise.
+    """
+    if rows_in == "torch":
+        return lambda logits_CV, targets_C: row_losses(kind, logits_CV, teacher_logits_CV, targets_C, temperature)
+    return find_loss(kind).kernels_fn()(kind, teacher_logits_CV, temperature)
+
+
+class _FrozenHeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student_KND: Tensor,
+        teacher_ND: Tensor,
+        lm_head_VD: Tensor,
+        own_heads: Sequence[Tensor] | None,
+        targets_N: Tensor,
+        row_weight_KN: Tensor,
+        kind: str,
+        temperature: float,
+        on_policy: bool,
+        rows_in: RowsIn,
+        compute_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        loss = find_loss(kind)
+        # Convert once for all chunks. The matrix may be held in fp32 for a step in bf16, or in bf16 on a CPU without
+        # native bf16.
+        compute_dtype = compute_dtype or lm_head_VD.dtype
+        lm_head_VD = lm_head_VD.to(compute_dtype)
+        own_heads = None if own_heads is None else [own_VD.to(compute_dtype) for own_VD in own_heads]
+        gradient_KND = torch.zeros_like(student_KND)
+        loss_KN = torch.zeros_like(row_weight_KN)
+        hit_KN = torch.zeros_like(row_weight_KN, dtype=torch.bool)
+        used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1)
+        with torch.autocast(student_KND.device.type, enabled=False):
+            for rows_C in used_N.split(CHUNK_ROWS):
+                teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
+                work = row_work(rows_in, kind, teacher_CV, temperature)
+                for depth in range(len(student_KND)):
+                    output_VD = lm_head_VD if own_heads is None else own_heads[depth]
+                    logits_CV = student_KND[depth, rows_C].to(compute_dtype) @ output_VD.T
+                    if on_policy:
+                        hit_KN[depth, rows_C] = logits_CV.argmax(dim=-1) == targets_N[rows_C]
+                    row = work(logits_CV, targets_N[rows_C])
+                    loss_KN[depth, rows_C] = row.loss_C
+                    step_CD = row.gradient_CV.to(compute_dtype) @ output_VD
+                    gradient_KND[depth, rows_C] = step_CD.to(student_KND.dtype)
+                    del logits_CV, row
+        if on_policy:
+            row_weight_KN = row_weight_KN * survivors(hit_KN)
+        slope_KN = row_weight_KN
+        combine = loss.combine_fn()
+        if combine is not None:
+            loss_KN, slope_KN = combine(loss_KN, row_weight_KN)
+        gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)
+        ctx.save_for_backward(gradient_KND)
+        counted_KN = row_weight_KN != 0
+        sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()
+        ctx.mark_non_differentiable(sum_K, count_K)
+        return (row_weight_KN * loss_KN).sum(), sum_K, count_K
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, *_grads_K: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient_KND,) = ctx.saved_tensors
+        return gradient_KND * grad_total, *[None] * 10
+
+
+def frozen_head_loss(
+    student_KND: Tensor,
+    teacher_ND: Tensor,
+    lm_head_VD: Tensor,
+    targets_N: Tensor,
+    row_weight_KN: Tensor,
+    *,
+    kind: str,
+    temperature: float = 1.0,
+    own_heads: Sequence[Tensor] | None = None,
+    on_policy: bool = False,
+    rows_in: RowsIn = "torch",
+    compute_dtype: torch.dtype | None = None,
+) -> LossTerms:
+    """Return the weighted loss of all depths, rows chunked by target position.
+
+    Args:
+        student_KND: The head's final hidden states, aligned to target rows (``align_to_targets``).
+        teacher_ND: The trunk's final hidden states at the same target rows.
+        lm_head_VD: The frozen output matrix.
+        targets_N: int64, the token that follows each target row.
+        row_weight_KN: fp32, 0 where depth k has no valid target at the row.
+        kind: The loss, by its name in ``losses/catalogue.py``.
+        temperature: Softens p and q of every loss that distils.
+        own_heads: Frozen output matrix of each depth; None if the head shares the trunk's.
+        on_policy: Leave out rows after a wrong draft of their start, see :func:`survivors`.
+        rows_in: See :func:`row_work`.
+        compute_dtype: The dtype of the products with the output matrix; softmax and losses are in fp32. A matrix held
+            in another dtype is converted once for all rows. None uses the matrix's own dtype.
+    """
+    total, sum_K, count_K = _FrozenHeadLoss.apply(
+        student_KND,
+        teacher_ND.detach(),
+        lm_head_VD.detach(),
+        own_heads,
+        targets_N,
+        row_weight_KN,
+        kind,
+        temperature,
+        on_policy,
+        rows_in,
+        compute_dtype,
+    )
+    return LossTerms(total, sum_K, count_K)

@@ -1,0 +1,118 @@
+"""Compute the loss of single rows, and its gradient, between the head's q and the trunk's p, in fp32.
+
+With temperature T, q = softmax(z / T) and p = softmax(t / T) of the head's logits z and the trunk's logits t::
+
+    ce          -log q(x), x the target token (T = 1)
+    kl          T^2 sum_v p log(p / q)                      dz = T (q - p)
+    reverse_kl  T^2 sum_v q log(q / p)                      dz = T q (log(q / p) - sum q log(q / p))
+    tv          1 - alpha, alpha = sum_v min(p, q)          dz = q (s - sum q s) / T, s = sign(q - p) / 2
+    lk          l kl + (1 - l) tv, l = exp(-3 alpha)        l is held fixed in the gradient
+
+- ``kl`` and ``reverse_kl`` carry T^2, which keeps the size of their gradient across temperatures (Hinton et al.,
+  arXiv:1503.02531, section 2.1).
+- alpha is the probability that a draft sampled from q is accepted (Leviathan et al., arXiv:2211.17192, theorem 3.5), so
+  ``tv`` is the rejection rate.
+- The gradient of ``tv`` vanishes where p and q do not overlap; ``lk`` starts from ``kl`` for that reason
+  (arXiv:2602.23881).
+- ``e2e_tv`` combines the ``tv`` of a start's depths (:func:`mtp_train.losses.chunked.chain_losses`).
+
+The functions of the losses are listed in ``losses/catalogue.py``. They overwrite their tensors where possible, because
+every further tensor of shape (C, V) adds to the peak of memory.
+
+Shapes: C rows of a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mtp_train.losses.catalogue import RowLoss as RowLoss
+from mtp_train.losses.catalogue import find_loss
+
+RowsIn = Literal["torch", "triton"]
+"""The implementation of a loss: its function of ``rows``, or its Triton kernels (``losses/triton_rows.py``)."""
+LK_RATE = 3.0
+
+
+def row_losses(
+    kind: str, logits_CV: Tensor, teacher_logits_CV: Tensor | None, targets_C: Tensor, temperature: float
+) -> RowLoss:
+    """Return the losses of a chunk of rows and their gradients.
+
+    Args:
+        kind: The loss, by its registered name. ``e2e_tv`` gives the ``tv`` of each row.
+        logits_CV: The head's logits, of any float dtype.
+        teacher_logits_CV: The trunk's logits; None for a loss that does not distil.
+        targets_C: int64, the target tokens; only ``ce`` reads them.
+        temperature: T; ``ce`` ignores it.
+
+    Raises:
+        ValueError: There is no such loss, or one that distils has no teacher logits.
+    """
+    loss = find_loss(kind)
+    if loss.distils and teacher_logits_CV is None:
+        raise ValueError(f"{kind}: no teacher logits; expected the trunk's. Give them, or use ce.")
+    return loss.rows_fn()(logits_CV, teacher_logits_CV, targets_C, temperature)
+
+
+def softened(logits_CV: Tensor, teacher_logits_CV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return log q and log p of a chunk at a temperature, as new tensors in fp32 that the caller may overwrite."""
+    log_q_CV = torch.log_softmax(logits_CV.float() / temperature, dim=-1)
+    log_p_CV = torch.log_softmax(teacher_logits_CV.float() / temperature, dim=-1)
+    return log_q_CV, log_p_CV
+
+
+def cross_entropy(logits_CV: Tensor, _teacher: Tensor | None, targets_C: Tensor, _temperature: float) -> RowLoss:
+    """Compute ``ce``."""
+    log_q_CV = torch.log_softmax(logits_CV.float(), dim=-1)
+    loss_C = -log_q_CV.gather(1, targets_C[:, None]).squeeze(1)
+    gradient_CV = log_q_CV.exp_()
+    gradient_CV.scatter_add_(1, targets_C[:, None], gradient_CV.new_full((len(targets_C), 1), -1.0))
+    return RowLoss(loss_C, gradient_CV)
+
+
+def kl(logits_CV: Tensor, teacher_logits_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
+    """Compute ``kl``."""
+    return _kl(*softened(logits_CV, teacher_logits_CV, temperature), temperature)
+
+
+def reverse_kl(logits_CV: Tensor, teacher_logits_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
+    """Compute ``reverse_kl``."""
+    log_q_CV, log_p_CV = softened(logits_CV, teacher_logits_CV, temperature)
+    q_CV = log_q_CV.exp()
+    ratio_CV = log_q_CV.sub_(log_p_CV)
+    mean_C = torch.linalg.vecdot(q_CV, ratio_CV)
+    return RowLoss(temperature**2 * mean_C, ratio_CV.sub_(mean_C[:, None]).mul_(q_CV).mul_(temperature))
+
+
+def total_variation(logits_CV: Tensor, teacher_logits_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
+    """Compute ``tv``."""
+    log_q_CV, log_p_CV = softened(logits_CV, teacher_logits_CV, temperature)
+    return _total_variation(log_q_CV.exp_(), log_p_CV.exp_(), temperature)
+
+
+def lk(logits_CV: Tensor, teacher_logits_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
+    """Compute ``lk``."""
+    log_q_CV, log_p_CV = softened(logits_CV, teacher_logits_CV, temperature)
+    tv = _total_variation(log_q_CV.exp(), log_p_CV.exp(), temperature)
+    forward = _kl(log_q_CV, log_p_CV, temperature)
+    share_C = (-LK_RATE * (1 - tv.loss_C)).exp()
+    gradient_CV = forward.gradient_CV.mul_(share_C[:, None]).addcmul_(tv.gradient_CV, (1 - share_C)[:, None])
+    return RowLoss(share_C * forward.loss_C + (1 - share_C) * tv.loss_C, gradient_CV)
+
+
+def _kl(log_q_CV: Tensor, log_p_CV: Tensor, temperature: float) -> RowLoss:
+    p_CV = log_p_CV.exp()
+    loss_C = temperature**2 * torch.linalg.vecdot(p_CV, log_p_CV.sub_(log_q_CV))
+    return RowLoss(loss_C, log_q_CV.exp_().sub_(p_CV).mul_(temperature))
+
+
+def _total_variation(q_CV: Tensor, p_CV: Tensor, temperature: float) -> RowLoss:
+    sign_CV = p_CV.sub_(q_CV).neg_()
+    loss_C = sign_CV.abs().sum(-1) / 2
+    sign_CV.sign_().div_(2)
+    mean_C = torch.linalg.vecdot(q_CV, sign_CV)
+    return RowLoss(loss_C, sign_CV.sub_(mean_C[:, None]).mul_(q_CV).div_(temperature))

@@ -1,0 +1,1 @@
+"""Define, read, validate and write recipes."""

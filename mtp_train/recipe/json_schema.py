@@ -1,0 +1,172 @@
+"""Generate the JSON Schema of recipes, and describe its fields for messages and for the field reference.
+
+``python -m mtp_train.recipe.json_schema`` prints ``mtp_train/recipe/schema.json``, which editors read.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+
+from mtp_train.losses.catalogue import loss_names
+from mtp_train.recipe import schema
+from mtp_train.recipe.schema import AUTO, Recipe
+
+Node = dict[str, Any]
+_NULL = {"type": "null"}
+
+
+def recipe_adapter() -> TypeAdapter[Recipe]:
+    """Return pydantic's validator of recipes, built on the first call and after a loss was registered."""
+    return _adapter(loss_names())
+
+
+@cache
+def _adapter(losses: tuple[str, ...]) -> TypeAdapter[Recipe]:
+    return TypeAdapter(Recipe)
+
+
+class _WithoutFieldTitles(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: object) -> bool:
+        """Leave out titles, which would only repeat the names of the fields."""
+        return False
+
+
+def recipe_schema() -> Node:
+    """Return the JSON Schema of recipes, with the docstring under each field as its description."""
+    whole = recipe_adapter().json_schema(schema_generator=_WithoutFieldTitles)
+    sections = {Recipe.__name__: whole, **whole["$defs"]}
+    # pydantic's use_attribute_docstrings parses the module once per class, which doubles the time to load a recipe.
+    for definition in ast.parse(inspect.getsource(schema)).body:
+        if isinstance(definition, ast.ClassDef) and definition.name in sections:
+            for statement, after in pairwise(definition.body):
+                match statement, after:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        sections[definition.name]["properties"][name]["description"] = " ".join(text.split())
+    return whole
+
+
+def schema_tree() -> Node:
+    """Return the JSON Schema of recipes with every reference replaced by the section that it names."""
+    return _tree(loss_names())
+
+
+@cache
+def _tree(losses: tuple[str, ...]) -> Node:
+    whole = recipe_schema()
+
+    def inline(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inline(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        node = dict(node)
+        if "$ref" in node:
+            node = {**whole["$defs"][node.pop("$ref").rsplit("/", 1)[-1]], **node}
+        return {key: inline(value) for key, value in node.items() if key != "$defs"}
+
+    tree: Node = inline(whole)
+    return tree
+
+
+def walk_fields(section: Node, prefix: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield ``(dotted path, schema node)`` of every field, sections before their fields.
+
+    The items of a list have ``[]`` in their path: ``data.sources[].path``.
+    """
+    for name, node in section["properties"].items():
+        path = dotted(prefix, name)
+        yield path, node
+        held, suffix = held_section(node)
+        if held is not None:
+            yield from walk_fields(held, path + suffix)
+
+
+def held_section(node: Node) -> tuple[Node | None, str]:
+    """Return the section in a field (None: there is none) and the suffix of its path, ``[]`` for a list of sections."""
+    inner, suffix = not_null(node), ""
+    if "items" in inner:
+        inner, suffix = inner["items"], "[]"
+    return (inner if "properties" in inner else None), suffix
+
+
+def not_null(node: Node) -> Node:
+    """Return the node without ``or null``; of a field that takes ``auto``, one item or a list, the node of the list."""
+    inner: Node = [arm for arm in node.get("anyOf", [node]) if arm != _NULL][-1]
+    return inner
+
+
+def describe(node: Node) -> str:
+    """Return in words which values a node allows."""
+    match node:
+        case {"anyOf": [inner, null]} if null == _NULL:
+            return f"{describe(inner)}, or null"
+        case {"anyOf": [_, item, _]}:
+            return f"{AUTO}, {describe(item)}, or a list of such"
+        case {"properties": _}:
+            return "a section"
+        case {"items": item}:
+            least, most = node.get("minItems"), node.get("maxItems")
+            count = "items" if least is None else f"{least} items" if least == most else f"{least} or more items"
+            return f"a list of {count}, each {describe(item)}"
+        case {"enum": choices}:
+            return f"one of {', '.join(choices)}"
+    kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+    return kinds[node["type"]] + _limits(node)
+
+
+def _limits(node: Node) -> str:
+    if "minimum" in node and "maximum" in node:
+        return f" from {node['minimum']:.10g} to {node['maximum']:.10g}"
+    words = [
+        f"{word} {node[key]:.10g}{suffix}"
+        for word, key, suffix in (
+            ("of", "minimum", " or more"),
+            ("above", "exclusiveMinimum", ""),
+            ("up to", "maximum", ""),
+            ("below", "exclusiveMaximum", ""),
+        )
+        if key in node
+    ]
+    return f" {' and '.join(words)}" if words else ""
+
+
+def shown_default(node: Node) -> str:
+    """Return the default of a field that has one, as a recipe would contain it."""
+    if "default" not in node:
+        return "its defaults"
+    default = node["default"]
+    return shown(tuple(default) if isinstance(default, list) else default)
+
+
+def shown(value: object) -> str:
+    """Return a value in short, as a recipe would contain it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping) or is_dataclass(value):
+        return "a section"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(str(item) for item in value)}]"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def dotted(prefix: str, name: object) -> str:
+    """Join a path and a name."""
+    return f"{prefix}.{name}" if prefix else str(name)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(recipe_schema(), indent=1) + "\n")

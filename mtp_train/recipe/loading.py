@@ -1,0 +1,240 @@
+"""Read, check, write and hash recipes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mtp_train.errors import RecipeError
+from mtp_train.recipe.decode import decode
+from mtp_train.recipe.json_schema import dotted, shown
+from mtp_train.recipe.rules import contradictions
+from mtp_train.recipe.schema import AUTO, Recipe
+
+_TAG = "tag:yaml.org,2002:"
+_NULL = re.compile(r"(?:~|null|Null|NULL|)\Z")
+_BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)\Z")
+_FLOAT = re.compile(r"(?:[-+]?(?:(?:\.[0-9]+|[0-9]+\.?[0-9]*)(?:[eE][-+]?[0-9]+)?|\.inf)|\.nan)\Z", re.IGNORECASE)
+_DIGITS = list("-+.0123456789")
+
+
+class _Loader(yaml.SafeLoader):
+    """Read the scalars of YAML 1.2, and collect keys that occur twice in a mapping."""
+
+    # Empty, so that the YAML 1.1 resolvers of SafeLoader are not inherited.
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def __init__(self, text: str, where: str) -> None:
+        super().__init__(text)
+        self.where = where
+        self.repeated_keys: list[str] = []
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Build a dictionary, and collect repeated keys: the base class would silently take the last one."""
+        first_lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if key.value in first_lines:
+                self.repeated_keys.append(
+                    f"{self.where}, line {line}: {key.value!r} again (first in line {first_lines[key.value]}); "
+                    "expected each field once. Remove one of them."
+                )
+            first_lines.setdefault(key.value, line)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quote text that YAML 1.1 or 1.2 would read back as another value."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        """Indent the items of a list below its field."""
+        super().increase_indent(flow, False)
+
+
+for _name, _pattern, _first in (
+    ("null", _NULL, ["~", "n", "N", ""]),
+    ("bool", _BOOL, list("tTfF")),
+    ("int", _INT, _DIGITS),
+    ("float", _FLOAT, _DIGITS),
+):
+    _Loader.add_implicit_resolver(_TAG + _name, _pattern, _first)
+_Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, _DIGITS)
+
+
+def parse_yaml(text: str, where: str) -> tuple[Any, list[str]]:
+    """Return the value of a YAML document, and one problem for each repeated key.
+
+    Args:
+        text: The document.
+        where: Name of the document in messages.
+
+    Raises:
+        RecipeError: The text is not YAML; the message has line and column.
+    """
+    try:
+        loader = _Loader(text, where)
+        value = loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = where if mark is None else f"{where}, line {mark.line + 1}, column {mark.column + 1}"
+        found = " ".join(part for part in (error.context, error.problem) if part)
+        raise _unparsable(place, found) from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
+        place = f"{where}, line {line}, column {column}"
+        raise _unparsable(place, f"the control character U+{error.character:04X}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested without end
+        raise _unparsable(where, str(error)) from error
+    return value, loader.repeated_keys
+
+
+def dump_yaml(value: object) -> str:
+    """Return plain values as YAML that :func:`parse_yaml` and every YAML 1.1 reader read back as the same values."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def apply_override(data: dict[Any, Any], override: str) -> list[str]:
+    """Set one value in the plain data of a recipe, in place. Return the problems; if there are any, nothing is set.
+
+    Args:
+        data: The recipe. Missing sections are added; list items are addressed by number.
+        override: ``section.field=value``, the value in YAML. A list is replaced as a whole.
+    """
+    path, equals, text = override.partition("=")
+    path = path.strip()
+    if not equals or not all(path.split(".")):
+        return [
+            f"override {override!r}: no field with a value; expected section.field=value. For example: train.lr=1.0e-3."
+        ]
+    try:
+        value, problems = parse_yaml(text, f"override {path}")
+    except RecipeError as error:
+        return error.problems
+    return problems or _set(data, path.split("."), value)
+
+
+def _set(node: object, parts: list[str], value: object, done: str = "") -> list[str]:
+    part, rest = parts[0], parts[1:]
+    at = dotted(done, part)
+    key: Any
+    if isinstance(node, list) and part.isdecimal():
+        key = int(part)
+        if key >= len(node):
+            return [f"{at}: past the end of a list of {len(node)}; expected one of its items. Set {done} as a whole."]
+        child = node[key]
+    elif isinstance(node, dict) and not part.isdecimal():
+        key, child = part, node.get(part)
+    else:
+        kind = "list" if part.isdecimal() else "section"
+        whole = done or "the recipe"
+        return [f"{at}: {whole} is {shown(node)}; expected a {kind}. Set {whole} as a whole."]
+    if rest and child is None and not rest[0].isdecimal():
+        child = node[key] = {}
+    if rest:
+        return _set(child, rest, value, at)
+    node[key] = value
+    return []
+
+
+def _unparsable(where: str, found: str) -> RecipeError:
+    return RecipeError(
+        [f"{where}: {found}; expected well-formed YAML. Check indentation, colons, brackets and quotes."]
+    )
+
+
+RECIPE_FILE = "recipe.yaml"
+"""File name of the resolved recipe in a run directory."""
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file.
+
+    Args:
+        path: A YAML file.
+        overrides: ``section.field=value`` each, the value in YAML; applied in order, before validation.
+
+    Raises:
+        RecipeError: The file is missing, not YAML, or not a valid recipe; the message lists all problems.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
+    data, repeated_keys = parse_yaml(text, str(path))
+    return _decode({} if data is None else data, overrides, repeated_keys)
+
+
+def recipe_from_mapping(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """Build a recipe from plain values, with the same validation as for a file. ``data`` is not changed.
+
+    Raises:
+        RecipeError: The values are not a valid recipe; the message lists all problems.
+    """
+    return _decode(copy.deepcopy(dict(data)), overrides, [])
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Return a recipe as YAML with every field; reading it gives an equal recipe."""
+    return dump_yaml(_plain(recipe))
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """Return the SHA-256 of the resolved recipe, in hexadecimal. Equal recipes have equal digests."""
+    canonical = json.dumps(_plain(recipe), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _decode(data: object, overrides: Sequence[str], problems: list[str]) -> Recipe:
+    if isinstance(data, dict):
+        for override in overrides:
+            problems = [*problems, *apply_override(data, override)]
+    decoded = decode(data)
+    problems = [*problems, *decoded.problems]
+    if decoded.recipe is not None:
+        problems += contradictions(decoded.recipe, decoded.usable)
+    if decoded.recipe is None or problems:
+        raise RecipeError(problems)
+    return decoded.recipe
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe as plain values: sections as dictionaries, tuples as lists."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
+    # Run directories from before these fields existed must resume: a default that was not in their text is left out.
+    for section in ("study", "sft"):
+        if plain[section] is None:
+            del plain[section]
+    evaluate = plain["evaluate"]
+    for name in ("top_p", "top_k", "rule"):
+        if evaluate[name] == AUTO:
+            del evaluate[name]
+    match evaluate["temperature"]:
+        case [one]:
+            evaluate["temperature"] = one
+    return plain
+
+
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> RecipeError:
+    if isinstance(error, UnicodeDecodeError):
+        found, cure = "not text in UTF-8", "Save it as UTF-8, or check the path."
+    elif isinstance(error, FileNotFoundError):
+        siblings = [str(file) for file in path.parent.glob("*.yaml")]
+        near = difflib.get_close_matches(str(path), siblings, n=1)
+        found, cure = "no such file", f"Did you mean {near[0]}?" if near else "Check the path."
+    else:
+        found, cure = f"cannot be read ({error.strerror})", "Check the path and its permissions."
+    return RecipeError([f"{path}: {found}; expected a recipe in YAML. {cure}"])

@@ -1,0 +1,84 @@
+"""Run trunk and head over packed rows and align the draft depths by target row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mtp_train.heads.alignment import shift_left, valid_targets
+from mtp_train.heads.flex import Attention
+from mtp_train.heads.module import MtpHead
+from mtp_train.heads.step import unroll
+from mtp_train.losses.chunked import align_to_targets
+from mtp_train.trunk.isolate import isolated_hidden
+from mtp_train.trunk.load import Trunk
+
+
+class Batch(NamedTuple):
+    """Packed rows on a device, all of shape (B, T)."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    document_BT: Tensor
+    loss_mask_BT: Tensor
+
+
+class AlignedRows(NamedTuple):
+    """Inputs of losses and metrics, all depths aligned by target row."""
+
+    student_KND: Tensor
+    teacher_ND: Tensor
+    targets_N: Tensor
+    valid_KN: Tensor
+    starts_N: Tensor
+    """bool, at start rows: whether a decoding round can begin there, that is, whether the next token is a target."""
+
+
+def aligned_rows(
+    trunk: Trunk,
+    head: MtpHead,
+    batch: Batch,
+    num_depths: int,
+    *,
+    hidden_BTD: Tensor | None = None,
+    apart: bool = False,
+    recompute: bool = False,
+    attention: Attention = "dense",
+) -> AlignedRows:
+    """Run trunk and head over packed rows and align the depths by target row.
+
+    Args:
+        trunk: The trunk.
+        head: The head.
+        batch: The rows.
+        num_depths: K.
+        hidden_BTD: The trunk's hidden states of the rows, zeros on padding; None runs the trunk.
+        apart: See :func:`mtp_train.heads.step.unroll`.
+        recompute: Likewise.
+        attention: Likewise.
+    """
+    trunk.show_layers(head.trunk_layers)
+    if hidden_BTD is None:
+        hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
+    starts = unroll(
+        head,
+        trunk.head_input(hidden_BTD, head.convention),
+        batch.tokens_BT,
+        head.embedding(trunk.embed),
+        num_depths=num_depths,
+        positions_BT=batch.positions_BT,
+        document_BT=batch.document_BT,
+        apart=apart,
+        recompute=recompute,
+        attention=attention,
+    )
+    valid = [valid_targets(batch.document_BT, batch.loss_mask_BT, depth + 1) for depth in range(num_depths)]
+    return AlignedRows(
+        align_to_targets(starts).flatten(1, 2),
+        trunk.normed(hidden_BTD).flatten(0, 1),
+        shift_left(batch.tokens_BT, 1, 0).flatten(),
+        align_to_targets(valid).flatten(1, 2),
+        # Depth 0 stands for the trunk: it predicts the token that depth 1 reads.
+        valid_targets(batch.document_BT, batch.loss_mask_BT, 0).flatten(),
+    )

@@ -1,0 +1,305 @@
+"""Estimate the cost of a run from shapes alone, and explain errors of memory.
+
+- :func:`estimate_cost`: floating-point operations and disk. Only products with weights are counted, two operations per
+  weight and token (six with the backward pass). Attention scores are left out: a few per cent at a few thousand tokens.
+  A mixture counts the experts that a token uses.
+- :func:`estimate_footprint` and :func:`in_shards`: bytes per process in training, whole and in shards.
+- :func:`memory_is_named`: turns an out-of-memory error into one that names the setting to change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Size
+
+from mtp_train.errors import OutOfMemoryError
+from mtp_train.losses.catalogue import find_loss
+from mtp_train.losses.chunked import CHUNK_ROWS
+from mtp_train.recipe.schema import Recipe
+from mtp_train.train.plan import Plan
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.precision import COMPUTE_DTYPES, held_dtype
+from mtp_train.trunk.quantise import trunk_bytes
+
+_STATE_BYTES = 12
+"""Bytes per weight in a resume state: the weight and AdamW's two moments, in fp32."""
+_STATES_AT_ONCE = 2
+"""Resume states on disk at a time: the old one is removed after the new one is complete."""
+_KEPT_BYTES = {"auto": 4, "bf16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Numbers of weights that take part in products, by part of the model."""
+
+    trunk: int
+    """Weights of the trunk's layers; of a mixture, the experts that one token uses."""
+    head: int
+    """Weights of one head module, likewise."""
+    head_keys: int
+    """Weights of a head module up to its keys and values, if later modules run over the text for these alone; else
+    0."""
+    lm_head: int
+    """Weights of the output matrix."""
+    head_stored: int
+    """All weights of the head."""
+    state: int
+    """Numbers in a hidden state."""
+    head_trained: int
+    """Trained weights of the head, which are in the resume state: LoRA's matrices, or all weights."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Operations of the whole run over all processes, and the most bytes that it adds to the disk."""
+
+    regenerate_flops: int
+    """Operations of regeneration if every response reaches its limit of tokens."""
+    trunk_flops: int
+    head_flops: int
+    loss_flops: int
+    """Products with the output matrix: one per target for the trunk, two per depth for the head."""
+    disk_bytes: int
+    """Bytes of resume states, head and export (unchanged shards are links), and of hidden states and offloaded layers
+    on disk."""
+
+    @property
+    def total_flops(self) -> int:
+        """Sum of all operations."""
+        return self.regenerate_flops + self.trunk_flops + self.head_flops + self.loss_flops
+
+
+def active_weights(shapes: Mapping[str, Size], experts_per_token: int) -> int:
+    """Count the weights of matrices that one token is multiplied with; embeddings are looked up and not counted."""
+    total = 0
+    for name, shape in shapes.items():
+        if len(shape) < 2 or "embed" in name or "lm_head" in name:
+            continue
+        stacked = ".experts." in name and len(shape) == 3
+        total += shape.numel() * experts_per_token // shape[0] if stacked else shape.numel()
+    return total
+
+
+def key_weights(shapes: Mapping[str, Size]) -> int:
+    """Count the weights of a head module that a token is multiplied with up to its keys and values."""
+    after = (".mlp.", ".o_proj.")
+    return active_weights({name: shape for name, shape in shapes.items() if not any(one in name for one in after)}, 1)
+
+
+def estimate_cost(recipe: Recipe, plan: Plan, sizes: Sizes, offloaded_bytes: int = 0) -> Cost:
+    """Estimate the cost of a run without its evaluation.
+
+    Args:
+        recipe: The recipe.
+        plan: The recipe's numbers for a number of processes.
+        sizes: Weights of the model.
+        offloaded_bytes: Bytes of the trunk's layers that are offloaded to disk.
+    """
+    tokens, depths = plan.total_tokens, recipe.head.num_depths
+    per_token = sizes.head * depths + sizes.head_keys * (depths * (depths - 1) // 2)
+    regenerate = recipe.data.regenerate
+    # Responses of an endpoint cost this run nothing.
+    is_ours = regenerate is not None and regenerate.enabled and regenerate.endpoint is None
+    written = (regenerate.max_prompts or 0) * regenerate.max_new_tokens if regenerate and is_ours else 0
+    teacher = 1 if find_loss(recipe.objective.loss).distils else 0
+    return Cost(
+        regenerate_flops=2 * (sizes.trunk + sizes.lm_head) * written,
+        trunk_flops=2 * sizes.trunk * tokens,
+        head_flops=6 * per_token * tokens,
+        loss_flops=2 * sizes.lm_head * tokens * (teacher + 2 * depths),
+        disk_bytes=sizes.head_trained * _STATE_BYTES * _STATES_AT_ONCE
+        + sizes.head_stored * 2 * 2
+        + _hidden_cache_bytes(recipe, tokens * sizes.state)
+        + offloaded_bytes,
+    )
+
+
+def _hidden_cache_bytes(recipe: Recipe, numbers: int) -> int:
+    """Return the most bytes of a hidden-state cache: no token occurs twice, and states are computed in fp32."""
+    spec = recipe.train.hidden_cache
+    return 0 if spec is None else min(numbers * _KEPT_BYTES[spec.dtype], int(spec.max_gib * (1 << 30)))
+
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Estimated bytes per process."""
+
+    trunk_parameters: int
+    head_parameters: int
+    trained_parameters: int
+    trunk_bytes: int
+    head_and_optimizer_bytes: int
+    loss_bytes: int
+    activation_bytes: int
+    converted_bytes: int = 0
+    """Bytes of weights that are held a second time in the dtype of the products: the output matrix, and one layer if
+    products are in fp32."""
+    offloaded_bytes: int = 0
+    """Bytes of the trunk's layers in main memory or on disk."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all bytes on the device."""
+        weights = self.trunk_bytes + self.converted_bytes + self.head_and_optimizer_bytes
+        return weights + self.loss_bytes + self.activation_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+    def to_text(self) -> str:
+        """Return total and parts for a reader."""
+        elsewhere = f" ({self.offloaded_bytes / GIB:.2f} offloaded)" if self.offloaded_bytes else ""
+        elsewhere += f", converted weights {self.converted_bytes / GIB:.2f}" if self.converted_bytes else ""
+        return (
+            f"about {self.total_bytes / GIB:.2f} GiB: trunk {self.trunk_bytes / GIB:.2f}{elsewhere}, head with "
+            f"optimiser {self.head_and_optimizer_bytes / GIB:.2f}, loss {self.loss_bytes / GIB:.2f}, activations "
+            f"{self.activation_bytes / GIB:.2f}"
+        )
+
+
+def estimate_footprint(
+    recipe: Recipe,
+    trunk: Trunk,
+    head: Mapping[str, Size],
+    plan: Plan,
+    device: torch.device,
+    lora_parameters: int | None = None,
+) -> Footprint:
+    """Estimate the memory of training from shapes alone; without LoRA all of the head is trained."""
+    trunk_parameters = sum(parameter.numel() for parameter in trunk.parameters())
+    head_parameters = sum(shape.numel() for shape in head.values())
+    trained = head_parameters if lora_parameters is None else lora_parameters
+    trunk_itemsize = _held_itemsize(recipe, trunk_parameters, device)
+    rows = plan.micro_batch_tokens
+    depths, hidden, vocab = recipe.head.num_depths, trunk.family.state_width(trunk.config), trunk.config.vocab_size
+    if recipe.objective.vocab == "draft":
+        vocab = recipe.head.draft_vocab or vocab
+    # The backward pass needs about 30 hidden-sized states per row and depth. With checkpointing, all but two of these
+    # and the keys and values are recomputed, one depth at a time.
+    states = 30 + 4 * depths if recipe.train.gradient_checkpointing else 30 * depths
+    # One number per row and key of each depth.
+    masks = 0 if recipe.train.attention == "flex" else rows * plan.seq_len_tokens * depths * (depths + 1) // 2
+    on_device, offloaded = trunk_bytes(trunk.causal_lm, recipe.model.quantization, trunk_itemsize), 0
+    if recipe.model.offload is not None:
+        layers = _layer_bytes(trunk, trunk_itemsize)
+        on_device, offloaded = on_device - sum(layers) + max(layers), sum(layers)
+    return Footprint(
+        trunk_parameters=trunk_parameters,
+        head_parameters=head_parameters,
+        trained_parameters=trained,
+        trunk_bytes=on_device,
+        # Weights, gradients and AdamW's two moments, all in fp32.
+        head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
+        # Teacher, student, gradient and one temporary of a chunk, in fp32.
+        loss_bytes=CHUNK_ROWS * vocab * 4 * 4,
+        activation_bytes=rows * hidden * 4 * states + masks,
+        converted_bytes=_converted_bytes(recipe, trunk, trunk_itemsize, vocab),
+        offloaded_bytes=offloaded,
+    )
+
+
+def _held_itemsize(recipe: Recipe, trunk_parameters: int, device: torch.device) -> int:
+    if recipe.model.dtype != "auto":
+        return 4 if recipe.model.dtype == "float32" else 2
+    # Nearly all releases are in bf16. The dtype of a model that is not downloaded yet is unknown here.
+    return held_dtype(torch.bfloat16, trunk_parameters, device).itemsize
+
+
+def _converted_bytes(recipe: Recipe, trunk: Trunk, held: int, vocab: int) -> int:
+    computed = COMPUTE_DTYPES[recipe.train.precision].itemsize
+    if held == computed:
+        return 0
+    matrix = vocab * int(trunk.config.hidden_size)
+    layer = max(_layer_bytes(trunk, 1), default=0) if computed > held else 0
+    return (matrix + layer) * computed
+
+
+def _layer_bytes(trunk: Trunk, itemsize: int) -> list[int]:
+    return [sum(parameter.numel() for parameter in layer.parameters()) * itemsize for layer in trunk.layers]
+
+
+def in_shards(whole: Footprint, trunk: Trunk, plan: Plan) -> Footprint | None:
+    """Return the footprint of a process with trunk and head in shards (FSDP2, ZeRO-3); None for one process.
+
+    Two of the trunk's layers are whole at a time. The rest of the trunk is whole during a step, and so are the head's
+    weights and their gradients.
+
+    Args:
+        whole: The footprint of a process with the whole trunk, unquantised.
+        trunk: The trunk, possibly on the meta device.
+        plan: Gives the number of processes.
+    """
+    if plan.world_size == 1:
+        return None
+    layers = _layer_bytes(trunk, whole.trunk_bytes // whole.trunk_parameters)
+    beside = whole.trunk_bytes - sum(layers) + sum(sorted(layers)[-2:])
+    in_step = 4 * (whole.head_parameters + whole.trained_parameters)
+    return replace(
+        whole,
+        trunk_bytes=whole.trunk_bytes // plan.world_size + beside,
+        head_and_optimizer_bytes=whole.head_and_optimizer_bytes // plan.world_size + in_step,
+    )
+
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+
+
+@contextlib.contextmanager
+def memory_is_named(recipe: Recipe, stage: Callable[[], str]) -> Iterator[None]:
+    """Turn an out-of-memory error of the device or the machine into one with a hint.
+
+    Args:
+        recipe: The recipe.
+        stage: Returns the stage that the run has reached.
+
+    Raises:
+        OutOfMemoryError: A memory allocation failed.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        is_full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _CPU_ALLOCATOR in str(error)
+        if not is_full:
+            raise
+        found = str(error).strip().partition("\n")[0].partition(" GPU ")[0] or "no memory left"
+        raise OutOfMemoryError(
+            f"stage '{stage()}': out of memory ({found.rstrip('. ')}); expected it to suffice. {cure(recipe, stage())}"
+        ) from error
+
+
+def cure(recipe: Recipe, stage: str) -> str:
+    """Return the hint for a stage that ran out of memory; settings that change no result come first."""
+    train, regenerate = recipe.train, recipe.data.regenerate
+    if stage == "data" and regenerate is not None:
+        return f"Lower data.regenerate.batch_size, or data.regenerate.max_new_tokens ({regenerate.max_new_tokens})."
+    if stage == "drift":
+        return (
+            "Write study.drift: null, or name checkpoints of a fine-tune that ran elsewhere in study.drift.checkpoints."
+        )
+    if stage == "evaluate" and recipe.study is not None:
+        return f"Lower study.batch ({recipe.study.batch}), or evaluate.max_new_tokens."
+    if stage == "evaluate":
+        return f"Lower evaluate.dense_tokens ({recipe.evaluate.dense_tokens}), or write model.dtype: bfloat16."
+    if stage == "train" and train.micro_batch_sequences > 1:
+        return f"Write train.micro_batch_sequences: 1; it is {train.micro_batch_sequences}, and changes no result."
+    if stage == "train" and not train.gradient_checkpointing:
+        return "Write train.gradient_checkpointing: true; it changes no result."
+    if stage == "train" and recipe.sft is not None:
+        smaller = "'sft.lora={r: 16}', which trains few weights" if recipe.sft.lora is None else "model.dtype: bfloat16"
+        return f"Write {smaller}, or lower data.seq_len_tokens ({recipe.data.seq_len_tokens})."
+    shards = "launch with recipes/accelerate/fsdp2.yaml on several GPUs, which puts the trunk in shards"
+    if stage == "train" and train.hidden_cache is None:
+        return f"Write train.hidden_cache: {{}}, which trains without the trunk, or {shards}."
+    if stage == "train":
+        return f"Lower data.seq_len_tokens ({recipe.data.seq_len_tokens}), or {shards}."
+    offload = "" if recipe.model.offload or recipe.model.quantization else " or model.offload: cpu"
+    return f"Write model.dtype: bfloat16{offload}, or {shards}."

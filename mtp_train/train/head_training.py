@@ -1,0 +1,159 @@
+"""Trunk and head as one module with the loss inside its forward.
+
+accelerate prepares and wraps this one module: it refuses several models under FSDP2 and DeepSpeed.
+
+Shapes: B packed rows, T tokens, K depths, N = B * T target rows, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from mtp_train.heads.flex import Attention
+from mtp_train.heads.module import MtpHead
+from mtp_train.losses.chunked import LossTerms, RowsIn, frozen_head_loss
+from mtp_train.train.aligned import Batch, aligned_rows
+from mtp_train.train.teacher_forced import DenseSums, dense_sums
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.widen import widened
+
+
+class HeadTraining(nn.Module):
+    """A frozen trunk and the head that is trained on it.
+
+    Args:
+        trunk: The trunk. It stays in eval mode and without gradients, also after ``train()``.
+        head: The head, in fp32.
+        num_depths: K.
+        kind: The loss, by its name in ``losses/catalogue.py``.
+        temperature: Softens p and q of every loss that distils.
+        on_policy: Leave out rows after a wrong draft (``losses.chunked.survivors``).
+        apart: Independent depths: each attends to rows of its own depth only (``heads.step.unroll``).
+        recompute: Recompute the head's activations in the backward pass, to save memory (``heads.step.unroll``).
+        attention: The attention implementation over depths (``heads.step.unroll``).
+        draft_vocab: int, shape (R,), ascending: p and q are distributions over these tokens alone, and no other token
+            may be a target. None for all.
+        rows_in: The implementation of the loss's rows (``losses.chunked.row_work``).
+        compute_dtype: The dtype of all matrix products, including the trunk's, whatever dtype the weights are held in:
+            bfloat16 (by autocast) or float32. Packed quantised weights use the products of their own kernels.
+    """
+
+    def __init__(
+        self,
+        trunk: Trunk,
+        head: MtpHead,
+        *,
+        num_depths: int,
+        kind: str,
+        temperature: float,
+        on_policy: bool = False,
+        apart: bool = False,
+        recompute: bool = False,
+        attention: Attention = "dense",
+        draft_vocab: Tensor | None = None,
+        rows_in: RowsIn = "torch",
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.trunk = trunk.requires_grad_(False).eval()
+        # Before the first forward pass: states of shown layers are recorded during the pass.
+        self.trunk.show_layers(head.trunk_layers)
+        self.head = head
+        # Modules that no depth uses get no gradient, which data-parallel wrappers report as an error.
+        for module in set(head.blocks) - {head.module_for(depth) for depth in range(1, num_depths + 1)}:
+            module.requires_grad_(False)
+        self.num_depths = num_depths
+        self.kind = kind
+        self.temperature = temperature
+        self.on_policy = on_policy
+        self.rows_in = rows_in
+        self.apart = apart
+        self.recompute = recompute
+        self.attention = attention
+        self.compute_dtype = compute_dtype
+        self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Compute in ``compute_dtype`` within the block.
+
+        accelerate's precision setting is not used: the mixed precision of FSDP2 and DeepSpeed also rounds the inputs of
+        the loss and the head's weights.
+        """
+        if self.compute_dtype is torch.float32:
+            with widened(self.trunk):
+                yield
+            return
+        with torch.autocast(self.trunk.lm_head_VD.device.type, self.compute_dtype):
+            yield
+
+    def train(self, mode: bool = True) -> HeadTraining:
+        """Set the mode of the head; the trunk stays in eval mode."""
+        super().train(mode)
+        self.trunk.eval()
+        return self
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        document_BT: Tensor,
+        loss_mask_BT: Tensor,
+        scale_K: Tensor,
+        hidden_BTD: Tensor | None = None,
+        *,
+        measures: bool = False,
+    ) -> LossTerms | DenseSums:
+        """Return the loss of one micro-batch.
+
+        Args:
+            tokens_BT: int, packed tokens.
+            positions_BT: int, restarting at each document.
+            document_BT: int, document numbers.
+            loss_mask_BT: bool, tokens that may be targets.
+            scale_K: fp32, factor of each depth's summed loss: the depth's weight over the number of its targets in the
+                whole step.
+            hidden_BTD: The trunk's hidden states of the tokens; None runs the trunk's layers.
+            measures: Return the sums for acceptance figures instead of the loss. They are computed in this forward
+                because sharded weights are whole only within it.
+        """
+        batch = Batch(tokens_BT, positions_BT, document_BT, loss_mask_BT)
+        with self.computing():
+            rows = aligned_rows(
+                self.trunk,
+                self.head,
+                batch,
+                self.num_depths,
+                hidden_BTD=hidden_BTD,
+                apart=self.apart,
+                recompute=self.recompute,
+                attention=self.attention,
+            )
+            if measures:
+                return dense_sums(rows, self.trunk, self.head)
+        lm_head_VD, own_heads = self.trunk.lm_head_VD, self.head.own_lm_heads(self.num_depths)
+        targets_N, vocab_R = rows.targets_N, cast("Tensor | None", self.draft_vocab)
+        if vocab_R is not None:
+            lm_head_VD = lm_head_VD[vocab_R]
+            own_heads = None if own_heads is None else [own_VD[vocab_R] for own_VD in own_heads]
+            # Tokens outside the draft vocabulary get a wrong index here. They are masked out of the loss, so it is
+            # never read.
+            targets_N = torch.searchsorted(vocab_R, targets_N).clamp(max=len(vocab_R) - 1)
+        return frozen_head_loss(
+            rows.student_KND,
+            rows.teacher_ND,
+            lm_head_VD,
+            targets_N,
+            rows.valid_KN.float() * scale_K[:, None],
+            kind=self.kind,
+            temperature=self.temperature,
+            own_heads=own_heads,
+            on_policy=self.on_policy,
+            rows_in=self.rows_in,
+            compute_dtype=self.compute_dtype,
+        )

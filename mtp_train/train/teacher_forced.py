@@ -1,0 +1,186 @@
+"""Measure teacher-forced acceptance: what each depth would draft at every position of the trunk's own text.
+
+Unlike counts from decoding, the figures do not depend on where rounds begin or on the draft depth, so they compare
+heads with little noise. Sums run over all batches and processes before any ratio is taken. The steps:
+:func:`target_figures` (per target row), :func:`sum_figures` (:class:`DenseSums`), :meth:`DenseMetrics.of` (ratios).
+
+Shapes: K depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtp_train.acceptance.counts import entropy, overlap
+from mtp_train.heads.flex import Attention
+from mtp_train.heads.module import MtpHead
+from mtp_train.losses.chunked import CHUNK_ROWS, to_starts
+from mtp_train.train.aligned import Batch, aligned_rows
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.widen import many_rows
+
+if TYPE_CHECKING:
+    from mtp_train.train.aligned import AlignedRows
+
+
+class TargetFigures(NamedTuple):
+    """Figures of every target row; 0 where no depth has a target."""
+
+    agreed_KN: Tensor
+    """bool, whether argmax q = argmax p."""
+    overlap_KN: Tensor
+    """fp32, ``sum_v min(p, q)``."""
+    entropy_N: Tensor
+    """fp32, entropy of p in nats."""
+
+
+class DenseSums(NamedTuple):
+    """Sums over targets, which add up over batches and processes; fp32 of shape (K,), the entropy a scalar."""
+
+    agreed_K: Tensor
+    """Targets where argmax q = argmax p."""
+    overlapped_K: Tensor
+    """``sum_v min(p, q)``."""
+    chained_K: Tensor
+    """Drafts of :attr:`reached_K` at which this depth and all earlier ones agreed: greedy decoding accepts them."""
+    chained_overlap_K: Tensor
+    """Sum over the same drafts of the product of overlaps up to this depth: the acceptance of sampled drafts."""
+    reached_K: Tensor
+    """Drafts that can occur in decoding: the round begins after a token of the response, and every earlier depth has a
+    target. No round begins inside the prompt, as the first token comes from prefill."""
+    targets_K: Tensor
+    entropy: Tensor
+    """Sum of the entropy of p at depth 1's targets, in nats; a scalar."""
+
+    def plus(self, other: DenseSums) -> DenseSums:
+        """Return the sums of both."""
+        return DenseSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+def target_figures(
+    rows: AlignedRows, trunk: Trunk, head: MtpHead, *, temperature: float = 1.0, draft_vocab_R: Tensor | None = None
+) -> TargetFigures:
+    """Return the figures of all target rows. Only p and q of one chunk of rows are held at a time.
+
+    Args:
+        rows: Aligned rows of trunk and head.
+        trunk: Its output matrix gives p, and q if the head has none of its own.
+        head: The head.
+        temperature: Divisor of the logits of p and q, above 0.
+        draft_vocab_R: int, the tokens that the head may draft; q is 0 elsewhere. None for all.
+    """
+    valid_KN = rows.valid_KN
+    agreed_KN = torch.zeros_like(valid_KN)
+    overlap_KN = torch.zeros(valid_KN.shape, device=valid_KN.device)
+    entropy_N = torch.zeros(valid_KN.shape[1], device=valid_KN.device)
+    # Stored as int32, on any device.
+    vocab_R = None if draft_vocab_R is None else draft_vocab_R.to(valid_KN.device, torch.long)
+    for chunk in valid_KN.any(dim=0).nonzero().squeeze(1).split(CHUNK_ROWS):
+        p_CV = _softmax(trunk.project(rows.teacher_ND[chunk]), temperature)
+        entropy_N[chunk] = entropy(p_CV)
+        for depth in range(len(valid_KN)):
+            # The output matrix multiplies the trunk's states in their dtype: convert the head's to it.
+            state_CD = rows.student_KND[depth, chunk].to(rows.teacher_ND.dtype)
+            logits_CV = head.module_for(depth + 1).project(state_CD, trunk.project)
+            if vocab_R is not None:
+                kept_CV = torch.full_like(logits_CV, -torch.inf)
+                logits_CV = kept_CV.index_copy_(1, vocab_R, logits_CV[:, vocab_R])
+            q_CV = _softmax(logits_CV, temperature)
+            agreed_KN[depth, chunk] = q_CV.argmax(-1) == p_CV.argmax(-1)
+            overlap_KN[depth, chunk] = overlap(p_CV, q_CV)
+    return TargetFigures(agreed_KN, overlap_KN, entropy_N)
+
+
+def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead) -> DenseSums:
+    """Return the sums of :func:`target_figures` at temperature 1."""
+    return sum_figures(rows, target_figures(rows, trunk, head))
+
+
+def sum_figures(rows: AlignedRows, figures: TargetFigures) -> DenseSums:
+    """Return the sums of figures over the targets of the rows."""
+    valid_KN = rows.valid_KN
+    agreed_KN, overlap_KN, entropy_N = figures
+    valid_KS, agreed_KS, overlap_KS = (to_starts(one) for one in (valid_KN, agreed_KN, overlap_KN))
+    reached_KS = valid_KS.cumprod(0) * rows.starts_N
+    return DenseSums(
+        agreed_K=(agreed_KN & valid_KN).sum(1).float(),
+        overlapped_K=(overlap_KN * valid_KN).sum(1),
+        chained_K=(agreed_KS.cumprod(0) * reached_KS).sum(1).float(),
+        chained_overlap_K=(overlap_KS.cumprod(0) * reached_KS).sum(1),
+        reached_K=reached_KS.sum(1).float(),
+        targets_K=valid_KN.sum(1).float(),
+        entropy=entropy_N[valid_KN[0]].sum(),
+    )
+
+
+def _softmax(logits_CV: Tensor, temperature: float) -> Tensor:
+    # No division at temperature 1: it would copy a chunk's logits, a quarter of a gigabyte.
+    logits_CV = logits_CV.float()
+    return torch.softmax(logits_CV if temperature == 1.0 else logits_CV / temperature, dim=-1)
+
+
+@dataclass(frozen=True)
+class DenseMetrics:
+    """Figures by depth over all valid targets; ``None`` for a depth without targets."""
+
+    agreement: list[float | None]
+    """Share of targets where argmax q = argmax p, given that p was conditioned on the text's own tokens."""
+    overlap: list[float | None]
+    """Mean of sum_v min(p, q): the expected acceptance of a sampled draft (arXiv:2211.17192, theorem 3.5)."""
+    target_entropy: float | None
+    """Mean entropy of p at depth 1's targets, nats."""
+    num_targets: list[int]
+    median_entropy: float | None = None
+    """Median entropy of p at these targets, in nats: low for templated text."""
+    tau_greedy: float | None = None
+    """Mean tokens per round of greedy decoding, if a round began at every token of the responses."""
+    tau_sampled: float | None = None
+    """Mean tokens per round of sampling at temperature 1, likewise."""
+
+    @classmethod
+    def of(cls, sums: DenseSums) -> DenseMetrics:
+        """Return the ratios of sums."""
+        targets_K = sums.targets_K
+        return cls(
+            agreement=_ratios(sums.agreed_K, targets_K),
+            overlap=_ratios(sums.overlapped_K, targets_K),
+            target_entropy=float(sums.entropy / targets_K[0]) if targets_K[0] else None,
+            num_targets=[int(count) for count in targets_K],
+            tau_greedy=_tau(sums.chained_K, sums.reached_K),
+            tau_sampled=_tau(sums.chained_overlap_K, sums.reached_K),
+        )
+
+
+@torch.inference_mode()
+def dense_metrics(
+    trunk: Trunk, head: MtpHead, batches: Iterable[Batch], num_depths: int, attention: Attention = "dense"
+) -> DenseMetrics:
+    """Measure a head on packed text; ``attention`` as in ``heads.step.unroll``."""
+    total: DenseSums | None = None
+    entropies: list[Tensor] = []
+    with many_rows(trunk, head) as run:
+        for batch in batches:
+            rows = aligned_rows(trunk, run, batch, num_depths, attention=attention)
+            figures = target_figures(rows, trunk, run)
+            entropies.append(figures.entropy_N[rows.valid_KN[0]])
+            found = sum_figures(rows, figures)
+            total = found if total is None else total.plus(found)
+    if total is None:
+        return DenseMetrics([], [], None, [])
+    every_N = torch.cat(entropies)
+    return replace(DenseMetrics.of(total), median_entropy=float(every_N.median()) if len(every_N) else None)
+
+
+def _ratios(sums_K: Tensor, counts_K: Tensor) -> list[float | None]:
+    return [float(total / count) if count else None for total, count in zip(sums_K, counts_K, strict=True)]
+
+
+def _tau(chained_K: Tensor, reached_K: Tensor) -> float | None:
+    """Return 1 + the sum of the marginal shares."""
+    shares = [share for share in _ratios(chained_K, reached_K) if share is not None]
+    return 1.0 + sum(shares) if shares else None

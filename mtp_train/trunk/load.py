@@ -1,0 +1,387 @@
+"""Load the frozen trunk, and compute the states and logits that a head needs.
+
+:func:`load_trunk` loads a checkpoint, with an adapter put on by peft (:func:`put_on`) or packed by bitsandbytes where
+the recipe asks for it; :func:`empty_trunk` builds the model on the meta device. :class:`Trunk` wraps transformers'
+model: hidden states at the place where the head reads them, embeddings and logits.
+
+Shapes: B rows, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
+
+from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.families import Convention, Family
+from mtp_train.heads.attention import without_cudnn_attention
+from mtp_train.heads.diagnose import trunk_config
+from mtp_train.trunk.quantise import Quantization, packing
+from mtp_train.upstream.transformers_private import renamed_keys
+from mtp_train.weights.adapter import refuse_embedded_adapter
+from mtp_train.weights.files import open_checkpoint
+
+
+def put_on(model: Any, adapter: Path) -> Any:
+    """Return a model with an adapter applied by peft.
+
+    peft skips tensors without a module, and modules without a tensor, with at most a warning. Here both are errors.
+
+    Args:
+        model: A transformers model.
+        adapter: The adapter's directory, see :func:`mtp_train.weights.adapter.locate_adapter`.
+
+    Raises:
+        CheckpointError: peft rejects the adapter, or a tensor or an adapted module has no counterpart.
+    """
+    from peft import PeftModel
+
+    try:
+        with warnings.catch_warnings():
+            # peft warns of mismatches, which are errors below.
+            warnings.simplefilter("ignore")
+            wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
+            # Loaded a second time, because from_pretrained does not return the keys that did not match.
+            result: Any = wrapped.load_adapter(str(adapter), wrapped.active_adapter, key_mapping=renamed_keys(model))
+    # peft raises these for a config or a shape that does not fit the model.
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "size mismatch" not in str(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{adapter}: peft cannot apply it to the trunk ({type(error).__name__}: {reason}); expected an adapter of "
+            "this model. Use the base that the adapter was trained on."
+        ) from None
+    for problem, keys in (
+        ("contains {}, for which the trunk has no adapted module", result.unexpected_keys),
+        ("has no tensor for {}, which its config adapts", result.missing_keys),
+    ):
+        if keys:
+            raise CheckpointError(
+                f"{adapter}: {problem.format(min(keys))} ({len(keys)} such tensors); expected a tensor for every "
+                "adapted module of this trunk, and no others. Use the base that the adapter was trained on, or save "
+                "the adapter again."
+            )
+    return wrapped
+
+
+class Trunk(nn.Module):
+    """The decoder whose tokens are the output, with its hidden states accessible to the head.
+
+    Args:
+        model: A transformers causal language model, possibly wrapped by peft.
+        family: Its record.
+        is_view: Leave the model unchanged, for a model that another program trains or runs. A view cannot run the
+            layers over windows. It has hidden states only of the model's own forwards, between :meth:`listen` and
+            :meth:`release`, and it calls parts of the model without the hooks of other programs.
+    """
+
+    def __init__(self, model: Any, family: Family, *, is_view: bool = False) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.family = family
+        self.calls_together: Callable[[int], int] = int
+        """From the number of forwards that this process needs to the number that it must make. Where the trunk is
+        sharded, every process takes part in each forward of the others.
+        """
+        self.offloaded = False
+        """Whether the layers' weights are in main memory or on disk between forwards, see
+        :mod:`mtp_train.trunk.offload`.
+        """
+
+        self._logit_bound = (
+            None if family.trunk.logit_bound is None else self.config.to_dict().get(family.trunk.logit_bound)
+        )
+        self.shown_layers: tuple[int, ...] = ()
+        """See :meth:`show_layers`."""
+        self._of_layers: dict[int, Tensor] = {}
+        self._last_width = family.state_width(self.config)
+        self._before_norm: Tensor | None = None
+        self._is_view = is_view
+        self._hooks: list[RemovableHandle] = []
+        if not is_view:
+            self.listen()
+            family.trunk.prepare(self.decoder)
+        self._logit_divisor = family.divisor(self.config)
+        self._real_vocab = None if family.trunk.real_vocab is None else self.config.to_dict()[family.trunk.real_vocab]
+
+    @property
+    def causal_lm(self) -> Any:
+        """transformers' model, without peft's wrapper."""
+        return self.model.base_model.model if hasattr(self.model, "peft_config") else self.model
+
+    @property
+    def decoder(self) -> Any:
+        """The language model without its lm_head."""
+        return self.causal_lm.get_decoder()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's layers."""
+        layers: nn.ModuleList = self.decoder.layers
+        return layers
+
+    def drop_layers(self) -> None:
+        """Release the decoder's layers and their memory; embedding, final norm and output matrix stay."""
+        self.decoder.layers = nn.ModuleList()
+        self.offloaded = False
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Trunk:
+        # Between forwards, the parameters of offloaded layers have no data to move or cast. The other parts are on the
+        # device already.
+        return self if self.offloaded else super()._apply(fn, recurse)
+
+    @property
+    def _final_norm(self) -> nn.Module:
+        name = self.family.trunk.final_norm
+        return nn.Identity() if name is None else self.decoder.get_submodule(name)
+
+    @property
+    def _mixer(self) -> nn.Module | None:
+        streams = self.family.trunk.streams
+        return None if streams is None else self.decoder.get_submodule(streams.trunk_mixer)
+
+    def _keep_norm_input(self, _norm: nn.Module, inputs: tuple[Tensor]) -> None:
+        (state,) = inputs
+        # Residual streams are concatenated where they are not yet: (B, T, streams, D) becomes (B, T, width).
+        self._before_norm = state if self._mixer is None else state.flatten(2)
+
+    def listen(self) -> None:
+        """Register the hooks that record the inputs of :meth:`last_state` in the decoder's forwards."""
+        if self.family.reads_before_norm:
+            norm = self._final_norm if self._mixer is None else self._mixer
+            self._hooks.append(norm.register_forward_pre_hook(self._keep_norm_input))
+
+    def release(self) -> None:
+        """Remove every hook from the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.shown_layers = ()
+        self._before_norm = None
+        self._of_layers.clear()
+
+    def _call(self, part: Any, given: Tensor) -> Tensor:
+        """Call a part of the model."""
+        # Hooks may add noise (NEFTune) or count calls. In a view they belong to the model's own forwards only.
+        result: Tensor = part.forward(given) if self._is_view else part(given)
+        return result
+
+    def show_layers(self, layers: tuple[int, ...]) -> None:
+        """Append the input of these layers to the hidden states, after the last state, for a head that reads it.
+
+        There is no way back: heads that do not read these states ignore them.
+
+        Raises:
+            UnsupportedModelError: Other layers were chosen before.
+        """
+        if not layers or layers == self.shown_layers:
+            return
+        if self.shown_layers:
+            raise UnsupportedModelError(
+                f"trunk: a head reads the states before layers {layers}, another before layers {self.shown_layers}; "
+                "expected heads that read the same layers. Measure them one by one."
+            )
+        self.shown_layers = layers
+        for index in set(layers):
+            hook = self.layers[index].register_forward_pre_hook(partial(self._keep_layer_input, index))
+            self._hooks.append(hook)
+
+    def _keep_layer_input(self, index: int, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._of_layers[index] = inputs[0]
+
+    def last_state(self, output: Any) -> Tensor:
+        """Return the hidden state of a forward of the decoder.
+
+        It is the input of the final norm where the family's heads may read that, and its output otherwise.
+        """
+        state: Tensor = output.last_hidden_state if self._before_norm is None else self._before_norm
+        self._before_norm = None
+        if self.shown_layers:
+            # A model on several devices leaves each layer's input on that layer's device.
+            shown = [self._of_layers[index].to(state.device) for index in self.shown_layers]
+            state = torch.cat([state, *shown], dim=-1)
+            self._of_layers.clear()
+        return state
+
+    @property
+    def state_width(self) -> int:
+        """The width D of the result of :meth:`hidden`."""
+        return self._last_width + len(self.shown_layers) * int(self.config.hidden_size)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The text config."""
+        config: PretrainedConfig = self.causal_lm.config.get_text_config()
+        return config
+
+    @property
+    def lm_head_VD(self) -> Tensor:
+        """The output matrix, shape (V, D), without padding rows."""
+        weight: Tensor = self.causal_lm.get_output_embeddings().weight
+        return weight if self._real_vocab is None else weight[: self._real_vocab]
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Return the input embedding of tokens, shape (B, T, D)."""
+        return self._call(self.causal_lm.get_input_embeddings(), tokens_BT)
+
+    @without_cudnn_attention()
+    def hidden(self, tokens_BT: Tensor, *, cache: Cache | None = None) -> Tensor:
+        """Return the last hidden state, the input of :meth:`logits` and :meth:`head_input`. Shape (B, T, D).
+
+        In a trunk with residual streams, D is the width of all streams. The states of :meth:`show_layers` come after
+        it.
+
+        Args:
+            tokens_BT: int tokens.
+            cache: The state of earlier tokens; updated in place.
+        """
+        output = self.decoder(input_ids=tokens_BT, past_key_values=cache, use_cache=cache is not None)
+        return self.last_state(output)
+
+    @without_cudnn_attention()
+    def window_hidden(
+        self, tokens_BT: Tensor, *, positions_BT: Tensor, masks: Mapping[str, Tensor | None], cache: Cache
+    ) -> Tensor:
+        """Return the hidden states of tokens at given positions, which may differ between rows. Shape (B, T, D).
+
+        Args:
+            tokens_BT: int tokens.
+            positions_BT: int, their positions.
+            masks: Layer type to a bool mask (B, 1, T, S), True where a query attends to a key; None is plain causal
+                attention.
+            cache: The state of earlier tokens, which also stores where the window goes.
+        """
+        by_type = self.family.trunk.masks_by_layer_type
+        with self.family.trunk.running_windows():
+            output = self.decoder(
+                input_ids=tokens_BT,
+                position_ids=positions_BT,
+                attention_mask=masks if by_type else next(iter(masks.values())),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        return self.last_state(output)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return the input of the lm_head for hidden states of any leading shape."""
+        state = self._after_norm(hidden)
+        return state if self._logit_divisor is None else state / self._logit_divisor
+
+    def _split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the last state, and the states of :meth:`show_layers`."""
+        return hidden[..., : self._last_width], hidden[..., self._last_width :]
+
+    def _after_norm(self, hidden: Tensor) -> Tensor:
+        hidden, _ = self._split(hidden)
+        streams = self.family.trunk.streams
+        if self._mixer is not None and streams is not None:
+            rows_1NW = hidden.reshape(1, -1, hidden.shape[-1])
+            joined = rows_1NW if streams.joined else rows_1NW.unflatten(-1, (-1, self.config.hidden_size))
+            mixed = self._call(self._mixer, joined)
+            hidden = mixed.reshape(*hidden.shape[:-1], -1)
+        return self._call(self._final_norm, hidden) if self.family.reads_before_norm else hidden
+
+    def head_input(self, hidden: Tensor, convention: Convention) -> Tensor:
+        """Return the states that a head wired by ``convention`` reads, from hidden states of :meth:`hidden`."""
+        if convention.hidden == "after_final_norm":
+            return self._after_norm(hidden)
+        last, of_layers = self._split(hidden)
+        return last if convention.hidden == "before_final_norm" else of_layers
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states of any leading shape."""
+        return self.project(self.normed(hidden))
+
+    def project(self, state: Tensor) -> Tensor:
+        """Return the logits of states after the norm: a head's states, or the result of :meth:`normed`."""
+        logits: Tensor = self.causal_lm.lm_head(state)[..., : self._real_vocab]
+        bound = self._logit_bound
+        return logits if bound is None else bound * torch.tanh(logits / bound)
+
+
+def _trunk_class(family: Family) -> Any:
+    if family.trunk.stand_in is not None:
+        return family.trunk.stand_in.model_class()
+    return AutoModelForImageTextToText if family.trunk.only_with_vision else AutoModelForCausalLM
+
+
+def empty_trunk(config: PretrainedConfig, family: Family, *, trust_remote_code: bool = False) -> Trunk:
+    """Return a trunk without weights, on the meta device."""
+    with torch.device("meta"):
+        if family.trunk.stand_in is not None:
+            model = _trunk_class(family)(config)
+        else:
+            model = _trunk_class(family).from_config(config, trust_remote_code=trust_remote_code)
+    return Trunk(model, family)
+
+
+def load_trunk(
+    path: Path,
+    family: Family,
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device | str = "cpu",
+    adapter: Path | None = None,
+    quantization: Quantization | None = None,
+    trust_remote_code: bool = False,
+) -> Trunk:
+    """Load the language model of a checkpoint, frozen and in eval mode.
+
+    Args:
+        path: A checkpoint directory; of a vision-language wrapper, the text model is loaded.
+        family: The record that ``family_for`` selected.
+        dtype: A torch dtype, or ``"auto"`` for the checkpoint's own.
+        device: A torch device name.
+        adapter: A peft adapter directory, applied unmerged.
+        quantization: Quantise the linear layers, see :mod:`mtp_train.trunk.quantise`.
+        trust_remote_code: Whether code beside the weights may run.
+
+    Raises:
+        CheckpointError: Weights of the trunk are missing or do not fit, or the adapter does not fit.
+    """
+    refuse_embedded_adapter(path)
+    # Pass `quantization_config` only when set: transformers treats an explicit None as "unquantised" and skips the
+    # packed weights.
+    packed: dict[str, Any] = {}
+    if quantization is not None:
+        # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
+        packed = {"quantization_config": packing(quantization, dtype), "device_map": {"": device}}
+    with nullcontext() if family.trunk.loading is None else family.trunk.loading(open_checkpoint(path).tensors):
+        model, info = _trunk_class(family).from_pretrained(
+            path,
+            config=None if family.trunk.stand_in is None else trunk_config(path, family),
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            # Mismatched shapes are reported below, as missing keys are.
+            ignore_mismatched_sizes=True,
+            low_cpu_mem_usage=True,
+            **packed,
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{path}: trunk weights {', '.join(missing[:5])} are missing ({len(missing)} in all); expected every "
+            "weight of the decoder. Point model.trunk at the complete checkpoint."
+        )
+    misshapen = sorted(info["mismatched_keys"])
+    if misshapen:
+        key, found, expected = misshapen[0]
+        raise CheckpointError(
+            f"{path}: trunk weight {key} is {list(found)}, by config.json it is {list(expected)} ({len(misshapen)} in "
+            "all); expected weights and config of one save. Restore the original files."
+        )
+    if adapter is not None:
+        model = put_on(model, adapter)
+    model.requires_grad_(False)
+    return Trunk(model if quantization else model.to(device), family).eval()

@@ -1,0 +1,73 @@
+"""Keep the trunk's layers in main memory or on disk, for a device that cannot hold them: one layer at a time is loaded.
+
+accelerate's hooks load each layer before it runs. Embedding, output matrix and norms stay on the device, because they
+are also read outside of their modules' forward.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Literal
+
+import torch
+from accelerate import cpu_offload, disk_offload
+
+from mtp_train.errors import CheckpointError, RecipeError
+from mtp_train.families import RawConfig
+from mtp_train.trunk.load import Trunk
+from mtp_train.weights.quantised import quant_method
+
+Offload = Literal["cpu", "disk"]
+FOLDER_PREFIX = ".offload-"
+
+
+def require_offload(offload: Offload, world_size: int, config: RawConfig, *, where: Path) -> None:
+    """Check that a run has one process, and a checkpoint whose layers accelerate can load one at a time.
+
+    Raises:
+        RecipeError: There are several processes.
+        CheckpointError: The weights are quantised.
+    """
+    if world_size > 1:
+        raise RecipeError(
+            [
+                f"model.offload: {offload}, with {world_size} processes; expected one process. Launch with "
+                "recipes/accelerate/single.yaml; or write model.offload: null and use recipes/accelerate/fsdp2.yaml."
+            ]
+        )
+    method = quant_method(config)
+    if method is not None:
+        raise CheckpointError(
+            f"{where}: quantised with {method}, while model.offload is {offload}; expected plain weights. Write "
+            "model.offload: null, or point model.trunk at the unquantised checkpoint."
+        )
+
+
+def offload_layers(trunk: Trunk, offload: Offload, device: torch.device, directory: Path) -> None:
+    """Move a trunk to the device, except its layers; ``drop_layers`` frees their memory or disk space again.
+
+    Args:
+        trunk: The trunk, in main memory.
+        offload: Where the layers are kept.
+        device: The device on which they run.
+        directory: Directory for a hidden folder with the layers on disk; the folder is deleted with the layers.
+    """
+    layers = trunk.layers
+    trunk.drop_layers()
+    trunk.to(device)
+    trunk.decoder.layers = layers
+    folder = None
+    if offload == "disk":
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=directory))
+        weakref.finalize(layers, shutil.rmtree, folder, ignore_errors=True)
+    for index, layer in enumerate(layers):
+        # Load each layer as a whole: some layers read the weights of a submodule without calling it.
+        whole = [type(layer).__name__]
+        if folder is None:
+            cpu_offload(layer, execution_device=device, preload_module_classes=whole)
+        else:
+            disk_offload(layer, folder / f"{index:05d}", execution_device=device, preload_module_classes=whole)
+    trunk.offloaded = True

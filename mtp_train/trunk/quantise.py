@@ -1,0 +1,124 @@
+"""Quantise a trunk to 8 or 4 bits while it is loaded, with bitsandbytes through transformers.
+
+Linear layers are packed. Embedding, norms and stacked experts stay as they are, and so does the output matrix, which is
+read outside of its module's forward. Packed weights are never written: an export copies the checkpoint's own bytes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from mtp_train.errors import CheckpointError, RecipeError
+from mtp_train.families import RawConfig
+from mtp_train.weights.quantised import quant_method
+
+Quantization = Literal["8bit", "4bit"]
+_BLOCK = 64
+# The output matrix and LongCat's router are read outside of their modules' forward. Indexers cast their input to the
+# dtype of weights_proj, which is an integer dtype once it is packed. bitsandbytes multiplies 8-bit weights only with
+# inputs of two or three dimensions, while latent attention expands keys in four.
+_KEPT = {
+    "8bit": ("lm_head", "classifier", "weights_proj", "kv_b_proj"),
+    "4bit": ("lm_head", "classifier", "weights_proj"),
+}
+
+
+def require_quantizable(quantization: Quantization, config: RawConfig, *, where: Path) -> None:
+    """Check that a checkpoint's weights are not quantised yet.
+
+    Raises:
+        CheckpointError: They are.
+    """
+    method = quant_method(config)
+    if method is not None:
+        raise CheckpointError(
+            f"{where}: quantised with {method} already, while model.quantization is {quantization}; expected plain "
+            "weights. Write model.quantization: null, or point model.trunk at the unquantised checkpoint."
+        )
+
+
+def require_bitsandbytes(quantization: Quantization, where: str = "model.quantization") -> None:
+    """Check that bitsandbytes is installed.
+
+    Raises:
+        RecipeError: It is not.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise RecipeError(
+            [
+                f"{where}: {quantization}, but bitsandbytes is not installed; expected the package. Run 'pip install "
+                "bitsandbytes', or use the unquantised weights."
+            ]
+        )
+
+
+def packing(quantization: Quantization, dtype: torch.dtype | str) -> Any:
+    """Return transformers' quantisation config.
+
+    Args:
+        quantization: The number of bits.
+        dtype: The dtype of products with 4-bit weights, or ``"auto"`` for the input's dtype.
+    """
+    from transformers import BitsAndBytesConfig
+
+    kept = list(_KEPT[quantization])
+    if quantization == "8bit":
+        # By default, bitsandbytes computes a column with an outlier in any row of the batch in another way, for all
+        # rows. A token's state would depend on the other rows, and decoding would not be lossless.
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0, llm_int8_skip_modules=kept)
+    compute = dtype if isinstance(dtype, torch.dtype) else None
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, llm_int8_skip_modules=kept
+    )
+
+
+def pack_head(head: nn.Module, quantization: Quantization) -> None:
+    """Quantise a head's linear layers in place, like the linear layers of a trunk; the head stays on its device."""
+    from bitsandbytes import nn as packed_layers
+
+    for name, part in [*head.named_modules()]:
+        if type(part) is not nn.Linear or name.endswith(_KEPT[quantization]):
+            continue
+        shape, has_bias, weight = (part.in_features, part.out_features), part.bias is not None, part.weight
+        packed: nn.Linear
+        if quantization == "8bit":
+            packed = packed_layers.Linear8bitLt(*shape, bias=has_bias, has_fp16_weights=False, threshold=0.0)
+            packed.weight = packed_layers.Int8Params(weight.data, requires_grad=False, has_fp16_weights=False)
+        else:
+            packed = packed_layers.Linear4bit(*shape, bias=has_bias, compute_dtype=weight.dtype, quant_type="nf4")
+            packed.weight = packed_layers.Params4bit(weight.data, requires_grad=False, quant_type="nf4")
+        packed.bias = part.bias
+        # bitsandbytes packs the weights when a module is moved to a device.
+        head.set_submodule(name, packed.to(weight.device))
+    head.requires_grad_(False)
+
+
+def trunk_bytes(model: nn.Module, quantization: Quantization | None, itemsize: int) -> int:
+    """Return the size of a model's weights in bytes.
+
+    Args:
+        model: The model before quantisation, possibly on the meta device.
+        quantization: The number of bits; None for plain weights.
+        itemsize: Bytes of an unquantised number.
+    """
+    plain = sum(parameter.numel() for parameter in model.parameters()) * itemsize
+    if quantization is None:
+        return plain
+    packed = 0
+    for name, part in model.named_modules():
+        if type(part) is nn.Linear and not name.endswith(_KEPT[quantization]):
+            plain -= part.weight.numel() * itemsize
+            packed += _packed_bytes(part, quantization)
+    return plain + packed
+
+
+def _packed_bytes(part: nn.Linear, quantization: Quantization) -> int:
+    """Return the bytes of the packed numbers and of their fp32 scales: one scale a row, or one for each block of 64."""
+    if quantization == "8bit":
+        return part.weight.numel() + 4 * part.out_features
+    return part.weight.numel() // 2 + 4 * (-(-part.weight.numel() // _BLOCK))

@@ -1,0 +1,258 @@
+"""Check a trunk against its config from the headers of its files, without reading a weight.
+
+transformers' own loader compares the two, on tensors without data, because it implements how each release's keys are
+renamed, stacked and split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.families import Family
+from mtp_train.heads.diagnose import layout_of, trunk_config
+from mtp_train.trunk.load import empty_trunk
+from mtp_train.upstream.transformers_private import without_deepspeed
+from mtp_train.weights.adapter import refuse_embedded_adapter
+from mtp_train.weights.files import TORCH_DTYPES, Checkpoint, TensorInfo
+from mtp_train.weights.keymap import HeadLayout
+from mtp_train.weights.native import trunk_tensors
+from mtp_train.weights.quantised import (
+    FP8_DTYPES,
+    QUANTISATION,
+    is_packed,
+    is_scale,
+    lacks_scales,
+    packed_weight,
+    plain_shape,
+    quant_method,
+)
+
+# The shape that replaces the unknown shape of a packed weight.
+_UNKNOWN = (1, 1)
+
+
+@dataclass(frozen=True)
+class TrunkDiagnosis:
+    """A trunk's stored tensors compared with its config."""
+
+    missing_keys: tuple[str, ...] = ()
+    """Parameters, by transformers' names, that no stored tensor provides."""
+    shape_errors: tuple[str, ...] = ()
+    """``parameter: found [..], expected [..]``: the stored shape and the shape by the config."""
+    dtype_errors: tuple[str, ...] = ()
+    """``key: found DTYPE, expected ..``."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One phrase for each kind of problem; empty for a complete trunk."""
+        found = (
+            ("trunk weights missing", self.missing_keys),
+            ("trunk shape mismatch", self.shape_errors),
+            ("trunk dtype", self.dtype_errors),
+        )
+        return tuple(f"{what}: {first_of(keys)}" for what, keys in found if keys)
+
+
+def first_of(keys: Iterable[str]) -> str:
+    """Return the first of some keys, with their number where there are several."""
+    listed = list(keys)
+    return listed[0] if len(listed) == 1 else f"{listed[0]} ({len(listed)} in all)"
+
+
+class _Shape(Tensor):
+    """A meta tensor that stays on the meta device when transformers moves it to the CPU for a conversion."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to:
+            dtypes = [one for one in (*args[1:], *(kwargs or {}).values()) if isinstance(one, torch.dtype)]
+            args, kwargs = (args[0], *dtypes), {}
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def holds_trunk(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
+    """Return whether the checkpoint has more of a trunk than embedding and lm_head, the rest of ``--head-only``."""
+    norm = layout.family.keys.embed_norm
+    beside = {layout.embed_key, None if norm is None else norm.format(trunk=layout.trunk_prefix)}
+    return any(key not in beside for key in trunk_tensors(checkpoint, layout).values())
+
+
+def require_whole_trunk(
+    checkpoint: Checkpoint,
+    family: Family | None = None,
+    *,
+    trust_remote_code: bool = False,
+    adapter_beside: bool = False,
+) -> None:
+    """Check that a trunk has every tensor that its config needs, in a shape and dtype that loads.
+
+    Args:
+        checkpoint: The checkpoint.
+        family: Its record, where it differs from the record that the config selects.
+        trust_remote_code: Whether code beside the weights may run.
+        adapter_beside: Whether an adapter may be in the model's directory, for commands that do not copy it.
+
+    Raises:
+        CheckpointError: A tensor is missing or does not fit, or an adapter is in the model's directory.
+    """
+    if not adapter_beside:
+        refuse_embedded_adapter(checkpoint.path)
+    problems = diagnose_trunk(checkpoint, family, trust_remote_code=trust_remote_code).problems
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.path}: {problems[0]}; expected every weight of the decoder, as config.json describes it. "
+            "Restore the original files, or point at the complete checkpoint."
+        )
+
+
+def diagnose_trunk(
+    checkpoint: Checkpoint, family: Family | None = None, *, trust_remote_code: bool = False
+) -> TrunkDiagnosis:
+    """Compare the stored tensors of a trunk with the parameters that transformers would load for its config.
+
+    A trunk that the installed transformers cannot build is not compared. Packed weights count as present, whatever
+    their shape.
+
+    Args:
+        checkpoint: The checkpoint.
+        family: Its record, where it differs from the record that the config selects.
+        trust_remote_code: Whether code beside the weights may run.
+
+    Raises:
+        CheckpointError: transformers rejects the config.
+    """
+    family = family or checkpoint.family
+    layout = layout_of(checkpoint, family)
+    tensors = {key: info for key, info in checkpoint.tensors.items() if not layout.is_head_key(key)}
+    dtype_errors = tuple(
+        f"{key}: found {tensors[key].dtype} without scales, expected scales beside it"
+        for key in sorted(tensors)
+        if lacks_scales(key, tensors)
+    )
+    # The model has no weights to partition, but under ZeRO-3 transformers would partition it all the same.
+    with without_deepspeed():
+        model = _model_without_weights(checkpoint, family, trust_remote_code)
+        if model is None:
+            return TrunkDiagnosis(dtype_errors=dtype_errors)
+        missing, misshapen = _match(checkpoint, family, model, tensors)
+    if quant_method(checkpoint.config) is None:
+        dtype_errors += tuple(
+            f"{key}: found {tensors[key].dtype}, expected a floating-point dtype"
+            for key in _whole_numbers(tensors, model)
+        )
+    return TrunkDiagnosis(missing, misshapen, dtype_errors)
+
+
+def _whole_numbers(tensors: Mapping[str, TensorInfo], model: Any) -> list[str]:
+    """Return the keys of integer and boolean tensors where the model has floating-point parameters.
+
+    Only the last part of a name is compared. Tables of experts by token are integers in the model too, and positions of
+    a vision tower are no parameters.
+    """
+    state = model.state_dict().items()
+    floats = {name.rpartition(".")[2] for name, value in state if value.is_floating_point()}
+    floats -= {name.rpartition(".")[2] for name, value in state if not value.is_floating_point()}
+    return [
+        key
+        for key in sorted(_plain_keys(tensors))
+        if not TORCH_DTYPES[tensors[key].dtype].is_floating_point
+        and not is_packed(key, tensors)
+        and key.rpartition(".")[2] in floats
+    ]
+
+
+def _model_without_weights(checkpoint: Checkpoint, family: Family, trust_remote_code: bool) -> Any | None:
+    """Return transformers' model on the meta device; None for a family that cannot be built here."""
+    if family.layer.borrowed is None:
+        return None
+    try:
+        _ = family.classes
+        config = trunk_config(checkpoint.path, family, trust_remote_code=trust_remote_code)
+        return empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm
+    except UnsupportedModelError:
+        return None
+
+
+def _plain_keys(tensors: Mapping[str, TensorInfo]) -> set[str]:
+    """Return the keys of tensors stored in plain floats or in FP8: neither packed weights nor scales."""
+    parts = {key: packed_weight(key) for key in tensors}
+    of_packed = set(parts.values())
+    return {
+        key
+        for key, weight in parts.items()
+        if weight is None and not is_scale(key, tensors) and (key not in of_packed or tensors[key].dtype in FP8_DTYPES)
+    }
+
+
+def _match(
+    checkpoint: Checkpoint, family: Family, model: Any, tensors: Mapping[str, TensorInfo]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the parameters that transformers would miss, and those with another shape."""
+    plain = _plain_keys(tensors)
+    shapes: dict[str, tuple[int, ...]] = {
+        weight: _UNKNOWN for key in tensors if (weight := packed_weight(key)) is not None
+    }
+    shapes |= {key: plain_shape(key, tensors) for key in plain}
+    state = {key: torch.empty(shape, device="meta").as_subclass(_Shape) for key, shape in shapes.items()}
+    config = model.config
+    for part in (config, config.get_text_config()):
+        # The tensors show which weights are packed. The quantisation method may need a package or a device that is
+        # absent.
+        if hasattr(part, QUANTISATION):
+            delattr(part, QUANTISATION)
+    is_quantised = len(plain) < len(shapes) or quant_method(checkpoint.config) is not None
+    try:
+        with nullcontext() if family.trunk.loading is None else family.trunk.loading(checkpoint.tensors):
+            _, info = type(model).from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                device_map={"": "meta"},
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except RuntimeError:
+        # Tensors that transformers joins do not fit together. This is expected with packed weights, whose shapes are
+        # unknown.
+        return (), () if is_quantised else _misfits(tensors)
+    missing = set(info["missing_keys"])
+    if is_quantised:
+        names = {part for key in tensors for part in _modules(key)}
+        missing = {name for name in missing if not names.intersection(_modules(name)[-1:])}
+    return tuple(sorted(missing)), tuple(
+        f"{name}: found {list(found)}, expected {list(expected)}"
+        for name, found, expected in sorted(info["mismatched_keys"])
+        if not is_quantised or tuple(found[-2:]) != _UNKNOWN
+    )
+
+
+def _modules(name: str) -> list[str]:
+    """Return the modules that contain a tensor, outermost first, without the prefix before the layers."""
+    parts = name.rpartition(".")[0].split(".")
+    first = parts.index("layers") if "layers" in parts else len(parts) - 1
+    return [".".join(parts[first:stop]) for stop in range(first + 1, len(parts) + 1)]
+
+
+def _misfits(tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
+    """Return errors for tensors of single experts whose shape differs from the other experts'."""
+    groups: dict[str, list[str]] = {}
+    for key in sorted(tensors):
+        groups.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", key), []).append(key)
+    usual = {name: Counter(tensors[key].shape for key in keys).most_common(1)[0][0] for name, keys in groups.items()}
+    found = tuple(
+        f"{key}: found {list(tensors[key].shape)}, expected {list(usual[name])}, as other experts"
+        for name, keys in groups.items()
+        for key in keys
+        if tensors[key].shape != usual[name]
+    )
+    return found or ("tensors that transformers joins or splits: found shapes that do not fit together",)

@@ -1,0 +1,236 @@
+"""Every use of an undocumented part of transformers, except the model classes that families borrow.
+
+``SYMBOLS`` lists each name, where we use it, and why the documented API does not do. tests/unit/test_upstream.py looks
+up each of them in the installed version and reports the symbol that moved. The classes of decoder layers, norms and
+rotary embeddings in ``transformers.models`` are named in the family records and tested with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers.activations import ACT2FN
+from transformers.cache_utils import DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from mtp_train.upstream.symbols import Symbol
+
+__all__ = [
+    "ACT2FN",
+    "SYMBOLS",
+    "DynamicIndexedLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "attention_of",
+    "experts_of",
+    "forget_deepspeed",
+    "load_from_wrapper",
+    "mtp_model_class",
+    "renamed_keys",
+    "sdpa_attention_forward",
+    "sdpa_mask",
+    "set_attention",
+    "set_experts",
+    "unpack_mxfp4",
+    "use_one_gpu",
+    "without_deepspeed",
+]
+
+SYMBOLS = (
+    Symbol(
+        "transformers.integrations.sdpa_attention",
+        "sdpa_attention_forward",
+        "heads/attention.py",
+        "the registry of attention functions returns it by name only to models; we call it with masks of our own",
+    ),
+    Symbol(
+        "transformers.masking_utils",
+        "sdpa_mask",
+        "heads/attention.py, cache/window.py",
+        "an attention function of our own has to be registered with a mask function, and there is no other public one",
+    ),
+    Symbol(
+        "transformers.cache_utils",
+        "DynamicSlidingWindowLayer",
+        "heads/module.py, heads/step.py, cache/model_cache.py",
+        "DynamicCache builds it from a config; its class is the only place that states which layers slide, by how much",
+    ),
+    Symbol(
+        "transformers.cache_utils",
+        "DynamicIndexedLayer",
+        "heads/step.py, families/mechanisms/key_pools.py, cache/model_cache.py",
+        "layers with an indexer write their indexer keys to a cache layer of this class",
+    ),
+    Symbol(
+        "transformers.cache_utils",
+        "LinearAttentionLayer",
+        "cache/recurrent.py, cache/convolved.py, cache/model_cache.py",
+        "recurrent layers read their state from a cache layer of this class",
+    ),
+    Symbol(
+        "transformers.activations",
+        "ACT2FN",
+        "cache/recurrent.py",
+        "a replaced convolution gets its activation as a name, which only this table resolves",
+    ),
+    Symbol(
+        "transformers:PretrainedConfig",
+        "_attn_implementation",
+        "heads/module.py, families/models/attached.py, cache/window.py",
+        "set_attn_implementation is a method of models; a head has a config and layers, but no model",
+    ),
+    Symbol(
+        "transformers:PretrainedConfig",
+        "_experts_implementation",
+        "heads/module.py, cache/window.py",
+        "as _attn_implementation",
+    ),
+    Symbol(
+        "transformers.integrations.mxfp4",
+        "convert_moe_packed_tensors",
+        "weights/native.py",
+        "transformers unpacks MXFP4 only while it loads a whole model; we need the experts of one layer",
+    ),
+    Symbol(
+        "transformers.integrations.deepspeed",
+        "_hf_deepspeed_config_weak_ref",
+        "trunk/whole.py",
+        "the config can be set and unset, but not read back: deepspeed_config() returns a dict that cannot be set",
+    ),
+    Symbol("transformers.integrations.deepspeed", "set_hf_deepspeed_config", "trunk/whole.py", "as above"),
+    Symbol(
+        "transformers.integrations.deepspeed",
+        "unset_hf_deepspeed_config",
+        "trunk/whole.py, train/launch.py",
+        "accelerate sets the config for the whole process, while we load several models and partition only one",
+    ),
+    Symbol(
+        "transformers.conversion_mapping",
+        "get_checkpoint_conversion_mapping",
+        "families/spec.py",
+        "from_pretrained has no argument for how a wrapper's checkpoint names its language model",
+    ),
+    Symbol("transformers.conversion_mapping", "register_checkpoint_conversion_mapping", "families/spec.py", "as above"),
+    Symbol("transformers.conversion_mapping", "WeightRenaming", "families/spec.py", "as above"),
+    Symbol(
+        "transformers:TrainingArguments",
+        "_n_gpu",
+        "job/sft/tuning.py, job/study/drift.py",
+        "no argument keeps a Trainer in one process from wrapping its model in DataParallel where it sees several GPUs",
+    ),
+    Symbol(
+        "transformers.modeling_layers",
+        "MtpModel",
+        "bench/measurements.py",
+        "generate(use_mtp=True) loads its head from files in each call; the benchmark hands it a head in memory",
+    ),
+    Symbol(
+        "transformers:PreTrainedModel",
+        "_keys_to_ignore_on_load_unexpected",
+        "families/models/attached.py (in a hint)",
+        "no argument of from_pretrained accepts the tensors of a head that the model class does not have",
+    ),
+)
+"""The names that are looked up; ``_checkpoint_conversion_mapping`` (:func:`renamed_keys`) may be absent."""
+
+
+def attention_of(config: Any) -> str | None:
+    """Return the name of the attention function that models of a config use."""
+    name: str | None = config._attn_implementation
+    return name
+
+
+def set_attention(config: Any, name: str | None) -> None:
+    """Make models of a config use the attention function that is registered under a name."""
+    config._attn_implementation = name
+
+
+def experts_of(config: Any) -> str | None:
+    """Return the name of the function that computes a mixture's experts in models of a config."""
+    name: str | None = config._experts_implementation
+    return name
+
+
+def set_experts(config: Any, name: str | None) -> None:
+    """Make models of a config compute a mixture's experts with the function that is registered under a name."""
+    config._experts_implementation = name
+
+
+def forget_deepspeed() -> None:
+    """Make transformers load models whole, although a DeepSpeed config asks for partitions."""
+    from transformers.integrations import deepspeed
+
+    deepspeed.unset_hf_deepspeed_config()
+
+
+@contextmanager
+def without_deepspeed() -> Iterator[None]:
+    """Keep transformers from partitioning a model as DeepSpeed's ZeRO-3 config asks for, inside this context."""
+    from transformers.integrations import deepspeed
+
+    config = None if deepspeed._hf_deepspeed_config_weak_ref is None else deepspeed._hf_deepspeed_config_weak_ref()
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if config is not None:
+            deepspeed.set_hf_deepspeed_config(config)
+
+
+def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return stacked experts in bf16, shape (experts, in, out).
+
+    Args:
+        blocks: uint8, shape (experts, out, blocks, 16); two values in each byte.
+        scales: uint8, shape (experts, out, blocks); the exponent of each block.
+    """
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    values: Tensor = convert_moe_packed_tensors(blocks, scales)
+    return values.contiguous()
+
+
+def load_from_wrapper(language_model: Any, wrapper: str) -> None:
+    """Make a language model's class load its weights from a wrapper's checkpoint, which has other tensor keys.
+
+    Args:
+        language_model: The class of the language model.
+        wrapper: The ``model_type`` of the wrapper.
+    """
+    from transformers import conversion_mapping
+
+    of_wrapper = conversion_mapping.get_checkpoint_conversion_mapping(wrapper)
+    inside = conversion_mapping.WeightRenaming(r"model\.language_model\.", "model.")
+    conversion_mapping.register_checkpoint_conversion_mapping(
+        language_model.__name__, [*of_wrapper, inside], overwrite=True
+    )
+
+
+def renamed_keys(model: Any) -> Mapping[str, str]:
+    """Return a model's mapping from tensor keys of its checkpoints to its own, as peft reads it; often empty.
+
+    transformers 5 has no such attribute any more. Model classes that come with a checkpoint may still have it.
+    """
+    mapping: Mapping[str, str] = getattr(model, "_checkpoint_conversion_mapping", {})
+    return mapping
+
+
+def use_one_gpu(arguments: Any) -> None:
+    """Keep a Trainer in one process on its first GPU, where it would wrap the model in DataParallel.
+
+    Args:
+        arguments: ``TrainingArguments``; changed in place.
+    """
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+
+
+def mtp_model_class() -> Any:
+    """Return transformers' class of an MTP head."""
+    from transformers.modeling_layers import MtpModel
+
+    return MtpModel

@@ -1,0 +1,63 @@
+"""Build the hints of errors and reports: the command that the user should run next."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+from mtp_train.weights.files import CONFIG_FILE
+
+
+def graft_command(finetune: str, base: str) -> str:
+    """Return the command that puts a base's head back on a fine-tune."""
+    out = f"{finetune.rstrip('/').rsplit(':', 1)[-1]}-mtp"
+    return f"mtp-train graft {shlex.quote(finetune)} --from {shlex.quote(base)} --out {shlex.quote(out)}"
+
+
+def export_command(checkpoint: str) -> str:
+    """Return the command that declares, in the config, the head that a checkpoint contains."""
+    return f"mtp-train export {shlex.quote(checkpoint)} --out {shlex.quote(checkpoint.rstrip('/') + '-mtp')}"
+
+
+def draft_model_flag(path: str, depth: int) -> str:
+    """Return vLLM's flag for drafting with a head in a directory of its own."""
+    config = {"method": "mtp", "model": path, "num_speculative_tokens": depth}
+    return f"--speculative-config {shlex.quote(json.dumps(config, separators=(',', ':')))}"
+
+
+def retrain_command(finetune: str, base: str) -> str:
+    """Return the command that retrains a stale head."""
+    overrides = f"model.trunk={shlex.quote(finetune)} model.head_from={shlex.quote(base)}"
+    return f"accelerate launch -m mtp_train recipes/retrain_head.yaml {overrides}"
+
+
+def retrain_native_command(checkpoint: str) -> str:
+    """Return the command that retrains the head of a checkpoint on the checkpoint's own outputs."""
+    return (
+        f"accelerate launch -m mtp_train recipes/retrain_head.yaml model.trunk={shlex.quote(checkpoint)} "
+        "model.head_from=null head.init=native 'evaluate.arms=[none, native, retrained]'"
+    )
+
+
+def attach_command(trunk: str) -> str:
+    """Return the command that trains a new head for a model without one."""
+    return f"accelerate launch -m mtp_train recipes/attach_head.yaml model.trunk={shlex.quote(trunk)}"
+
+
+def named_base(checkpoint: Path) -> str | None:
+    """Return the base that a model card names (``base_model:`` in its header), None without one.
+
+    A checkpoint of that name beside this one is taken as the base; otherwise the name is a hub id.
+    """
+    card = checkpoint / "README.md"
+    if not card.is_file():
+        return None
+    header = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), flags=re.DOTALL)
+    named = re.search(r"^base_model:\s*(?:\n-\s*)?(\S+)\s*$", header.group(1), flags=re.MULTILINE) if header else None
+    if named is None:
+        return None
+    name = named.group(1).strip("'\"")
+    beside = checkpoint.parent / name.rsplit("/", 1)[-1]
+    return str(beside) if (beside / CONFIG_FILE).is_file() else name

@@ -1,0 +1,253 @@
+"""The public API of the decoder: its names and signatures, its examples, and text in and out."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import pkgutil
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mtp_inference
+from adapters import write_adapter
+from byte_tokenizer import byte_tokenizer
+from mtp_inference import GenerationResult, Request, SpeculativeDecoder, plain_greedy
+from mtp_train.errors import CheckpointError, DataError, MtpError, UnsupportedModelError
+from mtp_train.heads.build import native_plan
+from mtp_train.weights.artifact import Artifact, save_artifact
+from mtp_train.weights.files import open_checkpoint
+from runs import write_inputs
+
+TEXT_SETTINGS = (
+    "max_new_tokens: int = 128, *, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0, "
+    "stop: str | Sequence[str] = (), chat: bool = False, mtp: MtpMode = 'auto'"
+)
+LOADED = "draft_sampling: DraftSampling = 'argmax', max_batch: int = 16, captures: bool = True"
+SIGNATURES = {
+    SpeculativeDecoder: (
+        "(trunk: Trunk, drafting: MtpHead | DrafterMaker | None, depth: int, eos_ids: Collection[int], *, "
+        "draft_sampling: DraftSampling = 'argmax', max_batch: int = 16, "
+        "tokenizer: PreTrainedTokenizerBase | None = None, prefill_chunk: int = 2048, captures: bool = True, "
+        "image_ids: Collection[int] = ()) -> None"
+    ),
+    SpeculativeDecoder.from_pretrained: (
+        "(checkpoint: str | Path, *, head: str | Path | None = None, adapter: str | Path | None = None, "
+        "depth: int = 3, device: str | torch.device | None = None, dtype: torch.dtype | None = None, "
+        f"{LOADED}) -> SpeculativeDecoder"
+    ),
+    SpeculativeDecoder.generate: f"(self, prompts: str | Sequence[str], {TEXT_SETTINGS}) -> list[GenerationResult]",
+    SpeculativeDecoder.stream: f"(self, prompt: str, {TEXT_SETTINGS}) -> Iterator[str]",
+    SpeculativeDecoder.decode: (
+        "(self, prompts: Sequence[Request] | Sequence[Sequence[int]], max_new_tokens: int | None = None, "
+        "sampling: Sampling | None = None) -> list[GenerationResult]"
+    ),
+    SpeculativeDecoder.decode_chunks: "(self, requests: Sequence[Request]) -> Iterator[Chunk]",
+    mtp_inference.plain_greedy: (
+        "(trunk: Trunk, prompt_ids: Sequence[int], max_new_tokens: int, eos_ids: Collection[int]) -> list[int]"
+    ),
+    mtp_inference.generate_equal_length: (
+        "(trunk: Trunk, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Collection[int]) "
+        "-> list[list[int]]"
+    ),
+    mtp_inference.compare: (
+        "(tokens: Sequence[int], plain_tokens: Sequence[int], trunk: Trunk, prompt_ids: Sequence[int], "
+        "near_tie_gap: float = 1e-05) -> Comparison"
+    ),
+    mtp_inference.HeadDrafting: "(head: MtpHead, draft_vocab_R: Tensor | None = None) -> None",
+    mtp_inference.ModelDrafting: "(model: Trunk) -> None",
+    mtp_inference.NgramDrafting: "(longest: int = 3, shortest: int = 1) -> None",
+    mtp_inference.AssistantDrafting: ("(model: Any, assistant: Assistant, convention: str = 'auto') -> None"),
+}
+NAMES = [
+    "MAX_DEPTH",
+    "NEAR_TIE_GAP",
+    "AssistantDrafting",
+    "Chunk",
+    "Comparison",
+    "GenerationResult",
+    "HeadDrafting",
+    "ModelDrafting",
+    "NgramDrafting",
+    "Request",
+    "Sampling",
+    "SpeculativeDecoder",
+    "compare",
+    "generate_equal_length",
+    "plain_greedy",
+]
+PUBLIC = [name for name in NAMES if not name.isupper()]
+PROMPT = "<|im_start|>user\nsay 1<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_names_are_these() -> None:
+    assert mtp_inference.__all__ == NAMES
+
+
+@pytest.mark.parametrize("called", SIGNATURES, ids=lambda called: called.__qualname__)
+def test_the_signatures_are_these(called: Callable[..., Any]) -> None:
+    assert str(inspect.signature(called)).replace("'", "") == SIGNATURES[called].replace("'", "")
+
+
+def test_no_public_name_is_that_of_a_module() -> None:
+    modules = {one.name.rpartition(".")[2] for one in pkgutil.walk_packages(mtp_inference.__path__, "mtp_inference.")}
+    assert {"decoder", "requests", "batch"} <= modules
+    assert not modules & set(mtp_inference.__all__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_example_of_a_public_name_runs(name: str) -> None:
+    value = getattr(mtp_inference, name)
+    found = [one for one in doctest.DocTestFinder(recurse=False).find(value, name) if one.examples]
+    if inspect.isclass(value):
+        methods = [one for one in vars(value) if f"{name}.{one}" in (called.__qualname__ for called in SIGNATURES)]
+        found += [
+            one
+            for method in methods
+            for one in doctest.DocTestFinder(recurse=False).find(getattr(value, method), f"{name}.{method}")
+        ]
+        assert all(one.examples for one in found)
+    assert found
+    runner = doctest.DocTestRunner()
+    for one in found:
+        runner.run(one)
+    assert runner.summarize().failed == 0
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base with a head and its stripped fine-tune, with a tokenizer each."""
+    return write_inputs(tmp_path_factory.mktemp("decoder_api"))
+
+
+@pytest.fixture(scope="module")
+def decoder(saved: Path) -> SpeculativeDecoder:
+    return SpeculativeDecoder.from_pretrained(saved / "base", device="cpu")
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = byte_tokenizer()(text)["input_ids"]
+    return found
+
+
+def test_text_in_and_text_out_is_plain_decoding_of_its_tokens(decoder: SpeculativeDecoder) -> None:
+    results = decoder.generate([PROMPT, "ab"], max_new_tokens=12, mtp="on")
+    for prompt, result in zip([PROMPT, "ab"], results, strict=True):
+        plain = plain_greedy(decoder.trunk, ids(prompt), 12, decoder.eos_ids)
+        assert list(result.token_ids) == plain
+        assert result.text == byte_tokenizer().decode(plain, skip_special_tokens=True)
+        assert result.num_draft_tokens == 3 * result.num_drafts > 0
+    (alone,) = decoder.generate("ab", max_new_tokens=12)
+    assert alone.token_ids == results[1].token_ids
+    assert decoder.generate([]) == []
+
+
+def test_a_stream_has_the_text_of_generate(decoder: SpeculativeDecoder) -> None:
+    settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.9, "top_k": 50, "seed": 3, "mtp": "on"}
+    pieces = list(decoder.stream(PROMPT, **settings))
+    assert len(pieces) > 1
+    assert "" not in pieces
+    assert "".join(pieces) == decoder.generate(PROMPT, **settings)[0].text
+
+
+def test_each_further_prompt_has_the_next_seed(decoder: SpeculativeDecoder) -> None:
+    first, second = decoder.generate([PROMPT, PROMPT], 12, temperature=1.0, seed=7)
+    assert first.token_ids != second.token_ids
+    assert decoder.generate(PROMPT, 12, temperature=1.0, seed=8)[0].token_ids == second.token_ids
+
+
+def test_a_chat_prompt_goes_through_the_template(decoder: SpeculativeDecoder) -> None:
+    (of_chat,) = decoder.generate("say 1", 8, chat=True)
+    assert of_chat.token_ids == decoder.generate(PROMPT, 8)[0].token_ids
+
+
+def test_a_stop_string_ends_a_text(decoder: SpeculativeDecoder) -> None:
+    (whole,) = decoder.generate(PROMPT, 24)
+    stop = whole.text[3:5]
+    for given in (stop, [stop]):
+        (cut,) = decoder.generate(PROMPT, 24, stop=given)
+        assert cut.text == whole.text[: whole.text.index(stop)]
+        assert cut.finish_reason == "stop"
+
+
+def test_what_drafts_is_named(saved: Path, tmp_path: Path, decoder: SpeculativeDecoder) -> None:
+    plan = native_plan(open_checkpoint(saved / "base"), "auto")
+    save_artifact(Artifact(plan.family, plan.layout, 1, 3, "auto", plan.template, {}, None), tmp_path / "head")
+    expected = SpeculativeDecoder.from_pretrained(saved / "finetune", depth=0, device="cpu").generate(PROMPT, 12)[0]
+    assert expected.num_draft_tokens == 0
+    for head in (saved / "base", tmp_path / "head", tmp_path, "ngram", f"model:{saved / 'base'}"):
+        named = SpeculativeDecoder.from_pretrained(saved / "finetune", head=head, depth=2, device="cpu")
+        (result,) = named.generate(PROMPT, 12, mtp="on")
+        assert result.token_ids == expected.token_ids
+        assert result.num_drafts > 0
+
+
+def test_a_run_directory_stands_for_its_export(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "base", tmp_path / "run" / "export")
+    loaded = SpeculativeDecoder.from_pretrained(tmp_path / "run", device="cpu")
+    assert loaded.generate(PROMPT, 4, mtp="on")[0].num_drafts > 0
+
+
+def test_an_adapter_is_applied_and_the_dtype_is_taken(saved: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(saved / "base", tmp_path / "base"))
+    model = write_adapter(base, tmp_path / "lora", target_modules=["q_proj", "up_proj"], lora_alpha=2)
+    adapted = SpeculativeDecoder.from_pretrained(base, adapter=tmp_path / "lora", device="cpu")
+    tokens_1T = torch.tensor([ids(PROMPT)])
+    with torch.inference_mode():
+        logits = adapted.trunk.logits(adapted.trunk.hidden(tokens_1T))
+        torch.testing.assert_close(logits, model(tokens_1T).logits, atol=1e-5, rtol=0)
+    half = SpeculativeDecoder.from_pretrained(base, device="cpu", dtype=torch.bfloat16)
+    assert half.trunk.lm_head_VD.dtype is torch.bfloat16
+
+
+def test_what_cannot_be_loaded_or_decoded_is_refused(saved: Path, decoder: SpeculativeDecoder) -> None:
+    with pytest.raises(CheckpointError, match=r"expected a complete head, .* Pass head= .* or depth=0"):
+        SpeculativeDecoder.from_pretrained(saved / "finetune")
+    with pytest.raises(MtpError, match=r"depth: 8; expected 0 to 7"):
+        SpeculativeDecoder.from_pretrained(saved / "base", depth=8)
+    with pytest.raises(MtpError, match=r"generate: a text prompt, and the decoder has no tokenizer"):
+        SpeculativeDecoder(decoder.trunk, None, 0, ()).generate("a")
+    requests: Any = [Request(prompt_ids=[1], max_new_tokens=2)]
+    with pytest.raises(MtpError, match=r"prompt 1: Request; expected text. Pass requests and token ids to decode"):
+        decoder.generate(requests)
+    texts: Any = ["a"]
+    with pytest.raises(MtpError, match=r"decode: text; expected token ids or requests. Pass text to generate"):
+        decoder.decode(texts, 4)
+    with pytest.raises(DataError, match=r"prompt 2: no token; expected some text"):
+        decoder.generate(["a", ""])
+    with pytest.raises(MtpError, match=r"temperature: -1"):
+        decoder.stream("a", temperature=-1)
+    images = SpeculativeDecoder(decoder.trunk, None, 0, (), tokenizer=byte_tokenizer(), image_ids=ids("#"))
+    with pytest.raises(DataError, match=r"prompt 1: holds image or video token"):
+        images.stream("a#b")
+    assert issubclass(UnsupportedModelError, MtpError)
+
+
+def result() -> GenerationResult:
+    return GenerationResult(
+        token_ids=(1, 2, 3),
+        text="a <b>",
+        finish_reason="stop",
+        rounds=2,
+        num_draft_tokens=6,
+        accepted_per_pos=(2, 1, 0),
+        round_log=(),
+        seconds_prefill=0.5,
+        seconds_decode=1.0,
+    )
+
+
+def test_a_result_prints_in_a_line_and_as_a_table() -> None:
+    assert repr(result()) == (
+        "GenerationResult(text='a <b>', 3 tokens, stop, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3, "
+        "tau=2.50)"
+    )
+    table = result()._repr_html_()
+    cells = dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", table))
+    assert cells["text"] == "a &lt;b&gt;"
+    assert (cells["accepted_per_pos"], cells["tau"]) == ("2, 1, 0", "2.50")

@@ -1,0 +1,122 @@
+"""A loss that another package registers is one that recipes can name, check and train with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from mtp_train.data.pack import pack_documents
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import RecipeError
+from mtp_train.job.inputs import require_rows
+from mtp_train.job.study.material import for_objective
+from mtp_train.job.training import head_training
+from mtp_train.losses import catalogue
+from mtp_train.losses.catalogue import Loss, RowLoss, find_loss, loss_names, register_loss
+from mtp_train.losses.chunked import row_work
+from mtp_train.losses.rows import row_losses, softened
+from mtp_train.recipe.schema import Recipe
+from mtp_train.train.loop import optimise
+from mtp_train.train.plan import make_plan
+from runs import tiny_recipe
+from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+
+
+def brier_rows(logits_CV: Tensor, teacher_logits_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
+    """Return the squared error of the head's probabilities."""
+    log_q_CV, log_p_CV = softened(logits_CV, teacher_logits_CV, temperature)
+    q_CV = log_q_CV.exp()
+    gap_CV = q_CV - log_p_CV.exp()
+    mean_C1 = (q_CV * 2 * gap_CV).sum(-1, keepdim=True)
+    return RowLoss(gap_CV.square().sum(-1), q_CV * (2 * gap_CV - mean_C1) / temperature)
+
+
+BRIER = Loss("brier", brier_rows)
+
+
+@pytest.fixture
+def brier(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Register the loss as another package would, for one test."""
+    monkeypatch.setattr(catalogue, "_LOSSES", dict(catalogue._LOSSES))
+    register_loss(BRIER)
+    return BRIER.name
+
+
+def recipe_with(**overrides: object) -> Recipe:
+    settings = {"head__num_depths": 2, "data__seq_len_tokens": 16, "train__tokens_per_step": 32}
+    return tiny_recipe(Path("anywhere"), Path("anywhere"), **{**settings, **overrides})
+
+
+def test_its_gradient_is_autograds(brier: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_CV, teacher_CV = torch.randn(2, 5, 11, generator=generator)
+    logits_CV.requires_grad_()
+    gap_CV = torch.softmax(logits_CV / 0.7, -1) - torch.softmax(teacher_CV / 0.7, -1)
+    expected_C = gap_CV.square().sum(-1)
+    row = row_losses(brier, logits_CV.detach(), teacher_CV, torch.zeros(5, dtype=torch.long), 0.7)
+    torch.testing.assert_close(row.loss_C, expected_C.detach())
+    torch.testing.assert_close(row.gradient_CV, torch.autograd.grad(expected_C.sum(), logits_CV)[0])
+
+
+def test_a_head_learns_by_it(brier: str) -> None:
+    used = recipe_with(objective__loss=brier, objective__temperature=2.0)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(VOCAB_SIZE, (2, 16), generator=generator).tolist()
+    documents = [Document(tuple(ids), (True,) * 16, str(number), "g") for number, ids in enumerate(drawn)]
+    sequences = pack_documents(documents, 16, pack=False, seed=0, epoch=0)
+    trunk, plan = tiny_trunk("qwen3_5"), make_plan(used, 1)
+    module = head_training(used, trunk, tiny_head(trunk), None)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation)
+    wrapped, optimizer = accelerator.prepare(module, torch.optim.Adam(module.head.parameters(), lr=1e-2))
+    wrapped.train()
+    totals = []
+    for _ in range(12):
+        (sums_K, _), _ = optimise(wrapped, optimizer, accelerator, used, plan, sequences)
+        totals.append(float(sums_K.sum()))
+    assert totals[-1] < 0.5 * totals[0]
+
+
+def test_a_study_can_train_towards_it(brier: str) -> None:
+    assert for_objective(recipe_with(), brier).objective.loss == brier
+
+
+def test_a_recipe_names_it_in_its_choices(brier: str) -> None:
+    choices = "one of auto, ce, kl, reverse_kl, tv, lk, e2e_tv, brier"
+    with pytest.raises(RecipeError, match=rf"^objective\.loss: 'brief'; expected {choices}\. Did you mean brier\?"):
+        recipe_with(objective__loss="brief")
+
+
+def test_it_is_unknown_where_nobody_registered_it() -> None:
+    with pytest.raises(RecipeError, match=r"^objective\.loss: 'brier'; expected one of auto, ce, kl, .*, e2e_tv\."):
+        recipe_with(objective__loss="brier")
+    with pytest.raises(ValueError, match=r"'brier': no such loss; expected one of ce, kl"):
+        find_loss("brier")
+
+
+def test_triton_without_kernels_of_it_is_refused(brier: str) -> None:
+    with pytest.raises(RecipeError, match=r"^objective\.rows: 'triton' with the loss brier, which has no Triton kern"):
+        require_rows(recipe_with(objective__loss=brier, objective__rows="triton"))
+    with pytest.raises(ValueError, match="brier: a loss without Triton kernels"):
+        row_work("triton", brier, None, 1.0)
+
+
+def test_a_name_belongs_to_one_loss(brier: str) -> None:
+    register_loss(BRIER)
+    before = loss_names()
+    for name in ("auto", "kl", brier):
+        with pytest.raises(ValueError, match=f"'{name}': the name of another loss"):
+            register_loss(Loss(name, "elsewhere:rows"))
+    assert loss_names() == before
+
+
+def test_auto_is_a_loss_that_all_implementations_have() -> None:
+    assert find_loss("auto").name == "kl"
+    for name in loss_names():
+        loss = find_loss(name)
+        assert callable(loss.rows_fn())
+        assert loss.kernels is not None
+        assert (loss.combine_fn() is not None) == (name == "e2e_tv")
