@@ -15,7 +15,7 @@ from mtp_inference.opening import NGRAM, OWN, ExternalDrafter, OpenModel, open_m
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.evaluation.decoding import PLAIN
 from mtp_train.families.engines import engine_commands
-from mtp_train.recipe.loading import RECIPE_FILE, load_recipe
+from mtp_train.recipe.loading import RECIPE_FILE, is_run, load_recipe
 from mtp_train.train.threads import use_threads
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.quantise import Quantization
@@ -24,7 +24,7 @@ from mtp_train.weights.locations import is_head_directory, open_location
 
 _NAME = re.compile(r"[\w.-]+")
 _PACKED = re.compile(r"(?P<location>.*)@(?P<bits>none|8bit|4bit)")
-_BITS: dict[str, Quantization | None] = {"none": None, "8bit": "8bit", "4bit": "4bit"}
+BITS_OPTIONS: dict[str, Quantization | None] = {"none": None, "8bit": "8bit", "4bit": "4bit"}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def parse_arm(text: str) -> ArmSpec:
 
 def _unpacked(text: str) -> tuple[str, Quantization | None]:
     packed = _PACKED.fullmatch(text)
-    return (packed["location"], _BITS[packed["bits"]]) if packed else (text, None)
+    return (packed["location"], BITS_OPTIONS[packed["bits"]]) if packed else (text, None)
 
 
 def named(spec: ArmSpec) -> ArmSpec:
@@ -126,11 +126,6 @@ def _short(location: str) -> str:
     """Return the last part of a path or an id that says something."""
     parts = [part for part in re.split(r"[/:]", location.rstrip("/")) if part not in ("", ".", "..")]
     return "/".join(parts[-2:]) if parts and parts[-1] in ("head", "export") else (parts or [location])[-1]
-
-
-def is_run(directory: Path) -> bool:
-    """Whether a directory is that of a recipe's run, and no checkpoint."""
-    return (directory / RECIPE_FILE).is_file()
 
 
 def arm_of_run(run_dir: Path, name: str = "") -> ArmSpec:

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from mtp_inference import MAX_DEPTH
 from mtp_inference.opening import OWN
 from mtp_train.errors import DataError
-from mtp_train.evaluation.arms import ArmSpec, arm_of_run, is_run, named, open_arm, parse_arm
+from mtp_train.evaluation.arms import BITS_OPTIONS, ArmSpec, arm_of_run, named, open_arm, parse_arm
 from mtp_train.evaluation.cells import StudyReport
 from mtp_train.evaluation.grid import Grid
 from mtp_train.evaluation.prompt_records import Rule
@@ -23,6 +23,7 @@ from mtp_train.evaluation.run import run_study
 from mtp_train.evaluation.served.beside import Server
 from mtp_train.job.display import quiet_progress, rich_to_html, rich_to_text
 from mtp_train.job.run_dir import checkpoint_identity, environment_facts
+from mtp_train.recipe.loading import is_run
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.study_write import WandbMode, log_study, write_study
 from mtp_train.trunk.quantise import Quantization
@@ -34,7 +35,6 @@ DEPTHS = (1, 2, 3, 5)
 RULES: tuple[Rule, ...] = ("greedy", "argmax", "sampled")
 WANDB_PROJECT = "mtp-train"
 T = TypeVar("T")
-_BITS: Mapping[str, Quantization | None] = {"none": None, "8bit": "8bit", "4bit": "4bit"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +167,7 @@ def evaluate(
     Example:
         >>> import mtp_train as mtp
         >>> grid = mtp.EvaluationGrid(temperatures=[0.0], depths=[1, 3], prompts_per_task=4)
-        >>> mtp.evaluate("runs/a", "eval/a", grid=grid).arms["a"].tau
-        3.37
+        >>> tau = mtp.evaluate("runs/a", "eval/a", grid=grid).arms["a"].tau
     """
     subject = subject_arm(str(checkpoint), head, adapter)
     server = server_of(subject, endpoint, served_model, api_key_env, concurrency, served_only)
@@ -203,9 +202,7 @@ def compare(
     Example:
         >>> import mtp_train as mtp
         >>> found = mtp.compare(["graft=demo:finetune+demo:base", "new=runs/a"], "eval/both")
-        >>> row = found.report.comparisons[0]
-        >>> row.first, row.second, row.delta_tau, row.differs
-        ('graft', 'new', -1.94, True)
+        >>> [(row.first, row.second, row.delta_tau, row.differs) for row in found.report.comparisons]
     """
     specs = [parse_arm(str(arm)) for arm in arms]
     settled = (grid or EvaluationGrid()).settled(specs, [one.trunk for one in specs])
@@ -262,9 +259,9 @@ def packed_arms(subject: ArmSpec, trunk_bits: Sequence[str] | None, head_bits: S
 
 def _quantizations(flag: str, names: Sequence[str]) -> tuple[Quantization | None, ...]:
     for name in names:
-        if name not in _BITS:
-            raise DataError(f"{flag}: {name!r}; expected {', '.join(_BITS)}. Correct it.")
-    return _unique(_BITS[name] for name in names)
+        if name not in BITS_OPTIONS:
+            raise DataError(f"{flag}: {name!r}; expected {', '.join(BITS_OPTIONS)}. Correct it.")
+    return _unique(BITS_OPTIONS[name] for name in names)
 
 
 def server_of(

@@ -88,8 +88,7 @@ def generate(
     Example:
         >>> import mtp_train as mtp
         >>> result = mtp.generate("demo:base", "import os", max_new_tokens=32)
-        >>> result.requests[0].text, result.requests[0].tau
-        (' as os...', 2.86)
+        >>> text, tau = result.requests[0].text, result.requests[0].tau
     """
     options = _Options(
         checkpoint=str(checkpoint),

@@ -13,7 +13,7 @@ from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError, MtpError
 from mtp_train.evaluation.suites import suite_location
 from mtp_train.job.run_dir import PROVENANCE_FILE
-from mtp_train.recipe.loading import RECIPE_FILE
+from mtp_train.recipe.loading import RECIPE_FILE, is_run
 from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.demo import resolve
 from mtp_train.weights.files import locate_checkpoint, read_json
@@ -140,7 +140,7 @@ def require_run_inputs(
     Raises:
         ChangedInputError: An input changed, is missing, or cannot be shown to be the same.
     """
-    if not (run_dir / RECIPE_FILE).is_file():
+    if not is_run(run_dir):
         return
     claimed = claimed_by_run(run_dir)
     places = {label: one["path"] for label, one in claimed.earlier.items()}
@@ -156,7 +156,7 @@ def hash_run_inputs(recipe: Recipe, run_dir: Path, progress: Progress) -> dict[s
 def record_run_inputs(run_dir: Path, records: Records) -> None:
     """Record inputs in a run directory, before it is claimed or if an earlier version claimed it without them."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not (run_dir / RECIPE_FILE).is_file() or not (run_dir / RECORD_FILE).is_file():
+    if not is_run(run_dir) or not (run_dir / RECORD_FILE).is_file():
         write_records(run_dir, records)
 
 

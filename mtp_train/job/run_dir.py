@@ -23,7 +23,7 @@ import yaml
 from rich.console import Console
 
 from mtp_train.errors import LostProcessError, OutputExistsError, RecipeError, StoppedError
-from mtp_train.recipe.loading import RECIPE_FILE, dump_recipe, load_recipe
+from mtp_train.recipe.loading import RECIPE_FILE, dump_recipe, is_run, load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
@@ -151,7 +151,7 @@ def _recorded_regeneration(recorded: str) -> dict[str, Any]:
 def claim(run_dir: Path, recipe: Recipe, provenance: dict[str, Any]) -> None:
     """Claim the run directory: record the recipe and the provenance."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not (run_dir / RECIPE_FILE).is_file():
+    if not is_run(run_dir):
         write_json(run_dir / PROVENANCE_FILE, provenance)
         write_text(run_dir / RECIPE_FILE, dump_recipe(recipe))
 

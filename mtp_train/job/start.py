@@ -61,8 +61,7 @@ def open_report(source: str | Path) -> RunReport | StudyReport:
     Example:
         >>> import mtp_train as mtp
         >>> report = mtp.open_report("runs/retrain_head")
-        >>> report.arms["retrained"].tau, report.gate.passed
-        (3.37, True)
+        >>> gain = report.arms["retrained"].tau - report.arms["graft"].tau
     """
     path = Path(source)
     path = path / REPORT_FILE if path.is_dir() else path

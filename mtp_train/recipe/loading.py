@@ -159,6 +159,11 @@ RECIPE_FILE = "recipe.yaml"
 """File name of the resolved recipe in a run directory."""
 
 
+def is_run(directory: Path) -> bool:
+    """Whether a directory is that of a recipe's run, and no checkpoint."""
+    return (directory / RECIPE_FILE).is_file()
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file.
 

@@ -120,11 +120,12 @@ def _as_checkpoint(
     refuse_existing(out, what="the checkpoint")
     found = head_to_export(source, progress)
     trunk, head = found.trunk, found.head
-    require_whole_trunk(trunk)
-    require_finite_checkpoint(trunk, progress)
     if head_only:
         refuse_draft_model(found)
         refuse_with_adapter(source, found)
+    require_whole_trunk(trunk)
+    require_finite_checkpoint(trunk, progress)
+    if head_only:
         write_head_only(trunk, layout_of(trunk), head, out)
         return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), found.num_depths))
     if found.artifact is not None:

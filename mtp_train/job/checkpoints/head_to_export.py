@@ -14,7 +14,7 @@ from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
 from mtp_train.job.input_identity import ADAPTER, TRUNK, claimed_by_run
 from mtp_train.job.run_dir import PROVENANCE_FILE
-from mtp_train.recipe.loading import RECIPE_FILE, load_recipe
+from mtp_train.recipe.loading import RECIPE_FILE, is_run, load_recipe
 from mtp_train.weights.adapter import locate_adapter
 from mtp_train.weights.artifact import Artifact, load_artifact
 from mtp_train.weights.files import Checkpoint, open_checkpoint, read_json
@@ -72,7 +72,7 @@ def head_to_export(source: Path, progress: Progress) -> HeadToExport:
 
 def _is_fine_tune(source: Path) -> bool:
     """Return whether a run directory fine-tuned its trunk: its ``export`` then holds trunk and head."""
-    return (source / RECIPE_FILE).is_file() and load_recipe(source / RECIPE_FILE).sft is not None
+    return is_run(source) and load_recipe(source / RECIPE_FILE).sft is not None
 
 
 def refuse_draft_model(found: HeadToExport) -> None:
