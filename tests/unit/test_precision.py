@@ -27,12 +27,19 @@ NUM_DEPTHS = 2
 
 
 def x86(
-    monkeypatch: pytest.MonkeyPatch, capability: str, *, avx512_bf16: bool = False, amx: bool = False, mkldnn: bool
+    monkeypatch: pytest.MonkeyPatch,
+    capability: str,
+    *,
+    avx512_bf16: bool = False,
+    amx: bool = False,
+    mkldnn: bool,
+    name: str = "AMD EPYC",
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name})
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: mkldnn)
 
@@ -42,6 +49,9 @@ def x86(
     [
         ("AVX512", {"avx512_bf16": True, "mkldnn": True}, "bf16"),
         ("AVX512", {"amx": True, "mkldnn": True}, "bf16"),
+        ("AVX512", {"amx": True, "avx512_bf16": True, "mkldnn": True, "name": "Intel Xeon"}, "bf16"),
+        # Native, and slower than fp32.
+        ("AVX512", {"avx512_bf16": True, "mkldnn": True, "name": "Intel Xeon"}, "fp32"),
         # oneDNN emulates bf16 on any AVX-512, and reports it as supported.
         ("AVX512", {"mkldnn": True}, "fp32"),
         ("AVX2", {"mkldnn": False}, "fp32"),
@@ -50,8 +60,8 @@ def x86(
         ("AVX512", {"avx512_bf16": True, "amx": True, "mkldnn": False}, "fp32"),
     ],
 )
-def test_auto_is_bf16_on_x86_only_where_it_is_native(
-    monkeypatch: pytest.MonkeyPatch, capability: str, features: dict[str, bool], expected: str
+def test_auto_is_bf16_on_x86_only_where_it_is_native_and_faster(
+    monkeypatch: pytest.MonkeyPatch, capability: str, features: dict[str, Any], expected: str
 ) -> None:
     x86(monkeypatch, capability, **features)
     assert resolve_precision("auto", CPU).precision == expected
