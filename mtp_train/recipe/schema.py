@@ -339,7 +339,8 @@ class TrainSection(Section):
     """Gradients with a larger norm are scaled down to this norm."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of matrix products. The head's weights are always fp32. `auto`: bf16 where the device multiplies it
-    natively, else fp32. The resolved value is written to the run directory, and a resumed run keeps it."""
+    natively and faster than fp32, else fp32. The resolved value is written to the run directory, and a resumed run
+    keeps it."""
     save_steps: Count = 100
     """Steps between saved training states. The last step is always saved."""
     log_steps: Count = 10

@@ -1,9 +1,10 @@
 """Choose the dtypes of a run: the precision of matrix products, and the dtype in which the trunk's weights are held.
 
-Products use bf16 where the device computes it natively, and fp32 elsewhere (:func:`resolve_precision`): without native
-bf16, torch multiplies bf16 matrices on a CPU in a slow loop of its own, 4 to 8 times slower than fp32 for many rows.
-The choice depends on feature queries and never on a timing, so that equal machines choose alike. Weights are held as
-stored, or in fp32 on a CPU with enough memory (:func:`held_dtype`).
+Products use bf16 where the device computes it natively and faster, and fp32 elsewhere (:func:`resolve_precision`).
+Without native bf16, torch multiplies bf16 matrices on a CPU in a slow loop of its own, 4 to 8 times slower than fp32
+for many rows; Intel's AVX512_BF16 without AMX takes 1.1 to 2 times as long as fp32. The choice depends on feature
+queries and never on a timing, so that equal machines choose alike. Weights are held as stored, or in fp32 on a CPU with
+enough memory (:func:`held_dtype`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MEMORY_SHARE = 0.6
 
 
 class Resolved(NamedTuple):
-    """A precision, and the reason for it: whether the device computes bf16 natively."""
+    """A precision, and the reason for it: whether the device multiplies bf16 natively and faster than fp32."""
 
     precision: Precision
     reason: str
@@ -51,7 +52,7 @@ def slow_halves(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def bf16_support(device: torch.device) -> tuple[bool, str]:
-    """Return whether a device multiplies bf16 matrices natively, and a clause for messages that states it."""
+    """Return whether a device multiplies bf16 natively and faster than fp32, and a clause that says so."""
     if device.type == "cpu":
         return _cpu_support()
     if device.type == "cuda":
@@ -77,8 +78,8 @@ def _cpu_support() -> tuple[bool, str]:
     # the processor's features, whatever the limit in ATEN_CPU_CAPABILITY.
     amx, dot_products = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
     native = native and (amx or dot_products) and capability == "AVX512"
-    # Intel's AVX512_BF16 multiplies half as fast as its fp32: AMX is Intel's bf16, and virtual machines often hide it.
-    # AMD's multiplies twice as fast as fp32.
+    # Intel's AVX512_BF16 has half the throughput of its fp32 (measured on Emerald Rapids): AMX is Intel's bf16, and
+    # virtual machines often hide it. By AMD's manuals its AVX512_BF16 has twice the throughput of fp32.
     if native and not amx and "Intel" in torch.cpu.get_capabilities().get("cpu_name", ""):
         return False, f"this CPU ({capability}, Intel without AMX) multiplies bf16 more slowly than fp32"
     return native, f"this CPU ({capability}) {_has(native)}"
