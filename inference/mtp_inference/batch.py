@@ -22,6 +22,7 @@ from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.cache.window import Window
 from mtp_inference.drafters.drafter import Drafter, Place
 from mtp_inference.forward import prefill_chunks, window_states
+from mtp_inference.prepacked import PrepackedLinears
 from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_inference.sampling.distributions import Sampling
 from mtp_train.trunk.load import Trunk
@@ -85,6 +86,7 @@ class Batch:
         prefill_chunk: Prompt tokens of one forward.
         num_stops: N.
         widening: Stages that run in fp32 on a trunk stored in fewer bits.
+        prepacked: Layers whose packed weights the rounds multiply with.
     """
 
     def __init__(
@@ -96,9 +98,11 @@ class Batch:
         prefill_chunk: int,
         num_stops: int,
         widening: Widening = HELD,
+        prepacked: PrepackedLinears | None = None,
     ) -> None:
         self.trunk = trunk
         self.widening = widening
+        self._prepacked = prepacked
         self._scratch = Scratch()
         self.drafter = drafter
         self.chooser = chooser
@@ -162,7 +166,8 @@ class Batch:
             ``BAD_DRAFTER`` if the logits that they were chosen from are not finite), the number of accepted drafts, and
             the number of drafts.
         """
-        with self._widened(self.widening.rounds):
+        prepacked = nullcontext() if self._prepacked is None else self._prepacked.used()
+        with self._widened(self.widening.rounds), prepacked:
             return self._round(plan)
 
     def _round(self, plan: RoundPlan) -> Tensor:
@@ -195,7 +200,9 @@ class Batch:
             self.drafter.settle(self._place(plan))
 
     def reset(self) -> None:
-        """Make all rows inactive."""
+        """Make all rows inactive, before a session."""
+        if self._prepacked is not None:
+            self._prepacked.refresh()
         self.active_B.zero_()
         self.length_B.zero_()
         self.chooser.set_rows(slice(None), [Sampling()] * self.cache.num_rows)

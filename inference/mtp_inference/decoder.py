@@ -35,6 +35,7 @@ from mtp_inference.opening import (
     refuse_images,
     require_own_head,
 )
+from mtp_inference.prepacked import PrepackedLinears
 from mtp_inference.requests import Chunk, GenerationResult, MtpMode, Request, require_depth
 from mtp_inference.sampling.chooser import Chooser, DraftSampling
 from mtp_inference.sampling.distributions import Sampling
@@ -68,7 +69,12 @@ def rounded_capacity(num_positions: int, on_gpu: bool) -> int:
 
 
 def make_batch(
-    trunk: Trunk, drafting: DrafterMaker | None, needs: Needs, draft_sampling: DraftSampling, prefill_chunk: int
+    trunk: Trunk,
+    drafting: DrafterMaker | None,
+    needs: Needs,
+    draft_sampling: DraftSampling,
+    prefill_chunk: int,
+    prepacked: PrepackedLinears | None = None,
 ) -> Batch:
     """Build a batch with its buffers; at depth 0 it has no drafter."""
     weight = trunk.lm_head_VD
@@ -94,7 +100,12 @@ def make_batch(
     if drafting is not None and needs.depth:
         size = Size(needs.num_rows, needs.capacity, PENDING_PLACES + needs.depth + 1)
         drafter = drafting.make(trunk, size, needs.depth)
-    return Batch(trunk, drafter, chooser, cache, prefill_chunk, needs.num_stops, widening)
+    return Batch(trunk, drafter, chooser, cache, prefill_chunk, needs.num_stops, widening, prepacked)
+
+
+def prepacked_linears(trunk: Trunk, drafting: DrafterMaker | None) -> PrepackedLinears:
+    """Return the layers of a trunk and of its head whose weights rounds on a CPU multiply packed."""
+    return PrepackedLinears([trunk.causal_lm, *([drafting.head] if isinstance(drafting, HeadDrafting) else [])])
 
 
 class SpeculativeDecoder:
@@ -160,6 +171,7 @@ class SpeculativeDecoder:
         self.image_ids = frozenset(image_ids)
         self.costs = RoundCosts()
         self.acceptance = Acceptance()
+        self._prepacked = prepacked_linears(trunk, self.drafting)
         self._rounds: Rounds | None = None
         self._needs_met: Needs | None = None
         self._captured_before = 0
@@ -451,7 +463,9 @@ class SpeculativeDecoder:
         if self._rounds is None or self._needs_met != needs:
             self._captured_before = self.captured_rounds
             self._rounds = None  # Free its buffers before allocating new ones.
-            batch = make_batch(self.trunk, self.drafting, needs, self.draft_sampling, self.prefill_chunk)
+            batch = make_batch(
+                self.trunk, self.drafting, needs, self.draft_sampling, self.prefill_chunk, self._prepacked
+            )
             why_not = partial(why_not_captured, self.trunk, needs.num_rows)
             self._rounds = Rounds(batch, captures=self._on_gpu and self.captures, why_not=why_not)
             self._needs_met = needs
