@@ -46,11 +46,6 @@ def write_export(
         CheckpointError: The adapter cannot be merged, no engine reads such a draft model, or the disk is full.
     """
     if artifact.family.kind == "mtp":
-        if form != "engines":
-            raise CheckpointError(
-                f"{trunk.path}: its head is part of the trunk's checkpoint; expected a head of kind eagle3 to write "
-                f"for {form}. Leave the form out."
-            )
         write_adapted(trunk, layout_of(trunk), artifact.head, out, adapter=adapter, link=link, progress=progress)
         return
     require_exportable(trunk, artifact.family.kind, adapter)

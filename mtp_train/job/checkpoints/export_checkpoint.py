@@ -12,7 +12,12 @@ from mtp_train.errors import MtpError
 from mtp_train.gguf.sidecar import GgufKind
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.job.checkpoints.export_gguf import export_gguf
-from mtp_train.job.checkpoints.head_to_export import head_to_export, refuse_draft_model, refuse_with_adapter
+from mtp_train.job.checkpoints.head_to_export import (
+    head_to_export,
+    refuse_draft_model,
+    refuse_mtp_head,
+    refuse_with_adapter,
+)
 from mtp_train.job.display import quiet_progress
 from mtp_train.job.export_run import write_export
 from mtp_train.job.model_card import write_card
@@ -120,6 +125,8 @@ def _as_checkpoint(
     refuse_existing(out, what="the checkpoint")
     found = head_to_export(source, progress)
     trunk, head = found.trunk, found.head
+    if form == "speculators":
+        refuse_mtp_head(found)
     if head_only:
         refuse_draft_model(found)
         refuse_with_adapter(source, found)

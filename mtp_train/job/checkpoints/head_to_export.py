@@ -84,6 +84,15 @@ def refuse_draft_model(found: HeadToExport) -> None:
         )
 
 
+def refuse_mtp_head(found: HeadToExport) -> None:
+    """Raise a CheckpointError for an MTP head, which the speculators package has no format for."""
+    if found.artifact is None or found.artifact.family.kind == "mtp":
+        raise CheckpointError(
+            f"{found.trunk.path}: its head is part of the trunk's checkpoint; expected a run whose head is of kind "
+            "eagle3. Leave --speculators out."
+        )
+
+
 def refuse_with_adapter(source: Path, found: HeadToExport) -> None:
     """Raise a CheckpointError for a head on its own whose trunk has an unmerged adapter."""
     if found.adapter is not None:
