@@ -81,10 +81,19 @@ class LostProcessError(MtpError):
 
 
 class StoppedError(MtpError):
-    """Report a run that was told to stop and can be resumed. Exit code of the signal (130 or 143)."""
+    """Report a run that a signal stopped and that can be resumed.
+
+    Args:
+        message: How far it came, and how to go on.
+        exit_code: 143 for SIGTERM, 130 for SIGINT.
+    """
 
     exit_code = 143
     reason = "stopped"
+
+    def __init__(self, message: str, exit_code: int = 143) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class OutOfMemoryError(MtpError):

@@ -15,6 +15,7 @@ from mtp_train.cli.checkpoint_commands import add_demo, add_export, add_graft, a
 from mtp_train.cli.decoding_commands import add_compare, add_evaluate, add_generate
 from mtp_train.cli.output import Result, is_main_process
 from mtp_train.cli.recipe_commands import add_check, add_regenerate, add_rescue, add_run
+from mtp_train.stopping import Stopped, stopped_by_signals
 
 COMMANDS = (
     add_run,
@@ -41,9 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; a recipe as the first one means ``run``.
 
     Returns:
-        0 done, 2 wrong input, 3 the gate refused. A bug leaves as a traceback (exit code 1).
+        0 done, 2 wrong input, 3 the gate refused, 143 or 130 stopped by SIGTERM or SIGINT. A bug leaves as a traceback
+        (exit code 1).
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with stopped_by_signals():
+            return _run(list(sys.argv[1:] if argv is None else argv))
+    except Stopped as stopped:
+        if is_main_process():
+            again = "Start the same command again; run, regenerate, evaluate and compare go on from what they saved."
+            print(f"mtp-train: stopped by {stopped.name}.\n{again}", file=sys.stderr)
+        return stopped.exit_code
+
+
+def _run(arguments: list[str]) -> int:
     parser = build_parser()
     if arguments and arguments[0].endswith((".yaml", ".yml")):
         arguments.insert(0, "run")

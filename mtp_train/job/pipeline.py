@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import Progress
 
-from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError
+from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
 from mtp_train.heads.flex import require_flex_device
 from mtp_train.job.evaluate_run import evaluate_run
 from mtp_train.job.export_run import write_export
@@ -25,14 +25,17 @@ from mtp_train.job.inputs import gather_inputs
 from mtp_train.job.model_card import write_card
 from mtp_train.job.regeneration import regenerate_stage
 from mtp_train.job.run_dir import (
+    FIRST_STAGE,
     PROVENANCE_FILE,
     Outcome,
     clear_leftovers,
     forget_outcome,
+    held_by_one_run,
     is_main_process,
     read_outcome,
     record_failure,
     require_ours,
+    require_still_held,
     tell_precision,
     with_recorded_precision,
     with_resolved_precision,
@@ -43,6 +46,7 @@ from mtp_train.job.training import HEAD, train_stage
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.table import summary
 from mtp_train.report.write import write_report
+from mtp_train.stopping import Stopped, stopped_by_signals
 from mtp_train.train.estimate import memory_is_named
 from mtp_train.train.launch import lost_process_is_named, make_accelerator
 from mtp_train.train.shard import give_up_shards, shards_trunk
@@ -64,15 +68,22 @@ def run(recipe: Recipe, console: Console) -> Outcome:
             the run directory belongs to this run.
     """
     run_dir = Path(recipe.run_dir)
-    recipe = with_recorded_precision(recipe, run_dir)
-    require_ours(run_dir, recipe)
-    earlier = read_outcome(run_dir)
-    if earlier is not None and earlier.finished:
-        if is_main_process():
-            with _progress(console, is_main=True) as progress:
-                require_run_inputs(recipe, run_dir, progress, finished=True)
-        console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do.")
-        return earlier
+    with stopped_by_signals(), full_disk_is_named(run_dir, what="the run"):
+        recipe = with_recorded_precision(recipe, run_dir)
+        require_ours(run_dir, recipe)
+        earlier = read_outcome(run_dir)
+        if earlier is not None and earlier.finished:
+            if is_main_process():
+                with _progress(console, is_main=True) as progress:
+                    require_run_inputs(recipe, run_dir, progress, finished=True)
+            console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do.")
+            return earlier
+        with held_by_one_run(run_dir, console):
+            return _run(recipe, run_dir, console)
+
+
+def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
+    """Run the stages in a run directory that this run holds, and record the outcome."""
     forget_outcome(run_dir)
     stage = Stage()
     try:
@@ -87,13 +98,25 @@ def run(recipe: Recipe, console: Console) -> Outcome:
             stages = stages_of(recipe)
             outcome = stages(recipe, run_dir, accelerator, console, progress, stage)
     except MtpError as error:
+        require_still_held(run_dir)
         reached = "done" if isinstance(error, GateRefusedError) else stage.name
         if not isinstance(error, OutputExistsError):
             said = record_failure(run_dir, Outcome(error.exit_code, error.reason, str(error), reached))
             if said is not None and isinstance(error, LostProcessError):
                 raise LostProcessError(f"launcher: another process of this run is gone. {said.message}") from error
         raise
+    except Stopped as stopped:
+        told = StoppedError(
+            f"{run_dir}: stopped by {stopped.name} in the stage {stage.name!r}.\n"
+            "Start the same command again: it goes on from what that stage has saved.",
+            stopped.exit_code,
+        )
+        # A process that has not joined the others may belong to a launch that does not hold the directory.
+        if is_main_process() or stage.name != FIRST_STAGE:
+            record_failure(run_dir, Outcome(told.exit_code, told.reason, str(told), stage.name))
+        raise told from None
     except Exception as error:
+        require_still_held(run_dir)
         record_failure(run_dir, Outcome(1, "bug", f"{type(error).__name__}: {error}", stage.name))
         raise
     if accelerator.is_main_process:

@@ -1,7 +1,7 @@
-"""Manage the run directory: claim it for a recipe, record the outcome, and keep the precision of a resumed run.
+"""Manage the run directory: hold and claim it, record the outcome, and keep the precision of a resumed run.
 
 A claimed directory has ``recipe.yaml`` (the resolved recipe) and ``provenance.json``. ``outcome.json`` is how the last
-attempt ended.
+attempt ended. ``run.lock`` names the process that writes to it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import hashlib
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 import yaml
+from filelock import SoftFileLease, Timeout
 from rich.console import Console
 
 from mtp_train.errors import LostProcessError, OutputExistsError, RecipeError, StoppedError
@@ -32,6 +35,9 @@ from mtp_train.weights.writing import write_json, write_text
 
 FIRST_STAGE = "check"
 OUTCOME_FILE, PROVENANCE_FILE = "outcome.json", "provenance.json"
+LOCK_FILE = "run.lock"
+LEASE_SECONDS = 30.0
+"""A lock of another machine is taken over after this time without a sign of life from its process."""
 _PACKAGES = ("mtp-train", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
 
 
@@ -95,6 +101,79 @@ def record_failure(run_dir: Path, outcome: Outcome) -> Outcome | None:
     return None
 
 
+@contextlib.contextmanager
+def held_by_one_run(run_dir: Path, console: Console) -> Iterator[None]:
+    """Hold a run directory for this launch within the block: two runs would delete each other's files.
+
+    The main process writes ``run.lock`` with its machine and process id, and removes it in the end. A lock whose
+    process is gone is taken over: at once on this machine, after ``LEASE_SECONDS`` without a sign of life elsewhere.
+
+    Raises:
+        OutputExistsError: Another run holds the directory, or it was removed within the block.
+    """
+    if not is_main_process():
+        yield
+        return
+    missing = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / LOCK_FILE
+    # A second is enough to find that the process of a lock on this machine is gone.
+    lock = SoftFileLease(path, lease_duration=LEASE_SECONDS, timeout=1.0, poll_interval=0.1)
+    try:
+        _acquire(lock, path, console)
+        try:
+            yield
+            require_still_held(run_dir)
+        finally:
+            lock.release()
+    finally:
+        # A refused run leaves nothing behind.
+        with contextlib.suppress(OSError):
+            for directory in missing:
+                directory.rmdir()
+
+
+def require_still_held(run_dir: Path) -> None:
+    """Check, on the main process, that nobody removed the run directory under its run.
+
+    Raises:
+        OutputExistsError: The directory or the lock in it is gone.
+    """
+    if is_main_process() and not (run_dir / LOCK_FILE).exists():
+        raise OutputExistsError(
+            f"run_dir: {run_dir} was removed, or {LOCK_FILE} in it, while this run wrote there; expected it to stay. "
+            "What is there now is incomplete: remove it, and start the same command again."
+        )
+
+
+def _acquire(lock: SoftFileLease, path: Path, console: Console) -> None:
+    try:
+        lock.acquire()
+        return
+    except Timeout:
+        host, pid = _holder(path)
+    here = socket.gethostname()
+    if host != here:
+        console.print(f"{path}: process {pid} on {host} held it last; waiting for a sign of life.", highlight=False)
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout=2 * LEASE_SECONDS)
+            return
+    raise OutputExistsError(
+        f"run_dir: {path.parent} is in use by process {pid} on {host}; expected one run in a directory. Wait for it or "
+        "stop it, or choose another run_dir."
+    )
+
+
+def _holder(path: Path) -> tuple[str, str]:
+    """Return the machine and the process id in a lock file."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    fields = dict(line.split("=", 1) for line in lines if "=" in line)
+    return fields.get("host", "an unknown machine"), fields.get("pid", "of an unknown number")
+
+
 def require_ours(run_dir: Path, recipe: Recipe) -> None:
     """Check that a run directory is new, or holds a run of the same resolved recipe.
 
@@ -105,7 +184,7 @@ def require_ours(run_dir: Path, recipe: Recipe) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise OutputExistsError(f"run_dir: {run_dir} is a file; expected a directory. Choose another run_dir.")
     # Files of a refused run, and of a claim that was killed.
-    claims = {OUTCOME_FILE, PROVENANCE_FILE, RECORD_FILE}
+    claims = {OUTCOME_FILE, PROVENANCE_FILE, RECORD_FILE, LOCK_FILE}
     if entries <= claims | {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}:
         return
     recorded = run_dir / RECIPE_FILE

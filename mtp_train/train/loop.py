@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mtp_train.data.pack import PackedSequence, collate, count_targets
-from mtp_train.errors import StoppedError, TrainingError
+from mtp_train.errors import TrainingError
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.recipe.schema import Recipe
+from mtp_train.stopping import Signals, noted_signal, stopped_after
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.launch import clip_gradient, prepare, run_facts
@@ -26,7 +27,6 @@ from mtp_train.train.log import RunLog
 from mtp_train.train.plan import Plan, learning_rate
 from mtp_train.train.select import Selection
 from mtp_train.train.state import head_state, load_best, load_moments, load_weights, load_window, save_state
-from mtp_train.train.stop import noted_sigterm
 
 BatchFn = Callable[[int], Sequence[PackedSequence]]
 
@@ -117,7 +117,7 @@ def train_head(
 
     Raises:
         TrainingError: The loss or the gradient is not finite, or the ranks are not joined.
-        StoppedError: The process received SIGTERM; the state is saved.
+        StoppedError: A process received SIGTERM or SIGINT; the state is saved.
     """
     head = module.head
     done = load_weights(state_dir, head)
@@ -134,35 +134,35 @@ def train_head(
     run = Run(recipe, plan, accelerator, head, wrapped, prepared, selection, state_dir, log, window)
     on_step(done)
     wrapped.train()
-    done = take_steps(run, done, batch_fn, cache, on_step)
+    with noted_signal() as signals:
+        done = take_steps(run, done, batch_fn, cache, on_step, signals)
     accelerator.wait_for_everyone()
     if log is not None:
         log.close()
     if not is_over(done, plan, selection):
-        raise StoppedError(
-            f"{state_dir.parent}: stopped by SIGTERM after step {done} of {plan.max_steps}; expected to train to the "
-            "end. The state is saved: start the same command again to resume."
-        )
+        raise stopped_after(state_dir.parent, done, plan.max_steps, signals)
     return chosen_weights(head, selection)
 
 
 def take_steps(
-    run: Run, done: int, batch_fn: BatchFn, cache: HiddenCache | None, on_step: Callable[[int], None]
+    run: Run,
+    done: int,
+    batch_fn: BatchFn,
+    cache: HiddenCache | None,
+    on_step: Callable[[int], None],
+    signals: Signals,
 ) -> int:
-    """Train from step ``done`` until the end or a stop signal; return the number of steps done."""
+    """Train from step ``done`` until the end or a signal; return the number of steps done."""
     told_to_stop = False
-    with noted_sigterm() as sigterm:
-        while not (told_to_stop or is_over(done, run.plan, run.selection)):
-            sequences = batch_fn(done)
-            for group in run.optimizer.param_groups:
-                group["lr"] = learning_rate(run.recipe, done)
-            sums_2K, norm = optimise(
-                run.wrapped, run.optimizer, run.accelerator, run.recipe, run.plan, sequences, cache
-            )
-            told_to_stop = gather(run, sums_2K, sequences, sigterm.received)
-            done += 1
-            finish_step(run, done, norm, sequences, saves=told_to_stop)
-            on_step(done)
+    while not (told_to_stop or is_over(done, run.plan, run.selection)):
+        sequences = batch_fn(done)
+        for group in run.optimizer.param_groups:
+            group["lr"] = learning_rate(run.recipe, done)
+        sums_2K, norm = optimise(run.wrapped, run.optimizer, run.accelerator, run.recipe, run.plan, sequences, cache)
+        told_to_stop = gather(run, sums_2K, sequences, signals.number is not None)
+        done += 1
+        finish_step(run, done, norm, sequences, saves=told_to_stop)
+        on_step(done)
     return done
 
 

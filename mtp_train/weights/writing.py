@@ -226,6 +226,9 @@ def new_directory(target: Path, *, what: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+_NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
 @contextlib.contextmanager
 def full_disk_is_named(target: Path, *, what: str) -> Iterator[None]:
     """Convert write failures on a full or read-only disk to an error for the user.
@@ -236,7 +239,7 @@ def full_disk_is_named(target: Path, *, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
+        if error.errno not in _NOT_WRITABLE:
             raise
         raise FullDiskError(
             f"{target}: writing {what} failed ({os.strerror(error.errno)}); expected space and permission to write. "

@@ -17,6 +17,7 @@ SOURCE_ROOTS = (REPOSITORY, REPOSITORY / "inference")
 # "mtp_train" is its __init__.py alone, the public API.
 ORDER = (
     "mtp_train.errors",
+    "mtp_train.stopping",
     "mtp_train.upstream",
     "mtp_train.losses",
     "mtp_train.recipe",

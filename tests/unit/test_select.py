@@ -199,7 +199,7 @@ def test_sigterm_ends_the_step_saves_and_says_how_to_go_on(tmp_path: Path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "optimise", told_in_the_middle)
-        with pytest.raises(StoppedError, match=r"after step 6 of 12; .*start the same command again") as stopped:
+        with pytest.raises(StoppedError, match=r"(?s)after step 6 of 12\..*start the same command again") as stopped:
             run_training(tmp_path / "told", used)
     assert stopped.value.exit_code == 143
     assert [path.name for path in (tmp_path / "told" / "state").glob("step-*")] == ["step-00000006"]

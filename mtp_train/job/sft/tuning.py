@@ -20,7 +20,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 
 from mtp_train.data.pack import global_batches
 from mtp_train.data.trainer_rows import StepRows, pad_rows
-from mtp_train.errors import StoppedError, TrainingError
+from mtp_train.errors import TrainingError
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.hooks.keep_head import keep_head
 from mtp_train.hooks.train_beside import shards_model, train_head_beside
@@ -29,10 +29,10 @@ from mtp_train.job.sft.estimate_memory import KEPT_CHECKPOINTS
 from mtp_train.job.sft.tuned_model import load_model
 from mtp_train.job.training import STATE
 from mtp_train.recipe.schema import Recipe, SftSection
+from mtp_train.stopping import Signals, noted_signal, stopped_after
 from mtp_train.train.launch import run_facts
 from mtp_train.train.log import RunLog
 from mtp_train.train.plan import Plan
-from mtp_train.train.stop import StopSignal, noted_sigterm
 from mtp_train.upstream.transformers_private import use_one_gpu
 
 # A hidden file: copies, exports and uploads of a checkpoint leave it out.
@@ -57,7 +57,7 @@ class Watch(TrainerCallback):
         make_log: From the step to resume at to the open log; None on processes that do not log.
         facts: Returns the facts of the launch, for every line of the log.
         on_step: Called after each step with the number of steps done, for a progress bar.
-        sigterm: Records whether the process received SIGTERM.
+        signals: The signals that this process received.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Watch(TrainerCallback):
         make_log: Callable[[int], RunLog | None],
         facts: Callable[[], dict[str, Any]],
         on_step: Callable[[int], None],
-        sigterm: StopSignal,
+        signals: Signals,
         accelerator: Accelerator,
     ) -> None:
-        self.make_log, self.facts, self.on_step, self.sigterm = make_log, facts, on_step, sigterm
+        self.make_log, self.facts, self.on_step, self.signals = make_log, facts, on_step, signals
         self.accelerator = accelerator
         self.log: RunLog | None = None
         self._since = 0.0
@@ -83,8 +83,8 @@ class Watch(TrainerCallback):
         self.on_step(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Save and stop if any process received SIGTERM; check the loss before anything is saved."""
-        told = torch.tensor([float(self.sigterm.received)], device=self.accelerator.device)
+        """Save and stop if any process received a signal; check the loss before anything is saved."""
+        told = torch.tensor([float(self.signals.number is not None)], device=self.accelerator.device)
         if self.accelerator.reduce(told, reduction="sum").item():
             control.should_save = control.should_training_stop = True
         control.should_log = control.should_log or control.should_save
@@ -178,21 +178,18 @@ def fine_tune_stage(
 
     Raises:
         TrainingError: The loss or the gradient is not finite.
-        StoppedError: The process received SIGTERM; a checkpoint is saved.
+        StoppedError: A process received SIGTERM or SIGINT; a checkpoint is saved.
     """
     state_dir = run_dir / STATE
     saved = newest_checkpoint(state_dir)
     if accelerator.is_main_process:
         clear_torn(state_dir)
     accelerator.wait_for_everyone()
-    with noted_sigterm() as sigterm, without_cudnn_attention():
-        trainer = make_trainer(recipe, sft, run_dir, inputs, saved, accelerator, progress, sigterm)
+    with noted_signal() as signals, without_cudnn_attention():
+        trainer = make_trainer(recipe, sft, run_dir, inputs, saved, accelerator, progress, signals)
         trainer.train(resume_from_checkpoint=None if saved is None else str(saved))
     if trainer.state.global_step < recipe.train.max_steps:
-        raise StoppedError(
-            f"{run_dir}: stopped by SIGTERM after step {trainer.state.global_step} of {recipe.train.max_steps}; "
-            "expected to train to the end. The state is saved: start the same command again to resume."
-        )
+        raise stopped_after(run_dir, trainer.state.global_step, recipe.train.max_steps, signals)
 
 
 def clear_torn(state_dir: Path) -> None:
@@ -211,7 +208,7 @@ def make_trainer(
     saved: Path | None,
     accelerator: Accelerator,
     progress: Progress,
-    sigterm: StopSignal,
+    signals: Signals,
 ) -> Trainer:
     """Return the trainer with its model, rows and callbacks; ``saved`` is the checkpoint to resume from."""
     plan, device = inputs.plan, accelerator.device
@@ -248,7 +245,7 @@ def make_trainer(
             lambda resume_step: open_log(recipe, run_dir, resume_step) if trainer.is_world_process_zero() else None,
             lambda: run_facts(trainer.accelerator, trainer.model_wrapped, recipe.train.precision),
             lambda done: progress.update(task, completed=done),
-            sigterm,
+            signals,
             trainer.accelerator,
         )
     )
