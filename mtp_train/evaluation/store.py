@@ -24,7 +24,7 @@ from mtp_train.weights.identity import (
     require_same,
     write_records,
 )
-from mtp_train.weights.writing import write_json
+from mtp_train.weights.writing import LOCK_FILE, write_json
 
 STUDY_FILE = "study.json"
 MEASURED = "measured"
@@ -140,7 +140,7 @@ def _drop_partial_line(file: Any) -> None:
 def _require_ours(out: Path, identity: dict[str, Any]) -> None:
     if out.exists() and not out.is_dir():
         raise OutputExistsError(f"--out: {out} is a file; expected a directory. Choose another --out.")
-    entries = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    entries = sorted(path.name for path in out.iterdir() if path.name != LOCK_FILE) if out.is_dir() else []
     # A kill during `claim` leaves only these.
     claims = {MEASURED, RECORD_FILE, f".{RECORD_FILE}.tmp", f".{STUDY_FILE}.tmp"}
     if set(entries) <= claims and not list(out.glob(f"{MEASURED}/*/*")):

@@ -22,13 +22,14 @@ from mtp_train.evaluation.results import REPORT_FILE, ArmResult
 from mtp_train.evaluation.run import run_study
 from mtp_train.evaluation.served.beside import Server
 from mtp_train.job.display import quiet_progress, rich_to_html, rich_to_text
-from mtp_train.job.run_dir import checkpoint_identity, environment_facts
+from mtp_train.job.run_dir import checkpoint_identity, environment_facts, held_by_one_run
 from mtp_train.recipe.loading import is_run
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.study_write import WandbMode, log_study, write_study
 from mtp_train.trunk.quantise import Quantization
 from mtp_train.weights.demo import PREFIX
 from mtp_train.weights.locations import open_location
+from mtp_train.weights.writing import full_disk_is_named
 
 AUTO = "auto"
 DEPTHS = (1, 2, 3, 5)
@@ -221,11 +222,13 @@ def _measure(
     """Measure arms and a server, write the report and return it."""
     names = [one.name for one in specs] + ([] if server is None else [server.url])
     title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
-    report = run_study(specs, grid, out, progress or quiet_progress(), title=title, costs=costs, server=server)
-    if not (out / REPORT_FILE).is_file():
-        identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}
-        write_study(report, out, {"arms": identities, **environment_facts()})
-    log_study(report, out, WANDB_PROJECT, wandb)
+    progress = progress or quiet_progress()
+    with full_disk_is_named(out, what="the report"), held_by_one_run(out, progress.console):
+        report = run_study(specs, grid, out, progress, title=title, costs=costs, server=server)
+        if not (out / REPORT_FILE).is_file():
+            identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}
+            write_study(report, out, {"arms": identities, **environment_facts()})
+        log_study(report, out, WANDB_PROJECT, wandb)
     return EvaluationResult(out, report)
 
 

@@ -219,15 +219,16 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
     run_dir = Path(recipe.run_dir)
     recipe = with_recorded_precision(recipe, run_dir)
     require_ours(run_dir, recipe)
-    accelerator = make_accelerator()
-    recipe = settle(recipe, accelerator)
-    main = accelerator.is_main_process
-    if main:
-        require_run_inputs(recipe, run_dir, progress, anew=True)
-    inputs = gather_inputs(recipe, accelerator.num_processes, progress)
-    records = hash_run_inputs(recipe, run_dir, progress) if main else {}
-    trunk = load_run_trunk(recipe, inputs, accelerator)
-    inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
-    offload_run_trunk(recipe, run_dir, trunk, accelerator)
-    _, counts = regenerate_stage(recipe, settings, run_dir, inputs, trunk, accelerator, progress)
+    with full_disk_is_named(run_dir, what="the responses"), held_by_one_run(run_dir, progress.console):
+        accelerator = make_accelerator()
+        recipe = settle(recipe, accelerator)
+        main = accelerator.is_main_process
+        if main:
+            require_run_inputs(recipe, run_dir, progress, anew=True)
+        inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+        records = hash_run_inputs(recipe, run_dir, progress) if main else {}
+        trunk = load_run_trunk(recipe, inputs, accelerator)
+        inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
+        offload_run_trunk(recipe, run_dir, trunk, accelerator)
+        _, counts = regenerate_stage(recipe, settings, run_dir, inputs, trunk, accelerator, progress)
     return asdict(counts)

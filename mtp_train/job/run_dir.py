@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,16 @@ import yaml
 from filelock import SoftFileLease, Timeout
 from rich.console import Console
 
-from mtp_train.errors import LostProcessError, OutputExistsError, RecipeError, StoppedError
+from mtp_train.errors import CheckpointError, LostProcessError, OutputExistsError, RecipeError, StoppedError
 from mtp_train.recipe.loading import RECIPE_FILE, dump_recipe, is_run, load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
 from mtp_train.weights.identity import RECORD_FILE
-from mtp_train.weights.writing import write_json, write_text
+from mtp_train.weights.writing import LOCK_FILE, write_json, write_text
 
 FIRST_STAGE = "check"
 OUTCOME_FILE, PROVENANCE_FILE = "outcome.json", "provenance.json"
-LOCK_FILE = "run.lock"
 LEASE_SECONDS = 30.0
 """A lock of another machine is taken over after this time without a sign of life from its process."""
 _PACKAGES = ("mtp-train", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
@@ -57,9 +56,18 @@ class Outcome:
 
 
 def read_outcome(run_dir: Path) -> Outcome | None:
-    """Return the recorded outcome; None if there is none."""
+    """Return the recorded outcome; None if there is none, or none that can be read: the run then goes on.
+
+    Fields of other releases are left out.
+    """
     path = run_dir / OUTCOME_FILE
-    return Outcome(**read_json(path)) if path.is_file() else None
+    try:
+        found = read_json(path)
+        exit_code, *texts = (found[field.name] for field in fields(Outcome))
+    except (CheckpointError, KeyError):
+        return None
+    whole = type(exit_code) is int and all(isinstance(text, str) for text in texts)
+    return Outcome(exit_code, *texts) if whole else None
 
 
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:

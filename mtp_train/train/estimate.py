@@ -28,8 +28,8 @@ from mtp_train.trunk.quantise import trunk_bytes
 
 _STATE_BYTES = 12
 """Bytes per weight in a resume state: the weight and AdamW's two moments, in fp32."""
-_STATES_AT_ONCE = 2
-"""Resume states on disk at a time: the old one is removed after the new one is complete."""
+_STATES_AT_ONCE = 3
+"""Resume states on disk at a time: two are kept, and the oldest is removed after the new one is complete."""
 _KEPT_BYTES = {"auto": 4, "bf16": 2, "fp8": 1}
 
 

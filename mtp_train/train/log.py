@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from mtp_train.weights.writing import write_text
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -33,7 +35,7 @@ class RunLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / METRICS_FILE
         kept = [line for line in read_metrics(run_dir) if line["step"] <= resume_step]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self._wandb: Any = None
         if wandb != "off":
             import wandb as wandb_package
@@ -56,13 +58,15 @@ class RunLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the logged lines of a run, without a last line that a kill cut off."""
+    """Return the logged lines of a run, without lines that a kill or an edit damaged."""
     path = run_dir / METRICS_FILE
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     parsed = []
     for line in lines:
         try:
-            parsed.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            found = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
+            continue
+        if isinstance(found, dict) and type(found.get("step")) is int:
+            parsed.append(found)
     return parsed

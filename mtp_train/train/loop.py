@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -26,8 +27,18 @@ from mtp_train.train.launch import clip_gradient, prepare, run_facts
 from mtp_train.train.log import RunLog
 from mtp_train.train.plan import Plan, learning_rate
 from mtp_train.train.select import Selection
-from mtp_train.train.state import head_state, load_best, load_moments, load_weights, load_window, save_state
+from mtp_train.train.state import (
+    head_state,
+    load_best,
+    load_moments,
+    load_weights,
+    load_window,
+    newest_whole_step,
+    remove_states,
+    save_state,
+)
 
+_LOG = logging.getLogger(__name__)
 BatchFn = Callable[[int], Sequence[PackedSequence]]
 
 
@@ -120,16 +131,13 @@ def train_head(
         StoppedError: A process received SIGTERM or SIGINT; the state is saved.
     """
     head = module.head
-    done = load_weights(state_dir, head)
-    if selection is not None:
-        selection.best = load_best(state_dir)
+    done = resume(state_dir, head, selection, accelerator)
     if is_over(done, plan, selection):
         return chosen_weights(head, selection)
     wrapped, prepared = prepare(module, make_optimizer(head, recipe), accelerator, plan, recipe.train.max_grad_norm)
     if done:
         load_moments(state_dir, done, head, prepared)
-    # Resume states of earlier releases have no window.
-    saved = load_window(state_dir)
+    saved = load_window(state_dir, done) if done else None
     log, window = make_log(done), Window(**saved) if saved else Window.empty(module.num_depths)
     run = Run(recipe, plan, accelerator, head, wrapped, prepared, selection, state_dir, log, window)
     on_step(done)
@@ -142,6 +150,23 @@ def train_head(
     if not is_over(done, plan, selection):
         raise stopped_after(state_dir.parent, done, plan.max_steps, signals)
     return chosen_weights(head, selection)
+
+
+def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelerator: Accelerator) -> int:
+    """Load the newest whole state's weights and best head; return its step, 0 if there is none.
+
+    Broken states are removed, and named in a warning.
+    """
+    done, broken = newest_whole_step(state_dir)
+    accelerator.wait_for_everyone()
+    if broken and accelerator.is_main_process:
+        remove_states(broken)
+        _LOG.warning("%s; resuming from the state of step %d", "; ".join(broken.values()), done)
+    if done:
+        load_weights(state_dir, done, head)
+        if selection is not None:
+            selection.best = load_best(state_dir, done)
+    return done
 
 
 def take_steps(

@@ -1,14 +1,17 @@
 """Save and load resume states, from which a killed run reaches exactly the weights of an unbroken run.
 
-Each saved step has a directory, written under another name and renamed: a directory is always complete, and the newest
-one is used. Data order, learning rate and random numbers are functions of the step, so a state holds weights, optimiser
-moments and the step. It also holds the sums since the last log line, so that the log equals an unbroken run's.
+Each saved step has a directory, written under another name and renamed. The two newest are kept, with checksums: a run
+resumes from the newest one that is whole. Data order, learning rate and random numbers are functions of the step, so a
+state holds weights, optimiser moments and the step. It also holds the sums since the last log line, so that the log
+equals an unbroken run's.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mtp_train.errors import TrainingError
+from mtp_train.errors import CheckpointError, TrainingError
 from mtp_train.heads.lora import is_lora
 from mtp_train.train.moments import FIELDS, Moments, moments_of
 from mtp_train.train.shard import whole_state
@@ -24,6 +27,8 @@ from mtp_train.weights.files import SAFETENSORS_DTYPES, read_json
 from mtp_train.weights.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 
 _WEIGHTS, _OPTIMIZER, _META = "head.safetensors", "optimizer.safetensors", "state.json"
+_KEPT_STATES = 2
+_BLOCK_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -38,14 +43,63 @@ class Best:
 
 
 def _step_directories(state_dir: Path) -> list[tuple[int, Path]]:
-    found = [(int(path.name.removeprefix("step-")), path) for path in state_dir.glob("step-*")]
-    return sorted(found)
+    """Return the directories of saved steps, oldest first; other entries are not ours."""
+    found = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in state_dir.glob("step-*") if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def latest_step(state_dir: Path) -> int:
-    """Return the newest saved step; 0 if there is none."""
-    found = _step_directories(state_dir)
-    return found[-1][0] if found else 0
+def newest_whole_step(state_dir: Path) -> tuple[int, dict[Path, str]]:
+    """Return the newest step whose state is whole, and the states that are broken, with what is wrong with each.
+
+    Returns:
+        The step is 0 if there is no state at all.
+
+    Raises:
+        TrainingError: There are states, and none is whole.
+    """
+    whole, broken = [0], dict[Path, str]()
+    for step, path in _step_directories(state_dir):
+        why = _why_broken(path)
+        if why is None:
+            whole.append(step)
+        else:
+            broken[path] = why
+    if broken and len(whole) == 1:
+        raise TrainingError(
+            f"{state_dir}: no resume state is whole ({'; '.join(broken.values())}); expected one. Restore one from a "
+            "copy, or remove the directory to train from the start."
+        )
+    return whole[-1], broken
+
+
+def remove_states(paths: Collection[Path]) -> None:
+    """Remove states, in whose place the resumed run saves again."""
+    for path in paths:
+        shutil.rmtree(path)
+
+
+def _why_broken(path: Path) -> str | None:
+    """Return what is wrong with a state; None if it is whole. States of earlier releases have no checksums."""
+    try:
+        meta = read_json(path / _META)
+    except CheckpointError as error:
+        return str(error)
+    checksums = meta.get("sha256", {})
+    for name in {_WEIGHTS: "", _OPTIMIZER: "", **checksums}:
+        file = path / name
+        if not file.is_file():
+            return f"{file}: missing"
+        if name in checksums and _sha256(file) != checksums[name]:
+            return f"{file}: damaged since it was written"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def head_state(head: nn.Module) -> dict[str, Tensor]:
@@ -65,7 +119,7 @@ def save_state(
     *,
     writes: bool = True,
 ) -> None:
-    """Save the state after ``step`` optimiser steps, then remove older states.
+    """Save the state after ``step`` optimiser steps; keep the one before, and remove older ones.
 
     Every process must call it, to contribute its shards; one process writes. The state does not depend on the number of
     processes.
@@ -86,29 +140,34 @@ def save_state(
     with new_directory(_step_directory(state_dir, step), what="the resume state") as directory:
         write_safetensors(directory / _WEIGHTS, _pending(weights))
         write_safetensors(directory / _OPTIMIZER, _pending(moments))
-        meta = {"step": step, "optimizer": numbers, "best": asdict(best or Best()), "window": window}
+        files = [_WEIGHTS, _OPTIMIZER]
+        if best is not None and best.step:
+            files.append(f"../{_best_directory(state_dir, best.step).name}/{_WEIGHTS}")
+        meta = {
+            "step": step,
+            "optimizer": numbers,
+            "best": asdict(best or Best()),
+            "window": window,
+            "sha256": {name: _sha256(directory / name) for name in files},
+        }
         write_json(directory / _META, meta)
+    *older, _ = _step_directories(state_dir)
+    for _, path in older[: 1 - _KEPT_STATES]:
+        shutil.rmtree(path)
+    # Only now: a state from before the measure needs the earlier best head.
+    kept = [best or Best(), *(load_best(state_dir, old) for old, path in older[1 - _KEPT_STATES :])]
+    needed = {_best_directory(state_dir, one.step) for one in kept}
     for path in state_dir.glob("best-*"):
-        # Only after the state is saved: a state from before the measure needs the earlier best head.
-        if best is not None and path != _best_directory(state_dir, best.step):
-            shutil.rmtree(path)
-    for old_step, path in _step_directories(state_dir):
-        if old_step < step:
+        if best is not None and path not in needed:
             shutil.rmtree(path)
 
 
-def load_weights(state_dir: Path, head: nn.Module) -> int:
-    """Load the newest state's weights into a head that is not wrapped yet.
-
-    Returns:
-        The step of the state; 0 if there is none.
+def load_weights(state_dir: Path, step: int, head: nn.Module) -> None:
+    """Load a step's weights into a head that is not wrapped yet.
 
     Raises:
         TrainingError: The state belongs to another head.
     """
-    step = latest_step(state_dir)
-    if step == 0:
-        return 0
     path = _step_directory(state_dir, step)
     weights = load_file(path / _WEIGHTS)
     if weights.keys() != head_state(head).keys():
@@ -117,7 +176,6 @@ def load_weights(state_dir: Path, head: nn.Module) -> int:
         )
     # With LoRA the state holds the trained matrices alone.
     head.load_state_dict(weights, strict=False)
-    return step
 
 
 def load_moments(state_dir: Path, step: int, head: nn.Module, optimizer: Any) -> None:
@@ -131,16 +189,14 @@ def load_moments(state_dir: Path, step: int, head: nn.Module, optimizer: Any) ->
             into.put(parameter, Moments(float(numbers[name]), fields))
 
 
-def load_best(state_dir: Path) -> Best:
-    """Return the best head that the newest state records."""
-    step = latest_step(state_dir)
-    return Best(**read_json(_step_directory(state_dir, step) / _META)["best"]) if step else Best()
+def load_best(state_dir: Path, step: int) -> Best:
+    """Return the best head that a step's state records."""
+    return Best(**read_json(_step_directory(state_dir, step) / _META)["best"])
 
 
-def load_window(state_dir: Path) -> dict[str, Any] | None:
-    """Load the newest state's sums since the last log line; None if it has none."""
-    step = latest_step(state_dir)
-    return read_json(_step_directory(state_dir, step) / _META).get("window") if step else None
+def load_window(state_dir: Path, step: int) -> dict[str, Any] | None:
+    """Load a step's sums since the last log line; None for a state of an earlier release, which has none."""
+    return read_json(_step_directory(state_dir, step) / _META).get("window")
 
 
 def save_best(state_dir: Path, step: int, weights: dict[str, Tensor]) -> None:

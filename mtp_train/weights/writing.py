@@ -24,6 +24,9 @@ from mtp_train.errors import CheckpointError, FullDiskError, OutputExistsError
 from mtp_train.weights.files import TORCH_DTYPES, TensorInfo
 from mtp_train.weights.finite import all_finite
 
+LOCK_FILE = "run.lock"
+"""Names the process that writes to a directory of results."""
+
 
 @dataclass(frozen=True)
 class PendingTensor:

@@ -21,9 +21,10 @@ from mtp_train.data.regenerated import RegeneratedStore
 from mtp_train.errors import OutputExistsError, StoppedError
 from mtp_train.job import pipeline
 from mtp_train.job import run_dir as run_dir_module
-from mtp_train.job.run_dir import LOCK_FILE, held_by_one_run, read_outcome
+from mtp_train.job.run_dir import held_by_one_run, read_outcome
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.stopping import Stopped, noted_signal, stopped_by_signals
+from mtp_train.weights.writing import LOCK_FILE
 from runs import LEARNS, run_quietly, tree, write_inputs, write_recipe
 
 QUIET = Console(quiet=True)

@@ -218,3 +218,16 @@ def test_environment_facts_do_not_need_git(monkeypatch: pytest.MonkeyPatch, tmp_
     assert facts["versions"]["torch"]
     assert facts["hardware"]["threads"] == 1
     json.dumps(facts)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", '{"exit_code": 0}', '{"exit_code": "0", "reason": "", "message": "", "stage": "done"}']
+)
+def test_an_outcome_that_cannot_be_read_is_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / "outcome.json").write_text(content)
+    assert read_outcome(tmp_path) is None
+
+
+def test_a_field_of_another_release_in_an_outcome_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "outcome.json").write_text(json.dumps({**dataclasses.asdict(REFUSED), "host": "elsewhere"}))
+    assert read_outcome(tmp_path) == REFUSED

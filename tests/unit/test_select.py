@@ -24,7 +24,7 @@ from mtp_train.train.log import RunLog, read_metrics
 from mtp_train.train.loop import train_head
 from mtp_train.train.plan import make_plan
 from mtp_train.train.select import Selection
-from mtp_train.train.state import Best, load_best
+from mtp_train.train.state import Best, load_best, newest_whole_step
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 SEQ_LEN, NUM_DEPTHS = 16, 2
@@ -118,7 +118,7 @@ def test_the_best_head_is_returned_and_not_the_last(tmp_path: Path) -> None:
     assert equal(weights, after[6])
     assert not equal(weights, after[12])
     assert [path.name for path in (tmp_path / "state").glob("best-*")] == ["best-00000006"]
-    assert load_best(tmp_path / "state") == Best(6, 2.0, 2)
+    assert load_best(tmp_path / "state", 12) == Best(6, 2.0, 2)
 
 
 def test_training_stops_once_nothing_got_better_for_long_enough(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_sigterm_ends_the_step_saves_and_says_how_to_go_on(tmp_path: Path, monke
         with pytest.raises(StoppedError, match=r"(?s)after step 6 of 12\..*start the same command again") as stopped:
             run_training(tmp_path / "told", used)
     assert stopped.value.exit_code == 143
-    assert [path.name for path in (tmp_path / "told" / "state").glob("step-*")] == ["step-00000006"]
+    assert newest_whole_step(tmp_path / "told" / "state") == (6, {})
     found, after = run_training(tmp_path / "told", used)
     assert min(after) == 6
     assert equal(found, expected)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from torch import nn
 
 from mtp_train.errors import TrainingError
 from mtp_train.train import state as state_module
-from mtp_train.train.state import latest_step, load_moments, load_weights, save_state
+from mtp_train.train.state import Best, head_state, load_moments, load_weights, newest_whole_step, save_best, save_state
 
 
 class Net(nn.Module):
@@ -41,10 +43,15 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: in
 
 def load_state(state_dir: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Load both halves, with nothing wrapped in between."""
-    step = load_weights(state_dir, net)
+    step, _ = newest_whole_step(state_dir)
     if step:
+        load_weights(state_dir, step, net)
         load_moments(state_dir, step, net, optimizer)
     return step
+
+
+def latest(state_dir: Path) -> int:
+    return newest_whole_step(state_dir)[0]
 
 
 def saved(state_dir: Path) -> list[str]:
@@ -82,19 +89,20 @@ def test_weights_alone_would_not_do(tmp_path: Path) -> None:
 def test_nothing_saved_is_step_zero_and_changes_nothing(tmp_path: Path) -> None:
     net, optimizer = net_and_optimizer(1)
     before = net.matrix.detach().clone()
-    assert latest_step(tmp_path / "nowhere") == 0
+    assert latest(tmp_path / "nowhere") == 0
     assert load_state(tmp_path / "nowhere", net, optimizer) == 0
     assert torch.equal(net.matrix, before)
 
 
-def test_the_newest_state_wins_and_older_ones_go(tmp_path: Path) -> None:
+def test_the_newest_state_wins_and_all_but_two_go(tmp_path: Path) -> None:
     net, optimizer = net_and_optimizer(1)
     train(net, optimizer, 0, 1)
     for step in (1, 9, 10):
         with torch.no_grad():
             net.vector.fill_(step)
         save_state(tmp_path, step, net, optimizer)
-        assert saved(tmp_path) == [f"step-{step:08d}"]
+        assert saved(tmp_path)[-1] == f"step-{step:08d}"
+    assert saved(tmp_path) == ["step-00000009", "step-00000010"]
     resumed, optimizer = net_and_optimizer(2)
     assert load_state(tmp_path, resumed, optimizer) == 10
     assert resumed.vector.tolist() == [10.0] * 3
@@ -110,7 +118,7 @@ def test_a_run_killed_before_the_old_state_was_removed_resumes_from_the_new_one(
         patched.setattr(state_module.shutil, "rmtree", lambda path, **rest: None)
         save_state(tmp_path, 100_000_000, net, optimizer)  # nine digits: the order is of numbers, not of names
     assert saved(tmp_path) == ["step-100000000", "step-99999999"]
-    assert latest_step(tmp_path) == 100_000_000
+    assert latest(tmp_path) == 100_000_000
 
 
 def test_a_state_killed_half_way_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,14 +138,14 @@ def test_a_state_killed_half_way_is_not_there(tmp_path: Path, monkeypatch: pytes
     assert saved(tmp_path / ".step-00000002.killed") == ["head.safetensors", "optimizer.safetensors"]
     assert load_state(tmp_path, *net_and_optimizer(2)) == 1
     save_state(tmp_path, 2, net, optimizer)
-    assert latest_step(tmp_path) == 2
+    assert latest(tmp_path) == 2
 
 
 def test_a_process_that_does_not_write_leaves_nothing(tmp_path: Path) -> None:
     net, optimizer = net_and_optimizer(1)
     train(net, optimizer, 0, 1)
     save_state(tmp_path, 1, net, optimizer, writes=False)
-    assert latest_step(tmp_path) == 0
+    assert latest(tmp_path) == 0
 
 
 def test_the_state_of_another_head_is_refused(tmp_path: Path) -> None:
@@ -160,3 +168,84 @@ def test_a_parameter_that_no_loss_has_reached_yet_is_saved_without_moments(tmp_p
     assert load_state(tmp_path, resumed, optimizer) == 1
     assert torch.equal(resumed.matrix, net.matrix)
     train(resumed, optimizer, 1, 2)
+
+
+# Damage
+
+
+def two_states(state_dir: Path) -> tuple[nn.Module, torch.optim.AdamW]:
+    """Save steps 1 and 2, with all numbers of the vector equal to the step."""
+    net, optimizer = net_and_optimizer(1)
+    train(net, optimizer, 0, 1)
+    for step in (1, 2):
+        with torch.no_grad():
+            net.vector.fill_(step)
+        save_state(state_dir, step, net, optimizer)
+    return net, optimizer
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [cut, flip, Path.unlink], ids=["cut", "flipped", "missing"])
+@pytest.mark.parametrize("file", ["head.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_broken_state_is_named_and_the_older_one_is_used(
+    harm: Callable[[Path], None], file: str, tmp_path: Path
+) -> None:
+    two_states(tmp_path)
+    assert newest_whole_step(tmp_path) == (2, {})
+    if (harm, file) == (flip, "state.json"):
+        # Any letter of JSON may still be JSON.
+        (tmp_path / "step-00000002" / file).write_text("[]")
+    else:
+        harm(tmp_path / "step-00000002" / file)
+    step, broken = newest_whole_step(tmp_path)
+    assert step == 1
+    assert list(broken) == [tmp_path / "step-00000002"]
+    assert file in broken[tmp_path / "step-00000002"]
+    net, optimizer = net_and_optimizer(2)
+    assert load_state(tmp_path, net, optimizer) == 1
+    assert net.vector.tolist() == [1.0] * 3
+    harm(tmp_path / "step-00000001" / "head.safetensors")
+    with pytest.raises(TrainingError, match=r"no resume state is whole \(.*; .*\); expected one\. Restore one"):
+        newest_whole_step(tmp_path)
+
+
+def test_a_state_of_an_earlier_release_has_no_checksums(tmp_path: Path) -> None:
+    two_states(tmp_path)
+    path = tmp_path / "step-00000002" / "state.json"
+    meta = json.loads(path.read_text())
+    del meta["sha256"]
+    path.write_text(json.dumps(meta))
+    assert newest_whole_step(tmp_path) == (2, {})
+
+
+def test_entries_that_are_not_states_are_left_alone(tmp_path: Path) -> None:
+    net, optimizer = two_states(tmp_path)
+    (tmp_path / "step-notes.txt").write_text("mine")
+    (tmp_path / "step-copy").mkdir()
+    (tmp_path / "step-00000009").write_text("a file")
+    save_state(tmp_path, 3, net, optimizer)
+    assert newest_whole_step(tmp_path) == (3, {})
+    assert saved(tmp_path) == ["step-00000002", "step-00000003", "step-00000009", "step-copy", "step-notes.txt"]
+
+
+def test_the_best_heads_of_both_states_are_kept(tmp_path: Path) -> None:
+    net, optimizer = net_and_optimizer(1)
+    train(net, optimizer, 0, 1)
+    for step in (1, 2, 3, 4):
+        best = Best(step if step < 4 else 3, 1.0)
+        save_best(tmp_path, best.step, head_state(net))
+        save_state(tmp_path, step, net, optimizer, best)
+    # Both states refer to the head of step 3; those of steps 1 and 2 are gone.
+    assert saved(tmp_path) == ["best-00000003", "step-00000003", "step-00000004"]
+    flip(tmp_path / "best-00000003" / "head.safetensors")
+    with pytest.raises(TrainingError, match=r"best-00000003/head\.safetensors: damaged"):
+        newest_whole_step(tmp_path)

@@ -26,7 +26,7 @@ from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.log import RunLog, read_metrics
 from mtp_train.train.loop import make_optimizer, optimise, train_head
 from mtp_train.train.plan import learning_rate, make_plan
-from mtp_train.train.state import latest_step
+from mtp_train.train.state import newest_whole_step
 from runs import tiny_recipe
 from tiny import ALL_FAMILIES, FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
@@ -332,7 +332,7 @@ def test_the_recipes_numbers_reach_the_optimiser(tmp_path: Path) -> None:
     lines = read_metrics(tmp_path)
     assert [line["lr"] for line in lines] == [lr for lr, _, _ in seen]
     assert all(line["grad_norm"] > 0.1 for line in lines), "what is logged is the norm before it was cut"
-    assert latest_step(tmp_path / "state") == 4, "the last step leaves a state whatever save_steps says"
+    assert newest_whole_step(tmp_path / "state")[0] == 4, "the last step leaves a state whatever save_steps says"
 
 
 def test_a_line_is_the_mean_over_the_steps_since_the_one_before(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_a_run_killed_between_log_lines_logs_the_lines_of_an_unbroken_one(tmp_pa
         with pytest.raises(KeyboardInterrupt):
             run_training(tmp_path / "killed", used, stop_after=stop_after)
         if forgets:
-            (meta,) = (tmp_path / "killed" / "state").glob("step-*/state.json")
+            meta = max((tmp_path / "killed" / "state").glob("step-*/state.json"))
             meta.write_text(json.dumps({**json.loads(meta.read_text()), "window": None}))
     run_training(tmp_path / "killed", used)
     unbroken, killed = (read_metrics(tmp_path / name) for name in ("unbroken", "killed"))
@@ -406,3 +406,18 @@ def test_weight_decay_is_for_matrices_alone() -> None:
     assert all(parameter.ndim > 1 for parameter in matrices["params"])
     assert all(parameter.ndim == 1 for parameter in vectors["params"])
     assert len(matrices["params"]) + len(vectors["params"]) == len(list(head.parameters()))
+
+
+def test_a_damaged_line_of_the_log_costs_no_other_line(tmp_path: Path) -> None:
+    lines = [
+        '{"step": 1, "loss": 2.0}',
+        "\x00\x00",
+        '{"step": 2, "lo',
+        "[]",
+        '{"loss": 1.0}',
+        '{"step": 3, "loss": 1.0}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3]
+    RunLog(tmp_path, wandb="off", project="", config={}, resume_step=3).log(4, {"loss": 0.5})
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3, 4]
