@@ -73,17 +73,20 @@ def export(
     draft model. ``head_only``, ``gguf`` and ``speculators`` choose another form; give at most one of them.
 
     Args:
-        source: A run directory, or a checkpoint whose config lost the declaration of its head.
+        source: A run directory, or a checkpoint with a complete head, whether its config declares the head or not.
         out: The new directory.
-        head_only: Write the head alone, as a directory that vLLM loads as a draft model.
+        head_only: Write an MTP head alone, as a directory that vLLM loads as a draft model.
         gguf: Write the head alone as a GGUF file for llama.cpp: ``"f32"``, ``"f16"`` or ``"q8_0"``.
         speculators: Write an EAGLE-3 head in the format of the speculators package.
-        copy: Copy unchanged files; False hard-links them where the file system allows.
+        copy: Copy the trunk's unchanged files; False hard-links them where the file system allows. Forms without the
+            trunk's files have none to copy.
         progress: A started rich progress bar; None shows nothing.
 
     Raises:
+        MtpError: Several forms are given, or ``copy`` with ``gguf``.
         OutputExistsError: ``out`` exists.
-        CheckpointError: There is no head to export, or the run has not been measured.
+        CheckpointError: There is no head to export, the run has not been measured, the form does not hold this kind of
+            head, or a weight of the trunk is missing or not finite.
         ChangedInputError: The run's trunk changed since the head was trained on it.
         GateRefusedError: The run's head is not better than its baseline.
         UnsupportedModelError: llama.cpp has no graph for this head.

@@ -31,7 +31,7 @@ class HeadToExport(NamedTuple):
     trunk: Checkpoint
     head: NativeHead
     num_depths: int
-    """Draft depth to suggest for it."""
+    """Number of drafts per round to suggest for it."""
     adapter: Path | None
     """The LoRA adapter that the run's trunk was trained with; None without one."""
     artifact: Artifact | None
@@ -41,7 +41,9 @@ class HeadToExport(NamedTuple):
 
 
 def head_to_export(source: Path, progress: Progress) -> HeadToExport:
-    """Return the head of a run that passed the gate, or the head of a checkpoint.
+    """Return the head of a run that passed its gate, or the head of a checkpoint.
+
+    A run that fine-tuned its trunk has already exported it with the head that its gate chose: that checkpoint is read.
 
     Raises:
         CheckpointError: There is no head to export, or the run's head has not been measured.
@@ -66,6 +68,7 @@ def head_to_export(source: Path, progress: Progress) -> HeadToExport:
     # keeps=False: an export writes nothing to the run directory, which may belong to another user.
     require_same(claimed_by_run(source), loaders, progress, finished=True, keeps=False)
     artifact = load_artifact(source / HEAD_DIRECTORY)
+    # A revision is recorded for trunks of the hub only.
     hub_id = identity["name"] if identity["revision"] else None
     return HeadToExport(trunk, artifact.head, artifact.num_depths, adapter, artifact, hub_id)
 
