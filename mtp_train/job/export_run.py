@@ -38,7 +38,7 @@ def write_export(
         adapter: Directory of the trunk's LoRA adapter, which is merged into the exported trunk; None without one.
         link: Hard-link unchanged files if the file system allows it, or copy all files.
         progress: Shows the progress of writing.
-        form: Format of a draft model.
+        form: Format of a draft model; not used for an MTP head.
         hub_id: The trunk's id on the hub; None if it is only on this machine.
 
     Raises:
@@ -46,11 +46,6 @@ def write_export(
         CheckpointError: The adapter cannot be merged, no engine reads such a draft model, or the disk is full.
     """
     if artifact.family.kind == "mtp":
-        if form != "engines":
-            raise CheckpointError(
-                f"{trunk.path}: its head is part of the trunk's checkpoint; expected a head of kind eagle3 to write "
-                f"for {form}. Leave the form out."
-            )
         write_adapted(trunk, layout_of(trunk), artifact.head, out, adapter=adapter, link=link, progress=progress)
         return
     require_exportable(trunk, artifact.family.kind, adapter)

@@ -8,18 +8,16 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from mtp_train.errors import MtpError
+from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.gguf.sidecar import GgufKind
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.job.checkpoints.export_gguf import export_gguf
-from mtp_train.job.checkpoints.head_to_export import head_to_export, refuse_draft_model, refuse_with_adapter
+from mtp_train.job.checkpoints.head_to_export import head_to_export
 from mtp_train.job.display import quiet_progress
 from mtp_train.job.export_run import write_export
 from mtp_train.job.model_card import write_card
-from mtp_train.trunk.whole import require_whole_trunk
 from mtp_train.weights.draft_checkpoint import DraftForm
 from mtp_train.weights.export import LinkMode, write_head_only
-from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.lora_merge import write_adapted
 from mtp_train.weights.suggestions import draft_model_flag
 from mtp_train.weights.writing import refuse_existing
@@ -121,13 +119,13 @@ def _as_checkpoint(
     source: Path, out: Path, head_only: bool, form: DraftForm, link: LinkMode, progress: Progress
 ) -> ExportResult:
     refuse_existing(out, what="the checkpoint")
-    found = head_to_export(source, progress)
+    found = head_to_export(source, progress, alone=head_only)
     trunk, head = found.trunk, found.head
-    if head_only:
-        refuse_draft_model(found)
-        refuse_with_adapter(source, found)
-    require_whole_trunk(trunk)
-    require_finite_checkpoint(trunk, progress)
+    if form != "engines" and found.kind == "mtp":
+        raise CheckpointError(
+            f"{trunk.path}: its head is an MTP head, which is part of the trunk's checkpoint; expected a head of kind "
+            "eagle3. Leave --speculators out."
+        )
     if head_only:
         write_head_only(trunk, layout_of(trunk), head, out)
         return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), found.num_depths))
