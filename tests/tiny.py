@@ -77,6 +77,15 @@ def tiny_model(
     return model
 
 
+def nearly_tiny(name: str) -> Trunk:
+    """Return a model whose greedy text mostly equals that of the tiny trunk of a name."""
+    model = tiny_trunk(name)
+    noise_VD = torch.randn(model.lm_head_VD.shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        model.lm_head_VD.add_(0.1 * noise_VD)
+    return model
+
+
 def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int | None = None) -> MtpHead:
     """Return a random head for a tiny trunk, in eval mode, of as many modules as its family's releases have."""
     num_modules = num_modules or num_released_modules(trunk)

@@ -8,6 +8,11 @@ the median over repetitions in which the arms take turns, so that other work on 
 
 A trunk is stored in fp32, or in bf16 and multiplied in bf16, or in bf16 and converted to fp32 where that is faster
 (``widened``: the choice of ``auto`` for a trunk that does not fit in fp32). Prints a table, and last one line of JSON.
+
+    python inference/benchmarks/cpu_precision.py --rounds
+
+measures rounds only, stored in bf16 and multiplied in either precision, by the number of rows, in this process:
+``WIDE_ROWS`` in ``mtp_inference/batch.py`` is chosen from it.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ import torch
 import transformers
 
 from mtp_inference import SpeculativeDecoder
-from mtp_inference.batch import HELD, choose_widening
+from mtp_inference.batch import HELD, WIDE_ROWS, Widening, choose_widening
 from mtp_inference.bench.subject import Subject, checkpoint_subject, shape_subject
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.precision import COMPUTE_DTYPES, held_dtype, resolve_precision
@@ -97,14 +102,15 @@ def training(subject: Subject, precision: str, sizes: Sizes) -> Job:
     return step
 
 
-def decoding(subject: Subject, rows: int, depth: int, sizes: Sizes, *, widens: bool) -> Job:
-    """Return a job that decodes random prompts."""
+def decoding(subject: Subject, rows: int, depth: int, sizes: Sizes, widening: Widening | None) -> Job:
+    """Return a job that decodes random prompts, with the decoder's own choice of stages in fp32 for None."""
+    choose = choose_widening if widening is None else lambda *_unused: widening
     decoder = SpeculativeDecoder(subject.trunk, subject.drafting if depth else None, depth, (), max_batch=rows)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(len(subject.trunk.lm_head_VD), (rows, sizes.prompt_tokens), generator=generator).tolist()
 
     def decode() -> int:
-        with patch("mtp_inference.decoder.choose_widening", choose_widening if widens else lambda *_unused: HELD):
+        with patch("mtp_inference.decoder.choose_widening", choose):
             results = decoder.decode(prompts, sizes.new_tokens)
         return sum(len(result.token_ids) for result in results)
 
@@ -126,9 +132,9 @@ def jobs(name: str, sizes: Sizes) -> dict[str, dict[str, Job]]:
         ("speculative decoding", 1, sizes.depth),
     ):
         stages[stage] = {
-            "fp32": decoding(held[torch.float32], rows, depth, sizes, widens=False),
-            "bf16": decoding(held[torch.bfloat16], rows, depth, sizes, widens=False),
-            "widened": decoding(held[torch.bfloat16], rows, depth, sizes, widens=True),
+            "fp32": decoding(held[torch.float32], rows, depth, sizes, HELD),
+            "bf16": decoding(held[torch.bfloat16], rows, depth, sizes, HELD),
+            "widened": decoding(held[torch.bfloat16], rows, depth, sizes, None),
         }
     return stages
 
@@ -163,6 +169,25 @@ def measure(names: Sequence[str], sizes: Sizes) -> dict[str, Any]:
                 cell["widened_over_held"] = round(found["widened"] / found["bf16"], 3)
             cells.append(cell)
     return {"capability": torch.backends.cpu.get_cpu_capability(), "precision_reason": reason, "cells": cells}
+
+
+def measure_rounds(names: Sequence[str], sizes: Sizes) -> list[dict[str, Any]]:
+    """Measure rounds as stored and widened; prompts are short, and run in fp32 in both arms."""
+    torch.set_num_threads(1)
+    short = sizes._replace(prompt_tokens=8)
+    cells: list[dict[str, Any]] = []
+    for name in names:
+        subject = subjects(torch.bfloat16, [name])[name]
+        for rows in (WIDE_ROWS // 2, WIDE_ROWS, 2 * WIDE_ROWS, 4 * WIDE_ROWS):
+            for depth in (0, sizes.depth):
+                arms = {
+                    "bf16": decoding(subject, rows, depth, short, Widening(True, False)),
+                    "widened": decoding(subject, rows, depth, short, Widening(True, True)),
+                }
+                found = rates(arms, sizes.repeats)
+                ratio = round(found["widened"] / found["bf16"], 2)
+                cells.append({"model": name, "rows": rows, "depth": depth, **found, "widened_over_held": ratio})
+    return cells
 
 
 def measured_apart(arguments: Sequence[str], held_back: bool) -> dict[str, Any]:
@@ -206,9 +231,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="one short repetition, to see that it runs")
     parser.add_argument("--out", type=Path, help="a folder for the results")
     parser.add_argument("--here", action="store_true", help="this process's instruction set only, as JSON")
+    parser.add_argument("--rounds", action="store_true", help="rounds by the number of rows only, in this process")
     options = parser.parse_args(arguments)
+    sizes = SMALL if options.small else Sizes()
+    if options.rounds:
+        cells = measure_rounds(options.models.split(","), sizes)
+        print("| " + " | ".join(cells[0]) + " |", "|---" * len(cells[0]) + "|", sep="\n")
+        for cell in cells:
+            print("| " + " | ".join(map(str, cell.values())) + " |")
+        print(json.dumps({"capability": torch.backends.cpu.get_cpu_capability(), "rounds": cells}))
+        return
     if options.here:
-        print(json.dumps(measure(options.models.split(","), SMALL if options.small else Sizes())))
+        print(json.dumps(measure(options.models.split(","), sizes)))
         return
     passed = ["--models", options.models, *(["--small"] if options.small else [])]
     found = [measured_apart(passed, held_back=False)]

@@ -43,8 +43,10 @@ class Widening(NamedTuple):
 
 HELD = Widening(False, False)
 WIDE_ROWS = 4
-"""Smallest number of batch rows whose rounds run in fp32, converting the weights in every round. On a CPU with AVX2
-only, a product then takes about half the time with three drafts per row, and about twice the time without drafts."""
+"""Smallest number of batch rows whose rounds run in fp32, converting the weights in every round. At four rows, a model
+of 64 million weights gains with three drafts per row (1.2 to 1.3 times the speed) and loses without drafts (0.8 to
+0.9). A smaller model's figures vary too much to tell. Measured by ``cpu_precision.py --rounds`` in
+``inference/benchmarks/``, not yet on a processor with AVX2 only."""
 
 
 def choose_widening(trunk: Trunk, num_rows: int) -> Widening:

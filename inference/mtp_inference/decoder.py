@@ -510,7 +510,7 @@ class SpeculativeDecoder:
             depth=depth,
             stops=self.eos_ids | request.stop_token_ids,
             text_stream=text,
-            controller=DepthController(self.costs, depth, self.acceptance) if request.mtp == "auto" and depth else None,
+            controller=DepthController(depth, self.acceptance) if request.mtp == "auto" and depth else None,
             started=time.perf_counter(),
         )
 

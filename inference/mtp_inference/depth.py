@@ -172,34 +172,24 @@ class Acceptance:
 
 
 class DepthController:
-    """Choose the depth of each round of one request.
+    """Estimate the acceptance of one request, and keep its current depth.
 
-    Call :meth:`next_depth` before a round and :meth:`observe` after it, and give the round's time to ``costs``.
+    Call :func:`batch_depth` before a round and :meth:`observe` after it.
 
     Args:
-        costs: The decoder's costs.
         max_depth: Largest number of drafts per round; 0 never drafts.
         prior: Acceptance of the decoder's earlier requests; None for the default. This request's rounds are added.
     """
 
-    def __init__(self, costs: RoundCosts, max_depth: int, prior: Acceptance | None) -> None:
+    def __init__(self, max_depth: int, prior: Acceptance | None) -> None:
         self.max_depth = max_depth
         self.settled: int | None = None
         """The current depth, probes aside, until another is faster by ``HYSTERESIS``; None before the first choice."""
-        self._costs = costs
         self._prior = Acceptance() if prior is None else prior
         self._own = self._prior.for_request()
         self._run_chance = 1.0
         self._probe_gap = _MIN_PROBE_GAP_ROUNDS
         self._rounds_unprobed = 0
-
-    def next_depth(self, num_rows: int) -> int:
-        """Return the number of drafts of the next round, 0 to ``max_depth``.
-
-        Args:
-            num_rows: Number of batch rows that the costs are looked up by.
-        """
-        return batch_depth([self], self._costs, num_rows, self.max_depth)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Record one round of this request, also a round without drafts."""
@@ -255,7 +245,7 @@ def batch_depth(controllers: Sequence[DepthController], costs: RoundCosts, num_r
 
     Args:
         controllers: One for each row, at least one.
-        costs: The decoder's costs.
+        costs: The decoder's costs; the caller adds the time of each round.
         num_rows: Number of batch rows that the costs are looked up by.
         max_depth: Largest number of drafts of the window.
     """

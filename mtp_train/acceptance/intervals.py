@@ -114,14 +114,13 @@ def _difference(totals_X4: FloatArray) -> FloatArray:
     return accepted_X[..., 0] - accepted_X[..., 1]
 
 
-def ratio_interval(totals_G: FloatArray, counts_G: FloatArray, low: float, high: float) -> Interval | None:
+def ratio_interval(totals_G: FloatArray, counts_G: FloatArray, high: float) -> Interval | None:
     """Return the 95 % interval of the pooled mean ``sum(totals) / sum(counts)``.
 
     Args:
-        totals_G: Sum of each group.
+        totals_G: Sum of each group; terms are 0 or more.
         counts_G: Number of terms of each sum, not all 0.
-        low: Lower bound of the mean; the interval is cut there.
-        high: Upper bound, likewise.
+        high: Upper bound of the mean. The interval is cut at 0 and there.
 
     Returns:
         The interval; None if only one group has a count above 0, as it has no spread.
@@ -133,7 +132,7 @@ def ratio_interval(totals_G: FloatArray, counts_G: FloatArray, low: float, high:
     if spread is None:
         return None
     below, above = spread.interval(value, 0.05)
-    return max(low, below), min(high, above)
+    return max(0.0, below), min(high, above)
 
 
 def pooled_tau_interval(accepted_G: FloatArray, rounds_G: FloatArray, depth: int) -> Interval | None:
@@ -144,7 +143,7 @@ def pooled_tau_interval(accepted_G: FloatArray, rounds_G: FloatArray, depth: int
         rounds_G: Rounds of each group.
         depth: Most drafts of a round.
     """
-    interval = ratio_interval(accepted_G, rounds_G, 0.0, depth) if rounds_G.any() else None
+    interval = ratio_interval(accepted_G, rounds_G, depth) if rounds_G.any() else None
     return None if interval is None else (1.0 + interval[0], 1.0 + interval[1])
 
 
@@ -161,7 +160,7 @@ def marginal_intervals(counts: Sequence[PromptCounts]) -> list[Interval | None]:
     accepted_PK, rounds_P = accepted_by_position(counts)
     groups = [one.group for one in counts]
     accepted_GK, rounds_G = sum_by_group(accepted_PK, groups), sum_by_group(rounds_P, groups)
-    return [ratio_interval(accepted_G, rounds_G, 0.0, 1.0) if rounds_G.any() else None for accepted_G in accepted_GK.T]
+    return [ratio_interval(accepted_G, rounds_G, 1.0) if rounds_G.any() else None for accepted_G in accepted_GK.T]
 
 
 def _spread(value: float, without_G: FloatArray, weight_G: FloatArray) -> Spread | None:

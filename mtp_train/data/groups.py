@@ -24,8 +24,8 @@ differs."""
 SHINGLE_CHARS = 5
 MAX_CHARS = 8192
 """Only the first characters of a text are compared, which bounds the time per text."""
-NUM_HASHES, BAND_HASHES = 128, 4
-"""32 bands of 4 hashes: a pair of similarity 0.6 agrees in at least one band with probability 0.99."""
+NUM_HASHES = 128
+"""32 bands of 4 hashes, each of 16 bits: a pair of similarity 0.6 agrees in at least one band with probability 0.99."""
 SHIFTS = 8
 """Texts with the same band value that each text is compared with. Similar texts mostly agree in several bands."""
 SHARED_BY, SHARED_AT_LEAST, SAMPLE_TEXTS = 0.2, 20, 4096
@@ -52,7 +52,7 @@ def near_duplicate_groups(texts: Sequence[str], on_text: Callable[[int], None] |
     if not texts:
         return np.zeros(0, dtype=np.int64)
     sketches_NH = _sketches(texts, _shared_shingles(texts), on_text)
-    # Four hashes of 16 bits side by side are one number.
+    # The four hashes of a band, side by side, are one number.
     bands_NB = sketches_NH.view(np.uint64)
     parent_N = np.arange(len(texts))
     for band in range(bands_NB.shape[1]):

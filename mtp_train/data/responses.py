@@ -2,7 +2,7 @@
 
 One line of a file is ``{"id", "group", "prompt_ids", "response_ids", "finished", "seed"}``. Every process appends to a
 file of its own; all files of the directory are read together, so that a run can resume with another number of
-processes. A line that a kill cut off is dropped when its file is opened.
+processes. A last line that a kill cut off is skipped by readers, and dropped when a process opens its own file again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RegeneratedRow:
 
     Args:
         id: The record's id.
-        group: The record's group.
+        group: The record's group: held-out splits and intervals keep or leave out whole groups.
         prompt_ids: The prompt's tokens.
         response_ids: The trunk's tokens, the end-of-text token included.
         finished: Whether the response ended in an end-of-text token.
@@ -48,28 +48,31 @@ class RegeneratedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseCounts:
-    """Stored responses, counted by kind."""
+    """Stored responses, counted by kind: all of them, unless a field states otherwise."""
 
     responses: int
+    """Responses to the prompts that are trained on."""
     documents: int
+    """Responses that are trained on: neither too short nor repetitive, and not cut before their first target."""
     response_tokens: int
+    """Tokens that the documents are trained on."""
     too_short: int
     """Responses under ``MIN_RESPONSE_TOKENS``, which are left out."""
     truncated: int
-    """Responses cut at ``seq_len_tokens``."""
+    """Documents cut at ``seq_len_tokens``."""
     unfinished: int
     """Responses that reached the limit of new tokens."""
     repetitive: int
     """Responses whose share of repeated 8-grams is above ``max_repeated``, which are left out."""
     past_the_turn: int
-    """Responses that contain a special token of their prompt, such as the start of a turn: they continue past their
-    end."""
+    """Responses that contain a special token of their prompt before their last token, such as the start of a turn: the
+    trunk continued past the end of its answer."""
 
 
 class RegeneratedStore:
     """Keep responses in a directory, one file per process.
 
-    Opening a store drops a last line that a kill cut off.
+    Opening a store drops a last line that a kill cut off from this process's file.
 
     Args:
         directory: Created if it does not exist.
@@ -107,7 +110,7 @@ class RegeneratedStore:
         return sorted(self, key=lambda row: row.id)
 
     def files_of_others(self) -> list[Path]:
-        """Return the files of earlier calls with another number of processes."""
+        """Return the files of all earlier calls that ran with another number of processes."""
         ours = f"-of-{self.world:05d}.jsonl"
         return [path for path in sorted(self.directory.glob(FILE_PATTERN)) if not path.name.endswith(ours)]
 
@@ -130,7 +133,7 @@ class RegeneratedStore:
         """Return the stored responses as documents whose targets are the response tokens.
 
         Args:
-            seq_len_tokens: Longer texts are cut.
+            seq_len_tokens: Longer texts, prompt and response together, are cut.
             groups: The group of each prompt by its id. Responses to other prompts are left out: prompts of an earlier
                 split may be held out now. None takes all responses, with their stored groups.
             max_repeated: Responses with a larger share of repeated 8-grams are left out; None takes all.
@@ -173,7 +176,7 @@ class RegeneratedStore:
 
 
 def rows_after(path: Path, start: int) -> Iterator[RegeneratedRow]:
-    """Yield the complete rows of a file after its first ``start`` bytes; none if the file does not exist.
+    """Yield the complete rows of a file after its first ``start`` bytes, which end a line; none without a file.
 
     Raises:
         DataError: A line is not a stored response.
@@ -188,7 +191,7 @@ def rows_after(path: Path, start: int) -> Iterator[RegeneratedRow]:
 
 
 def settings_key(settings: Mapping[str, object]) -> str:
-    """Return a directory name for settings (plain JSON values), so that other settings do not reuse the responses."""
+    """Return a hash of settings (plain JSON values) for a store's name: other settings must not reuse its responses."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 

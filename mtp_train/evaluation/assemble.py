@@ -100,10 +100,6 @@ def _corrected(found: Sequence[ArmComparison]) -> tuple[ArmComparison, ...]:
 
 
 PROMPT_LENGTHS = (128, 512, 2048, 8192)
-ENGINE_CAVEAT = (
-    "Speeds and depths are the built-in decoder's. Acceptance carries over to an engine that wires the head alike; "
-    "what a round costs does not, so try one draft more and one less there before settling."
-)
 Flags = Callable[[int], Mapping[str, str]]
 """From drafts per round, 0 for none, to the exact flags of each engine."""
 

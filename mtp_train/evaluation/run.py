@@ -88,7 +88,6 @@ def run_study(
     *,
     title: str,
     costs: bool,
-    prompts: Sequence[TaskPrompt] | None = None,
     server: Server | None = None,
 ) -> StudyReport:
     """Measure arms over a grid and return the report.
@@ -100,14 +99,13 @@ def run_study(
         progress: Shows progress bars.
         title: Title of the report.
         costs: Whether latency and prefill are timed as well.
-        prompts: Prompts to use instead of the grid's suite, as they are.
         server: A server that is sent the suite's prompts before anything is decoded here.
 
     Raises:
         MtpError: An arm cannot be measured, or ``out`` contains other files.
     """
     arms = _open(specs)
-    store = Store(out, _identity(arms, grid, costs, prompts, server))
+    store = Store(out, _identity(arms, grid, costs, None, server))
     store.require_inputs(_inputs(arms, server), progress)
     if (out / REPORT_FILE).is_file():
         return load_study(out / REPORT_FILE)
@@ -115,7 +113,7 @@ def run_study(
     store.hash_inputs(progress)
     served = None if server is None else ask(server, grid, progress)
     served_trunk = None if server is None else server.checkpoint
-    found = _measure_all(arms, _Study(grid, store, progress, costs, prompts, served, served_trunk))
+    found = _measure_all(arms, _Study(grid, store, progress, costs, None, served, served_trunk))
     served = found.served or served
     # With a server alone, nothing has been stored so far.
     store.claim()

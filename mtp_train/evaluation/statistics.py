@@ -174,7 +174,7 @@ def entropy_bins(arm: MeasuredArm) -> tuple[EntropyBin, ...]:
                     low_nats=low,
                     high_nats=ENTROPY_EDGES[number + 1] if number + 1 < len(ENTROPY_EDGES) else None,
                     overlap=float(overlaps_G.sum() / counts_G.sum()) if len(counts_G) else None,
-                    overlap_ci95=ratio_interval(overlaps_G, counts_G, 0.0, 1.0) if len(counts_G) else None,
+                    overlap_ci95=ratio_interval(overlaps_G, counts_G, 1.0) if len(counts_G) else None,
                     groups=len(counts_G),
                     share=float(counts_G.sum() / max(counts_GB.sum(), 1.0)),
                 )

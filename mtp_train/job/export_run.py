@@ -38,7 +38,7 @@ def write_export(
         adapter: Directory of the trunk's LoRA adapter, which is merged into the exported trunk; None without one.
         link: Hard-link unchanged files if the file system allows it, or copy all files.
         progress: Shows the progress of writing.
-        form: Format of a draft model.
+        form: Format of a draft model; not used for an MTP head.
         hub_id: The trunk's id on the hub; None if it is only on this machine.
 
     Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import hashlib
 import json
 import re
 from collections.abc import Hashable, Mapping, Sequence
@@ -195,12 +194,6 @@ def recipe_from_mapping(data: Mapping[str, Any], overrides: Sequence[str] = ()) 
 def dump_recipe(recipe: Recipe) -> str:
     """Return a recipe as YAML with every field; reading it gives an equal recipe."""
     return dump_yaml(_plain(recipe))
-
-
-def recipe_digest(recipe: Recipe) -> str:
-    """Return the SHA-256 of the resolved recipe, in hexadecimal. Equal recipes have equal digests."""
-    canonical = json.dumps(_plain(recipe), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _decode(data: object, overrides: Sequence[str], problems: list[str]) -> Recipe:

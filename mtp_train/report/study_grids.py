@@ -1,4 +1,9 @@
-"""Tables of a study's report as text, shared by the page and the terminal."""
+"""Tables of a study's report as text, shared by the page and the terminal.
+
+``study_wording.STUDY_GLOSSARY`` explains the headings to the report's readers. An arm is a head or another drafter. The
+headline setting is defined in ``study_slices.py``. The column "groups" counts the groups of prompts behind an interval;
+a :class:`Group` is something else, a part of a table.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +64,7 @@ Texts = dict[str, dict[str, dict[str, str]]]
 """Title of a group to name of a row to column to text of a cell."""
 
 MAX_INTERVALS = 3
-"""The most columns with intervals that fit in 80 characters."""
+"""The most columns with intervals that fit in 80 characters; a table of more arms shows tau alone."""
 
 _CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
     "tau [95 %]": format_tau,
@@ -142,7 +147,10 @@ def difference_grid(slices: Slices) -> Grid | None:
 
 
 def difference_matrix(slices: Slices) -> Grid | None:
-    """Return the comparisons on single tasks, at the headline setting; None without comparisons."""
+    """Return the comparisons on single tasks, at the headline setting; None without comparisons.
+
+    "not shown" stands for a difference that is not significant.
+    """
     texts: dict[str, dict[str, str]] = {}
     for row in slices.comparisons():
         if row.task != ALL_TASKS:
@@ -153,7 +161,7 @@ def difference_matrix(slices: Slices) -> Grid | None:
 
 
 def drift_grid(slices: Slices) -> Grid | None:
-    """Return the figures of an unchanged head along a fine-tuning; None where none were measured."""
+    """Return the figures of an unchanged head on each checkpoint of a fine-tuning; None where none were measured."""
     rows = [
         Row(
             point.label,
@@ -178,7 +186,14 @@ def _task_words(task: str, groups: Iterable[int | None]) -> str:
 
 
 def _point_grid(slices: Slices, name: str, points: Sequence[Point], columns: Sequence[str]) -> Grid | None:
-    """Return a group per point with a row per arm; with a single arm, one row per point."""
+    """Return a group per point with a row per arm; with a single arm, one row per point.
+
+    Args:
+        slices: The report.
+        name: Heading of the points, for a single arm.
+        points: What the rows are about.
+        columns: Keys of :data:`_CELL_COLUMNS`.
+    """
     groups: dict[str, list[Row]] = {}
     for label, task, setting in points:
         for arm, cell in slices.drafting(task, setting).items():

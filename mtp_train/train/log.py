@@ -30,7 +30,7 @@ class RunLog:
         wandb: Literal["off", "offline", "online"],
         project: str,
         config: Mapping[str, Any],
-        resume_step: int = 0,
+        resume_step: int,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / METRICS_FILE

@@ -23,17 +23,22 @@ Source = Literal["trunk", "drafter"]
 
 
 @torch.inference_mode()
-def non_finite_error(source: Source, trunk: Trunk, drafter: object, token_ids: Sequence[int], depth: int) -> Exception:
+def non_finite_error(
+    source: Source, trunk: Trunk, drafter: object, token_ids: Sequence[int], depth: int
+) -> CheckpointError:
     """Return the error for non-finite logits, which names the first module or parameter that caused them.
+
+    A parameter that is not finite is found without a forward. Only the head of an MTP drafter can be searched.
 
     Args:
         source: Whether they are the trunk's logits or the drafter's.
         trunk: The trunk.
         drafter: The batch's drafter; None without one.
-        token_ids: The tokens before the logits.
-        depth: The largest draft depth.
+        token_ids: The tokens before the logits, rejected drafts left out.
+        depth: Number of drafts per round.
     """
     tokens_1T = torch.tensor([list(token_ids)], device=trunk.lm_head_VD.device)
+    # This package cannot import the drafters' classes, which are further up.
     head = getattr(drafter, "head", None)
     if source == "trunk":
         name, parts = "trunk", dict(trunk.causal_lm.named_modules())
@@ -76,7 +81,10 @@ def _named(modules: Mapping[str, nn.Module], forward: Callable[[], object]) -> s
 def _look(
     found: list[str], name: str, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
 ) -> None:
-    """Record a module that returned non-finite values for finite inputs. Inner modules end before outer ones."""
+    """Record the first module that returned non-finite values for finite inputs.
+
+    A forward hook. Inner modules end before outer ones, so the record is the innermost module.
+    """
     # Masks are excluded: they may contain minus infinity.
     given = [inputs, [value for key, value in named.items() if "mask" not in key]]
     if not found and not _finite(output) and _finite(given):
@@ -94,7 +102,7 @@ def _finite(value: Any) -> bool:
 
 
 def _draft(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, depth: int) -> None:
-    """Run the head over a text as in training, with a draft from every row."""
+    """Run the head over a text as in training, with drafts from every position."""
     weight = next(head.parameters())
     unroll(
         head,

@@ -1,10 +1,7 @@
-"""Describe one undocumented symbol of another library, and look it up in the installed version."""
+"""Describe one undocumented symbol of another library; ``tests/unit/test_upstream.py`` looks each of them up."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import re
 from typing import NamedTuple
 
 
@@ -24,19 +21,3 @@ class Symbol(NamedTuple):
     def path(self) -> str:
         """Return the full name, for messages."""
         return f"{self.owner.replace(':', '.')}.{self.name}"
-
-
-def why_missing(symbol: Symbol) -> str | None:
-    """Return what the installed version lacks of a symbol, None where the symbol is there.
-
-    An attribute that only instances have counts as there when the source of its owner mentions it.
-    """
-    module, _, class_name = symbol.owner.partition(":")
-    try:
-        owner = importlib.import_module(module)
-        owner = getattr(owner, class_name) if class_name else owner
-    except (ImportError, AttributeError) as error:
-        return f"{symbol.owner.replace(':', '.')} ({error})"
-    if hasattr(owner, symbol.name) or re.search(rf"\.{symbol.name}\b", inspect.getsource(owner)):
-        return None
-    return symbol.path

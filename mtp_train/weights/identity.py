@@ -321,9 +321,7 @@ def loaded(loaders: Loaders) -> dict[str, InputFiles]:
     return {label: load() for label, load in loaders.items()}
 
 
-def require_same(
-    claimed: Claimed, loaders: Loaders, progress: Progress, *, finished: bool = False, keeps: bool = True
-) -> None:
+def require_same(claimed: Claimed, loaders: Loaders, progress: Progress, *, finished: bool, keeps: bool = True) -> None:
     """Check that inputs are the ones from which a directory's results were computed.
 
     Inputs that were touched, copied or moved pass if their content is the same. For a directory that an earlier version

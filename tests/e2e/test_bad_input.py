@@ -278,16 +278,6 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "write_safetensors", until_full)
 
 
-@pytest.mark.parametrize("source", ["a run", "a checkpoint"])
-def test_an_mtp_head_has_no_form_for_speculators(
-    source: str, finished: Path, pristine: Path, tmp_path: Path, capfd: Capture
-) -> None:
-    path = finished / "run" if source == "a run" else pristine / "base"
-    message = refusal(["export", path, "--speculators", "--out", tmp_path / "out"], capfd)
-    assert message.endswith("expected a run whose head is of kind eagle3. Leave --speculators out.")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("command", ["graft", "export"])
 def test_a_full_disk_leaves_nothing_behind(
     command: str, finished: Path, pristine: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch

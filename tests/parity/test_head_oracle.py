@@ -100,12 +100,17 @@ def oracle_depths(oracle: Any, trunk: Trunk, hidden_TD: Tensor, tokens_T: Tensor
     return states
 
 
-def load_both(tmp_path: Path, family_name: str) -> tuple[Trunk, MtpHead, Any]:
-    random_trunk = tiny_trunk(family_name)
+def load_saved(tmp_path: Path, random_trunk: Trunk) -> tuple[Path, Trunk, MtpHead]:
+    """Save a trunk with a random head, and load both from the checkpoint."""
     path = save_with_head(random_trunk, tiny_head(random_trunk), tmp_path / "checkpoint")
     checkpoint = open_checkpoint(path)
     trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
     head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
+    return path, trunk, head
+
+
+def load_both(tmp_path: Path, family_name: str) -> tuple[Trunk, MtpHead, Any]:
+    path, trunk, head = load_saved(tmp_path, tiny_trunk(family_name))
     return trunk, head, load_oracle(path, trunk)
 
 
@@ -153,10 +158,7 @@ def test_the_comparison_would_see_a_swapped_concatenation(family_name: str, tmp_
 def load_chain(tmp_path: Path, family_name: str, chain_norm: bool) -> tuple[Trunk, MtpHead, Any]:
     random_trunk = tiny_trunk(family_name)
     random_trunk.config.chain_hidden_post_norm = chain_norm
-    path = save_with_head(random_trunk, tiny_head(random_trunk), tmp_path / "checkpoint")
-    checkpoint = open_checkpoint(path)
-    trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
-    head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
+    path, trunk, head = load_saved(tmp_path, random_trunk)
     # As vLLM: only the trunk's scores are scaled.
     trunk.config.log_scaling_n_floor = None
     trunk.config.name_or_path = str(path)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.cpu_precision import SMALL, main, measure, table
+from mtp_inference.batch import WIDE_ROWS
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -31,6 +32,14 @@ def test_a_trunk_that_does_not_fit_in_fp32_is_widened(monkeypatch: pytest.Monkey
     monkeypatch.setattr("mtp_train.trunk.precision.bf16_support", lambda _device: (False, "a stand-in"))
     found = measure(["tiny-qwen"], SMALL)
     assert {cell["auto"] for cell in found["cells"][1:]} == {"widened"}
+
+
+def test_rounds_are_measured_on_both_sides_of_the_decoder_s_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--rounds", "--small", "--models", "tiny-qwen"])
+    cells = json.loads(capsys.readouterr().out.splitlines()[-1])["rounds"]
+    assert {cell["rows"] < WIDE_ROWS for cell in cells} == {True, False}
+    assert {cell["depth"] for cell in cells} == {0, SMALL.depth}
+    assert all(min(cell["bf16"], cell["widened"]) > 0 for cell in cells)
 
 
 def test_a_child_process_prints_its_instruction_set_last(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.settings import greedy
 from mtp_train.trunk.load import Trunk
 from recorded_graph import DEFAULT_STREAM, RecordedDevice, RecordedGraph, stand_in
-from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
+from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
 
 class CopiedOutcome(Outcome):
@@ -72,15 +72,6 @@ def as_on_a_gpu(graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) ->
 @functools.cache
 def trunk_of(name: str, seed: int = 0) -> Trunk:
     return tiny_trunk(name, seed)
-
-
-def nearly(name: str) -> Trunk:
-    """Return a model that mostly says what the tiny trunk of that name says."""
-    model = tiny_trunk(name)
-    noise_VD = torch.randn(model.lm_head_VD.shape, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        model.lm_head_VD.add_(0.1 * noise_VD)
-    return model
 
 
 def prompt(num_tokens: int) -> list[int]:
@@ -140,7 +131,7 @@ DRAFTING: dict[str, Callable[[str], DrafterMaker | None]] = {
     "chained_drafts": lambda name: HeadDrafting(chained_head(trunk_of(name), 3, drafts_only=True)),
     "reduced": lambda name: HeadDrafting(tiny_head(trunk_of(name)), torch.arange(0, VOCAB_SIZE, 2)),
     "ngram": lambda name: NgramDrafting(),
-    "model": lambda name: ModelDrafting(nearly(name)),
+    "model": lambda name: ModelDrafting(nearly_tiny(name)),
 }
 
 
@@ -167,7 +158,7 @@ def test_a_replayed_round_draws_what_python_drew(name: str, drafting: str, as_on
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "deepseek_v4"])
 def test_sliding_windows_and_compressed_keys_replay(name: str, as_on_a_gpu: list[RecordedGraph]) -> None:
     assert name in CACHE_KINDS.values()
-    assert_replays_as_it_runs(trunk_of(name), ModelDrafting(nearly(name)), requests_of(3, Sampling()), as_on_a_gpu)
+    assert_replays_as_it_runs(trunk_of(name), ModelDrafting(nearly_tiny(name)), requests_of(3, Sampling()), as_on_a_gpu)
 
 
 def test_rounds_of_changing_depth_replay(as_on_a_gpu: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +170,7 @@ def test_rounds_of_changing_depth_replay(as_on_a_gpu: list[RecordedGraph], monke
     for captures in (False, True):
         schedule = iter(depths * 10)
         monkeypatch.setattr(mtp_inference.session, "batch_depth", lambda *_unused: next(schedule))  # noqa: B023
-        results.append(decoded(trunk_of("qwen3_5"), ModelDrafting(nearly("qwen3_5")), requests, captures=captures))
+        results.append(decoded(trunk_of("qwen3_5"), ModelDrafting(nearly_tiny("qwen3_5")), requests, captures=captures))
     assert counts(results[0]) == counts(results[1])
     assert sum(graph.num_replays for graph in as_on_a_gpu) > 15
 
@@ -252,7 +243,7 @@ def test_a_capture_that_fails_leaves_a_process_that_goes_on_without_capturing(
     # Another decoder would capture, as its drafter has no fault.
     plain = decoded(trunk, None, requests, captures=False)
     with pytest.warns(UserWarning, match=r"cannot be captured \(item: not permitted"):
-        found = decoded(trunk, ModelDrafting(nearly("qwen3_5")), requests, captures=True)
+        found = decoded(trunk, ModelDrafting(nearly_tiny("qwen3_5")), requests, captures=True)
     assert [result.token_ids for result in found] == [result.token_ids for result in plain]
     assert len(as_on_a_gpu) == 1
 

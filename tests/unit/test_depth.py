@@ -67,11 +67,11 @@ class Decoder:
     def decode(self, text: Text, num_tokens: int) -> Decoded:
         rng = random.Random(self.seed)
         self.seed += 1
-        controller = DepthController(self.costs, MAX_DEPTH, self.acceptance)
+        controller = DepthController(MAX_DEPTH, self.acceptance)
         unseen: deque[tuple[int, int]] = deque()
         done = Decoded(drawn(rng, num_tokens))
         while done.num_tokens < num_tokens:
-            depth = controller.next_depth(num_rows=1)
+            depth = next_depth(controller, self.costs)
             unseen.append((depth, done.run_round(text, depth, self.machine)))
             done.settled.append(-1 if controller.settled is None else controller.settled)
             while len(unseen) > self.machine.rounds_seen_late:
@@ -137,9 +137,14 @@ def measured_costs(num_rows: int = 1, **seconds: float) -> RoundCosts:
     return costs
 
 
-def knowing(*acceptance: float, costs: RoundCosts | None = None, max_depth: int = MAX_DEPTH) -> DepthController:
+def next_depth(controller: DepthController, costs: RoundCosts, num_rows: int = 1) -> int:
+    """Return the depth of the next round of a request on its own."""
+    return batch_depth([controller], costs, num_rows, controller.max_depth)
+
+
+def knowing(*acceptance: float, max_depth: int = MAX_DEPTH) -> DepthController:
     """Return a controller that expects this conditional acceptance, 0.4 at least."""
-    return DepthController(costs or RoundCosts(), max_depth, Acceptance(acceptance))
+    return DepthController(max_depth, Acceptance(acceptance))
 
 
 @pytest.mark.parametrize("rounds_seen_late", [0, 1])
@@ -173,11 +178,11 @@ def test_probes_take_at_most_1_percent_of_the_time(per_draft: float, rounds_seen
 
 def test_drafts_that_gain_nothing_end_however_little_they_cost() -> None:
     """Hysteresis holds on to a depth, and the cost of plain rounds is old: a tie with them may hide a loss."""
-    controller = knowing(0.9, costs=measured_costs(d0=1.0, d1=1.01), max_depth=1)
-    assert controller.next_depth(1) == 1
+    controller, costs = knowing(0.9, max_depth=1), measured_costs(d0=1.0, d1=1.01)
+    assert next_depth(controller, costs) == 1
     for _ in range(30):
         controller.observe(1, 0)
-    assert controller.next_depth(1) == 0
+    assert next_depth(controller, costs) == 0
 
 
 def test_predictable_text_comes_within_3_percent_of_the_best_depth() -> None:
@@ -248,17 +253,17 @@ def test_where_two_are_as_good_it_rarely_changes(monkeypatch: pytest.MonkeyPatch
 
 def test_costs_are_measured_before_depths_are_compared() -> None:
     costs = RoundCosts()
-    controller = DepthController(costs, MAX_DEPTH, None)
+    controller = DepthController(MAX_DEPTH, None)
     for expected in [0] * 4 + [3] * 4:
         assert costs.seconds(1, 5) is None
-        assert controller.next_depth(1) == expected
+        assert next_depth(controller, costs) == expected
         costs.observe(1, expected, 1.0 + 0.1 * expected)
     assert costs.seconds(1, 5) == pytest.approx(1.5)
     # Nobody measures again: not the next request, only another batch size.
-    assert DepthController(costs, MAX_DEPTH, None).next_depth(1) > 3
-    assert DepthController(costs, MAX_DEPTH, None).next_depth(2) == 0
-    assert DepthController(measured_costs(d0=1.0), 2, None).next_depth(1) == 2
-    assert DepthController(RoundCosts(), 0, None).next_depth(1) == 0
+    assert next_depth(DepthController(MAX_DEPTH, None), costs) > 3
+    assert next_depth(DepthController(MAX_DEPTH, None), costs, 2) == 0
+    assert next_depth(DepthController(2, None), measured_costs(d0=1.0)) == 2
+    assert next_depth(DepthController(0, None), RoundCosts()) == 0
 
 
 def test_unmeasured_depths_lie_on_a_line() -> None:
@@ -293,7 +298,7 @@ def test_costs_that_changed_are_measured_again() -> None:
     for _ in range(600):
         costs.observe(1, 3, 1.1)
     assert costs.seconds(1, 0) is None
-    assert DepthController(costs, MAX_DEPTH, None).next_depth(1) == 0
+    assert next_depth(DepthController(MAX_DEPTH, None), costs) == 0
     assert costs.seconds(1, 3) == pytest.approx(1.1)
 
 
@@ -321,8 +326,8 @@ def test_positions_never_tried_are_as_good_as_the_last_one() -> None:
 def test_a_request_starts_from_what_the_decoder_saw() -> None:
     shared = Acceptance()
     for _ in range(100):
-        DepthController(RoundCosts(), MAX_DEPTH, shared).observe(3, 2)
-    controller = DepthController(RoundCosts(), 3, shared)
+        DepthController(MAX_DEPTH, shared).observe(3, 2)
+    controller = DepthController(3, shared)
     assert controller.conditional() == pytest.approx([1.0, 1.0, 0.4], abs=0.05)
     # Its own rounds soon outweigh that.
     for _ in range(5):
@@ -332,7 +337,7 @@ def test_a_request_starts_from_what_the_decoder_saw() -> None:
 
 def test_a_decoder_that_saw_hard_texts_only_still_tries() -> None:
     shared = Acceptance([0.0])
-    assert DepthController(measured_costs(d0=1.0, d3=1.36), MAX_DEPTH, shared).next_depth(1) > 0
+    assert next_depth(DepthController(MAX_DEPTH, shared), measured_costs(d0=1.0, d3=1.36)) > 0
 
 
 def test_bad_luck_does_not_keep_a_position_untried_for_good() -> None:
@@ -388,7 +393,7 @@ def test_a_batch_of_unlike_rows_loses_little_to_the_best_fixed_depth() -> None:
     for seed in SEEDS:
         rng = random.Random(seed)
         costs, shared, machine = RoundCosts(), Acceptance(), Machine()
-        controllers = [DepthController(costs, MAX_DEPTH, shared) for _ in texts]
+        controllers = [DepthController(MAX_DEPTH, shared) for _ in texts]
         rows = [Decoded(drawn(rng, 8000)) for _ in texts]
         for _ in range(800):
             depth = batch_depth(controllers, costs, len(texts), MAX_DEPTH)

@@ -108,6 +108,13 @@ def test_a_checkpoint_without_a_head_has_none_to_write(tmp_path: Path, capfd: Ca
     assert not (tmp_path / "out").exists()
 
 
+def test_a_checkpoint_s_mtp_head_is_none_that_speculators_reads(tmp_path: Path, capfd: Capture) -> None:
+    base = base_of(tmp_path, "qwen3_5")
+    assert main(["export", str(base), "--out", str(tmp_path / "out"), "--speculators"]) == 2
+    assert "expected a head of kind eagle3. Leave --speculators out." in " ".join(capfd.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_new_head_takes_the_place_of_the_stored_one(tmp_path: Path, run_dir: Path) -> None:
     """A run's trained head is written, with the trunk's embedding."""
     assert main(["export", str(run_dir), "--out", str(tmp_path / "out"), "--head-only"]) == 0

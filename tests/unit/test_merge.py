@@ -321,7 +321,7 @@ def test_the_head_is_kept_and_said_to_be_stale(tmp_path: Path, capfd: Capture) -
     assert "with the adapter `lora` merged into them" in card
     assert "It was not trained for these weights" in card
     printed = capfd.readouterr().out
-    assert "bit for bit, and stale now that the trunk has moved" in printed
+    assert "bit for bit, and stale now that the trunk changed" in printed
     retrain = (
         "accelerate launch -m mtp_train recipes/retrain_head.yaml "
         f"model.trunk={tmp_path / 'out'} model.head_from={base}"

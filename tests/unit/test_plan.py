@@ -40,10 +40,6 @@ def test_ranks_take_neighbouring_shares_of_a_micro_batch() -> None:
     assert shares == [(0, 2), (2, 4), (4, 6), (6, 8)]
 
 
-def test_total_tokens_counts_every_place_of_the_run() -> None:
-    assert make_plan(recipe(tokens_per_step=12 * 96, max_steps=5), 2).total_tokens == 5 * 12 * 96
-
-
 @pytest.mark.parametrize(
     ("sequences", "world_size", "micro"), [(12, 5, 1), (12, 8, 1), (2, 4, 1), (12, 4, 2), (2, 3, 2)]
 )

@@ -25,7 +25,7 @@ from mtp_inference.drafters.other_drafters import ModelDrafting
 from mtp_inference.session import Lane, Session
 from mtp_train.errors import MtpError
 from mtp_train.trunk.load import Trunk
-from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, nearly_tiny, tiny_head, tiny_trunk
 
 TOKENIZER = byte_tokenizer()
 
@@ -40,14 +40,7 @@ def trunk_of(name: str) -> Trunk:
     return tiny_trunk(name)
 
 
-@functools.cache
-def nearly(name: str) -> Trunk:
-    """Return a model that mostly says what the tiny trunk of that name says."""
-    model = tiny_trunk(name)
-    noise_VD = torch.randn(model.lm_head_VD.shape, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        model.lm_head_VD.add_(0.1 * noise_VD)
-    return model
+nearly = functools.cache(nearly_tiny)
 
 
 def decoder_of(name: str, drafting: DrafterMaker | None, *, depth: int = 3, rows: int = 3) -> SpeculativeDecoder:

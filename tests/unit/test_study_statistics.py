@@ -198,7 +198,7 @@ def covered(studies: int, prompts: int, spread: float) -> tuple[float, float]:
     over_prompts = over_rounds = 0
     for rounds_PK1 in rounds_SPK1:
         rounds_P = rounds_PK1.sum(axis=1).astype(float)
-        interval = ratio_interval(rounds_PK1 @ np.arange(DEPTH + 1.0), rounds_P, 0.0, DEPTH)
+        interval = ratio_interval(rounds_PK1 @ np.arange(DEPTH + 1.0), rounds_P, DEPTH)
         assert interval is not None
         over_prompts += interval[0] <= truth - 1 <= interval[1]
         times = rounds_PK1.sum(axis=0)

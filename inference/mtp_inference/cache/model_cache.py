@@ -29,7 +29,7 @@ from mtp_train.heads.step import KeysWritten
 from mtp_train.upstream.transformers_private import DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 _STATELESS = "DummyLayer"
-"""A class name, as transformers before 5.18 lacks the class."""
+"""transformers' cache class for layers without state, such as an MLP alone, by name: 5.17 and older lack it."""
 BEFORE_ANY_TEXT = -(1 << 40)
 """A position lower than any real one."""
 
@@ -46,11 +46,14 @@ class AttentionStore(CacheLayerMixin):
     """
 
     last_to_write = True
-    """Whether keys and values are the last that the layer writes to its cache."""
+    """Whether the layer writes nothing after keys and values, so that :meth:`update` may end a keys-only window
+    (:attr:`Window.keys_only`) by raising ``KeysWritten``. Subclasses that write more raise it later, or never."""
     needs_mask = False
-    """Whether the layer needs a mask even if plain causal attention is equivalent."""
+    """Whether the layer's forward reads the mask itself (for an indexer's scores, or compressed keys), so that it needs
+    one even if plain causal attention is equivalent."""
     keys_suffice = True
-    """Whether later tokens read only a token's keys and values (an indexer's included), and no other state."""
+    """Whether later tokens read nothing of a token but its keys and values (an indexer's included). If so, the drafter
+    runs tokens that no draft starts from as keys-only windows; else it runs the whole layer for them."""
 
     def __init__(self, num_rows: int, size: int, sliding_window: int | None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -103,7 +106,9 @@ class AttentionStore(CacheLayerMixin):
 
 
 class IndexedStore(AttentionStore, KeyPools):
-    """Cache of a sparse attention layer, whose indexer chooses the keys and has keys of its own, or pools of keys.
+    """Cache of a sparse attention layer: its keys and values, and the indexer's keys, by which it chooses among them.
+
+    The indexer stores one key per token (:meth:`update_indexer`), or one per pool of tokens (:class:`KeyPools`).
 
     Args:
         num_rows: B.
@@ -124,6 +129,7 @@ class IndexedStore(AttentionStore, KeyPools):
         """See :class:`AttentionStore`."""
         found = super().update(key_states, value_states)
         self.keys_of = announced(self.window)
+        # Pools are written before the keys or after them: whichever comes second ends a keys-only window.
         if self.keys_of.keys_only and self.pools_of is self.keys_of:
             raise KeysWritten
         return found
@@ -141,7 +147,11 @@ class IndexedStore(AttentionStore, KeyPools):
 
 
 class BlockStore(IndexedStore):
-    """Cache of an attention layer whose indexer chooses blocks of keys: by slot in a trunk, by position in a head.
+    """Cache of an attention layer whose indexer chooses blocks of keys.
+
+    A trunk's indexer, transformers' own, counts blocks by slot. A head's indexer
+    (``mtp_train.families.mechanisms.key_blocks``) counts them by position, and stores positions by
+    :meth:`update_positions`.
 
     Args:
         num_rows: B.
@@ -190,7 +200,7 @@ class CompressedStore(AttentionStore):
         self.group_size = group_size
         # A window may begin inside a group, and the previous group is read too.
         self.num_inputs = max_window + 2 * group_size
-        # A window may begin one more entry, which no row completes.
+        # Numbers of entries reach capacity // group_size: the last group may be begun and not completed. One spare.
         self.num_entries = capacity // group_size + 2
         self.inputs_BSX: dict[str, Tensor] = {}
         self.entries_BEX: dict[str, Tensor] = {}
@@ -201,21 +211,22 @@ class CompressedStore(AttentionStore):
         self.values = self.keys
 
     def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`EntryStore`."""
+        """See :class:`~mtp_train.families.mechanisms.compressed_keys.EntryStore`."""
         window = announced(self.window)
         if name not in self.inputs_BSX:
             self.inputs_BSX[name] = inputs_BTX.new_zeros(self.num_rows, self.num_inputs, inputs_BTX.shape[-1])
         buffer_BSX = self.inputs_BSX[name]
         buffer_BSX[window.row_index_B1, window.slots_BT(self.num_inputs)] = inputs_BTX
         device = inputs_BTX.device
-        # The largest number of groups that a window of this length can complete, wherever it begins.
+        # The group before the window's first one, then as many as a window of this length can complete, wherever it
+        # begins. Group -1, before position 0, gets meaningless inputs, which the compressor ignores.
         places_G = torch.arange(-1, -(-window.num_tokens // self.group_size), device=device)
         groups_BG = window.positions_BT[:, :1] // self.group_size + places_G
         positions_BGN = groups_BG[..., None] * self.group_size + torch.arange(self.group_size, device=device)
         return groups_BG, buffer_BSX[window.row_index_B1[..., None], positions_BGN % self.num_inputs]
 
     def write_entries(self, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
-        """See :class:`EntryStore`."""
+        """See :class:`~mtp_train.families.mechanisms.compressed_keys.EntryStore`."""
         window = announced(self.window)
         if name not in self.entries_BEX:
             self.entries_BEX[name] = entries_BGX.new_zeros(self.num_rows, self.num_entries, entries_BGX.shape[-1])
@@ -249,11 +260,11 @@ class ConvolvedStore(AttentionStore, ConvolutionInputs):
         return window.distances(self.size, self.sliding_window)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return no keys: the mask contains their distances."""
+        """Return no keys: transformers then computes no key positions, as the mask contains the distances."""
         return 0, 0
 
     def get_seq_length(self) -> int:
-        """Return a position at which transformers does not scale scores: the mask scales ours."""
+        """Return a position at which transformers scales no scores: ``RelativeProfiles`` scales them instead."""
         return BEFORE_ANY_TEXT
 
 
@@ -309,8 +320,9 @@ class WindowCache(Cache):
                 f"cache: a window of {window.num_tokens} tokens up to position {window.used}; expected at most "
                 f"{self.max_window} tokens and {self.capacity} positions. Make the cache larger."
             )
-        no_padding = any(isinstance(layer, RecurrentStore | ConvolvedStore) for layer in self.layers)
-        masks: dict[str, Tensor | None] = {"linear_attention": None} if no_padding else {}
+        # Recurrent layers and short convolutions of transformers read their padding from this key; no row has any.
+        reads_padding = any(isinstance(layer, RecurrentStore | ConvolvedStore) for layer in self.layers)
+        masks: dict[str, Tensor | None] = {"linear_attention": None} if reads_padding else {}
         self._recurrent.begin(window)
         for layer in self.layers:
             if isinstance(layer, AttentionStore):

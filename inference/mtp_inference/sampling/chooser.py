@@ -9,7 +9,8 @@ q and accepted with probability min(1, p(x) / q(x)); a rejected draft is replace
 normalised. The probability of token x is then ``min(p(x), q(x)) + max(p(x) - q(x), 0) = p(x)``. Argmax drafts are
 verified by matching: a draft is accepted if it equals the token that the trunk draws from p at this position.
 
-Shapes: B rows, T window positions, K drafts (K1 = K + 1), V vocabulary.
+Shapes: B rows, R of them that begin a request (R1: one token each), T window positions, K drafts (K1 = K + 1), V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class Drafts(NamedTuple):
     q_BKV: Tensor | None = None
     """fp32, the distribution that each token was drawn from; None for argmax drafts."""
     num_drafted_B: Tensor | None = None
-    """int64, number of a row's tokens that count; None for all."""
+    """int64, number of a row's tokens that count; None for all. The caller includes it in the limit of
+    :meth:`Chooser.verify`."""
     peak_BK: Tensor | None = None
     """The largest logit at each draft, NaN if any logit is NaN; None if the drafter has no logits."""
 
@@ -163,24 +165,31 @@ class Chooser:
 
     @property
     def steps(self) -> tuple[bool, ...]:
-        """Return which steps run. A captured round is valid only for equal steps."""
+        """Return which sampling steps run. A round captured as a CUDA graph is valid only for equal steps."""
         rows = self.rows
         return (rows.any_sampled, rows.any_top_k, rows.any_top_p, rows.any_min_p, rows.any_penalty)
 
     def read_prompts(self, rows: slice, prompt_RT: Tensor) -> None:
-        """Record the tokens of the prompts of rows."""
+        """Record the tokens of prompts, (R, tokens), in place of the earlier texts of these rows."""
         if self.seen_BV is not None:
             self.seen_BV[rows] = torch.zeros_like(self.seen_BV[rows]).scatter_(1, prompt_RT, True)
 
     def read(self, tokens_BT: Tensor, counts_BT: Tensor) -> None:
         """Record the committed tokens where ``counts_BT`` is set; it is set for the first token of every active row."""
         if self.seen_BV is not None:
-            # A scatter cannot skip entries: write the first token again instead.
+            # A scatter cannot skip entries: write the first token again instead. An inactive row records a token that
+            # is not its own, until :meth:`read_prompts` begins its next text.
             read_BT = torch.where(counts_BT, tokens_BT, tokens_BT[:, :1])
             self.seen_BV.scatter_(1, read_BT, True)
 
     def first(self, rows: slice, logits_R1V: Tensor, position: int) -> Tensor:
-        """Return the first token after each prompt, (R,)."""
+        """Return the first token after each prompt, (R,), and record it.
+
+        Args:
+            rows: The R rows, whose prompts are equally long.
+            logits_R1V: The trunk's logits after the prompts.
+            position: Position of the returned tokens: the length of the prompts.
+        """
         seen_R1V = None if self.seen_BV is None else self.seen_BV[rows, None]
         of_rows = SamplingRows.stack(self.settings[rows], logits_R1V.device)
         position_R1 = torch.full(logits_R1V.shape[:2], position, device=logits_R1V.device)
@@ -199,7 +208,8 @@ class Chooser:
             window_BT: The last committed token and the drafts.
             length_B: The position of the last committed token.
             drafts: The drafts.
-            limit_B: Largest number of drafts of each row to accept.
+            limit_B: Number of drafts of each row that count, int64, at most ``drafts.num_drafted_B``, which is not read
+                here. For sampled drafts, the rule of :func:`verify_rejection` applies to it.
 
         Returns:
             The number of accepted drafts, and the tokens to commit.

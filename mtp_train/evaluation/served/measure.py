@@ -178,7 +178,7 @@ def two_lengths(short: Sequence[Answered], long: Sequence[Answered]) -> dict[str
     if not tokens or sum(seconds) <= 0.0:
         return None
     seconds_G, tokens_G = sum_by_group(np.array([seconds, tokens], dtype=np.float64).T, groups).T
-    interval = ratio_interval(seconds_G, tokens_G, 0.0, math.inf)
+    interval = ratio_interval(seconds_G, tokens_G, math.inf)
     known = interval is not None and interval[0] > 0.0
     return {
         "prompts": len(tokens),

@@ -1,4 +1,4 @@
-"""Inkling: relative-distance attention and short convolutions in every layer; the head is a chain of modules."""
+"""Inkling: relative-distance attention and short convolutions in every layer; each head module feeds the next one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LAYER_NAMES = {
     "mlp.w13_dn": "mlp.gate_up_proj",
     "mlp.w2_md": "mlp.down_proj",
 }
-"""Names of the parts of a layer: a release's to transformers', for the MLP to those of :class:`_InterleavedMlp`."""
+"""Parts of a layer: name in a release, to name in transformers; for the MLP, name in :class:`_InterleavedMlp`."""
 
 
 def _layer_rules(layer: str) -> tuple[KeyRule, ...]:
@@ -54,7 +54,7 @@ def _layer_rules(layer: str) -> tuple[KeyRule, ...]:
 
 
 class _InterleavedMlp(nn.Module):
-    """A gated MLP with gate and up in alternate rows of one matrix, as releases store them.
+    """A gated MLP with gate and up in alternate rows of one matrix, as releases store them: gate first.
 
     Args:
         stock: transformers' MLP of the layer, which has two matrices.
@@ -80,8 +80,8 @@ def _head_layer_config(text_config: PretrainedConfig, num_modules: int) -> Pretr
         num_modules,
         layer_types=["hybrid_sliding" if module in local else "hybrid" for module in range(num_modules)],
         mlp_layer_types=["dense"] * num_modules,
-        # vLLM scales the trunk's attention scores only, transformers the head's too. The result differs only in texts
-        # longer than the floor, which is 128,000 tokens in releases.
+        # None: the head's attention scores are not scaled. vLLM scales the trunk's only, transformers the head's too.
+        # The result differs only in texts longer than the floor, which is 128,000 tokens in releases.
         log_scaling_n_floor=None,
     )
 
@@ -98,7 +98,10 @@ def _build_layer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -
 
 
 def _prepare_trunk(decoder: Any) -> None:
-    """Make attention accept masks with the distance of each key; see ``mechanisms/relative_positions.py``."""
+    """Make attention accept masks with the distance of each key; see ``mechanisms/relative_positions.py``.
+
+    Layers without a sliding window scale their scores, if the config has a floor. A second call changes nothing.
+    """
     config = decoder.config
     scaling = None
     if config.log_scaling_n_floor is not None:
@@ -114,7 +117,7 @@ def _prepare_trunk(decoder: Any) -> None:
 INKLING = Family(
     name="inkling",
     title="Inkling",
-    # The releases' text config has no model_type.
+    # The releases' text config has no model_type; their outer config has the second one.
     model_types=("inkling_text", "inkling_mm_model"),
     declaration=Declaration(count="num_nextn_predict_layers", section="mtp_config", repeated_as="num_mtp_layers"),
     keys=Keys(

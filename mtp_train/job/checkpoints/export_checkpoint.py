@@ -8,23 +8,16 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from mtp_train.errors import MtpError
+from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.gguf.sidecar import GgufKind
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.job.checkpoints.export_gguf import export_gguf
-from mtp_train.job.checkpoints.head_to_export import (
-    head_to_export,
-    refuse_draft_model,
-    refuse_mtp_head,
-    refuse_with_adapter,
-)
+from mtp_train.job.checkpoints.head_to_export import head_to_export
 from mtp_train.job.display import quiet_progress
 from mtp_train.job.export_run import write_export
 from mtp_train.job.model_card import write_card
-from mtp_train.trunk.whole import require_whole_trunk
 from mtp_train.weights.draft_checkpoint import DraftForm
 from mtp_train.weights.export import LinkMode, write_head_only
-from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.lora_merge import write_adapted
 from mtp_train.weights.suggestions import draft_model_flag
 from mtp_train.weights.writing import refuse_existing
@@ -78,17 +71,20 @@ def export(
     draft model. ``head_only``, ``gguf`` and ``speculators`` choose another form; give at most one of them.
 
     Args:
-        source: A run directory, or a checkpoint whose config lost the declaration of its head.
+        source: A run directory, or a checkpoint with a complete head, whether its config declares the head or not.
         out: The new directory.
-        head_only: Write the head alone, as a directory that vLLM loads as a draft model.
+        head_only: Write an MTP head alone, as a directory that vLLM loads as a draft model.
         gguf: Write the head alone as a GGUF file for llama.cpp: ``"f32"``, ``"f16"`` or ``"q8_0"``.
         speculators: Write an EAGLE-3 head in the format of the speculators package.
-        copy: Copy unchanged files; False hard-links them where the file system allows.
+        copy: Copy the trunk's unchanged files; False hard-links them where the file system allows. Forms without the
+            trunk's files have none to copy.
         progress: A started rich progress bar; None shows nothing.
 
     Raises:
+        MtpError: Several forms are given, or ``copy`` with ``gguf``.
         OutputExistsError: ``out`` exists.
-        CheckpointError: There is no head to export, or the run has not been measured.
+        CheckpointError: There is no head to export, the run has not been measured, the form does not hold this kind of
+            head, or a weight of the trunk is missing or not finite.
         ChangedInputError: The run's trunk changed since the head was trained on it.
         GateRefusedError: The run's head is not better than its baseline.
         UnsupportedModelError: llama.cpp has no graph for this head.
@@ -123,15 +119,13 @@ def _as_checkpoint(
     source: Path, out: Path, head_only: bool, form: DraftForm, link: LinkMode, progress: Progress
 ) -> ExportResult:
     refuse_existing(out, what="the checkpoint")
-    found = head_to_export(source, progress)
+    found = head_to_export(source, progress, alone=head_only)
     trunk, head = found.trunk, found.head
-    if form == "speculators":
-        refuse_mtp_head(found)
-    if head_only:
-        refuse_draft_model(found)
-        refuse_with_adapter(source, found)
-    require_whole_trunk(trunk)
-    require_finite_checkpoint(trunk, progress)
+    if form != "engines" and found.kind == "mtp":
+        raise CheckpointError(
+            f"{trunk.path}: its head is an MTP head, which is part of the trunk's checkpoint; expected a head of kind "
+            "eagle3. Leave --speculators out."
+        )
     if head_only:
         write_head_only(trunk, layout_of(trunk), head, out)
         return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), found.num_depths))

@@ -10,10 +10,8 @@ from mtp_train.gguf.model_types import gguf_head_for
 from mtp_train.gguf.sidecar import GgufKind, write_gguf
 from mtp_train.gguf.tensors import gguf_tensors
 from mtp_train.heads.diagnose import layout_of, text_config_of
-from mtp_train.job.checkpoints.head_to_export import head_to_export, refuse_draft_model, refuse_with_adapter
+from mtp_train.job.checkpoints.head_to_export import head_to_export
 from mtp_train.trunk.tokenizer import load_tokenizer
-from mtp_train.trunk.whole import require_whole_trunk
-from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.native import native_head_of
 from mtp_train.weights.writing import new_directory, refuse_existing
 
@@ -33,17 +31,12 @@ def export_gguf(source: Path, out: Path, *, kind: GgufKind, progress: Progress) 
     Raises:
         OutputExistsError: ``out`` exists.
         UnsupportedModelError: llama.cpp has no known graph for the head.
-        CheckpointError: See :func:`head_to_export`; or a weight is not finite, or the tokenizer does not fit.
+        CheckpointError: See :func:`head_to_export`; or the tokenizer does not fit.
         GateRefusedError: The run's head is not better than its baseline.
     """
     refuse_existing(out, what="the GGUF file")
-    found = head_to_export(source, progress)
-    refuse_draft_model(found)
-    refuse_with_adapter(source, found)
+    found = head_to_export(source, progress, alone=True)
     trunk, layout = found.trunk, layout_of(found.trunk)
-    require_whole_trunk(trunk)
-    # The file repeats only a few of the trunk's tensors, but is loaded beside all of them.
-    require_finite_checkpoint(trunk, progress)
     # A checkpoint may store its head in FP8; read without ``verbatim``, the tensors are plain floats.
     head = native_head_of(trunk, layout, layout) if found.artifact is None else found.head
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))

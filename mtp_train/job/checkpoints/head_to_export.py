@@ -10,14 +10,17 @@ from rich.progress import Progress
 
 from mtp_train.errors import CheckpointError, GateRefusedError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
+from mtp_train.families.spec import HeadKind
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
 from mtp_train.job.input_identity import ADAPTER, TRUNK, claimed_by_run
 from mtp_train.job.run_dir import PROVENANCE_FILE
 from mtp_train.recipe.loading import RECIPE_FILE, is_run, load_recipe
+from mtp_train.trunk.whole import require_whole_trunk
 from mtp_train.weights.adapter import locate_adapter
 from mtp_train.weights.artifact import Artifact, load_artifact
 from mtp_train.weights.files import Checkpoint, open_checkpoint, read_json
+from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.identity import checkpoint_files, directory_files, require_same
 from mtp_train.weights.locations import is_head_directory, open_location, refuse_adapter
 from mtp_train.weights.native import NativeHead, native_head_of
@@ -31,7 +34,7 @@ class HeadToExport(NamedTuple):
     trunk: Checkpoint
     head: NativeHead
     num_depths: int
-    """Draft depth to suggest for it."""
+    """Number of drafts per round to suggest for it."""
     adapter: Path | None
     """The LoRA adapter that the run's trunk was trained with; None without one."""
     artifact: Artifact | None
@@ -39,15 +42,39 @@ class HeadToExport(NamedTuple):
     hub_id: str | None
     """Hub id of a run's trunk; None for a local one."""
 
+    @property
+    def kind(self) -> HeadKind:
+        """Kind of the head. A checkpoint's own head is an MTP head."""
+        return "mtp" if self.artifact is None else self.artifact.family.kind
 
-def head_to_export(source: Path, progress: Progress) -> HeadToExport:
-    """Return the head of a run that passed the gate, or the head of a checkpoint.
+
+def head_to_export(source: Path, progress: Progress, *, alone: bool) -> HeadToExport:
+    """Return the head of a run that passed its gate, or the head of a checkpoint, beside a sound trunk.
+
+    A run that fine-tuned its trunk has already exported it with the head that its gate chose: that checkpoint is read.
+
+    Args:
+        source: A run directory, or a checkpoint.
+        progress: Shows the progress of reading the trunk's weights.
+        alone: Whether the head is written without its trunk's checkpoint, which then has to be whole as it is.
 
     Raises:
-        CheckpointError: There is no head to export, or the run's head has not been measured.
+        CheckpointError: There is no head to export, the run's head has not been measured, or a weight of the trunk is
+            missing or not finite. With ``alone``: the head is no MTP head, or its trunk has an unmerged adapter.
         ChangedInputError: The run's trunk changed since the head was trained and measured on it.
         GateRefusedError: The run's head is not better than its baseline.
     """
+    found = _located(source, progress)
+    if alone:
+        _require_mtp_head(found)
+        _refuse_adapter(source, found)
+    require_whole_trunk(found.trunk)
+    # A head on its own repeats only a few of the trunk's tensors, but is loaded beside all of them.
+    require_finite_checkpoint(found.trunk, progress)
+    return found
+
+
+def _located(source: Path, progress: Progress) -> HeadToExport:
     if _is_fine_tune(source):
         source = source / EXPORT_DIRECTORY
     if not is_head_directory(source / HEAD_DIRECTORY):
@@ -66,6 +93,7 @@ def head_to_export(source: Path, progress: Progress) -> HeadToExport:
     # keeps=False: an export writes nothing to the run directory, which may belong to another user.
     require_same(claimed_by_run(source), loaders, progress, finished=True, keeps=False)
     artifact = load_artifact(source / HEAD_DIRECTORY)
+    # A revision is recorded for trunks of the hub only.
     hub_id = identity["name"] if identity["revision"] else None
     return HeadToExport(trunk, artifact.head, artifact.num_depths, adapter, artifact, hub_id)
 
@@ -75,26 +103,15 @@ def _is_fine_tune(source: Path) -> bool:
     return is_run(source) and load_recipe(source / RECIPE_FILE).sft is not None
 
 
-def refuse_draft_model(found: HeadToExport) -> None:
-    """Raise a CheckpointError for a head of another kind than ``mtp``: no checkpoint stores it with its trunk."""
-    if found.artifact is not None and found.artifact.family.kind != "mtp":
+def _require_mtp_head(found: HeadToExport) -> None:
+    if found.artifact is not None and found.kind != "mtp":
         raise CheckpointError(
             f"{found.trunk.path}: its head is {found.artifact.family.title}; expected an MTP head. Export it without "
             "--head-only or --gguf: it becomes a draft model, a directory of its own that llama.cpp's converter reads."
         )
 
 
-def refuse_mtp_head(found: HeadToExport) -> None:
-    """Raise a CheckpointError for an MTP head, which the speculators package has no format for."""
-    if found.artifact is None or found.artifact.family.kind == "mtp":
-        raise CheckpointError(
-            f"{found.trunk.path}: its head is part of the trunk's checkpoint; expected a run whose head is of kind "
-            "eagle3. Leave --speculators out."
-        )
-
-
-def refuse_with_adapter(source: Path, found: HeadToExport) -> None:
-    """Raise a CheckpointError for a head on its own whose trunk has an unmerged adapter."""
+def _refuse_adapter(source: Path, found: HeadToExport) -> None:
     if found.adapter is not None:
         raise CheckpointError(
             f"{source}: its trunk has the unmerged adapter {found.adapter}; expected a trunk in one checkpoint, as the "

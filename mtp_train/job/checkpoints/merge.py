@@ -28,18 +28,22 @@ class MergeResult:
     """The checkpoint that :func:`merge` wrote, and the next command for its head."""
 
     out: str
+    """The new directory."""
     checkpoint: str
-    """The source, as the caller named it."""
+    """The checkpoint that the adapter was merged into, as the caller named it."""
     adapter: str
     """The adapter, as the caller named it."""
     merged: Merged
-    """Counts of changed tensors and files, and the keys of the head."""
+    """Numbers of changed tensors, of shards, and of the head's tensors."""
     attached: bool
-    """Whether the family's releases have no MTP head."""
+    """Whether the family's releases have no MTP head, so that one has to be trained from scratch."""
 
     @property
     def cure(self) -> str:
-        """The command to run next: retrain the stale head, put the base's head back, or train a new one."""
+        """The command to run next: retrain the stale head, put the base's head back, or train a new one.
+
+        ``BASE`` in it stands for the base model, which is not known here.
+        """
         if self.merged.head_keys:
             return retrain_command(self.out, self.checkpoint)
         return attach_command(self.out) if self.attached else graft_command(self.out, "BASE")
@@ -57,7 +61,7 @@ class MergeResult:
         ]
         if merged.head_keys:
             lines.append(
-                f"Its head is the head of {self.checkpoint}, bit for bit, and stale now that the trunk has moved: "
+                f"Its head is the head of {self.checkpoint}, bit for bit, and stale now that the trunk changed: "
                 f"see mtp-train inspect --base {self.checkpoint}. Retrain it: {self.cure}"
             )
         else:
