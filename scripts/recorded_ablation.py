@@ -1,14 +1,13 @@
 #!/usr/bin/env python
-"""List which gains of a recorded ablation (`scripts/ablate.py`) survive Holm's correction over all gains.
+"""Print the gains of a recorded ablation (`scripts/ablate.py`), and which survive Holm's correction over all gains.
 
     python scripts/recorded_ablation.py inference/benchmarks/objectives.json
 
 The variance of a gain is the sum of its variance over groups of prompts (seeds pooled) and its variance over seeds,
 with degrees of freedom by Welch and Satterthwaite. Older records have no counts by prompt and group, and intervals over
-prompts only, which are too narrow where prompts of one group are alike. ``--widen`` scales these intervals, and
-``--groups`` sets their degrees of freedom.
+prompts only, which are too narrow where prompts of one group are alike.
 
-The last line is one JSON document.
+Prints a table (tau, and in brackets the gain with its 95 % interval, * where it survives), and last one line of JSON.
 """
 
 from __future__ import annotations
@@ -50,14 +49,7 @@ def p_value(gain: float, spread: Spread | None) -> float | None:
     return two_sided_p(gain / spread.error, spread.freedom)
 
 
-def spread_over_prompts(row: Mapping[str, Any], prompts: int, widen: float, groups: int | None) -> Spread:
-    """Return the spread that an interval over prompts implies, scaled by ``widen``."""
-    low, high = row["gain_ci95"]
-    error = widen * (high - low) / 2 / t_quantile(prompts - 1)
-    return Spread(error, (prompts if groups is None else groups) - 1)
-
-
-def judge(document: Mapping[str, Any], widen: float, groups: int | None) -> list[dict[str, Any]]:
+def judge(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return every gain of a record with its p-value, and whether it survives the correction."""
     found = []
     for row in document["rows"]:
@@ -66,26 +58,37 @@ def judge(document: Mapping[str, Any], widen: float, groups: int | None) -> list
         if "p_value" in row:
             p = row["p_value"]
         else:
-            prompts = spread_over_prompts(row, document["prompts"], widen, groups)
+            low, high = row["gain_ci95"]
+            freedom = document["prompts"] - 1
+            prompts = Spread((high - low) / 2 / t_quantile(freedom), freedom)
             p = p_value(row["gain"], together(prompts, over_seeds(row["gain_of_seeds"])))
         found.append({"cell": row["cell"], "temperature": row["temperature"], "gain": row["gain"], "p_value": p})
     survives = holm([one["p_value"] for one in found], LEVEL)
     return [{**one, "survives": fell} for one, fell in zip(found, survives, strict=True)]
 
 
+def table(document: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows of a Markdown table: one line a cell, one column a temperature."""
+    survivors = {(one["cell"], one["temperature"]) for one in found if one["survives"]}
+    texts: dict[str, list[str]] = {}
+    for row in sorted(document["rows"], key=lambda row: row["temperature"]):
+        text = f"{row['tau']:.2f}"
+        if row["cell"] != document["reference"]:
+            low, high = row["gain_ci95"]
+            text += f" ({row['gain']:+.2f}, {low:+.2f} to {high:+.2f})"
+        mark = " *" if (row["cell"], row["temperature"]) in survivors else ""
+        texts.setdefault(row["cell"], []).append(text + mark)
+    return "\n".join("| " + " | ".join([*cell.split("-"), *columns]) + " |" for cell, columns in texts.items())
+
+
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Judge the gains of a record, and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
-    parser.add_argument("--widen", type=float, default=1.0, help="standard errors over groups over those over prompts")
-    parser.add_argument("--groups", type=int, help="groups that the prompts belong to; else every prompt is one")
     arguments = parser.parse_args(argv)
     document = json.loads(arguments.record.read_text(encoding="utf-8"))
-    found = judge(document, arguments.widen, arguments.groups)
-    for one in found:
-        verdict = "survives" if one["survives"] else "-"
-        p = "-" if one["p_value"] is None else f"{one['p_value']:.2g}"
-        print(f"{one['cell']}  T={one['temperature']:g}  gain {one['gain']:+.3f}  p {p}  {verdict}")
+    found = judge(document)
+    print(table(document, found))
     print(f"{sum(one['survives'] for one in found)} of {len(found)} survive")
     print(json.dumps(found))
     return found

@@ -93,17 +93,24 @@ def seeds_of_gain() -> list[PromptCounts]:
     return counts(*[5, 6, 7, 8] * 4, 5, 6, 7, 7)
 
 
-def test_a_record_of_intervals_over_prompts_is_judged_with_its_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("name", "num_survivors"), [("objectives.json", 18), ("objectives_sampled.json", 0)])
+def test_a_record_is_judged_over_all_its_gains(
+    name: str, num_survivors: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     import recorded_ablation
 
-    record = SCRIPTS.parent / "inference" / "benchmarks" / "objectives.json"
-    found = recorded_ablation.main([str(record)])
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
-    survivors = {one["cell"] for one in found if one["survives"]}
-    assert {f"{text}-exact-{loss}" for text in ("self", "corpus") for loss in ("tv", "e2e_tv")} < survivors
-    assert "self-exact-ce" not in survivors
-    # Standard errors of groups, by the one ratio that is known, leave nothing of it.
-    assert not any(one["survives"] for one in recorded_ablation.main([str(record), "--widen", "2.4", "--groups", "6"]))
+    found = recorded_ablation.main([str(SCRIPTS.parent / "inference" / "benchmarks" / name)])
+    *rows, counted, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last) == found
+    assert counted == f"{num_survivors} of {len(found)} survive"
+    assert sum(row.count(" *") for row in rows) == num_survivors
+    page = (SCRIPTS.parent / "inference" / "benchmarks" / "objectives.md").read_text()
+    assert counted in page
+    if name == "objectives.json":
+        assert "\n".join(rows) in page
+        assert {f"{text}-exact-{loss}" for text in ("self", "corpus") for loss in ("tv", "e2e_tv")} < {
+            one["cell"] for one in found if one["survives"]
+        }
 
 
 @pytest.fixture
