@@ -73,8 +73,11 @@ def write_demo(target: Path) -> None:
 
     with new_directory(target, what="the demo") as directory:
         for name in ("base", "finetune"):
-            # Contents without permissions: an installed package may be read-only, and the copy belongs to the user.
-            shutil.copytree(demo_path(name), directory / name, copy_function=shutil.copyfile)
+            (directory / name).mkdir()
+            # Contents without permissions: an installed package may be read-only, and the copy belongs to the user. One
+            # file at a time: shutil.copytree collects errors, and with them loses that the disk is full.
+            for file in sorted(demo_path(name).iterdir()):
+                shutil.copyfile(file, directory / name / file.name)
 
 
 def recorded() -> dict[str, Any]:

@@ -229,7 +229,7 @@ def new_directory(target: Path, *, what: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-_NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+_NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -240,3 +241,39 @@ def test_a_run_directory_that_is_removed_is_named_and_not_made_again(
     with pytest.raises(OutputExistsError, match=r"run was removed, or run\.lock in it, while this run wrote there"):
         run_quietly(load_recipe(recipe_file, [f"run_dir={run_dir}"]))
     assert read_outcome(run_dir) is None
+
+
+# Places that cannot be written
+
+
+@pytest.mark.parametrize("command", ["run", "regenerate", "demo", "evaluate"])
+def test_a_place_that_cannot_be_written_is_named(
+    command: str, recipe_file: Path, inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    target = tmp_path / "file" / "run"
+    words = {
+        "run": ["run", recipe_file, f"run_dir={target}"],
+        "regenerate": ["regenerate", recipe_file, f"run_dir={target}"],
+        "demo": ["demo", target],
+        "evaluate": ["evaluate", inputs / "base", "--out", target],
+    }[command]
+    capfd.readouterr()
+    assert main([str(word) for word in words]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert str(target) in said
+    assert "Not a directory" in said or "cannot write there" in said
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_full_disk_in_the_demo_leaves_nothing_behind(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    assert main(["demo", str(tmp_path / "demo")]) == 2
+    assert "writing the demo failed (No space left on device)" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
