@@ -6,7 +6,31 @@ the message alone; a traceback means a bug.
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
+
+_SECRET_NAMES = re.compile(r"(?:TOKEN|API_?KEY|ACCESS_KEY|SECRET|PASSWORD)$", re.IGNORECASE)
+_SHORTEST_SECRET = 8
+_IN_ADDRESS = re.compile(
+    r"(?<=://)[^/\s@]+(?=@)|(?<=[?&])((?:api_?key|token|key|password|secret|sig\w*)=)[^&\s#'\"]+", re.IGNORECASE
+)
+# All control characters but tab and line end, and those that turn the direction of text.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def redacted(text: str) -> str:
+    """Return text without credentials: those in addresses, and values of environment variables that name a secret."""
+    text = _IN_ADDRESS.sub(lambda match: f"{match[1] or ''}***", text)
+    for name, value in os.environ.items():
+        if len(value) >= _SHORTEST_SECRET and _SECRET_NAMES.search(name):
+            text = text.replace(value, "***")
+    return text
+
+
+def printable(text: str) -> str:
+    """Return text with control characters as escapes: text of checkpoints and servers must not steer a terminal."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class MtpError(Exception):
@@ -26,6 +50,9 @@ class MtpError(Exception):
     """The ``reason`` in ``outcome.json``."""
     of_one_process = False
     """Whether a single process of a launch can raise it, so that every process prints its own message."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(redacted(message)))
 
 
 class RecipeError(MtpError):

@@ -219,4 +219,4 @@ def _compare(args: argparse.Namespace) -> Result:
 def _measured(done: mtp.EvaluationResult) -> Result:
     # A draft that changes the text is a bug of the decoder, whatever the figures are.
     lossless = done.report.lossless
-    return Result(done.to_json(), rendered(done), 1 if lossless and lossless.faults else 0)
+    return Result(done.to_json(), rendered(done), 1 if lossless and lossless.faults else 0, styled=True)

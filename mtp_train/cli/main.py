@@ -15,6 +15,7 @@ from mtp_train.cli.checkpoint_commands import add_demo, add_export, add_graft, a
 from mtp_train.cli.decoding_commands import add_compare, add_evaluate, add_generate
 from mtp_train.cli.output import Result, is_main_process
 from mtp_train.cli.recipe_commands import add_check, add_regenerate, add_rescue, add_run
+from mtp_train.errors import printable
 from mtp_train.stopping import Stopped, stopped_by_signals
 
 COMMANDS = (
@@ -70,7 +71,8 @@ def _run(arguments: list[str]) -> int:
             print(f"mtp-train: {error}", file=sys.stderr)
         return error.exit_code
     if is_main_process():
-        print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else result.text)
+        text = result.text if result.styled else printable(result.text)
+        print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else text)
     return result.exit_code
 
 

@@ -18,6 +18,8 @@ class Result(NamedTuple):
     """Plain JSON values, for ``--json``."""
     text: str
     exit_code: int = 0
+    styled: bool = False
+    """Whether the text has the terminal's own control characters, as a table in colours has."""
 
 
 def is_main_process() -> bool:

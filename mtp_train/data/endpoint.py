@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import httpx
 
 from mtp_train.data.regenerated import Question
-from mtp_train.errors import DataError
+from mtp_train.errors import DataError, printable, redacted
 from mtp_train.trunk.tokenizer import raw_tokens
 
 if TYPE_CHECKING:
@@ -57,6 +57,24 @@ class Streamed:
     """Seconds from sending the request to the end of the response."""
 
 
+class OversizedError(Exception):
+    """Report a response of more than ``MAX_BODY_BYTES``."""
+
+
+def _parts(response: httpx.Response) -> Iterator[bytes]:
+    """Yield a response as it arrives, unpacked.
+
+    Raises:
+        OversizedError: It is too large: a server that sends without end must not fill the memory.
+    """
+    size = 0
+    for part in response.iter_bytes():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise OversizedError(f"answers more than {MAX_BODY_BYTES >> 20} MiB")
+        yield part
+
+
 class BrokenStreamError(Exception):
     """Report a response that ended early, after ``tokens`` tokens."""
 
@@ -84,7 +102,7 @@ def read_streamed(response: httpx.Response, started: float) -> Streamed:
             if data == DONE:
                 break
             joined.add(json.loads(data), time.perf_counter() - started)
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, ValueError, RecursionError) as error:
         raise BrokenStreamError(f"broke off ({type(error).__name__})", joined.tokens or 0) from None
     if joined.error is not None:
         raise BrokenStreamError(f"answers an error ({joined.error})", joined.tokens or 0)
@@ -111,7 +129,7 @@ def _lines(response: httpx.Response) -> Iterator[bytes]:
     """Yield lines as they arrive, without their line ends."""
     # httpx's `iter_lines` also splits at U+2028 and U+0085, which JSON strings may contain.
     rest = b""
-    for part in response.iter_bytes():
+    for part in _parts(response):
         *lines, rest = (rest + part).split(b"\n")
         yield from (line.removesuffix(b"\r") for line in lines)
     if rest:
@@ -141,11 +159,13 @@ class _Joined:
         if "meta_info" in piece:
             self._add_native(piece, seconds)
             return
-        choices = [choice for choice in piece.get("choices") or [] if isinstance(choice, dict)]
+        choices = _entries(piece, "choices")
         if not choices:
             return
         choice = choices[0]
         text, token_ids = choice.get("text") or "", choice.get("token_ids")
+        if not isinstance(text, str) or not isinstance(token_ids, list | None):
+            raise ValueError("a piece without text")
         self.text += text
         if token_ids is not None:
             self.token_ids = (self.token_ids or []) + list(token_ids)
@@ -164,12 +184,14 @@ class _Joined:
 
         A piece holds the whole response so far, or only the new tokens if the server was started that way.
         """
-        told, new = piece["meta_info"], list(piece.get("output_ids") or [])
-        before, self.tokens = self.tokens or 0, told.get("completion_tokens")
+        told, new = _object(piece["meta_info"]), piece.get("output_ids") or []
+        if not isinstance(new, list) or not isinstance(piece.get("text", ""), str):
+            raise ValueError("a piece without text")
+        before, self.tokens = self.tokens or 0, _count(told.get("completion_tokens"))
         whole = self.tokens is None or len(new) == self.tokens
         self.token_ids = new if whole else (self.token_ids or []) + new
         self.text = piece.get("text", "") if whole else self.text + piece.get("text", "")
-        reason = told.get("finish_reason") or {}
+        reason = _object(told.get("finish_reason"))
         self.ending |= {"finish_reason": reason.get("type"), "matched_stop": reason.get("matched")}
         self.lasting["usage"] = {name: told.get(name) for name in ("prompt_tokens", "completion_tokens")}
         if (self.tokens or 0) > before:
@@ -185,20 +207,27 @@ class _Joined:
 
 def _tokens_told(piece: Mapping[str, Any], token_ids: list[int] | None) -> int | None:
     """Return the server's count of tokens up to and including a piece."""
-    told = (piece.get("usage") or {}).get("completion_tokens")
+    told = _count(_object(piece.get("usage")).get("completion_tokens"))
     if told is None:
-        told = (piece.get("timings") or {}).get("predicted_n")
-    if told is None and token_ids is not None:
-        told = len(token_ids)
-    return told
+        told = _count(_object(piece.get("timings")).get("predicted_n"))
+    return len(token_ids) if told is None and token_ids is not None else told
+
+
+def _count(value: object) -> int | None:
+    """Return a server's count; None in place of anything else."""
+    return value if type(value) is int else None
 
 
 MAX_ATTEMPTS = 8
 LONGEST_WAIT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 10.0
-RESPONSE_TIMEOUT = httpx.Timeout(3600.0, connect=CONNECT_TIMEOUT_SECONDS)
-"""A server sends nothing until a response is complete, and a busy one queues requests first."""
+RESPONSE_TIMEOUT_SECONDS = 3600.0
+LIST_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_SECONDS)
+"""Of the list of models, which a server has at hand."""
 LOOK_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_SECONDS)
+MAX_BODY_BYTES = 2**26
+"""The largest response, unpacked: 64 MiB, above any response of text."""
+_DETAIL_BYTES = 2**12
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which the same request may succeed."""
 
@@ -223,6 +252,10 @@ RECIPE_NAMES = SettingNames(
     "data.regenerate.api_key_env",
     "then the same command resumes from here",
 )
+
+
+class _LeavesHostError(Exception):
+    """Report a redirect to another host."""
 
 
 class Refusal(NamedTuple):
@@ -261,6 +294,8 @@ class Endpoint:
         vocab_size: Size of the trunk's vocabulary.
         api_key: Sent as a bearer token; None sends no token.
         concurrency: Most requests at a time.
+        timeout_seconds: Longest wait for a part of a response. A server sends nothing until a response is complete, and
+            a busy one queues requests first.
         wait: Called to wait a number of seconds. The default returns after that time, or when :meth:`close` is called.
         names: Names of the settings in messages.
     """
@@ -274,6 +309,7 @@ class Endpoint:
         *,
         api_key: str | None = None,
         concurrency: int = 1,
+        timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
         wait: Callable[[float], object] | None = None,
         names: SettingNames = RECIPE_NAMES,
     ) -> None:
@@ -287,6 +323,8 @@ class Endpoint:
         self._eos_ids = frozenset(eos_ids)
         self._vocab_size = vocab_size
         self._names = names
+        self._api_key = api_key
+        self._timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
         self._closed = threading.Event()
         self.wait = wait or self._closed.wait
         self._lock = threading.Lock()
@@ -296,7 +334,17 @@ class Endpoint:
             headers={} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
             follow_redirects=True,
+            event_hooks={"request": [self._stays]},
         )
+
+    def _stays(self, request: httpx.Request) -> None:
+        """Check a request, which a redirect may have made: prompts and key are for the host that the user named."""
+        if request.url.host != httpx.URL(self.url).host:
+            raise _LeavesHostError(f"redirects to {request.url.host}")
+
+    def _shown(self, text: str) -> str:
+        """Return text of the server for messages: without the key, should it send that back."""
+        return printable(redacted(text.replace(self._api_key, "***") if self._api_key else text))
 
     def close(self) -> None:
         """End all waits and send nothing more. Requests in flight are read to their end, then connections close."""
@@ -307,7 +355,7 @@ class Endpoint:
 
     @contextmanager
     def _sending(
-        self, method: str, url: str, payload: Mapping[str, Any] | None, timeout: httpx.Timeout = RESPONSE_TIMEOUT
+        self, method: str, url: str, payload: Mapping[str, Any] | None, timeout: httpx.Timeout
     ) -> Iterator[httpx.Response]:
         """Send one request and yield its response, whose body is still unread.
 
@@ -337,7 +385,7 @@ class Endpoint:
         Raises:
             DataError: The model is not served, or several are served and none was named.
         """
-        document = self._request("GET", self.url + "/models", None, _read_json)
+        document = self._request("GET", self.url + "/models", None, _read_json, LIST_TIMEOUT)
         if isinstance(document, Refusal):
             raise self._unusable(document.reason, "the list of its models", "Check the address, with its version")
         entries = _entries(document, "data")
@@ -404,7 +452,7 @@ class Endpoint:
         try:
             return self._request("POST", url, payload, read_streamed)
         except BrokenStreamError as error:
-            return Refusal(str(error), error.tokens)
+            return Refusal(self._shown(str(error)), error.tokens)
 
     @property
     def root(self) -> str:
@@ -415,9 +463,9 @@ class Endpoint:
         """Return the text under a path from the server's root; None if there is none."""
         try:
             with self._sending("GET", self.root + path, None, LOOK_TIMEOUT) as response:
-                response.read()
-                return response.text if response.status_code == 200 else None
-        except httpx.HTTPError:
+                body = b"".join(_parts(response))
+                return body.decode("utf-8", errors="replace") if response.status_code == 200 else None
+        except (httpx.HTTPError, OversizedError, _LeavesHostError):
             return None
 
     def response_ids(self, question: Question, document: Mapping[str, Any]) -> list[int] | Refusal:
@@ -429,7 +477,7 @@ class Endpoint:
         choices = _entries(document, "choices")
         if not choices or not isinstance(choices[0].get("text"), str):
             raise self._unusable("answers without a text", "OpenAI's completions", "Use a server that has them")
-        read = (document.get("usage") or {}).get("prompt_tokens")
+        read = _object(document.get("usage")).get("prompt_tokens")
         if read is not None and read != len(question.prompt_ids):
             found = f"reads {read} tokens where the prompt has {len(question.prompt_ids)}"
             raise self._unusable(found, "the trunk's tokenizer", "Serve the trunk with its own files")
@@ -439,17 +487,20 @@ class Endpoint:
         token_ids = choice.get("token_ids")
         if token_ids is None:
             token_ids = raw_tokens(self._tokenizer, choice["text"], start=False)
-        if any(not isinstance(token, int) or not 0 <= token < self._vocab_size for token in token_ids):
+        if not isinstance(token_ids, list) or not all(self._is_token(token) for token in token_ids):
             raise self._unusable("returns tokens that the trunk does not have", "the trunk", "Serve the trunk itself")
         token_ids = token_ids[: question.max_new_tokens]
         if choice["finish_reason"] == "stop" and self._eos_ids.isdisjoint(token_ids):
             token_ids.append(self._end(choice))
         return token_ids
 
+    def _is_token(self, value: object) -> bool:
+        return type(value) is int and 0 <= value < self._vocab_size
+
     def _end(self, choice: Mapping[str, Any]) -> int:
         """Return the token that ended a response, for servers that leave it out of the response."""
         told = (choice.get("stop_reason"), choice.get("matched_stop"), self._tokenizer.eos_token_id)
-        return next((token for token in told if token in self._eos_ids), min(self._eos_ids))
+        return next((token for token in told if type(token) is int and token in self._eos_ids), min(self._eos_ids))
 
     def _text(self, token_ids: Collection[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
@@ -460,6 +511,7 @@ class Endpoint:
         url: str,
         payload: Mapping[str, Any] | None,
         read: Callable[[httpx.Response, float], Answer],
+        timeout: httpx.Timeout | None = None,
     ) -> Answer | Refusal:
         """Send one request, up to ``MAX_ATTEMPTS`` times while failures may pass, and read the response by ``read``.
 
@@ -473,16 +525,20 @@ class Endpoint:
                 break
             try:
                 started = time.perf_counter()
-                with self._sending(method, url, payload) as response:
+                with self._sending(method, url, payload, timeout or self._timeout) as response:
                     if response.status_code == 200:
                         return read(response, started)
-                    detail = _detail(response)
+                    detail = self._shown(_detail(response))
+            except OversizedError as error:
+                raise self._unusable(str(error), "a response to one prompt", "Check the address") from None
+            except _LeavesHostError as error:
+                raise self._unusable(str(error), "no other host", "Write the address that it leads to") from None
             except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as error:
                 raise self._unusable(f"cannot be asked ({error})", "an address", "Correct it") from None
             except httpx.TransportError as error:
                 cause = f"does not answer ({type(error).__name__})"
                 continue
-            except (json.JSONDecodeError, UnicodeDecodeError):
+            except (ValueError, RecursionError):
                 cause = "answers something else than JSON"
                 continue
             except httpx.HTTPError as error:
@@ -511,15 +567,30 @@ def _entries(document: object, name: str) -> list[dict[str, Any]]:
 
 
 def _read_json(response: httpx.Response, _: float) -> dict[str, Any]:
-    """Return a response that is one JSON document."""
-    document: dict[str, Any] = json.loads(response.read())
+    """Return a response that is one JSON object.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    document = json.loads(b"".join(_parts(response)))
+    if not isinstance(document, dict):
+        raise ValueError("no JSON object")
     return document
 
 
+def _object(value: object) -> Mapping[str, Any]:
+    """Return a JSON object; an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
+
+
 def _detail(response: httpx.Response) -> str:
-    """Return a server's error text as one short line."""
-    response.read()
-    return " ".join(response.text.split())[:200] or response.reason_phrase
+    """Return the start of a server's error text as one short line."""
+    body = b""
+    for part in response.iter_bytes():
+        body += part
+        if len(body) >= _DETAIL_BYTES:
+            break
+    return " ".join(body.decode("utf-8", errors="replace").split())[:200] or response.reason_phrase
 
 
 def _retry_after(response: httpx.Response) -> float:

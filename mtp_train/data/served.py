@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,15 +16,15 @@ from mtp_train.data.endpoint import GREEDY, Endpoint, Refusal
 from mtp_train.data.prompts import Prompt
 from mtp_train.data.regenerated import Question, answered, ask, fitting_prompts, make_row
 from mtp_train.data.responses import RegeneratedStore
-from mtp_train.errors import DataError
+from mtp_train.errors import DataError, MtpError
 from mtp_train.trunk.load import Trunk
 
 PROBE_PROMPTS, PROBE_TOKENS = 16, 64
 MIN_AGREEMENT = 0.95
 """Least share of greedy tokens that equal the trunk's. Another precision changes a few tokens in a hundred, at near
 ties; another model changes more."""
-QUEUED_PER_REQUEST = 2
-"""Requests prepared for each one in flight."""
+STALL_SECONDS = 600.0
+"""A server that finishes no request for so long is given up."""
 
 Waiting = dict[Future[dict[str, Any] | Refusal], tuple[Prompt, Question]]
 
@@ -131,33 +132,56 @@ def regenerate_served(
     Raises:
         DataError: The server fails for good, refuses every prompt, or returns responses that are not the trunk's.
     """
-    generated, refusals = 0, []
+    generated, refusals, stalled = 0, [], False
     waiting: Waiting = {}
     queue = iter(prompts)
-    pool = ThreadPoolExecutor(endpoint.concurrency)
     try:
         while True:
-            for prompt in islice(queue, QUEUED_PER_REQUEST * endpoint.concurrency - len(waiting)):
+            for prompt in islice(queue, endpoint.concurrency - len(waiting)):
                 question = ask(prompt, max_new_tokens=max_new_tokens, seq_len_tokens=seq_len_tokens, seed=seed)
-                waiting[pool.submit(endpoint.complete, endpoint.payload(question, sampling))] = (prompt, question)
+                waiting[_submitted(endpoint, endpoint.payload(question, sampling))] = (prompt, question)
             if not waiting:
                 break
-            done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            done, _ = wait(waiting, timeout=STALL_SECONDS, return_when=FIRST_COMPLETED)
+            stalled = not done
+            if stalled:
+                raise DataError(
+                    f"data.regenerate.endpoint: {endpoint.url} finished none of its requests in "
+                    f"{STALL_SECONDS / 60:g} minutes; expected responses. Check the server's log; the same command "
+                    "goes on from the responses so far."
+                )
             rows, refused = _read(endpoint, {future: waiting.pop(future) for future in done}, store, eos_ids)
             generated += rows
             refusals += refused
             on_prompt(generated + len(refusals), len(prompts))
         store.check()
-    finally:
+    except (MtpError, OSError):
         # If one request failed for good, the others have to stop retrying.
         endpoint.close()
-        pool.shutdown(cancel_futures=True)
+        wait(waiting, timeout=0 if stalled else None)
+        raise
+    finally:
+        endpoint.close()
     if refusals and next(iter(store.store), None) is None:
         raise DataError(
             f"data.regenerate.endpoint: {endpoint.url} refuses all of {len(prompts)} prompts ({refusals[-1]}); "
             "expected responses. Check the server's log."
         )
     return ServedCounts(generated=generated, refused=len(refusals), refusal=refusals[-1] if refusals else None)
+
+
+def _submitted(endpoint: Endpoint, payload: Mapping[str, Any]) -> Future[dict[str, Any] | Refusal]:
+    """Send a request in a thread of its own, which does not keep the process alive: a server may never answer."""
+    future: Future[dict[str, Any] | Refusal] = Future()
+
+    def complete() -> None:
+        try:
+            future.set_result(endpoint.complete(payload))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=complete, daemon=True).start()
+    return future
 
 
 def _read(endpoint: Endpoint, done: Waiting, store: CheckedStore, eos_ids: Collection[int]) -> tuple[int, list[str]]:

@@ -33,10 +33,12 @@ from mtp_train.report.wording import (
     lossless_sentence,
 )
 from mtp_train.weights.artifact import load_artifact
+from mtp_train.weights.demo import PREFIX
 from mtp_train.weights.files import open_checkpoint, read_json
 from mtp_train.weights.writing import write_text
 
 Identity = Mapping[str, Any]
+_DATA_SUFFIX = r"\.(?:jsonl?|parquet|arrow|csv|tsv|txt|gz|zst|bz2|xz|zip)$"
 CARD_FILE = "README.md"
 OPENING, CLOSING = "<!-- mtp-train -->", "<!-- /mtp-train -->"
 TAGS = ("mtp", "speculative-decoding")
@@ -238,7 +240,7 @@ def _fine_tuned(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport
 
 
 def _sources(recipe: Recipe) -> str:
-    return ", ".join(f"`{_public(source.path)}`" for source in recipe.data.sources)
+    return ", ".join(dict.fromkeys(f"`{_public_data(source.path)}`" for source in recipe.data.sources))
 
 
 def _table(report: RunReport) -> str:
@@ -273,7 +275,15 @@ def _serving(engines: Mapping[str, EngineSupport], num_depths: int) -> list[str]
 
 def _public_recipe(recipe: Recipe) -> str:
     plain: dict[str, Any] = yaml.safe_load(dump_recipe(recipe))
+    for source in plain["data"]["sources"]:
+        source["path"] = _public_data(source["path"])
     return dump_yaml(_without_paths(plain))
+
+
+def _public_data(path: str) -> str:
+    """Return a data set's id on the hub; the name of a file of one's own may be private."""
+    of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not re.search(_DATA_SUFFIX, path) and not Path(path).exists()
+    return path if path.startswith(PREFIX) or of_hub else "(a file)"
 
 
 def _without_paths(value: Any) -> Any:

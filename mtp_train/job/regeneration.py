@@ -13,7 +13,7 @@ from rich.progress import Progress
 from mtp_inference import Request, Sampling, SpeculativeDecoder
 from mtp_inference.sampling.distributions import distribution_of
 from mtp_train.data.answers import AnswerFit, CheckedStore, JudgeFn, fit_of
-from mtp_train.data.endpoint import Endpoint, read_api_key
+from mtp_train.data.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, read_api_key
 from mtp_train.data.prompts import choose_prompts
 from mtp_train.data.regenerated import Question, fitting_prompts, regenerate
 from mtp_train.data.responses import RegeneratedRow, RegeneratedStore, ResponseCounts, settings_key
@@ -237,6 +237,7 @@ def answer_by_server(
         len(trunk.lm_head_VD),
         api_key=read_api_key(settings.api_key_env),
         concurrency=max(1, (settings.concurrency or CONCURRENCY) // world),
+        timeout_seconds=settings.request_timeout_seconds or RESPONSE_TIMEOUT_SECONDS,
     )
     with contextlib.closing(endpoint):
         endpoint.choose_model(settings.model)

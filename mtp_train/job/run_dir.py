@@ -25,8 +25,16 @@ import yaml
 from filelock import SoftFileLease, Timeout
 from rich.console import Console
 
-from mtp_train.errors import CheckpointError, LostProcessError, OutputExistsError, RecipeError, StoppedError
-from mtp_train.recipe.loading import RECIPE_FILE, dump_recipe, is_run, load_recipe
+from mtp_train.errors import (
+    CheckpointError,
+    LostProcessError,
+    OutputExistsError,
+    RecipeError,
+    StoppedError,
+    printable,
+    redacted,
+)
+from mtp_train.recipe.loading import RECIPE_FILE, dump_recipe, is_run, load_recipe, parse_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
@@ -105,7 +113,7 @@ def record_failure(run_dir: Path, outcome: Outcome) -> Outcome | None:
             return said
         alone = rank > 0 and not follows and outcome.stage != FIRST_STAGE
         named = replace(outcome, message=f"process {rank}: {outcome.message}") if alone else outcome
-        write_outcome(run_dir, named)
+        write_outcome(run_dir, replace(named, message=printable(redacted(named.message))))
     return None
 
 
@@ -211,10 +219,15 @@ def require_ours(run_dir: Path, recipe: Recipe) -> None:
 def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
     """Return whether a recorded recipe equals this one.
 
-    The address of a server is not compared: what it serves is checked again.
+    The address of a server is not compared: what it serves is checked again. A field that the record does not have yet
+    counts as its default.
     """
     if recorded == dump_recipe(recipe):
         return True
+    with contextlib.suppress(RecipeError):
+        recorded = dump_recipe(recipe_from_mapping(parse_yaml(recorded, "recipe")[0]))
+        if recorded == dump_recipe(recipe):
+            return True
     now, before = recipe.data.regenerate, _recorded_regeneration(recorded)
     if now is None or now.endpoint is None or before.get("endpoint") is None:
         return False
@@ -223,6 +236,7 @@ def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
         endpoint=before["endpoint"],
         api_key_env=before.get("api_key_env"),
         concurrency=before.get("concurrency"),
+        request_timeout_seconds=before.get("request_timeout_seconds"),
     )
     return recorded == dump_recipe(replace(recipe, data=replace(recipe.data, regenerate=there)))
 
@@ -267,7 +281,7 @@ def environment_facts() -> dict[str, Any]:
     return {
         "versions": versions,
         "python": platform.python_version(),
-        "argv": sys.argv,
+        "argv": [redacted(word) for word in sys.argv],
         "git": _git_commit(),
         "hardware": {"device": device, "threads": torch.get_num_threads(), "platform": platform.platform()},
     }

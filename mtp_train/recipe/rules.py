@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
@@ -390,7 +391,17 @@ def _server_settings_are_used(recipe: Recipe) -> Iterator[str]:
             f"data.regenerate.endpoint: {settings.endpoint!r}; expected an address that starts with http:// or "
             "https://. Write, for example, http://localhost:8000/v1."
         )
-    of_servers = {"model": settings.model, "concurrency": settings.concurrency, "api_key_env": settings.api_key_env}
+    if settings.endpoint is not None and re.search(r"://[^/]*@|[?#]", settings.endpoint):
+        yield (
+            "data.regenerate.endpoint: an address with a name, a password or parameters; expected none, as the recipe "
+            "is written to files. Put the key into a variable, and name it in data.regenerate.api_key_env."
+        )
+    of_servers = {
+        "model": settings.model,
+        "concurrency": settings.concurrency,
+        "api_key_env": settings.api_key_env,
+        "request_timeout_seconds": settings.request_timeout_seconds,
+    }
     for name, value in of_servers.items():
         if settings.endpoint is None and value is not None:
             yield (

@@ -218,6 +218,9 @@ class RegenerateSpec(Section):
     """Maximum number of concurrent requests to the server, over all processes; null is 32."""
     api_key_env: Text | None = None
     """Name of the environment variable with the API key of the server. The key itself is not written to any file."""
+    request_timeout_seconds: Positive | None = None
+    """Longest wait for the server to send a response, or a part of one; null is 3600. A run also ends when no request
+    finishes for ten minutes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

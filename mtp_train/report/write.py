@@ -96,8 +96,14 @@ class FlatTable:
     def csv(self) -> str:
         """Return the table as CSV."""
         buffer = io.StringIO()
-        csv.writer(buffer, lineterminator="\n").writerows([self.columns, *self.rows])
+        rows = ([_plain_text(value) for value in row] for row in (self.columns, *self.rows))
+        csv.writer(buffer, lineterminator="\n").writerows(rows)
         return buffer.getvalue()
+
+
+def _plain_text(value: Any) -> Any:
+    """Return a cell so that a spreadsheet shows its text, and does not run it as a formula."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> FlatTable:

@@ -318,7 +318,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "generate": {"requests", "settings"},
         "evaluate": {"arms", "cells", "lossless", "settings"},
         "compare": {"arms", "cells", "comparisons", "lossless", "settings"},
-        "push": {"export", "repo", "files", "total_bytes", "uploaded", "url"},
+        "push": {"export", "repo", "files", "left_out", "total_bytes", "uploaded", "url"},
         "demo": {"base", "finetune"},
     }
     if command == "merge":

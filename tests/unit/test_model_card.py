@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from checkpoints import base_and_finetune
+from mtp_train.job import model_card
 from mtp_train.job.model_card import write_card, write_graft_card, write_merge_card
 from mtp_train.recipe.loading import dump_recipe
 from report_samples import SAMPLE
@@ -71,7 +72,7 @@ def test_a_card_tells_acceptance_data_engines_and_recipe(directory: Path) -> Non
     assert "Lossless: 48 of 48 outputs equal plain decoding token for token." in body
     assert "Gate: Tau 3.44 against 1.33: the gain lies above 0." in body
     assert "- started from: the head of `base`\n- trained on: the model's own answers to the prompts of" in body
-    assert "`chats.jsonl`" in body
+    assert "to the prompts of `(a file)`" in body
     assert """vllm serve . --speculative-config '{"method":"mtp","num_speculative_tokens":2}'""" in body
     assert "max_steps: 4" in body
 
@@ -81,6 +82,29 @@ def test_a_card_says_nothing_of_the_machine(directory: Path) -> None:
     _, header, body = written(directory)
     assert str(directory.parent) not in header + body
     assert "10.0.0.1" not in body
+    assert "chats.jsonl" not in body
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("HuggingFaceH4/ultrachat_200k", "HuggingFaceH4/ultrachat_200k"),
+        ("demo:prompts", "demo:prompts"),
+        ("customers/acme.jsonl", "(a file)"),
+        ("customers.parquet", "(a file)"),
+        ("/data/customers", "(a file)"),
+        ("s3://bucket/customers", "(a file)"),
+        ("data/customers/acme", "(a file)"),
+    ],
+)
+def test_a_card_names_data_sets_of_the_hub_only(path: str, named: str) -> None:
+    assert model_card._public_data(path) == named
+
+
+def test_a_directory_of_ones_own_is_no_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "customers" / "acme").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert model_card._public_data("customers/acme") == "(a file)"
 
 
 def test_the_trunks_own_card_stays_and_the_linked_file_is_not_written_to(directory: Path) -> None:

@@ -198,7 +198,7 @@ def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
     expected = all_tensors(nest(base) if nested else base)
     (base / "assets").mkdir()
     for name in ("README.md", "assets/figure.png"):
-        (base / name).write_text(name)
+        (base / name).write_text("![curve](assets/figure.png)")
     snapshot = into_hub_cache(base, tmp_path / "hub")
     assert all(file.is_symlink() for file in snapshot.rglob("*") if not file.is_dir())
     assert same(all_tensors(snapshot), expected)
@@ -210,7 +210,7 @@ def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
     assert main([str(word) for word in argv]) == 0
     assert main(["export", str(snapshot), "--out", str(tmp_path / "out")]) == 0
     assert not any(file.is_symlink() for file in (tmp_path / "out").rglob("*"))
-    assert (tmp_path / "out" / "assets" / "figure.png").read_text() == "assets/figure.png"
+    assert (tmp_path / "out" / "assets" / "figure.png").read_text() == "![curve](assets/figure.png)"
     assert same(all_tensors(tmp_path / "out"), expected)
 
 

@@ -111,3 +111,46 @@ def test_what_the_hub_refuses_is_told_with_the_way_to_log_in(
     assert "hf auth login" in message
     assert main(["push", str(export), "some one/mo del"]) == 2
     assert "expected the name of a repository. Write OWNER/NAME." in capsys.readouterr().err
+
+
+def test_only_what_a_model_repository_needs_is_uploaded_and_the_rest_is_named(
+    export: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((export / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "modeling_own.Model", "AutoConfig": "other/repo--configuration.Config"}
+    (export / "config.json").write_text(json.dumps(config))
+    private = {
+        "chats.jsonl": "secret",
+        "notes/plan.md": "secret",
+        "my_config.json": "{}",
+        "train.py": "secret",
+        "report.json": "{}",
+        "model.safetensors.bak": "",
+    }
+    public = {
+        "modeling_own.py": "from .layers_own import Layer\nfrom . import helpers\nimport torch",
+        "layers_own.py": "",
+        "helpers.py": "",
+        "tokenizer.json": "{}",
+        "vocab.json": "{}",
+        "merges.txt": "",
+        "preprocessor_config.json": "{}",
+        "video_preprocessor_config.json": "{}",
+        "chat_template.jinja": "",
+        "additional_chat_templates/tools.jinja": "",
+        "generation_config.json": "{}",
+        "hf_quant_config.json": "{}",
+        "LICENSE": "",
+        "figures/tau.png": "",
+        "README.md": "![tau](figures/tau.png)",
+    }
+    for name, content in {**private, **public}.items():
+        (export / name).parent.mkdir(exist_ok=True)
+        (export / name).write_text(content)
+    assert main(["push", str(export), "someone/model", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["files"].keys() == {*public, "config.json", "model.safetensors"}
+    assert sorted(planned["left_out"]) == sorted(private)
+    assert main(["push", str(export), "someone/model"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed.split("Left out, as no model needs them: ")[1] for name in private)

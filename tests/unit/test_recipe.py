@@ -194,6 +194,11 @@ MEDUSA = [*RANDOM, "head.kind=medusa"]
             "Write, for example, http://localhost:8000/v1",
         ),
         (["data.regenerate={concurrency: 4}"], "data.regenerate.concurrency", "Set data.regenerate.endpoint"),
+        (
+            ["data.regenerate={endpoint: 'http://me:word@a/v1'}"],
+            "data.regenerate.endpoint",
+            "Put the key into a variable",
+        ),
         (["study={}", "export.enabled=false"], "evaluate.arms", "Write evaluate.arms: [graft, retrained, vanilla]"),
         ([*STUDIED, "export.enabled=true"], "export.enabled", "Write export.enabled: false"),
         ([*STUDIED, "head.convention=sglang"], "head.convention", "Write head.convention: auto"),

@@ -79,6 +79,7 @@ data:
     model: null
     concurrency: null
     api_key_env: null
+    request_timeout_seconds: null
   seq_len_tokens: 512
   pack: true
   holdout: 0.05

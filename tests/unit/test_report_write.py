@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mtp_train.report import figures, load_report, write_report
-from mtp_train.report.write import csv_text
+from mtp_train.report.write import FlatTable, csv_text
 from report_samples import EMPTY, RETRAINED, SAMPLE
 
 FILES = ["acceptance.csv", "figures/marginal_acceptance.png", "figures/speedup.png", "figures/tau.png"]
@@ -117,3 +117,8 @@ def test_json_holds_no_nan(tmp_path: Path) -> None:
     write_report(replace(SAMPLE, arms={"retrained": replace(RETRAINED, teacher_forced=nan)}), tmp_path)
     raw = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
     assert raw["arms"]["retrained"]["target_entropy"] is None
+
+
+def test_no_cell_of_a_table_is_a_formula() -> None:
+    table = FlatTable(["task", "gain"], [["=HYPERLINK(1)", -0.5], ["+1", None], ["@x", 2], ["-a", 1.5], ["a=b", 0]])
+    assert table.csv().splitlines() == ["task,gain", "'=HYPERLINK(1),-0.5", "'+1,", "'@x,2", "'-a,1.5", "a=b,0"]

@@ -1,0 +1,193 @@
+"""A server that redirects, floods, stalls, echoes the key or answers any JSON: a right answer, or one message."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from byte_tokenizer import byte_tokenizer
+from mtp_train.data import endpoint as endpoint_module
+from mtp_train.data import served as served_module
+from mtp_train.data.answers import AnswerFit, CheckedStore
+from mtp_train.data.endpoint import GREEDY, LIST_TIMEOUT, Endpoint, Refusal, Streamed
+from mtp_train.data.prompts import Prompt
+from mtp_train.data.regenerated import Question
+from mtp_train.data.responses import RegeneratedStore
+from mtp_train.data.served import regenerate_served
+from mtp_train.errors import DataError, MtpError
+from openai_server import Reply, completion, openai_server
+
+TOKENIZER = byte_tokenizer()
+EOS = int(TOKENIZER.eos_token_id)
+VOCAB_SIZE = 259
+QUESTION = Question((10, 20, 30), 8, 5)
+GOOD = completion("yes", prompt_tokens=3)
+KEY = "the-servers-key-1234"
+
+
+def asked(reply: Reply, **settings: Any) -> dict[str, Any] | Refusal:
+    with openai_server(lambda payload: reply) as served:
+        endpoint = Endpoint(served.url, TOKENIZER, {EOS}, VOCAB_SIZE, wait=lambda seconds: None, **settings)
+        endpoint.choose_model(None)
+        return endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+
+
+def test_a_redirect_to_another_host_gets_no_prompt_and_no_key() -> None:
+    with pytest.raises(DataError, match=r"redirects to other\.example; expected no other host\. Write the address"):
+        asked(Reply(status=307, headers={"Location": "http://other.example/v1/completions"}), api_key=KEY)
+
+
+def test_a_redirect_within_the_host_is_followed() -> None:
+    replies = iter([Reply(status=307, headers={"Location": "/v1/completions"}), GOOD])
+    with openai_server(lambda payload: next(replies)) as served:
+        endpoint = Endpoint(served.url, TOKENIZER, {EOS}, VOCAB_SIZE)
+        endpoint.choose_model(None)
+        answer = endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+    assert isinstance(answer, dict)
+    assert answer["choices"][0]["text"] == "yes"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+def test_a_response_without_end_is_not_kept(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "MAX_BODY_BYTES", 2**20)
+    body = b" " * 2**21
+    reply = Reply(body=gzip.compress(body), headers={"Content-Encoding": "gzip"}) if packed else Reply(body=body)
+    with pytest.raises(DataError, match=r"answers more than 1 MiB; expected a response to one prompt\."):
+        asked(reply)
+
+
+def test_an_error_that_echoes_the_key_or_steers_the_terminal_is_shown_without() -> None:
+    refused = asked(Reply(status=400, body=f"\x1b]0;title\x07 Bearer {KEY} \u202e is unknown".encode()), api_key=KEY)
+    assert isinstance(refused, Refusal)
+    assert refused.reason == r"answers 400 (\x1b]0;title\x07 Bearer *** \u202e is unknown)"
+
+
+def test_the_list_of_models_is_waited_for_briefly_and_a_response_as_long_as_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[httpx.Timeout] = []
+    stock = httpx.Client.stream
+
+    def noted(self: httpx.Client, *arguments: Any, timeout: httpx.Timeout, **more: Any) -> Any:
+        waits.append(timeout)
+        return stock(self, *arguments, timeout=timeout, **more)
+
+    monkeypatch.setattr(httpx.Client, "stream", noted)
+    asked(GOOD, timeout_seconds=77.0)
+    assert waits == [LIST_TIMEOUT, httpx.Timeout(77.0, connect=10.0)]
+    assert (LIST_TIMEOUT.connect, LIST_TIMEOUT.read) == (10.0, 10.0)
+
+
+def test_a_server_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_module, "STALL_SECONDS", 0.2)
+    prompts = [Prompt(f"f#{number}", "g", (10, 20, 30)) for number in range(3)]
+    ended = threading.Event()
+    with openai_server(lambda payload: (ended.wait(), GOOD)[1]) as served:
+        endpoint = Endpoint(served.url, TOKENIZER, {EOS}, VOCAB_SIZE, concurrency=2)
+        endpoint.choose_model(None)
+        store = CheckedStore(
+            RegeneratedStore(tmp_path), lambda rows: AnswerFit(len(rows), 1, found=1.0, expected=1.0, allowed=0.0), ""
+        )
+        try:
+            with pytest.raises(DataError, match="finished none of its requests in"):
+                regenerate_served(
+                    prompts,
+                    store,
+                    endpoint,
+                    GREEDY,
+                    seq_len_tokens=64,
+                    max_new_tokens=8,
+                    eos_ids={EOS},
+                    seed=0,
+                    on_prompt=lambda done, total: None,
+                )
+        finally:
+            ended.set()
+
+
+# Any JSON
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 300) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+CHOICE = st.fixed_dictionaries(
+    {},
+    optional={name: VALUES for name in ("text", "token_ids", "finish_reason", "stop_reason", "matched_stop")},
+)
+DOCUMENT = VALUES | st.fixed_dictionaries(
+    {},
+    optional={
+        "choices": VALUES | st.lists(CHOICE, max_size=2),
+        "usage": VALUES | st.fixed_dictionaries({"prompt_tokens": VALUES, "completion_tokens": VALUES}),
+        "meta_info": VALUES | st.fixed_dictionaries({"completion_tokens": VALUES, "finish_reason": VALUES}),
+        "output_ids": VALUES,
+        "text": VALUES,
+        "timings": VALUES,
+        "error": VALUES,
+    },
+)
+
+
+class Piece(httpx.SyncByteStream):
+    """A body of server-sent events."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self.content
+
+
+def read_all(documents: list[Any]) -> None:
+    """Read documents as a whole response and as a stream: each gives tokens, a refusal, or one message."""
+    endpoint = Endpoint("http://localhost/v1", TOKENIZER, {EOS}, VOCAB_SIZE)
+    for document in documents:
+        if isinstance(document, dict):
+            try:
+                tokens = endpoint.response_ids(QUESTION, document)
+            except DataError:
+                continue
+            assert isinstance(tokens, Refusal) or all(0 <= token < VOCAB_SIZE for token in tokens)
+    body = "".join(f"data: {json.dumps(document)}\n\n" for document in documents).encode()
+    response = httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=Piece(body))
+    try:
+        found = endpoint_module.read_streamed(response, 0.0)
+    except endpoint_module.BrokenStreamError:
+        return
+    assert isinstance(found, Streamed)
+    assert isinstance(found.document["choices"][0]["text"], str)
+
+
+@settings(max_examples=150, derandomize=True, database=None, deadline=None)
+@given(st.lists(DOCUMENT, min_size=1, max_size=3))
+def test_any_json_is_an_answer_or_one_message(documents: list[Any]) -> None:
+    read_all(documents)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(DOCUMENT, min_size=1, max_size=3))
+def test_any_json_is_an_answer_or_one_message_at_length(documents: list[Any]) -> None:
+    read_all(documents)
+
+
+# Messages
+
+
+def test_a_message_shows_no_credentials_and_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "0123456789")
+    monkeypatch.setenv("SHORT_TOKEN", "false")
+    text = "https://me:pw@host/v1?api_key=abc&x=1 has 0123456789; false \x1b[2J\x9b\u202etab\t\n"
+    shown = r"https://***@host/v1?api_key=***&x=1 has ***; false \x1b[2J\x9b\u202etab" + "\t\n"
+    assert str(MtpError(text)) == shown
