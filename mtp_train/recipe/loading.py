@@ -41,12 +41,12 @@ class _Loader(yaml.SafeLoader):
         self.repeated_keys: list[str] = []
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse ``!!bool``, ``!!int`` and ``!!float``: their constructors fail on other text with KeyError or IndexError."""
+        """Refuse ``!!bool``, ``!!int`` and ``!!float``: their constructors raise KeyErrors on other text."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.ScalarEvent) and event.tag in _NUMBER_TAGS:
-            raise yaml.composer.ComposerError(
-                None, None, f"the tag {event.tag!r}, which values do not need", event.start_mark
-            )
+            place: Any = event.start_mark
+            problem = f"the tag {event.tag!r}, which values do not need"
+            raise yaml.composer.ComposerError(None, None, problem, place)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
