@@ -99,16 +99,12 @@ def record_failure(run_dir: Path, outcome: Outcome) -> Outcome | None:
 def require_ours(run_dir: Path, recipe: Recipe) -> None:
     """Check that a run directory is new, or holds a run of the same resolved recipe.
 
-    ``check`` calls it too, so that it refuses the directories that ``run`` refuses.
-
     Raises:
         OutputExistsError: It holds the run of another recipe, or other files; it is the root, no directory, or lies
             within an input.
     """
-    _require_place(run_dir, recipe)
+    require_place(run_dir, recipe)
     entries = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
-    if run_dir.exists() and not run_dir.is_dir():
-        raise OutputExistsError(f"run_dir: {run_dir} is a file; expected a directory. Choose another run_dir.")
     # Files of a refused run, and of a claim that was killed.
     claims = {OUTCOME_FILE, PROVENANCE_FILE, RECORD_FILE}
     if entries <= claims | {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}:
@@ -126,11 +122,19 @@ def require_ours(run_dir: Path, recipe: Recipe) -> None:
         )
 
 
-def _require_place(run_dir: Path, recipe: Recipe) -> None:
-    """Refuse the root, a path below a file, and directories within an input: a run would change that input."""
+def require_place(run_dir: Path, recipe: Recipe) -> None:
+    """Refuse the root, a path below a file, and directories within an input: a run would change that input.
+
+    ``check`` and ``run`` both call it. ``check`` accepts the directory of another recipe, to compare its overrides.
+
+    Raises:
+        OutputExistsError: The run directory is in such a place.
+    """
     place = run_dir.resolve()
     if place == Path(place.anchor):
         raise OutputExistsError(f"run_dir: {run_dir} is the root; expected a new directory. Choose another run_dir.")
+    if run_dir.exists() and not run_dir.is_dir():
+        raise OutputExistsError(f"run_dir: {run_dir} is a file; expected a directory. Choose another run_dir.")
     above = next(one for one in place.parents if one.exists())
     if not above.is_dir():
         raise OutputExistsError(
