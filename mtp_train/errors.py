@@ -79,6 +79,10 @@ class DataError(MtpError):
     """Report data that cannot be read, is empty, or leaves no token to train on."""
 
 
+class UnsupportedRecordError(DataError):
+    """Report a record with image, audio or other parts that are not text. Readers skip such records."""
+
+
 class OutputExistsError(MtpError):
     """Report an output path that exists and must not be overwritten."""
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mtp_train.errors import DataError
+from mtp_train.errors import DataError, UnsupportedRecordError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -110,6 +110,7 @@ def parse_messages(value: object, where: str) -> Chat:
     """Check a chat and bring ShareGPT's ``from``/``value`` into ``role``/``content``.
 
     Raises:
+        UnsupportedRecordError: A message has image, audio or other parts that are not text.
         DataError: The value is not a list of messages, or a message lacks its role or its text.
     """
     if not isinstance(value, (list, tuple)) or not value:
@@ -158,15 +159,35 @@ def _parse_message(value: object, where: str) -> Message:
     if role not in ROLES:
         raise DataError(f"{where}: role {_shown(role)}; expected one of {', '.join(ROLES)}. Rename the role.")
     if "tool_calls" in message:
+        _require_calls(message["tool_calls"], where)
         message.setdefault("content", "")
     message["content"] = _joined(message.get("content"))
     if not isinstance(message.get("content"), str):
-        raise DataError(
+        raise (UnsupportedRecordError if _has_other_parts(message["content"]) else DataError)(
             f"{where}: content is {_shown(message.get('content'))}; expected text. Fix or remove the record "
             "(image and audio parts are not supported)."
         )
     _require_unicode(message["content"], "content", where)
+    if len(message) > 2:
+        # Templates may write further fields.
+        _require_unicode(json.dumps(message, ensure_ascii=False, default=str), "the message", where)
     return message
+
+
+def _require_calls(value: object, where: str) -> None:
+    """Refuse tool calls in another form than chat templates loop over."""
+    if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
+        raise DataError(
+            f"{where}: tool_calls are {_shown(value)}; expected a list of objects. Fix or remove the record."
+        )
+
+
+def _has_other_parts(content: object) -> bool:
+    """Return whether content is a list of parts with types, and one of them is not text."""
+    if not isinstance(content, list):
+        return False
+    types = [part.get("type") if isinstance(part, Mapping) else None for part in content]
+    return all(isinstance(one, str) for one in types) and any(one != "text" for one in types)
 
 
 def _joined(content: object) -> object:

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 import glob
 import json
+import logging
+import lzma
+import tarfile
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -19,9 +24,24 @@ import fsspec
 from datasets.packaged_modules.json.json import Json as JsonBuilder
 
 from mtp_train.data.records import Content, PlainText, PromptResponse, Record, content_group, parse_messages, parse_text
-from mtp_train.errors import DataError
+from mtp_train.errors import DataError, UnsupportedRecordError
+
+logger = logging.getLogger(__name__)
 
 BYTE_ORDER_MARK = "\ufeff"
+MAX_NESTING = 64
+"""Most levels of lists and objects in a record. Deeper ones exhaust the stack of those who walk them."""
+UNREADABLE = (
+    OSError,
+    ValueError,
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    datasets.exceptions.DatasetsError,
+)
+"""The errors of damaged files: of the file system, the decoders, the decompressors and ``datasets``."""
 
 Row = dict[str, Any]
 Files = Mapping[str, Sequence[str]]
@@ -67,7 +87,7 @@ def _unit(files: Files) -> Literal["line", "document"]:
     lines = _texts({"train": [first]}, "line", split="train", streaming=True)
     line = next((row["text"] for row in lines if row["text"].strip()), "{}")
     try:
-        return "line" if isinstance(json.loads(line.lstrip(BYTE_ORDER_MARK)), dict) else "document"
+        return "line" if isinstance(_parsed(line.lstrip(BYTE_ORDER_MARK)), dict) else "document"
     except ValueError:
         return "document"
 
@@ -84,12 +104,38 @@ def _objects(texts: Iterable[Row]) -> Iterator[Row]:
         text = row["text"].strip().removeprefix(BYTE_ORDER_MARK)
         if not text:
             continue
-        value = json.loads(text)
+        value = _parsed(text)
         for entry in value if isinstance(value, list) else [value]:
             number += 1
             if not isinstance(entry, dict):
                 raise ValueError(f"record {number} is not an object")
             yield entry
+
+
+def _parsed(text: str | bytes) -> Any:
+    """Parse JSON of at most ``MAX_NESTING`` levels.
+
+    Raises:
+        ValueError: The text is not JSON, or is nested deeper.
+    """
+    # A document is a list of records: one more level.
+    too_deep = f"more than {MAX_NESTING} levels of lists and objects"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    level = [value]
+    for _ in range(MAX_NESTING + 1):
+        level = [
+            child
+            for one in level
+            if isinstance(one, (dict, list))
+            for child in (one.values() if isinstance(one, dict) else one)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return value
+    raise ValueError(too_deep)
 
 
 def _filled(rows: Iterable[Row], names: Sequence[str]) -> Iterator[Row]:
@@ -99,6 +145,8 @@ def _filled(rows: Iterable[Row], names: Sequence[str]) -> Iterator[Row]:
 
 Format = Literal["auto", "messages", "prompt_response", "text"]
 
+MAX_LISTED = 30
+"""Most columns that a message lists."""
 COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 KNOWN_FILES = "a .json, .jsonl, .parquet or .txt file (.gz, .xz, .bz2 or .zst too)"
 SMALL_FILE_BYTES = 64
@@ -154,15 +202,58 @@ def load_records(
         # Other columns may hold images, which take long to read.
         rows = rows.select_columns(list(dict.fromkeys([*columns, *([group_field] if group_field else [])])))
     records = []
-    for number, row in enumerate(rows, start=1):
+    skipped = Skipped(name)
+    for number, row in enumerate(_readable(rows, name, files), start=1):
         where = f"{name}, record {number}"
-        content = _parse_content(row, columns, where)
+        try:
+            content = _parse_content(row, columns, where)
+        except UnsupportedRecordError as error:
+            skipped.add(error)
+            continue
         if group_field is not None:
             group = _parse_group(row.get(group_field), group_field, where)
         else:
             group = content_group(content) if owners is None else owners[number - 1]
         records.append(Record(id=f"{name}#{number}", group=group, content=content))
+    skipped.report(len(records))
     return records
+
+
+class Skipped:
+    """Count the records of a source that are skipped because they are not text.
+
+    Args:
+        name: Name of the source in messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.errors: list[UnsupportedRecordError] = []
+
+    def add(self, error: UnsupportedRecordError) -> None:
+        """Count one record."""
+        self.errors.append(error)
+
+    def report(self, num_used: int) -> None:
+        """Log the number of skipped records and the first one.
+
+        Raises:
+            DataError: No record is left.
+        """
+        if not self.errors:
+            return
+        if not num_used:
+            raise DataError(
+                f"{self.name}: all {len(self.errors)} records have image, audio or other parts that are not text; "
+                "expected at least one record of text. Add text records, or use another source."
+            )
+        logger.warning(
+            "%s: skipped %d of %d records, which have image, audio or other parts that are not text. The first is %s.",
+            self.name,
+            len(self.errors),
+            len(self.errors) + num_used,
+            str(self.errors[0]).partition("; expected")[0],
+        )
 
 
 def load_rows(
@@ -183,7 +274,19 @@ def load_rows(
     files = local_files(path, name)
     if files is not None:
         config, split = None, split if Path(path).expanduser().is_dir() else "train"
-    return list(_read(path, files, config, split, name, None, False)[1])
+    return list(_readable(_read(path, files, config, split, name, None, False)[1], name, files))
+
+
+def _readable(rows: Iterable[Row], name: str, files: Sequence[Path] | None) -> Iterator[Row]:
+    """Yield rows, some of which are decoded only now.
+
+    Raises:
+        DataError: A row cannot be decoded.
+    """
+    try:
+        yield from rows
+    except UNREADABLE as error:
+        raise _unreadable(name, files, error) from error
 
 
 def _read(
@@ -213,7 +316,7 @@ def _read(
             names, num_rows = table.column_names, len(table)
             rows = table if max_records is None else table.select(range(min(max_records, num_rows)))
     # The JSON builder of `datasets` raises StopIteration on a file without a row.
-    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
+    except (*UNREADABLE, StopIteration) as error:
         if files is not None and all(_is_empty(file) for file in files):
             raise _empty(name) from error
         raise _unreadable(name, files, error) from error
@@ -288,8 +391,9 @@ def local_files(path: str, name: str) -> list[Path] | None:
     Raises:
         DataError: There is no such file, or the files cannot be read as one source.
     """
-    where = Path(path).expanduser()
+    where = _place(path, name)
     if where.is_dir():
+        _refuse_script(where, name)
         inside = sorted(file.relative_to(where) for file in where.rglob("*") if _suffix(file) in BUILDERS)
         files = [where / file for file in inside if not any(part.startswith(".") for part in file.parts)]
     elif where.exists():
@@ -302,6 +406,12 @@ def local_files(path: str, name: str) -> list[Path] | None:
         return None
     if not files:
         raise DataError(f"{name}: no such file; expected {KNOWN_FILES}. Check the path.")
+    for file in files:
+        # Opening a FIFO waits for a writer, and reading a device may never end.
+        if not file.is_file():
+            raise DataError(
+                f"{file}: not a regular file; expected {KNOWN_FILES}. Remove it, or write the records to a file."
+            )
     kinds = {BUILDERS.get(_suffix(file)): file for file in files}
     if None in kinds:
         raise DataError(f"{kinds[None]}: a file of an unknown kind; expected {KNOWN_FILES}. Convert or rename it.")
@@ -311,6 +421,33 @@ def local_files(path: str, name: str) -> list[Path] | None:
             "those of one kind by a glob, such as 'directory/**/*.jsonl', and the others in a source of their own."
         )
     return files
+
+
+def _place(path: str, name: str) -> Path:
+    """Return the path of a source with ``~`` expanded.
+
+    Raises:
+        DataError: No file system can have such a path.
+    """
+    try:
+        where = Path(path).expanduser()
+        where.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return where
+    except (OSError, ValueError, RuntimeError) as error:
+        found = error.strerror if isinstance(error, OSError) else str(error)
+        raise DataError(f"{name[:60]!a}: cannot be opened ({found}); expected {KNOWN_FILES}. Check the path.") from None
+    return where
+
+
+def _refuse_script(directory: Path, name: str) -> None:
+    """Refuse a directory with a dataset script: some versions of ``datasets`` run it, others refuse all its files."""
+    script = directory / f"{directory.resolve().name}.py"
+    if script.exists():
+        raise DataError(
+            f"{name}: contains the dataset script {script.name}, which is never run; expected files of records alone. "
+            "Remove the script, or name the files by a glob."
+        )
 
 
 def _suffix(file: Path) -> str:
@@ -332,8 +469,8 @@ def _unreadable(name: str, files: Sequence[Path] | None, error: Exception) -> Da
     cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
     if files is None:
         return DataError(
-            f"{name}: cannot be read ({cause}); expected a local file, or a dataset of the hub with that split. Check "
-            "the spelling, the split and the network."
+            f"{name[:200]}: cannot be read ({cause}); expected a local file, or a dataset of the hub with that split. "
+            "Check the spelling, the split and the network."
         )
     if "zstd" in cause:
         return DataError(f"{name}: compressed by Zstandard; expected the package that reads it. pip install zstandard.")
@@ -352,7 +489,7 @@ def _first_bad_line(file: Path) -> int | None:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                is_object = not line.strip() or isinstance(json.loads(line), dict)
+                is_object = not line.strip() or isinstance(_parsed(line), dict)
             except ValueError:
                 is_object = False
             if not is_object:
@@ -405,8 +542,9 @@ def _parse_group(value: object, group_field: str, where: str) -> str:
             f"{where}: {group_field} is missing; expected a value in every record (data.group_field). Fill it in, or "
             "leave data.group_field out."
         )
-    return str(value)
+    return parse_text(str(value), group_field, where)
 
 
 def _listed(columns: Sequence[str]) -> str:
-    return ", ".join(repr(column) for column in columns)
+    names = [repr(column) if len(column) <= 60 else f"{column[:57]!r}..." for column in columns[:MAX_LISTED]]
+    return ", ".join([*names, f"and {len(columns) - MAX_LISTED} more"] if len(columns) > MAX_LISTED else names)

@@ -19,10 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.data.prompts import build_prompts, continuation_prompts
-from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record, content_group, parse_messages
-from mtp_train.data.sources import MESSAGE_COLUMNS, load_records, load_rows
+from mtp_train.data.records import (
+    Chat,
+    Content,
+    PlainText,
+    PromptResponse,
+    Record,
+    content_group,
+    parse_messages,
+    parse_text,
+)
+from mtp_train.data.sources import MESSAGE_COLUMNS, Skipped, load_records, load_rows
 from mtp_train.data.split import is_held_out, stable_share
-from mtp_train.errors import DataError
+from mtp_train.errors import DataError, UnsupportedRecordError
 from mtp_train.evaluation.cells import ALL_TASKS
 from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.trunk.tokenizer import raw_tokens
@@ -76,17 +85,22 @@ def read_benchmark(kind: str, location: str) -> list[SuiteRecord]:
     """
     name, benchmark = f"{kind}:{location}", BENCHMARKS[kind]
     rows = load_rows(location, config=benchmark.hub_config, split=benchmark.split, name=name)
-    records = []
+    records: list[SuiteRecord] = []
+    skipped = Skipped(name)
     for number, row in enumerate(rows, start=1):
         where = f"{name}, record {number}"
         try:
             task, content = benchmark.read(row, where)
+        except UnsupportedRecordError as error:
+            skipped.add(error)
+            continue
         except KeyError as missing:
             raise DataError(
                 f"{where}: no {missing}, the fields are {_fields(row)}; expected {benchmark.fields}. Check that the "
                 f"file is {kind}'s, or write its prompts as a .jsonl of your own."
             ) from None
         records.append(_suite_record(task, content, f"{kind}#{number}", where))
+    skipped.report(len(records))
     return records
 
 
@@ -100,11 +114,18 @@ def read_own(location: str) -> list[SuiteRecord]:
         DataError: The file does not exist, or a record has none of these fields.
     """
     stem = Path(location).name.split(".")[0]
-    records = []
+    records: list[SuiteRecord] = []
+    skipped = Skipped(location)
     for number, row in enumerate(load_rows(location, name=location), start=1):
         where = f"{location}, record {number}"
         task = next((str(row[field]) for field in TASK_FIELDS if row.get(field) is not None), stem)
-        records.append(_suite_record(task, _own_content(row, where), f"{stem}#{number}", where))
+        try:
+            content = _own_content(row, where)
+        except UnsupportedRecordError as error:
+            skipped.add(error)
+            continue
+        records.append(_suite_record(task, content, f"{stem}#{number}", where))
+    skipped.report(len(records))
     return records
 
 
@@ -113,6 +134,7 @@ def _suite_record(task: str, content: Content, id: str, where: str) -> SuiteReco
         raise DataError(
             f"{where}: the task {task!r}; expected another name, as reports use it for all tasks together. Rename it."
         )
+    parse_text(task, "the task", where)
     return SuiteRecord(task, Record(id, content_group(content), content))
 
 
@@ -179,7 +201,7 @@ def _text(row: Row, field: str, where: str) -> str:
     value = _present(row, field)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}: {field} is {value!r:.60}; expected text. Fill it in, or remove the record.")
-    return value
+    return parse_text(value, field, where)
 
 
 def _present(row: Row, field: str) -> Any:

@@ -21,7 +21,7 @@ from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.module import unroll_of
 from mtp_train.job.input_identity import input_bytes
 from mtp_train.job.inputs import require_attention, require_draft_vocab, require_rows, require_unroll
-from mtp_train.job.run_dir import with_recorded_precision, with_resolved_precision
+from mtp_train.job.run_dir import require_place, with_recorded_precision, with_resolved_precision
 from mtp_train.job.sft.estimate_memory import tuning_cost, tuning_footprint
 from mtp_train.job.sft.tuned_model import require_trainable
 from mtp_train.job.start import Overrides, RecipeLike, recipe_of
@@ -165,6 +165,7 @@ def check(recipe: RecipeLike, overrides: Overrides = (), *, processes: int | Non
 
 def _checked(recipe: Recipe, world_size: int) -> CheckResult:
     recipe = with_recorded_precision(recipe, Path(recipe.run_dir))
+    require_place(Path(recipe.run_dir), recipe)
     device = PartialState().device
     recipe = with_resolved_precision(recipe, device)
     reason = resolve_precision(recipe.train.precision, device).reason

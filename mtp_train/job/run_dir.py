@@ -37,6 +37,7 @@ from mtp_train.errors import (
 from mtp_train.recipe.loading import RECIPE_FILE, dump_recipe, is_run, load_recipe, parse_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
 from mtp_train.trunk.precision import resolve_precision
+from mtp_train.weights.demo import resolve
 from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
 from mtp_train.weights.identity import RECORD_FILE
 from mtp_train.weights.writing import LOCK_FILE, write_json, write_text
@@ -194,11 +195,11 @@ def require_ours(run_dir: Path, recipe: Recipe) -> None:
     """Check that a run directory is new, or holds a run of the same resolved recipe.
 
     Raises:
-        OutputExistsError: It holds the run of another recipe, or other files.
+        OutputExistsError: It holds the run of another recipe, or other files; it is the root, no directory, or lies
+            within an input.
     """
+    require_place(run_dir, recipe)
     entries = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
-    if run_dir.exists() and not run_dir.is_dir():
-        raise OutputExistsError(f"run_dir: {run_dir} is a file; expected a directory. Choose another run_dir.")
     # Files of a refused run, and of a claim that was killed.
     claims = {OUTCOME_FILE, PROVENANCE_FILE, RECORD_FILE, LOCK_FILE}
     if entries <= claims | {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}:
@@ -214,6 +215,36 @@ def require_ours(run_dir: Path, recipe: Recipe) -> None:
             f"run_dir: {run_dir} holds the run of another recipe ({recorded}); expected the same resolved recipe to "
             "resume. Choose another run_dir, or remove this one."
         )
+
+
+def require_place(run_dir: Path, recipe: Recipe) -> None:
+    """Refuse the root, a path below a file, and directories within an input: a run would change that input.
+
+    ``check`` and ``run`` both call it. ``check`` accepts the directory of another recipe, to compare its overrides.
+
+    Raises:
+        OutputExistsError: The run directory is in such a place.
+    """
+    place = run_dir.resolve()
+    if place == Path(place.anchor):
+        raise OutputExistsError(f"run_dir: {run_dir} is the root; expected a new directory. Choose another run_dir.")
+    if run_dir.exists() and not run_dir.is_dir():
+        raise OutputExistsError(f"run_dir: {run_dir} is a file; expected a directory. Choose another run_dir.")
+    above = next(one for one in place.parents if one.exists())
+    if not above.is_dir():
+        raise OutputExistsError(
+            f"run_dir: {run_dir} lies below the file {above}; expected a new directory. Choose another run_dir."
+        )
+    model = recipe.model
+    inputs = {"model.trunk": model.trunk, "model.head_from": model.head_from, "model.adapter": model.adapter}
+    inputs |= {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
+    for field, name in inputs.items():
+        location = None if name is None else Path(resolve(name)).resolve()
+        if location is not None and location.is_dir() and place.is_relative_to(location):
+            raise OutputExistsError(
+                f"run_dir: {run_dir} lies within {field} ({name}); expected a directory outside of the inputs. Choose "
+                "another run_dir."
+            )
 
 
 def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:

@@ -20,6 +20,7 @@ from mtp_train.recipe.rules import contradictions
 from mtp_train.recipe.schema import AUTO, Recipe
 
 _TAG = "tag:yaml.org,2002:"
+_NUMBER_TAGS = (_TAG + "bool", _TAG + "int", _TAG + "float")
 _NULL = re.compile(r"(?:~|null|Null|NULL|)\Z")
 _BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)\Z")
@@ -37,6 +38,15 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self.where = where
         self.repeated_keys: list[str] = []
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse ``!!bool``, ``!!int`` and ``!!float``: their constructors raise KeyErrors on other text."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.ScalarEvent) and event.tag in _NUMBER_TAGS:
+            place: Any = event.start_mark
+            problem = f"the tag {event.tag!r}, which values do not need"
+            raise yaml.composer.ComposerError(None, None, problem, place)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Build a dictionary, and collect repeated keys: the base class would silently take the last one."""
@@ -95,7 +105,8 @@ def parse_yaml(text: str, where: str) -> tuple[Any, list[str]]:
         column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
         place = f"{where}, line {line}, column {column}"
         raise _unparsable(place, f"the control character U+{error.character:04X}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested without end
+    # A number of thousands of digits, an escape beyond Unicode, brackets nested without end.
+    except (ValueError, OverflowError, RecursionError) as error:
         raise _unparsable(where, str(error)) from error
     return value, loader.repeated_keys
 
@@ -175,8 +186,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = Path(path)
     try:
+        if path.exists() and not path.is_dir() and not path.is_file():
+            # Opening a FIFO waits for a writer, and reading a device may never end.
+            raise RecipeError([f"{path}: not a regular file; expected a recipe in YAML. Write it to a file."])
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     data, repeated_keys = parse_yaml(text, str(path))
     return _decode({} if data is None else data, overrides, repeated_keys)
@@ -226,13 +240,18 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
     return plain
 
 
-def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> RecipeError:
+def _unreadable(path: Path, error: OSError | ValueError) -> RecipeError:
     if isinstance(error, UnicodeDecodeError):
         found, cure = "not text in UTF-8", "Save it as UTF-8, or check the path."
     elif isinstance(error, FileNotFoundError):
         siblings = [str(file) for file in path.parent.glob("*.yaml")]
         near = difflib.get_close_matches(str(path), siblings, n=1)
         found, cure = "no such file", f"Did you mean {near[0]}?" if near else "Check the path."
-    else:
+    elif isinstance(error, OSError):
         found, cure = f"cannot be read ({error.strerror})", "Check the path and its permissions."
-    return RecipeError([f"{path}: {found}; expected a recipe in YAML. {cure}"])
+    else:
+        # A NUL or an unpaired surrogate in the path.
+        found, cure = f"cannot be a path ({error})", "Check the path."
+    return RecipeError(
+        [f"{str(path)[:200].encode('ascii', 'backslashreplace').decode()}: {found}; expected a recipe in YAML. {cure}"]
+    )

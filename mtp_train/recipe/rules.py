@@ -46,6 +46,32 @@ def contradictions(recipe: Recipe, usable: Callable[[tuple[str, ...]], bool]) ->
     return [problem for rule in RULES if usable(rule.reads) for problem in rule.check(recipe)]
 
 
+MAX_TOKENS = 2**53
+"""Most tokens of a training. Reports store counts in JSON, whose readers represent larger numbers inexactly."""
+
+
+@_reads("train.max_steps", "train.tokens_per_step")
+def _tokens_can_be_counted(recipe: Recipe) -> Iterator[str]:
+    tokens = recipe.train.max_steps * recipe.train.tokens_per_step
+    if tokens > MAX_TOKENS:
+        yield (
+            f"train.max_steps: {shown(recipe.train.max_steps)} x train.tokens_per_step "
+            f"{shown(recipe.train.tokens_per_step)}; expected at most {MAX_TOKENS} tokens in all (2**53), which JSON "
+            "counts exactly. Lower train.max_steps."
+        )
+
+
+@_reads("run_dir", "model.trunk", "model.head_from", "model.adapter", "data.sources")
+def _paths_have_no_nul(recipe: Recipe) -> Iterator[str]:
+    model = recipe.model
+    paths = {"run_dir": recipe.run_dir, "model.trunk": model.trunk, "model.head_from": model.head_from}
+    paths["model.adapter"] = model.adapter
+    paths |= {f"data.sources.{number}.path": source.path for number, source in enumerate(recipe.data.sources)}
+    for field, path in paths.items():
+        if "\0" in (path or ""):
+            yield f"{field}: {shown(path)} contains a NUL character; expected a path. Remove the character."
+
+
 @_reads("head.kind", "head.init")
 def _other_kinds_start_from_random_weights(recipe: Recipe) -> Iterator[str]:
     if recipe.head.kind != "mtp" and recipe.head.init != "random":

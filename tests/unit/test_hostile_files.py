@@ -1,0 +1,224 @@
+"""Damaged and hostile data files and recipes: one message each, and the good record beside them is read."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import logging
+import lzma
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mtp_train.data.records import PlainText
+from mtp_train.data.sources import load_records, load_rows
+from mtp_train.errors import DataError, OutputExistsError, RecipeError
+from mtp_train.evaluation.suites import load_suite
+from mtp_train.job.check import check
+from mtp_train.job.start import run
+from mtp_train.recipe.loading import load_recipe
+
+GOOD = {"text": "a good record"}
+LINE = json.dumps(GOOD).encode() + b"\n"
+NESTED = b'{"text": "a", "other": ' + b"[" * 10_000 + b"]" * 10_000 + b"}\n"
+
+
+def chat(content: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "yes"}]}
+
+
+def parquet_of(table: pa.Table) -> bytes:
+    stream = io.BytesIO()
+    pq.write_table(table, stream)
+    return stream.getvalue()
+
+
+def invalid_text() -> pa.Array:
+    offsets, content = pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")
+    return pa.Array.from_buffers(pa.string(), 1, [None, offsets, content])
+
+
+PACKED = gzip.compress(LINE * 200 + os.urandom(2000).hex().encode())
+HOSTILE = {
+    "null.jsonl": LINE + b"null\n",
+    "number.jsonl": LINE + b"7\n",
+    "utf16.jsonl": LINE.decode().encode("utf-16"),
+    "latin1.jsonl": b'{"text": "caf\xe9"}\n',
+    "nul.jsonl": b"\0" * 100,
+    "nested.jsonl": LINE + NESTED,
+    "open.jsonl": b"[" * 100_000,
+    "nested.json": b"[" * 10_000 + b"]" * 10_000,
+    "cut.jsonl.gz": PACKED[: len(PACKED) // 2],
+    "damaged.jsonl.gz": PACKED[:60] + bytes(4) + PACKED[64:],
+    "cut.jsonl.xz": lzma.compress(LINE * 50)[:60],
+    "cut.jsonl.bz2": bz2.compress(LINE * 50)[:40],
+    "other.jsonl.xz": b"garbage!",
+    "zip.jsonl": b"PK\x03\x04garbage",
+    "cut.txt.gz": PACKED[: len(PACKED) // 2],
+    "other.txt.xz": b"garbage!",
+    "cut.parquet": parquet_of(pa.table({"text": ["a"] * 100}))[:60],
+    "invalid.parquet": parquet_of(pa.table({"text": invalid_text()})),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_damaged_file_is_refused_with_one_message(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(HOSTILE[name])
+    for read in (load_records, load_rows):
+        with pytest.raises(DataError, match=rf"{name}.*cannot be read \(.*\); expected .*\. Repair"):
+            read(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, bz2.compress])
+def test_the_same_files_undamaged_are_read(pack: Any, tmp_path: Path) -> None:
+    suffix = {gzip: ".gz", lzma: ".xz", bz2: ".bz2"}[__import__(pack.__module__)]
+    shallow = {**GOOD, "other": json.loads("[" * 60 + "]" * 60)}
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(LINE + json.dumps(shallow).encode()))
+    found = load_records(str(tmp_path / f"a.jsonl{suffix}"))
+    assert [record.content for record in found] == [PlainText(GOOD["text"])] * 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet"])
+@pytest.mark.parametrize("whole_directory", [True, False])
+def test_fifos_and_devices_are_refused_and_not_opened(name: str, whole_directory: bool, tmp_path: Path) -> None:
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        make(tmp_path / name)
+        with pytest.raises(DataError, match=rf"{name}: not a regular file; expected .*\. Remove it"):
+            load_records(str(tmp_path if whole_directory else tmp_path / name))
+        (tmp_path / name).unlink()
+    (tmp_path / "a.jsonl").write_bytes(LINE)
+    assert len(load_records(str(tmp_path))) == 1
+
+
+@pytest.mark.parametrize("path", ["a\0b.jsonl", "/" + "a" * 5000 + ".jsonl", "~no-such-user/a.jsonl", "\ud800.jsonl"])
+def test_a_path_that_no_file_can_have_is_refused(path: str) -> None:
+    with pytest.raises(DataError, match=r"cannot be opened \(.*\); expected .* Check the path\."):
+        load_records(path)
+
+
+def test_a_script_in_a_directory_is_never_run(tmp_path: Path) -> None:
+    directory = tmp_path / "data"
+    directory.mkdir()
+    (directory / "data.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (directory / "a.jsonl").write_bytes(LINE)
+    with pytest.raises(DataError, match=r"the dataset script data\.py, which is never run; expected"):
+        load_records(str(directory))
+    assert len(load_records(f"{directory}/*.jsonl")) == 1
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_audio"])
+def test_records_with_other_parts_are_skipped_and_counted(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = chat([{"type": kind, kind: "x"}, {"type": "text", "text": "what is it?"}])
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (other, chat("hi"), other)))
+    with caplog.at_level(logging.WARNING):
+        assert [record.id for record in load_records(str(path))] == [f"{path}#2"]
+        assert [one.record.id for one in load_suite(str(path)).records] == ["a#2"]
+    assert len(caplog.messages) == 2
+    assert all("skipped 2 of 3 records" in message and "record 1, message 1" in message for message in caplog.messages)
+    path.write_text(json.dumps(other) + "\n")
+    for read in (load_records, load_suite):
+        with pytest.raises(DataError, match=r"all 1 records have image, audio or .*; expected at least one record of"):
+            read(str(path))
+
+
+@pytest.mark.parametrize("content", [[{"image": "x"}], [4], {"type": "image"}])
+def test_malformed_content_is_refused_and_not_skipped(content: object, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(chat(one)) + "\n" for one in ("hi", content)))
+    with pytest.raises(DataError, match="record 2, message 1: content is"):
+        load_records(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("extra", [{"name": "\ud800"}, {"tool_calls": 7}, {"tool_calls": ["f"]}])
+def test_further_fields_of_a_message_are_checked(extra: dict[str, Any], tmp_path: Path) -> None:
+    row = chat("hi")
+    row["messages"][0] |= extra
+    (tmp_path / "a.jsonl").write_text(json.dumps(chat("hi")) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=r"record 2, message 1: .*; expected"):
+        load_records(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("field", ["task", "prompt"])
+def test_half_of_a_surrogate_pair_in_a_prompt_file_is_refused(field: str, tmp_path: Path) -> None:
+    row = {"prompt": "a", "task": "b"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {field: "\ud800"}) + "\n")
+    with pytest.raises(DataError, match=rf"record 2: .*{field} has half of a surrogate pair"):
+        load_suite(str(tmp_path / "a.jsonl"))
+
+
+RECIPE = """
+run_dir: runs/a
+model: {trunk: "demo:finetune", head_from: "demo:base"}
+data: {sources: [{path: "demo:prompts"}]}
+train: {max_steps: 10, tokens_per_step: 512, lr: 0.1, warmup_steps: 0}
+evaluate: {arms: [graft, retrained]}
+"""
+
+
+def problem_of(path: Path | str) -> str:
+    with pytest.raises(RecipeError) as found:
+        load_recipe(path)
+    (problem,) = found.value.problems
+    return problem
+
+
+def test_the_recipe_beside_the_hostile_ones_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(RECIPE.replace("runs/a", "!!str runs/a"))
+    assert load_recipe(tmp_path / "a.yaml").run_dir == "runs/a"
+
+
+@pytest.mark.parametrize("value", ["!!bool abc", "!!int ''", "!!python/object/apply:os.system [ls]", '"\\Uffffffff"'])
+def test_tags_and_impossible_escapes_are_refused(value: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(RECIPE + f"seed: {value}\n")
+    assert "; expected well-formed YAML. " in problem_of(tmp_path / "a.yaml")
+
+
+def test_a_recipe_that_is_no_file_is_refused_and_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.yaml")
+    for path in (tmp_path / "a.yaml", "/dev/zero"):
+        assert "not a regular file; expected a recipe in YAML. " in problem_of(path)
+    assert "cannot be read (Is a directory)" in problem_of(tmp_path)
+    assert "cannot be a path" in problem_of("a\0b")
+    assert "cannot be a path" in problem_of("\ud800")
+
+
+def test_training_has_an_upper_bound(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(RECIPE.replace("max_steps: 10", f"max_steps: {10**30}"))
+    assert "tokens in all (2**53), which JSON counts exactly. Lower train.max_steps." in problem_of(tmp_path / "a.yaml")
+
+
+def test_a_nul_in_a_path_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(RECIPE.replace("runs/a", '"a\\0b"'))
+    assert problem_of(tmp_path / "a.yaml").startswith("run_dir: 'a\\x00b' contains a NUL character; expected a path.")
+
+
+@pytest.mark.parametrize("where", ["/", "trunk", "trunk/new", "file", "file/new"])
+def test_check_refuses_the_run_directories_that_run_refuses(where: str, tmp_path: Path) -> None:
+    (tmp_path / "trunk").mkdir()
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "a.yaml").write_text(RECIPE)
+    overrides = {"run_dir": str(tmp_path / where), "model.trunk": str(tmp_path / "trunk")}
+    said = []
+    for command in (check, run):
+        with pytest.raises(OutputExistsError, match=r"run_dir: .*; expected .* Choose another run_dir") as found:
+            command(tmp_path / "a.yaml", overrides)
+        said.append(str(found.value))
+    assert said[0] == said[1]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.yaml", "file", "trunk"]
+
+
+def test_check_refuses_an_unknown_part_of_the_demo_as_run_does(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(RECIPE)
+    overrides = {"run_dir": str(tmp_path / "run"), "data.sources.0.path": "demo:nothing"}
+    for command in (check, run):
+        with pytest.raises(Exception, match="demo:nothing: no such part of the demo; expected one of"):
+            command(tmp_path / "a.yaml", overrides)
