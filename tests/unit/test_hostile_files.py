@@ -18,7 +18,7 @@ import pytest
 
 from mtp_train.data.records import PlainText
 from mtp_train.data.sources import load_records, load_rows
-from mtp_train.errors import DataError, OutputExistsError, RecipeError
+from mtp_train.errors import DataError, MtpError, OutputExistsError, RecipeError
 from mtp_train.evaluation.suites import load_suite
 from mtp_train.job.check import check
 from mtp_train.job.start import run
@@ -220,5 +220,5 @@ def test_check_refuses_an_unknown_part_of_the_demo_as_run_does(tmp_path: Path) -
     (tmp_path / "a.yaml").write_text(RECIPE)
     overrides = {"run_dir": str(tmp_path / "run"), "data.sources.0.path": "demo:nothing"}
     for command in (check, run):
-        with pytest.raises(Exception, match="demo:nothing: no such part of the demo; expected one of"):
+        with pytest.raises(MtpError, match="demo:nothing: no such part of the demo; expected one of"):
             command(tmp_path / "a.yaml", overrides)
