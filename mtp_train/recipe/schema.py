@@ -149,8 +149,9 @@ class HeadSection(Section):
     """Number of draft depths that are trained. Independent of the number of MTP modules in the checkpoint."""
     lora: LoraSpec | None = None
     """LoRA on the head; null trains all weights of the head."""
-    convention: Literal["auto", "vllm", "sglang", "llama.cpp"] = "auto"
-    """The engine whose wiring of the head is used, where engines differ. `auto`: the usual wiring of the family. With
+    convention: Text = "auto"
+    """The engine whose wiring of the head is used, where engines differ: `vllm`, `sglang`, `llama.cpp`, or one that
+    another package has registered. `auto`: the usual wiring of the family. With
     `llama.cpp`, all modules of Step-3.5 and MiMo-V2-Flash read the same tokens as the first module, as in llama.cpp."""
     draft_vocab: Count | None = None
     """Size of the draft vocabulary: this number of the most frequent tokens of the training text; null drafts from all

@@ -44,7 +44,7 @@ from mtp_train.heads.diagnose import head_shapes, text_config_of
 from mtp_train.heads.step import unroll
 from mtp_train.weights.files import open_checkpoint
 from mtp_train.weights.keymap import HeadLayout
-from runs import document
+from runs import document, tiny_recipe
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 _MODULE = "toy_head.{module}."
@@ -215,6 +215,7 @@ def test_a_registered_engine_is_in_every_table_until_it_is_removed(
     assert list(qwen.serving)[-1] == "toy engine"
     assert qwen.serving["toy engine"] == of_kind(llama, "eagle3").serving["toy engine"] == no("has no MTP")
     assert llama.convention("toy engine").position_offset == 7
+    assert tiny_recipe(tmp_path, tmp_path / "run", head={"convention": "toy engine"}).head.convention == "toy engine"
     with pytest.raises(UnsupportedModelError, match=r"head\.convention: 'toy engine'; expected one of auto, vllm"):
         qwen.convention("toy engine")
     base, _ = base_and_finetune(tmp_path, "llama")
