@@ -59,7 +59,7 @@ def add_push(commands: Any) -> None:
 
 def add_demo(commands: Any) -> None:
     """Declare ``demo``."""
-    command = add_command(commands, "demo", "write the embedded demo checkpoints")
+    command = add_command(commands, "demo", "write the embedded demo: two checkpoints and prompts")
     command.add_argument("target", type=Path, metavar="DIR")
     command.set_defaults(handler=_demo)
 

@@ -84,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
         "in the place of COMMAND is run.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"mtp-train {mtp.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add_command in COMMANDS:
         add_command(commands)

@@ -19,6 +19,7 @@ PREFIX = "demo:"
 GROUP_FIELD = "group"
 """The field of the demo's data by which records are grouped: no two groups are about the same modules."""
 _ASSETS = Path(__file__).parents[1] / "demo_assets"
+PROMPTS_FILE = "prompts.jsonl"
 RECORDED_FILE = _ASSETS / "recorded.json"
 _PATHS = {
     "base": "base",
@@ -62,7 +63,7 @@ def home_source(base: str | None) -> str | None:
 
 
 def write_demo(target: Path) -> None:
-    """Copy both checkpoints to ``target/base`` and ``target/finetune``, all or nothing.
+    """Copy both checkpoints to ``target/base`` and ``target/finetune``, and the prompts beside them, all or nothing.
 
     Raises:
         OutputExistsError: The target exists.
@@ -78,6 +79,7 @@ def write_demo(target: Path) -> None:
             # file at a time: shutil.copytree collects errors, and with them loses that the disk is full.
             for file in sorted(demo_path(name).iterdir()):
                 shutil.copyfile(file, directory / name / file.name)
+        shutil.copyfile(demo_path("prompts"), directory / PROMPTS_FILE)
 
 
 def recorded() -> dict[str, Any]:
@@ -88,26 +90,31 @@ def recorded() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The two checkpoints that :func:`demo` wrote."""
+    """The two checkpoints and the prompts that :func:`demo` wrote."""
 
     base: Path
     """Trunk and MTP head, trained together."""
     finetune: Path
     """The fine-tuned trunk, saved by ``save_pretrained``: its head is missing."""
+    prompts: Path
+    """Chats of the kind that the fine-tune answers; ``group`` names what each is about."""
 
     def to_json(self) -> dict[str, str]:
         """Return plain JSON values, as ``mtp-train demo --json`` prints them."""
-        return {"base": str(self.base), "finetune": str(self.finetune)}
+        return {name: str(path) for name, path in vars(self).items()}
 
     def __str__(self) -> str:
-        return f"Wrote {self.base} (trunk and head) and {self.finetune} (its head stripped by save_pretrained)."
+        return (
+            f"Wrote {self.base} (trunk and head), {self.finetune} (its head stripped by save_pretrained) and "
+            f"{self.prompts}."
+        )
 
 
 def demo(out: str | Path) -> DemoResult:
-    """Write the two demo checkpoints to a new directory.
+    """Write the two demo checkpoints and their prompts to a new directory.
 
     Args:
-        out: The new directory. ``out/base`` and ``out/finetune`` are about 5 MB each.
+        out: The new directory. ``out/base`` and ``out/finetune`` are about 5 MB each, ``out/prompts.jsonl`` 1 MB.
 
     Raises:
         OutputExistsError: ``out`` exists.
@@ -120,4 +127,4 @@ def demo(out: str | Path) -> DemoResult:
     """
     out = Path(out)
     write_demo(out)
-    return DemoResult(out / "base", out / "finetune")
+    return DemoResult(out / "base", out / "finetune", out / PROMPTS_FILE)

@@ -16,6 +16,7 @@ import pytest
 from gguf import GGUFReader
 from safetensors.torch import load_file
 
+import mtp_train
 from adapters import write_adapter
 from checkpoints import all_tensors
 from mtp_inference import SpeculativeDecoder
@@ -319,7 +320,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "evaluate": {"arms", "cells", "lossless", "settings"},
         "compare": {"arms", "cells", "comparisons", "lossless", "settings"},
         "push": {"export", "repo", "files", "left_out", "total_bytes", "uploaded", "url"},
-        "demo": {"base", "finetune"},
+        "demo": {"base", "finetune", "prompts"},
     }
     if command == "merge":
         write_adapter(inputs / "base", tmp_path / "lora", target_modules=["q_proj"])
@@ -350,6 +351,11 @@ def program(command: list[Any], cwd: Path = ROOT) -> subprocess.CompletedProcess
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "inference")]),
     }
     return subprocess.run(command, cwd=cwd, env={**os.environ, **paths}, capture_output=True, text=True, check=False)
+
+
+def test_the_version_is_the_package_s() -> None:
+    done = program([sys.executable, "-m", "mtp_train", "--version"])
+    assert (done.returncode, done.stdout) == (0, f"mtp-train {mtp_train.__version__}\n")
 
 
 def test_help_names_every_command() -> None:

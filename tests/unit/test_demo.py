@@ -196,7 +196,8 @@ def test_an_unknown_part_of_the_demo_is_refused_with_the_known_ones() -> None:
 
 def test_the_written_demo_equals_the_packaged_one(tmp_path: Path) -> None:
     write_demo(tmp_path / "demo")
-    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == sorted(CHECKPOINTS)
+    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == sorted([*CHECKPOINTS, "prompts.jsonl"])
+    assert (tmp_path / "demo" / "prompts.jsonl").read_bytes() == demo_path("prompts").read_bytes()
     for name in CHECKPOINTS:
         copied = {file.name: file.read_bytes() for file in (tmp_path / "demo" / name).iterdir()}
         assert copied == {file.name: file.read_bytes() for file in demo_path(name).iterdir()}

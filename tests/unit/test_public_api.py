@@ -62,7 +62,7 @@ FUNCTIONS = {
 }
 RECORDS = {
     "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves",
-    "DemoResult": "base finetune",
+    "DemoResult": "base finetune prompts",
     "EvaluationGrid": "suite tasks prompts_per_task temperatures contexts depths rules max_new_tokens batch seed",
     "EvaluationResult": "out report",
     "ExportResult": "out trunk file flag",
