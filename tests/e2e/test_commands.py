@@ -278,7 +278,8 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
     command: str, recipe: Path, inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The demo's own checkpoints are large beside these.
-    monkeypatch.setattr("mtp_train.weights.demo.demo_path", lambda name: inputs / name)
+    small_demo = {"prompts": inputs / "chats.jsonl"}
+    monkeypatch.setattr("mtp_train.weights.demo.demo_path", lambda name: small_demo.get(name, inputs / name))
     small: list[Any] = ["--suite", inputs / "chats.jsonl", "--prompts-per-task", 2, "--depths", 1]
     small += ["--temperatures", 0, "--max-new-tokens", 4, "--no-costs", "--out"]
     argv: dict[str, list[Any]] = {
