@@ -43,16 +43,23 @@ class _Watchdog:
     """Raise :class:`_TooLongError` in threads that stay longer than :data:`MAX_SECONDS` in :meth:`limit`."""
 
     def __init__(self) -> None:
+        self._begin()
+        # A fork copies neither the thread nor, maybe, an open lock.
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._ends: dict[int, float] = {}
-        self._process: int | None = None
+        self._is_running = False
 
     @contextmanager
     def limit(self) -> Iterator[None]:
         """Limit the time of a block, which must not contain another one."""
-        self._start()
         thread = threading.get_ident()
         with self._lock:
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._watch, name="chat-template-watchdog", daemon=True).start()
             self._ends[thread] = time.monotonic() + MAX_SECONDS
         try:
             yield
@@ -64,13 +71,6 @@ class _Watchdog:
                 _raise_in(thread, None)
         if expired:
             raise _TooLongError
-
-    def _start(self) -> None:
-        """Start the thread; once in each process, because a fork does not copy threads."""
-        if self._process == os.getpid():
-            return
-        self._lock, self._ends, self._process = threading.Lock(), {}, os.getpid()
-        threading.Thread(target=self._watch, name="chat-template-watchdog", daemon=True).start()
 
     def _watch(self) -> None:
         while True:
@@ -118,8 +118,8 @@ def bounded(template: str, where: str) -> Iterator[None]:
     # A template is a program: it divides by zero or adds text to a number like any other. Nothing of ours runs here.
     except Exception as error:
         raise DataError(
-            f"{where}: the chat template fails on it ({type(error).__name__}: {error!s:.300}); expected a template that "
-            "writes the messages. Correct chat_template.jinja in the trunk, or replace it by the base's."
+            f"{where}: the chat template fails on it ({type(error).__name__}: {error!s:.300}); expected a template "
+            "that writes the messages. Correct chat_template.jinja in the trunk, or replace it by the base's."
         ) from error
 
 

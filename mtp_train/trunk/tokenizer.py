@@ -65,9 +65,9 @@ def _require_embedded(checkpoint: Checkpoint, tokenizer: Any) -> None:
     beyond = [token for token, token_id in vocabulary.items() if token_id >= vocab_size and token not in added]
     if beyond:
         raise CheckpointError(
-            f"{checkpoint.path}: the tokenizer has the id {vocabulary[beyond[0]]} for {beyond[0]!r} ({len(beyond)} such "
-            f"tokens), by config.json the vocabulary has {vocab_size}; expected a tokenizer of this model. Copy its "
-            "files from the base."
+            f"{checkpoint.path}: the tokenizer has the id {vocabulary[beyond[0]]} for {beyond[0]!r} ({len(beyond)} "
+            f"such tokens), by config.json the vocabulary has {vocab_size}; expected a tokenizer of this model. Copy "
+            "its files from the base."
         )
 
 

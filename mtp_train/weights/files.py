@@ -40,7 +40,7 @@ _MAX_BLOCKS, _MAX_SIZE, _MAX_DEPTH = 1000, 1 << 24, 32
 _BLOCKS = re.compile(r"_layers$|^n_layers?$|^depth$|^num_mtp_modules$")
 _SIZES = re.compile(r"^num_|^n_|_size$|_dim$|_rank$")
 _ALWAYS_POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_POSITIVE_WHERE_SET = ("intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
+_POSITIVE_WHERE_SET = ("intermediate_size", "num_key_value_heads", "max_position_embeddings")
 _TOKEN_FIELDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 _OBJECTS = ("rope_scaling", "rope_parameters", "auto_map")
 _QUANTISATION = "quantization_config"
@@ -248,8 +248,8 @@ def named_file(directory: Path, name: object, *, named_by: Path) -> str:
     unusual = "\\" in text or not text.isprintable() or len(text.encode()) > _MAX_NAME_BYTES
     if not parts or ".." in parts or parts[0].startswith("/") or unusual:
         raise CheckpointError(
-            f"{named_by}: names {name!r:.200}; expected the path of a file inside {directory}, without '..'. Restore the "
-            "original, or put the file into the checkpoint and name it there."
+            f"{named_by}: names {name!r:.200}; expected the path of a file inside {directory}, without '..'. Restore "
+            "the original, or put the file into the checkpoint and name it there."
         )
     for depth in range(1, len(parts)):
         parent = directory.joinpath(*parts[:depth])
@@ -485,7 +485,8 @@ def _is_absurd(name: str, value: object) -> bool:
         return False
     if _BLOCKS.search(name):
         return not 0 <= value <= _MAX_BLOCKS
-    return not 0 <= value <= _MAX_SIZE if _SIZES.search(name) else isinstance(value, int) and abs(value) >= 1 << 63
+    # Some configs write -1 for a size that does not apply.
+    return not -1 <= value <= _MAX_SIZE if _SIZES.search(name) else isinstance(value, int) and abs(value) >= 1 << 63
 
 
 def _wrong_sizes(config: RawConfig) -> Iterator[_WrongField]:
