@@ -40,7 +40,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
             f"{checkpoint.path}: no tokenizer that loads ({type(error).__name__}: {reason:.500}); expected tokenizer "
             "files beside the weights. Copy them from the base."
         ) from error
-    _require_embedded(checkpoint, tokenizer)
+    _require_vocabulary(checkpoint, tokenizer)
     return tokenizer
 
 
@@ -49,19 +49,26 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 _REJECTIONS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ImportError)
 
 
-def _require_embedded(checkpoint: Checkpoint, tokenizer: Any) -> None:
-    """Check that the model has an embedding for each token of the tokenizer's vocabulary.
+def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any) -> None:
+    """Check that the tokenizer has a vocabulary, and that the model has an embedding for each token of it.
+
+    Without any file, transformers builds the tokenizer of the model type with no vocabulary.
 
     Added tokens are left out: Gemma 3's text models have a tokenizer with a token for images and no embedding for it.
     The decoder refuses a prompt with such a token.
 
     Raises:
-        CheckpointError: A token has an id beyond the embedding.
+        CheckpointError: There is no vocabulary, or a token has an id beyond the embedding.
     """
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    if vocabulary.keys() <= added.keys():
+        raise CheckpointError(
+            f"{checkpoint.path}: no tokenizer that loads (no vocabulary); expected tokenizer files beside the weights. "
+            "Copy them from the base."
+        )
     vocab_size = checkpoint.text_config.get("vocab_size")
     if not isinstance(vocab_size, int):
         return
-    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
     beyond = [token for token, token_id in vocabulary.items() if token_id >= vocab_size and token not in added]
     if beyond:
         raise CheckpointError(

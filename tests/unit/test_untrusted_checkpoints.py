@@ -1,4 +1,4 @@
-"""Checkpoints from anywhere: each kind of damage is one message that names the file, raised where the file is parsed."""
+"""Checkpoints from anywhere: each kind of damage is one message that names the file, raised where it is parsed."""
 
 from __future__ import annotations
 
@@ -212,7 +212,6 @@ FIELDS: list[tuple[str, object, str]] = [
     *(("hidden_size", value, "hidden_size is .*; expected a positive integer") for value in ("64", 0, -1, None, [32])),
     ("hidden_size", float("nan"), "hidden_size is nan; expected"),
     ("hidden_size", 10**9, "hidden_size is 1000000000; expected at most 16777216"),
-    ("hidden_size", 33, "transformers rejects it|shape mismatch"),
     ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; expected at most 1000"),
     ("num_hidden_layers", 10**400, "num_hidden_layers is 1000.*; expected at most 1000"),
     ("num_hidden_layers", "2", "num_hidden_layers is '2'; expected a positive integer"),
@@ -226,7 +225,7 @@ FIELDS: list[tuple[str, object, str]] = [
     ("hidden_act", "nope", "transformers rejects it .KeyError"),
     ("layer_types", 3, "transformers rejects it"),
     ("text_config", [1], r"text_config is \[1\]; expected an object"),
-    ("text_config", {}, "unknown|config.json"),
+    ("text_config", {}, "transformers rejects it"),
     ("vision_config", "x", "vision_config is 'x'; expected an object"),
     ("vision_config", {"depth": 10**9}, "vision_config.depth is 1000000000; expected at most 1000"),
     ("quantization_config", [1], r"quantization_config is \[1\]; expected an object"),
@@ -245,16 +244,9 @@ def test_a_config_field_of_wrong_type_or_size_is_named(
 ) -> None:
     config = json.loads((checkpoint / CONFIG_FILE).read_text())
     (checkpoint / CONFIG_FILE).write_text(json.dumps(config | {field: value}))
-    found = None
-    try:
-        found = inspect(checkpoint)
-    except MtpError as error:
-        assert FOUR_ANSWERS.fullmatch(str(error))
-        assert str(checkpoint) in str(error)
-        assert re.search(message, str(error))
-    if found is not None:
-        # A config that only contradicts the stored tensors is reported, not refused.
-        assert found.problems or found.head.shape_errors, found
+    found = refusal(lambda: inspect(checkpoint))
+    assert str(checkpoint) in found
+    assert re.search(message, found)
 
 
 def test_a_nested_config_is_checked_too_and_deep_nesting_is_refused(checkpoint: Path) -> None:
