@@ -41,7 +41,7 @@ from mtp_inference.sampling.chooser import Chooser, DraftSampling
 from mtp_inference.sampling.distributions import Sampling
 from mtp_inference.session import PENDING_PLACES, Lane, Session
 from mtp_inference.text import TextStream
-from mtp_train.errors import MtpError
+from mtp_train.errors import DataError, MtpError
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
@@ -491,12 +491,23 @@ class SpeculativeDecoder:
         # A captured graph reads weights at fixed addresses; offloaded weights are at another address each time.
         return self.trunk.lm_head_VD.device.type == "cuda" and not self.trunk.offloaded
 
+    def _require_embedded(self, prompt_ids: Sequence[int], where: str) -> None:
+        """Raise a DataError for a token id that the trunk has no embedding for."""
+        rows = self.trunk.causal_lm.get_input_embeddings().weight.shape[0]
+        beyond = next((token for token in prompt_ids if not 0 <= token < rows), None)
+        if beyond is not None:
+            raise DataError(
+                f"{where}: has the token id {int(beyond)}; expected ids from 0 to {rows - 1}, the rows of the trunk's "
+                "embedding. Use the tokenizer of this trunk."
+            )
+
     def _lane(self, index: int, request: Request) -> Lane:
         if request.stop and self.tokenizer is None:
             raise MtpError(
                 f"stop: {list(request.stop)}, and no tokenizer; expected one, to find stop strings in text. Give "
                 "SpeculativeDecoder a tokenizer, or use stop_token_ids."
             )
+        self._require_embedded(request.prompt_ids, f"prompt {index + 1}")
         depth = self.depth if request.depth is None else request.depth
         if self.drafting is None or request.mtp == "off":
             depth = 0

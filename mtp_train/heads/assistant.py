@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Assistant
-from mtp_train.heads.diagnose import HeadDiagnosis
+from mtp_train.heads.diagnose import HeadDiagnosis, named_rejections
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.quantised import is_scale
 
@@ -40,7 +40,11 @@ def diagnose_assistant(checkpoint: Checkpoint, assistant: Assistant) -> HeadDiag
         CheckpointError: transformers rejects the config.
     """
     config = assistant_config_of(checkpoint)
-    with assistant.building(config.get_text_config()), torch.device("meta"):
+    with (
+        named_rejections(checkpoint.path),
+        assistant.building(config.get_text_config()),
+        torch.device("meta"),
+    ):
         model = AutoModelForCausalLM.from_config(config)
     known = {name: value.shape for name, value in model.state_dict().items()}
     # named_parameters lists tied parameters once, under their first name.

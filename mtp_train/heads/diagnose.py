@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +24,10 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 from mtp_train.weights.keymap import HeadLayout, Mapped
 from mtp_train.weights.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
+
+# Errors with a text of their own, and those that Python raises in code that did not expect such a config.
+_WORDED = (ValueError, OSError, StrictDataclassError)
+_REJECTIONS = (*_WORDED, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,9 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
         diagnosis = _diagnose_by_rules(layout, declared, found, mapped, num_modules)
         of_packed = {weight for key in found if (weight := packed_weight(key)) is not None}
         return replace(diagnosis, dtype_errors=_dtype_errors(checkpoint, mapped, None, of_packed))
-    head = _empty_head(layout.family, text_config_of(checkpoint), num_modules)
+    text_config = text_config_of(checkpoint)
+    with named_rejections(checkpoint.path):
+        head = _empty_head(layout.family, text_config, num_modules)
     needed = layout.native_shapes({name: value.shape for name, value in head.items()})
     packed = {key: weight for key in mapped if (weight := packed_weight(key)) in needed}
     weights = set(packed.values())
@@ -238,14 +245,33 @@ def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False)
         CheckpointError: transformers rejects the config.
     """
     stand_in = family.trunk.stand_in
-    try:
+    with named_rejections(path):
         if stand_in is not None:
             return stand_in.read_config(path)
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         return config
-    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+
+
+@contextmanager
+def named_rejections(path: Path) -> Iterator[None]:
+    """Report the errors with which transformers and torch reject a config that they are given, and nothing else.
+
+    Enter it to read a config, or to build a model or a head on the meta device: no weight is read, so that the config
+    is the only input. The classes check few fields themselves. A width that the number of heads does not divide, or an
+    unknown activation, surfaces as whatever Python raises.
+
+    Args:
+        path: The checkpoint's directory.
+
+    Raises:
+        CheckpointError: The config is rejected.
+    """
+    try:
+        yield
+    except _REJECTIONS as error:
         reason = " ".join(str(error).split())
+        kind = "" if isinstance(error, _WORDED) else f"{type(error).__name__}: "
         raise CheckpointError(
-            f"{path}/config.json: transformers rejects it ({reason}); expected a config that it can read. Restore the "
-            "original."
-        ) from None
+            f"{path}/config.json: transformers rejects it ({kind}{reason:.500}); expected a config that it can read. "
+            "Restore the original."
+        ) from error

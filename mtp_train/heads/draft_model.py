@@ -21,7 +21,7 @@ from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family, HeadKind, draft_kind, draft_title, of_kind
 from mtp_train.families.models.attached import LLAMA
 from mtp_train.heads.build import HeadPlan, OwnOutput
-from mtp_train.heads.diagnose import HeadDiagnosis, head_shapes, layout_of, text_config_of
+from mtp_train.heads.diagnose import HeadDiagnosis, head_shapes, layout_of, named_rejections, text_config_of
 from mtp_train.weights.draft_checkpoint import BIAS_KEY, CHOSEN_KEY, LAYER, OFFSETS_KEY, OUTPUT_KEY, SPECULATORS_LAYER
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
@@ -138,11 +138,12 @@ def diagnose_draft(draft: DraftModel) -> HeadDiagnosis:
     """Compare the tensor keys of a draft model with those that its config needs; allocates no weights."""
     found = {draft.renamed(key): info.shape for key, info in draft.checkpoint.tensors.items() if key not in _BESIDE}
     # The head does not depend on the family of the trunk: any record does here.
-    family = draft.family(LLAMA)
-    hidden_size, vocab_size = draft.number("hidden_size"), draft.number("vocab_size")
-    # A stand-in for the trunk's config: the head needs only these sizes of it.
-    text_config = LlamaConfig(hidden_size=hidden_size, vocab_size=vocab_size, num_attention_heads=1)
-    shapes = head_shapes(family, text_config, draft.num_modules)
+    hidden_size, vocab_size, num_modules = draft.number("hidden_size"), draft.number("vocab_size"), draft.num_modules
+    with named_rejections(draft.checkpoint.path):
+        family = draft.family(LLAMA)
+        # A stand-in for the trunk's config: the head needs only these sizes of it.
+        text_config = LlamaConfig(hidden_size=hidden_size, vocab_size=vocab_size, num_attention_heads=1)
+        shapes = head_shapes(family, text_config, num_modules)
     needed = HeadLayout(family, "model.", 0).native_shapes(shapes)
     if draft.num_drafted is not None:
         needed[OUTPUT_KEY] = (draft.num_drafted, hidden_size)

@@ -16,7 +16,7 @@ from mtp_train.data.groups import COST_PER_MILLION
 from mtp_train.families import family_for, of_kind, raw_text_config
 from mtp_train.families.draft_engines import require_trunk_layers
 from mtp_train.families.engines import engine_commands
-from mtp_train.heads.diagnose import head_shapes, trunk_config
+from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.module import unroll_of
 from mtp_train.job.input_identity import input_bytes
@@ -45,7 +45,7 @@ from mtp_train.trunk.offload import require_offload
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.trunk.quantise import require_quantizable
 from mtp_train.weights.demo import resolve
-from mtp_train.weights.files import CONFIG_FILE, locate_checkpoint, read_json
+from mtp_train.weights.files import CONFIG_FILE, locate_checkpoint, read_config
 from mtp_train.weights.identity import HASH_BYTES_PER_SECOND
 from mtp_train.weights.quantised import quant_method
 
@@ -170,7 +170,7 @@ def _checked(recipe: Recipe, world_size: int) -> CheckResult:
     recipe = with_resolved_precision(recipe, device)
     reason = resolve_precision(recipe.train.precision, device).reason
     path = locate_checkpoint(resolve(recipe.model.trunk))
-    raw = read_json(path / CONFIG_FILE)
+    raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
     num_modules = recipe.fresh_modules if recipe.attaches else family.declared_modules(raw) or 1
     head_family = of_kind(family, recipe.head.kind)
@@ -192,9 +192,10 @@ def _checked(recipe: Recipe, world_size: int) -> CheckResult:
     if recipe.sft is not None:
         require_trainable(family, raw, where=path)
     plan = make_plan(recipe, world_size)
-    trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
-    trunk.show_layers(head_family.wiring.trunk_layers(text_config))
-    head = head_shapes(head_family, text_config, num_modules)
+    with named_rejections(path):
+        trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
+        trunk.show_layers(head_family.wiring.trunk_layers(text_config))
+        head = head_shapes(head_family, text_config, num_modules)
     trained = None
     if recipe.head.lora is not None:
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)

@@ -44,33 +44,39 @@ OPENING, CLOSING = "<!-- mtp-train -->", "<!-- /mtp-train -->"
 TAGS = ("mtp", "speculative-decoding")
 _FIELDS: Mapping[str, Any] = {"library_name": "transformers", "tags": [*TAGS]}
 LICENCE_FIELDS = ("license", "license_name", "license_link")
+# ValueError: not UTF-8, not a mapping, or no such date. RecursionError: nested too deep.
+_UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
 _PURPOSE = (
     "The head drafts the next tokens and the model verifies them in one pass. Generation is faster, with an unchanged "
     "distribution of the output."
 )
 
 
-def write_card(run_dir: Path, out: Path) -> None:
+def write_card(run_dir: Path, out: Path) -> tuple[str, ...]:
     """Write the card of a run's export, starting from the trunk's card that was copied or linked there.
 
     Args:
         run_dir: Directory of an evaluated run.
         out: Directory of its export.
+
+    Returns:
+        What to correct in the card before it is published, a sentence each; empty for a readable card.
     """
     recipe, provenance = load_recipe(run_dir / RECIPE_FILE), read_json(run_dir / PROVENANCE_FILE)
     report, trunk = load_report(run_dir / REPORT_FILE), provenance["trunk"]
     if recipe.head.kind == "mtp":
         section = _section(recipe, provenance, report, open_checkpoint(out).engines)
-        _write(out, section, trunk, provenance["head_from"])
-        return
+        return _write(out, section, trunk, provenance["head_from"])
     family = load_artifact(run_dir / "head").family
     name = draft_title(family.kind)
     title = f"{name} draft model for {_name(trunk)}"
     section = _section(recipe, provenance, report, family.serving)
-    _write(out, section, trunk, trunk, title, {"tags": [name, TAGS[-1]]})
+    return _write(out, section, trunk, trunk, title, {"tags": [name, TAGS[-1]]})
 
 
-def write_graft_card(out: Path, trunk: Identity, head_from: Identity, adapter: str | None, num_depths: int) -> None:
+def write_graft_card(
+    out: Path, trunk: Identity, head_from: Identity, adapter: str | None, num_depths: int
+) -> tuple[str, ...]:
     """Write the card of a checkpoint with the untrained head of another one.
 
     Args:
@@ -79,15 +85,18 @@ def write_graft_card(out: Path, trunk: Identity, head_from: Identity, adapter: s
         head_from: Origin of its head.
         adapter: Path of the adapter that was merged into the trunk; None without one.
         num_depths: Drafts per round in the serving commands.
+
+    Returns:
+        See :func:`write_card`.
     """
     made_of = (
         f"The weights of `{_name(trunk)}`{_state(adapter)}, and the multi-token-prediction head of "
         f"`{_name(head_from)}` as it is, added by mtp-train {__version__}."
     )
-    _write(out, _as_it_is(out, made_of, num_depths), trunk, head_from)
+    return _write(out, _as_it_is(out, made_of, num_depths), trunk, head_from)
 
 
-def write_merge_card(out: Path, checkpoint: Identity, adapter: str, num_depths: int | None) -> None:
+def write_merge_card(out: Path, checkpoint: Identity, adapter: str, num_depths: int | None) -> tuple[str, ...]:
     """Write the card of a checkpoint that an adapter was merged into.
 
     Args:
@@ -95,15 +104,17 @@ def write_merge_card(out: Path, checkpoint: Identity, adapter: str, num_depths: 
         checkpoint: Origin of the checkpoint before the merge.
         adapter: Path of the merged adapter.
         num_depths: Drafts per round in the serving commands; None for a checkpoint without a head.
+
+    Returns:
+        See :func:`write_card`.
     """
     merged = f"The weights of `{_name(checkpoint)}`{_state(adapter)} by mtp-train {__version__}"
     if num_depths is not None:
         section = _as_it_is(out, f"{merged}, and its multi-token-prediction head as it is.", num_depths)
-        _write(out, section, checkpoint, None)
-        return
+        return _write(out, section, checkpoint, None)
     section = "\n\n".join([OPENING, "## Merged adapter", f"{merged}.", CLOSING])
     title = f"{_name(checkpoint)}, with an adapter merged"
-    _write(out, section, checkpoint, None, title, {"library_name": _FIELDS["library_name"]})
+    return _write(out, section, checkpoint, None, title, {"library_name": _FIELDS["library_name"]})
 
 
 def _as_it_is(out: Path, made_of: str, num_depths: int) -> str:
@@ -126,10 +137,17 @@ def _write(
     head_from: Identity | None,
     title: str | None = None,
     fields: Mapping[str, Any] = _FIELDS,
-) -> None:
-    """Insert or replace our section in the card, and append the fields that its header lacks."""
+) -> tuple[str, ...]:
+    """Insert or replace our section in the card, and append the fields that its header lacks.
+
+    Returns:
+        See :func:`write_card`.
+    """
     card = out / CARD_FILE
+    if card.is_dir():
+        return (f"{card}: a directory; expected a model card. Rename it, and write a card before you publish this.",)
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    notes = _unreadable_parts(card)
     match = REGEX_YAML_BLOCK.match(text)
     header, body = (match[2], text[match.end() :]) if match else ("", text)
     if not body.strip():
@@ -141,6 +159,29 @@ def _write(
     # `write_text` renames a new file into place: the existing one may be a hard link to the trunk's card.
     header = _completed(header, _metadata(card), trunk, head_from, fields)
     write_text(card, f"---\n{header}---\n{body}")
+    return notes
+
+
+def _unreadable_parts(card: Path) -> tuple[str, ...]:
+    """Return what is wrong with a card that came with the trunk, a sentence each."""
+    if not card.is_file():
+        return ()
+    try:
+        card.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        return (
+            f"{card}: byte {error.start} of the trunk's card is not UTF-8; such bytes became U+FFFD. Correct the text "
+            "before you publish it.",
+        )
+    try:
+        metadata_load(card)
+    except _UNREADABLE as error:
+        reason = " ".join(str(error).split())
+        return (
+            f"{card}: the header of the trunk's card is not a YAML mapping ({reason:.200}); it was kept, and ours "
+            "follows in it. Correct the header before you publish it.",
+        )
+    return ()
 
 
 def _completed(
@@ -176,7 +217,7 @@ def _metadata(card: Path) -> dict[str, Any]:
     """Return the fields of a card's header; none where the file is missing or the header is not a YAML mapping."""
     try:
         return metadata_load(card) or {}
-    except (OSError, ValueError, yaml.YAMLError):
+    except _UNREADABLE:
         return {}
 
 

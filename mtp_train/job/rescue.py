@@ -33,6 +33,7 @@ from mtp_train.weights.demo import PREFIX, resolve
 from mtp_train.weights.files import locate_checkpoint, open_checkpoint
 from mtp_train.weights.locations import open_location
 from mtp_train.weights.lora_merge import write_adapted
+from mtp_train.weights.writing import removed_on_failure
 
 Plain = dict[str, Any]
 
@@ -179,5 +180,6 @@ def write_graft(recipe: Recipe, out: Path) -> None:
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
     link, progress = recipe.export.link, quiet_progress()
     write_adapted(finetune, layout_of(finetune), plan.template, out, adapter=adapter, link=link, progress=progress)
-    identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, base)
-    write_graft_card(out, *identities, model.adapter, recipe.head.num_depths)
+    with removed_on_failure(out):
+        identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, base)
+        write_graft_card(out, *identities, model.adapter, recipe.head.num_depths)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from mtp_train.errors import CheckpointError, DataError
-from mtp_train.weights.files import Checkpoint
+from mtp_train.trunk.templates import bounded
+from mtp_train.weights.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,25 +21,69 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     """
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    files = {name: read_json(checkpoint.path / name) for name in _TOKENIZER_FILES if (checkpoint.path / name).exists()}
+    longest = files.get("tokenizer_config.json", {}).get("model_max_length")
+    if longest is not None and not isinstance(longest, int | float):
         raise CheckpointError(
-            f"{checkpoint.path}: no tokenizer that loads ({error}); expected tokenizer files beside the weights. Copy "
-            "them from the base."
-        ) from None
+            f"{checkpoint.path / 'tokenizer_config.json'}: model_max_length is {longest!r:.60}; expected a number. "
+            "Correct the field, or copy the file from the base."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        # The tokenizers package raises Exception itself for a file that it cannot parse. A subclass that is not listed
+        # here is a bug.
+        if type(error) is not Exception and not isinstance(error, _REJECTIONS):
+            raise
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{checkpoint.path}: no tokenizer that loads ({type(error).__name__}: {reason:.500}); expected tokenizer "
+            "files beside the weights. Copy them from the base."
+        ) from error
+    _require_vocabulary(checkpoint, tokenizer)
+    return tokenizer
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+# What transformers raises for tokenizer files of a wrong type or without a part. None of our code runs in it.
+_REJECTIONS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ImportError)
+
+
+def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any) -> None:
+    """Check that the tokenizer has a vocabulary, and that the model has an embedding for each token of it.
+
+    Without any file, transformers builds the tokenizer of the model type with no vocabulary.
+
+    Added tokens are left out: Gemma 3's text models have a tokenizer with a token for images and no embedding for it.
+    The decoder refuses a prompt with such a token.
+
+    Raises:
+        CheckpointError: There is no vocabulary, or a token has an id beyond the embedding.
+    """
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    if vocabulary.keys() <= added.keys():
+        raise CheckpointError(
+            f"{checkpoint.path}: no tokenizer that loads (no vocabulary); expected tokenizer files beside the weights. "
+            "Copy them from the base."
+        )
+    vocab_size = checkpoint.text_config.get("vocab_size")
+    if not isinstance(vocab_size, int):
+        return
+    beyond = [token for token, token_id in vocabulary.items() if token_id >= vocab_size and token not in added]
+    if beyond:
+        raise CheckpointError(
+            f"{checkpoint.path}: the tokenizer has the id {vocabulary[beyond[0]]} for {beyond[0]!r} ({len(beyond)} "
+            f"such tokens), by config.json the vocabulary has {vocab_size}; expected a tokenizer of this model. Copy "
+            "its files from the base."
+        )
 
 
 def eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:
     """Return every token id that ends a response: from the generation config (else the config) and the tokenizer."""
-    from transformers import GenerationConfig
-
-    found: set[int] = set()
-    try:
-        declared = GenerationConfig.from_pretrained(checkpoint.path).eos_token_id
-    except OSError:
-        declared = checkpoint.text_config.get("eos_token_id")
-    found.update([declared] if isinstance(declared, int) else declared or [])
+    file = checkpoint.path / GENERATION_CONFIG_FILE
+    declaring = read_json(file) if file.is_file() else checkpoint.text_config
+    declared = declaring.get("eos_token_id")
+    found: set[int] = set([declared] if isinstance(declared, int) else declared or [])
     if tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)
     return frozenset(found)
@@ -65,9 +108,8 @@ def chat_prompt_tokens(
     """Return the token ids of a chat, up to and including the generation prompt for the assistant's next turn.
 
     Raises:
-        DataError: The tokenizer has no chat template, or the template refuses the messages.
+        DataError: See :func:`render_chat`.
     """
-    chat_template(tokenizer, where)
     text = render_chat(tokenizer, messages, where, add_generation_prompt=True)
     # The template writes the begin-of-text token itself.
     return raw_tokens(tokenizer, text, start=False)
@@ -80,12 +122,17 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, where: str) -> str:
         DataError: The tokenizer has none.
     """
     try:
-        template: str = tokenizer.get_chat_template()
+        template = tokenizer.get_chat_template()
     except ValueError as error:
         raise DataError(
             f"{where}: a chat, and the tokenizer has no chat template; expected one to write the chat with. Add "
             "chat_template.jinja to the trunk, or use prompt and response records."
         ) from error
+    if not isinstance(template, str):
+        raise DataError(
+            f"{where}: the tokenizer's chat template is {type(template).__name__}; expected text. Correct "
+            "chat_template in the trunk's tokenizer_config.json, or add chat_template.jinja."
+        )
     return template
 
 
@@ -99,15 +146,10 @@ def render_chat(
     """Return the text of a chat as its template writes it.
 
     Raises:
-        DataError: The template refuses the messages.
+        DataError: There is no template, or it refuses the messages, fails on them or does not end.
     """
-    try:
+    with bounded(chat_template(tokenizer, where), where):
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except TemplateError as error:
-        raise DataError(
-            f"{where}: the chat template refuses it ({error}); expected messages it can write. Fix or remove the "
-            "record."
-        ) from error
     return str(text)

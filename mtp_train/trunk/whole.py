@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family
-from mtp_train.heads.diagnose import layout_of, trunk_config
+from mtp_train.heads.diagnose import layout_of, named_rejections, trunk_config
 from mtp_train.trunk.load import empty_trunk
 from mtp_train.upstream.transformers_private import without_deepspeed
 from mtp_train.weights.adapter import refuse_embedded_adapter
@@ -177,7 +177,8 @@ def _model_without_weights(checkpoint: Checkpoint, family: Family, trust_remote_
     try:
         _ = family.classes
         config = trunk_config(checkpoint.path, family, trust_remote_code=trust_remote_code)
-        return empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm
+        with named_rejections(checkpoint.path):
+            return empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm
     except UnsupportedModelError:
         return None
 

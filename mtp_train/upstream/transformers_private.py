@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from jinja2 import Template
 from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -26,6 +27,7 @@ __all__ = [
     "DynamicSlidingWindowLayer",
     "LinearAttentionLayer",
     "attention_of",
+    "compiled_chat_template",
     "experts_of",
     "forget_deepspeed",
     "load_from_wrapper",
@@ -134,6 +136,12 @@ SYMBOLS = (
         "families/models/attached.py (in a hint)",
         "no argument of from_pretrained accepts the tensors of a head that the model class does not have",
     ),
+    Symbol(
+        "transformers.utils.chat_template_utils",
+        "_compile_jinja_template",
+        "trunk/templates.py",
+        "apply_chat_template takes no bounds for a template, and no environment to render it in",
+    ),
 )
 """The names that are looked up; ``_checkpoint_conversion_mapping`` (:func:`renamed_keys`) may be absent."""
 
@@ -227,6 +235,14 @@ def use_one_gpu(arguments: Any) -> None:
     """
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
+
+
+def compiled_chat_template(template: str) -> Template:
+    """Return the compiled template that transformers keeps for a chat template, and renders chats with."""
+    from transformers.utils import chat_template_utils
+
+    compiled: Template = chat_template_utils._compile_jinja_template(template)
+    return compiled
 
 
 def mtp_model_class() -> Any:

@@ -11,27 +11,42 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtp_train.errors import CheckpointError
-from mtp_train.families import Family, RawConfig, family_for, raw_text_config, refuse_unserved_heads
+from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config, refuse_unserved_heads
 from mtp_train.families.engines import EngineSupport
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 OWN_CONFIG_FILE = "params.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Shards of transformers' distributed save, which it prefers to any other weights.
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+
+# The bound of the safetensors format.
+_MAX_HEADER_BYTES = 100_000_000
+# Config fields. Larger numbers than these are in no model; building one with them would not end.
+_MAX_BLOCKS, _MAX_SIZE, _MAX_DEPTH = 1000, 1 << 24, 32
+_BLOCKS = re.compile(r"_layers$|^n_layers?$|^depth$|^num_mtp_modules$")
+_SIZES = re.compile(r"^num_|^n_|_size$|_dim$|_rank$")
+_ALWAYS_POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_POSITIVE_WHERE_SET = ("intermediate_size", "num_key_value_heads", "max_position_embeddings")
+_TOKEN_FIELDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+_OBJECTS = ("rope_scaling", "rope_parameters", "auto_map")
+_QUANTISATION = "quantization_config"
+_MAX_NAME_BYTES = 255
+# torch counts elements in 64 bits.
+_MAX_ELEMENTS = 1 << 62
 
 # The dtypes that we read, by safetensors' names.
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -100,16 +115,18 @@ class Checkpoint:
         return self.family.serving_of({key: info.dtype for key, info in self.tensors.items()})
 
     def read(self, key: str) -> Tensor:
-        """Load one tensor on the CPU, in its stored dtype."""
-        with safe_open(self.path / self.tensors[key].file, framework="pt") as handle:
-            tensor: Tensor = handle.get_tensor(key)
-        return tensor
+        """Load one tensor on the CPU, in its stored dtype.
+
+        The file is read, not memory-mapped: the system may refuse to map a shard that is larger than its memory.
+        """
+        info = self.tensors[key]
+        return self._read_bytes(key, 0, info.num_bytes).view(TORCH_DTYPES[info.dtype]).view(info.shape)
 
     @cached_property
     def _starts(self) -> Mapping[tuple[str, str], int]:
         """File and key to the tensor's first byte in that file."""
         files = {info.file for info in self.tensors.values()}
-        return {(file, key): start for file in files for key, start in _first_bytes(self.path / file).items()}
+        return {(file, key): start for file in files for key, (_, start) in read_header(self.path / file, file).items()}
 
     def read_in_blocks(self, key: str, max_elements: int = 1 << 22) -> Iterator[Tensor]:
         """Yield a tensor in slices along its first axis, each of at most about ``max_elements`` elements (or one row).
@@ -128,18 +145,17 @@ class Checkpoint:
         """Load the rows ``first`` to ``stop - 1`` of a tensor with at least one axis."""
         info = self.tensors[key]
         row_bytes = info.num_bytes // info.shape[0]
-        data = torch.empty((stop - first) * row_bytes, dtype=torch.uint8)
-        with (self.path / info.file).open("rb", buffering=0) as handle:
-            handle.seek(self._starts[info.file, key] + first * row_bytes)
-            _fill(handle, data.numpy().data)
+        data = self._read_bytes(key, first * row_bytes, (stop - first) * row_bytes)
         return data.view(TORCH_DTYPES[info.dtype]).view(-1, *info.shape[1:])
 
-
-def _first_bytes(path: Path) -> dict[str, int]:
-    with path.open("rb") as handle:
-        header_bytes = int.from_bytes(handle.read(8), "little")
-        header = json.loads(handle.read(header_bytes))
-    return {key: 8 + header_bytes + entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"}
+    def _read_bytes(self, key: str, offset: int, count: int) -> Tensor:
+        """Return ``count`` bytes of a tensor, from its byte ``offset`` on, as a uint8 tensor."""
+        file = self.tensors[key].file
+        data = torch.empty(count, dtype=torch.uint8)
+        with (self.path / file).open("rb", buffering=0) as handle:
+            handle.seek(self._starts[file, key] + offset)
+            _fill(handle, data.numpy().data)
+        return data
 
 
 def _fill(handle: io.RawIOBase, view: memoryview) -> None:
@@ -160,19 +176,57 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: The file is missing, cannot be read or is not a JSON object.
     """
+    return parse_object(read_text_file(path), path)
+
+
+def read_text_file(path: Path) -> bytes:
+    """Return the content of a small file of a checkpoint.
+
+    Raises:
+        CheckpointError: The file is missing or cannot be read, or it is a pipe or a device.
+    """
     try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
+        # Opening a pipe waits for a process that writes to it.
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path}: not a regular file; expected a JSON file. Restore the file.")
+        return path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; expected it in the checkpoint. Check the path.") from None
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({os.strerror(error.errno or 0)}); expected a JSON file. Restore the file."
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error}); expected an object. Restore the file.") from None
+
+
+def parse_object(text: bytes, path: Path, *, unique: bool = False) -> dict[str, Any]:
+    """Parse the JSON object of a file.
+
+    Args:
+        text: The content, UTF-8.
+        path: The file, for messages.
+        unique: Whether a repeated key is an error. Without it the last one counts, as in transformers.
+
+    Raises:
+        CheckpointError: The content is not UTF-8, not a JSON object, or repeats a key.
+    """
+    try:
+        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats if unique else None)
+    # ValueError: not UTF-8, not JSON, or an integer of thousands of digits. RecursionError: nested too deep.
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else error
+        raise CheckpointError(f"{path}: not valid JSON ({reason}); expected an object. Restore the file.") from None
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{path}: contains {type(parsed).__name__}; expected a JSON object. Restore the file.")
     return parsed
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {repeated!r} is there twice")
+    return found
 
 
 def named_file(directory: Path, name: object, *, named_by: Path) -> str:
@@ -189,10 +243,13 @@ def named_file(directory: Path, name: object, *, named_by: Path) -> str:
         CheckpointError: The name leads out of the checkpoint or through a link to a directory, or the link is broken.
     """
     parts = PurePosixPath(name).parts if isinstance(name, str) else ()
-    if not parts or ".." in parts or parts[0].startswith("/") or "\\" in "".join(parts):
+    # The system refuses a null character, and a name longer than 255 bytes, with an error of its own.
+    text = "".join(parts)
+    unusual = "\\" in text or not text.isprintable() or len(text.encode()) > _MAX_NAME_BYTES
+    if not parts or ".." in parts or parts[0].startswith("/") or unusual:
         raise CheckpointError(
-            f"{named_by}: names {name!r}; expected the path of a file inside {directory}, without '..'. Restore the "
-            "original, or put the file into the checkpoint and name it there."
+            f"{named_by}: names {name!r:.200}; expected the path of a file inside {directory}, without '..'. Restore "
+            "the original, or put the file into the checkpoint and name it there."
         )
     for depth in range(1, len(parts)):
         parent = directory.joinpath(*parts[:depth])
@@ -220,25 +277,87 @@ def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInf
     Raises:
         CheckpointError: The file is missing, truncated or not safetensors.
     """
+    return {key: info for key, (info, _) in read_header(path, name or path.name).items()}
+
+
+def read_header(path: Path, name: str) -> dict[str, tuple[TensorInfo, int]]:
+    """Return the tensors of a safetensors file, and the first byte of each in the file. Reads the header alone.
+
+    The ``safetensors`` package maps the whole file instead, which the system may refuse for a file larger than its
+    memory.
+
+    Args:
+        path: The file.
+        name: Its path inside the checkpoint.
+
+    Raises:
+        CheckpointError: The file is missing, its header is damaged, or a tensor has a dtype that is not read here.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; expected a shard of the checkpoint. Download it again.")
     try:
-        with safe_open(path, framework="pt") as handle:
-            found = {}
-            for key in handle.keys():  # noqa: SIM118 - a safetensors handle is not a dict
-                piece = handle.get_slice(key)
-                found[key] = TensorInfo(name or path.name, piece.get_dtype(), tuple(piece.get_shape()))
-    except (SafetensorError, OSError) as error:
+        with path.open("rb") as handle:
+            file_bytes = os.fstat(handle.fileno()).st_size
+            header_bytes = int.from_bytes(handle.read(8), "little")
+            if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
+                raise _damaged(path, f"a header of {header_bytes} bytes in a file of {file_bytes}")
+            text = handle.read(header_bytes)
+    except OSError as error:
+        raise _damaged(path, os.strerror(error.errno or 0)) from None
+    header = parse_object(text, path, unique=True)
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not _holds_strings(metadata):
+        raise _damaged(path, "__metadata__ is not an object of strings")
+    found = {key: _tensor_entry(path, name, key, entry) for key, entry in header.items()}
+    _require_contiguous(path, found, file_bytes - 8 - header_bytes)
+    return {key: (info, 8 + header_bytes + start) for key, (info, start) in found.items()}
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: truncated or damaged ({what}); expected a whole safetensors file. Download or copy it again."
+    )
+
+
+def _holds_strings(metadata: object) -> bool:
+    return isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+
+
+def _tensor_entry(path: Path, name: str, key: str, entry: object) -> tuple[TensorInfo, int]:
+    """Return a tensor of a header, and its first byte after the header."""
+    if not isinstance(entry, dict):
+        raise _damaged(path, f"{key} is described by {entry!r:.40}")
+    dtype, shape, offsets = (entry.get(field) for field in ("dtype", "shape", "data_offsets"))
+    if isinstance(dtype, str) and dtype not in TORCH_DTYPES:
         raise CheckpointError(
-            f"{path}: truncated or damaged ({error}); expected a whole safetensors file. Download or copy it again."
-        ) from None
-    strange = next((key for key, info in found.items() if info.dtype not in TORCH_DTYPES), None)
-    if strange is not None:
-        raise CheckpointError(
-            f"{path}: {strange} is stored as {found[strange].dtype}, which is not supported; expected one of "
-            f"{', '.join(TORCH_DTYPES)}. Use a checkpoint in one of these dtypes."
+            f"{path}: {key} is stored as {dtype}, which is not supported; expected one of {', '.join(TORCH_DTYPES)}. "
+            "Use a checkpoint in one of these dtypes."
         )
-    return found
+    if not isinstance(dtype, str):
+        raise _damaged(path, f"{key} has dtype {dtype!r:.40}")
+    if not _are_counts(shape) or math.prod(max(1, size) for size in shape) >= _MAX_ELEMENTS:
+        raise _damaged(path, f"{key} has shape {shape!r:.40}")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise _damaged(path, f"{key} has data_offsets {offsets!r:.40}")
+    info = TensorInfo(name, dtype, tuple(shape))
+    if offsets[1] - offsets[0] != info.num_bytes:
+        raise _damaged(path, f"{key} has data_offsets {offsets}, by dtype and shape it has {info.num_bytes} bytes")
+    return info, offsets[0]
+
+
+def _are_counts(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _require_contiguous(path: Path, found: Mapping[str, tuple[TensorInfo, int]], data_bytes: int) -> None:
+    """Raise a CheckpointError where tensors overlap, leave bytes between them, or do not end with the file."""
+    place = 0
+    for key, (info, start) in sorted(found.items(), key=lambda item: (item[1][1], item[1][0].num_bytes)):
+        if start != place:
+            raise _damaged(path, f"{key} starts at byte {start} of the data, expected byte {place}")
+        place += info.num_bytes
+    if place != data_bytes:
+        raise _damaged(path, f"{data_bytes} bytes of tensors, by the header {place}")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -253,7 +372,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path}: not a directory; expected a checkpoint directory or a hub id (owner/name). Check the spelling."
         )
     named_file(path, CONFIG_FILE, named_by=path)
-    config = _read_config(path)
+    config = _own_config(path)
+    _require_generation_config(path)
     _refuse_other_weights(path, config)
     # transformers prefers the single file to an index, and so do we.
     for name in (SINGLE_FILE, INDEX_FILE):
@@ -261,7 +381,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if (path / SINGLE_FILE).is_file():
         return Checkpoint(path, config, None, scan_safetensors(path / SINGLE_FILE))
     if (path / INDEX_FILE).is_file():
-        index = read_json(path / INDEX_FILE)
+        index = parse_object(read_text_file(path / INDEX_FILE), path / INDEX_FILE, unique=True)
         return Checkpoint(path, config, index, _scan_indexed(path, index))
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
     if pickles:
@@ -274,11 +394,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _own_config(path: Path) -> dict[str, Any]:
     config_file = path / CONFIG_FILE
     # Meta's releases have params.json instead, or a directory with it for each of several models.
-    own = [] if config_file.is_file() else [*path.glob(OWN_CONFIG_FILE), *path.glob(f"*/{OWN_CONFIG_FILE}")]
-    configs = {file.parent: read_json(file) for file in sorted(own) or [config_file]}
+    found = [] if config_file.exists() else [*path.glob(OWN_CONFIG_FILE), *path.glob(f"*/{OWN_CONFIG_FILE}")]
+    own = sorted(found)
+    configs = {file.parent: read_json(file) for file in own} if own else {path: read_config(config_file)}
     # Before the check of the weights: they are pickles, and converting them would not help.
     for directory, config in configs.items():
         refuse_unserved_heads(config, where=str(directory))
@@ -288,6 +409,150 @@ def _read_config(path: Path) -> dict[str, Any]:
             "transformers checkpoint. Convert it once with transformers' script for the model, in a place you trust."
         )
     return configs[path]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a model's config, and check the types and sizes of the fields that we or transformers count with.
+
+    A config of the right types can still contradict itself: transformers reports that when it builds the model.
+
+    Raises:
+        CheckpointError: The file is no JSON object, or a field has a wrong type or an impossible size.
+    """
+    config = read_json(path)
+    if _is_deep(config):
+        raise CheckpointError(f"{path}: nested deeper than {_MAX_DEPTH} levels; expected a model's config. Restore it.")
+    wrong = next(_wrong_fields(config, ""), None) or next(_wrong_sizes(config), None)
+    if wrong is not None:
+        field, value, expected = wrong
+        raise CheckpointError(
+            f"{path}: {field} is {value!r:.60}; expected {expected}. Restore the original, or correct the field."
+        )
+    return config
+
+
+def _is_deep(config: RawConfig) -> bool:
+    """Return whether objects and lists are nested deeper than in any model's config: copying them is recursive."""
+    level: list[Any] = [config]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, dict) else value)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)
+
+
+_WrongField = tuple[str, object, str]
+"""The dotted name of a field, its value, and what it should be."""
+
+
+def _wrong_fields(section: Mapping[str, Any], prefix: str) -> Iterator[_WrongField]:
+    """Yield the fields of a config and of its sections that are wrong whatever the model."""
+    # The number of head modules, under the names that families give it.
+    counts = {family.declaration.count for family in FAMILIES}
+    for name, value in section.items():
+        field = prefix + name
+        if name.endswith("_config"):
+            if isinstance(value, dict):
+                yield from () if name == _QUANTISATION else _wrong_fields(value, f"{field}.")
+            elif value is not None:
+                yield field, value, "an object"
+        elif name == "model_type" and not isinstance(value, str | None):
+            yield field, value, "the name of an architecture"
+        elif name == "architectures" and not (value is None or _are_strings(value)):
+            yield field, value, "a list of names"
+        elif name in _TOKEN_FIELDS and not (value is None or _are_tokens(value)):
+            yield field, value, "a token id or a list of token ids"
+        elif name in _OBJECTS and not isinstance(value, dict | None):
+            yield field, value, "an object"
+        elif not (value is None or type(value) is int) and name in counts:
+            yield field, value, "an integer"
+        elif _is_absurd(name, value):
+            yield field, value, f"at most {_MAX_BLOCKS if _BLOCKS.search(name) else _MAX_SIZE}, and not less than 0"
+        elif isinstance(value, float) and math.isnan(value):
+            yield field, value, "a number"
+
+
+def _are_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _is_absurd(name: str, value: object) -> bool:
+    """Return whether a value is a number that no model has: building such a model would not end."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    if _BLOCKS.search(name):
+        return not 0 <= value <= _MAX_BLOCKS
+    # Some configs write -1 for a size that does not apply.
+    return not -1 <= value <= _MAX_SIZE if _SIZES.search(name) else isinstance(value, int) and abs(value) >= 1 << 63
+
+
+def _wrong_sizes(config: RawConfig) -> Iterator[_WrongField]:
+    """Yield the sizes of the language model that are not what every model has."""
+    text_config = raw_text_config(config)
+    prefix = "" if text_config is config else "text_config."
+    for name in _ALWAYS_POSITIVE:
+        if name in text_config and not _is_positive(text_config[name]):
+            yield f"{prefix}{name}", text_config[name], "a positive integer"
+    for name in _POSITIVE_WHERE_SET:
+        value = text_config.get(name)
+        if value is not None and not all(_is_positive(one) for one in (value if isinstance(value, list) else [value])):
+            yield f"{prefix}{name}", value, "a positive integer"
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _require_generation_config(path: Path) -> None:
+    """Check a checkpoint's generation config, which engines and transformers read too.
+
+    Raises:
+        CheckpointError: It is no JSON object, or a field that we read has a wrong type.
+    """
+    file = path / GENERATION_CONFIG_FILE
+    if not os.path.lexists(file):
+        return
+    found = read_json(file)
+    if _is_deep(found):
+        raise CheckpointError(f"{file}: nested deeper than {_MAX_DEPTH} levels; expected settings. Restore the file.")
+    for name, (fits, expected) in _GENERATION_FIELDS.items():
+        value = found.get(name)
+        if value is not None and not fits(value):
+            raise CheckpointError(
+                f"{file}: {name} is {value!r:.60}; expected {expected}. Correct the field, or remove the file."
+            )
+    from transformers import GenerationConfig
+
+    try:
+        GenerationConfig.from_pretrained(path)
+    # Of the other fields, transformers reports some in words and trips over the rest.
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{file}: transformers rejects it ({' '.join(str(error).split()):.300}); expected settings that it can "
+            "read. Correct the field, or remove the file."
+        ) from error
+
+
+def _is_number(value: object) -> bool:
+    # Comparisons hold for integers of any size; NaN fails both.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30
+
+
+def _are_tokens(value: object) -> bool:
+    # Some configs write -1 for a token that the model does not have.
+    ids = value if isinstance(value, list) else [value]
+    return all(type(one) is int and -1 <= one <= _MAX_SIZE for one in ids)
+
+
+_GENERATION_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "do_sample": (lambda value: isinstance(value, bool), "true or false"),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (_is_number, "a number")),
+    "top_k": (lambda value: type(value) is int, "an integer"),
+    **dict.fromkeys(_TOKEN_FIELDS, (_are_tokens, "a token id or a list of token ids")),
+}
 
 
 def _refuse_other_weights(path: Path, config: RawConfig) -> None:
@@ -306,7 +571,8 @@ def _refuse_other_weights(path: Path, config: RawConfig) -> None:
 def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{path / INDEX_FILE}: has no weight_map; expected key -> file. Restore the index.")
+        found = f"weight_map is {weight_map!r:.40}" if "weight_map" in index else "has no weight_map"
+        raise CheckpointError(f"{path / INDEX_FILE}: {found}; expected an object, key -> file. Restore the index.")
     files: dict[Any, str] = {}
     for file in weight_map.values():
         # Each file name is checked once: the index of a large mixture has tens of thousands of entries, and few files.

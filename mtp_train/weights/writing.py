@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -213,6 +213,7 @@ def new_directory(target: Path, *, what: str) -> Iterator[Path]:
         CheckpointError: The disk is full or not writable.
     """
     refuse_existing(target, what=what)
+    made = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -227,6 +228,25 @@ def new_directory(target: Path, *, what: str) -> Iterator[Path]:
             sync_directory(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if not target.exists():
+            _remove_empty(made)
+
+
+def _remove_empty(directories: Iterable[Path]) -> None:
+    """Remove directories, innermost first, up to the first that is not empty."""
+    with contextlib.suppress(OSError):
+        for directory in directories:
+            directory.rmdir()
+
+
+@contextlib.contextmanager
+def removed_on_failure(target: Path) -> Iterator[None]:
+    """Remove a directory that the caller has just written where the block, which completes it, fails."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
 
 
 _NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress
 
@@ -20,7 +21,7 @@ from mtp_train.weights.draft_checkpoint import DraftForm
 from mtp_train.weights.export import LinkMode, write_head_only
 from mtp_train.weights.lora_merge import write_adapted
 from mtp_train.weights.suggestions import draft_model_flag
-from mtp_train.weights.writing import refuse_existing
+from mtp_train.weights.writing import refuse_existing, removed_on_failure
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,12 @@ class ExportResult:
     """The GGUF file in ``out``; None for other forms."""
     flag: str | None = None
     """vLLM's flag that drafts with a head-only export; None for other forms."""
+    notes: tuple[str, ...] = ()
+    """What to correct in the model card before it is published, a sentence each."""
 
-    def to_json(self) -> dict[str, str]:
+    def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train export --json`` prints them."""
-        values = {"out": str(self.out)}
+        values: dict[str, Any] = {"out": str(self.out), "notes": self.notes}
         if self.file is not None:
             values["file"] = str(self.file)
         if self.flag is not None:
@@ -52,7 +55,7 @@ class ExportResult:
         if self.flag is not None:
             serve = f"vllm serve {shlex.quote(str(self.trunk))} {self.flag}"
             return f"Wrote {self.out}: the head alone. Draft with it: {serve}"
-        return f"Wrote {self.out}."
+        return "\n".join([f"Wrote {self.out}.", *self.notes])
 
 
 def export(
@@ -134,7 +137,8 @@ def _as_checkpoint(
         write_export(
             trunk, found.artifact, out, adapter=adapter, link=link, progress=progress, form=form, hub_id=hub_id
         )
-        write_card(source, out)
-    else:
-        write_adapted(trunk, layout_of(trunk), head, out, adapter=None, link=link, progress=progress)
+        with removed_on_failure(out):
+            notes = write_card(source, out)
+        return ExportResult(out, trunk.path, notes=notes)
+    write_adapted(trunk, layout_of(trunk), head, out, adapter=None, link=link, progress=progress)
     return ExportResult(out, trunk.path)

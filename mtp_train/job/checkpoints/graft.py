@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress
 
@@ -16,7 +17,7 @@ from mtp_train.trunk.whole import require_whole_trunk
 from mtp_train.weights.export import write_checkpoint
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.locations import open_location
-from mtp_train.weights.writing import refuse_existing
+from mtp_train.weights.writing import refuse_existing, removed_on_failure
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,15 @@ class GraftResult:
     """The trunk's checkpoint, as the caller named it."""
     base: str
     """The head's checkpoint, as the caller named it."""
+    notes: tuple[str, ...] = ()
+    """What to correct in the model card before it is published, a sentence each."""
 
-    def to_json(self) -> dict[str, str]:
+    def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train graft --json`` prints them."""
-        return {"out": str(self.out)}
+        return {"out": str(self.out), "notes": self.notes}
 
     def __str__(self) -> str:
-        return f"Wrote {self.out}: the trunk of {self.fine_tune}, the head of {self.base}."
+        return "\n".join([f"Wrote {self.out}: the trunk of {self.fine_tune}, the head of {self.base}.", *self.notes])
 
 
 def graft(
@@ -73,6 +76,7 @@ def graft(
     require_finite_checkpoint(trunk, progress)
     require_finite_checkpoint(donor, progress)
     write_checkpoint(trunk, plan.layout, plan.template, result.out, link="copy" if copy else "hard")
-    identities = checkpoint_identity(result.fine_tune, trunk), checkpoint_identity(result.base, donor)
-    write_graft_card(result.out, *identities, None, SUGGESTED_DEPTH)
-    return result
+    with removed_on_failure(result.out):
+        identities = checkpoint_identity(result.fine_tune, trunk), checkpoint_identity(result.base, donor)
+        notes = write_graft_card(result.out, *identities, None, SUGGESTED_DEPTH)
+    return replace(result, notes=notes)

@@ -20,7 +20,7 @@ from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.locations import open_location
 from mtp_train.weights.lora_merge import Merged, plan_changes, write_merged
 from mtp_train.weights.suggestions import attach_command, graft_command, retrain_command
-from mtp_train.weights.writing import refuse_existing
+from mtp_train.weights.writing import refuse_existing, removed_on_failure
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class MergeResult:
     """Numbers of changed tensors, of shards, and of the head's tensors."""
     attached: bool
     """Whether the family's releases have no MTP head, so that one has to be trained from scratch."""
+    notes: tuple[str, ...] = ()
+    """What to correct in the model card before it is published, a sentence each."""
 
     @property
     def cure(self) -> str:
@@ -67,7 +69,7 @@ class MergeResult:
         else:
             what = "Attach one" if self.attached else "Put the base's back"
             lines.append(f"It has no head, like {self.checkpoint}. {what}: {self.cure}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def merge(
@@ -107,5 +109,6 @@ def merge(
     require_finite_checkpoint(source, progress)
     merged = write_merged(source, layout, changes, result_dir, link="copy" if copy else "hard", progress=progress)
     depths = SUGGESTED_DEPTH if merged.head_keys else None
-    write_merge_card(result_dir, checkpoint_identity(checkpoint, source), adapter, depths)
-    return MergeResult(str(result_dir), checkpoint, adapter, merged, source.family.attached)
+    with removed_on_failure(result_dir):
+        notes = write_merge_card(result_dir, checkpoint_identity(checkpoint, source), adapter, depths)
+    return MergeResult(str(result_dir), checkpoint, adapter, merged, source.family.attached, notes)

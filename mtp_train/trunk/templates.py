@@ -1,0 +1,213 @@
+"""Render chat templates: programs of a checkpoint's author, which may fail, run without end or write without end.
+
+transformers renders them in jinja2's immutable sandbox. The sandbox keeps a template from the files and attributes of
+this process, and limits ``range``; it limits neither time nor memory. :func:`bounded` adds both limits to the program
+that transformers compiled, and reports the errors that a template raises.
+
+The time limit is a watchdog thread that raises an exception in the rendering thread. A signal would reach the main
+thread only, a trace function would slow every line of every template, and a process per chat would cost more than the
+rendering. The watchdog costs two dictionary updates per chat. It acts between two bytecodes: a single operation that
+runs long inside of C is not interrupted. Sums, products and powers are therefore checked before they are computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+from jinja2 import TemplateError, TemplateRuntimeError, nodes
+from jinja2.sandbox import SandboxedEnvironment
+
+from mtp_train.errors import DataError
+from mtp_train.upstream.transformers_private import compiled_chat_template
+
+MAX_SECONDS = 10.0
+"""Longest time for one chat. A chat of a million tokens takes well under a second."""
+MAX_CHARS = 1 << 26
+"""Most characters of a rendered chat, about ten times the longest context of any model."""
+_MAX_BITS = 1 << 16
+_POLL_SECONDS = 0.1
+
+
+class _TooLongError(BaseException):
+    """Raised in a thread whose template does not end. Not an Exception: jinja2 rewrites those that pass through it."""
+
+
+class _Watchdog:
+    """Raise :class:`_TooLongError` in threads that stay longer than :data:`MAX_SECONDS` in :meth:`limit`."""
+
+    def __init__(self) -> None:
+        self._begin()
+        # A fork copies neither the thread nor, maybe, an open lock.
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: dict[int, float] = {}
+        self._is_running = False
+
+    @contextmanager
+    def limit(self) -> Iterator[None]:
+        """Limit the time of a block, which must not contain another one."""
+        thread = threading.get_ident()
+        with self._lock:
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._watch, name="chat-template-watchdog", daemon=True).start()
+            self._ends[thread] = time.monotonic() + MAX_SECONDS
+        try:
+            yield
+        finally:
+            with self._lock:
+                expired = self._ends.pop(thread, None) is None
+            if expired:
+                # The exception may still be on its way: take it back, so that it cannot surface later.
+                _raise_in(thread, None)
+        if expired:
+            raise _TooLongError
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_POLL_SECONDS)
+            with self._lock:
+                now = time.monotonic()
+                for thread in [thread for thread, end in self._ends.items() if end < now]:
+                    del self._ends[thread]
+                    _raise_in(thread, _TooLongError)
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Make a thread raise an error at its next bytecode; None withdraws an error that it has not raised yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error) if error else None)
+
+
+_WATCHDOG = _Watchdog()
+
+
+@contextmanager
+def bounded(template: str, where: str) -> Iterator[None]:
+    """Limit the time and output of a chat template, which the block renders, and report its errors.
+
+    Args:
+        template: The template.
+        where: The record, for messages.
+
+    Raises:
+        DataError: The template cannot be compiled, refuses the chat, fails on it, or exceeds a limit.
+    """
+    hint = "expected messages it can write. Fix or remove the record."
+    try:
+        with _WATCHDOG.limit():
+            _limit_output(template)
+            yield
+    except TemplateError as error:
+        raise DataError(f"{where}: the chat template refuses it ({error}); {hint}") from error
+    except _TooLongError:
+        raise DataError(
+            f"{where}: the chat template did not end within {MAX_SECONDS:.0f} seconds; expected a template that writes "
+            "the messages and ends. Correct chat_template.jinja in the trunk, or replace it by the base's."
+        ) from None
+    except DataError:
+        raise
+    # A template is a program: it divides by zero or adds text to a number like any other. Nothing of ours runs here.
+    except Exception as error:
+        raise DataError(
+            f"{where}: the chat template fails on it ({type(error).__name__}: {error!s:.300}); expected a template "
+            "that writes the messages. Correct chat_template.jinja in the trunk, or replace it by the base's."
+        ) from error
+
+
+@lru_cache(maxsize=64)
+def _limit_output(template: str) -> None:
+    """Give the template that transformers compiled operators and an output with limits.
+
+    Raises:
+        TemplateError: The template cannot be compiled, or contains a constant beyond the limits.
+    """
+    # jinja2 computes constant expressions when it compiles. Parsing does not.
+    tree = compiled_chat_template("").environment.parse(template)
+    for node in tree.find_all(nodes.BinExpr):
+        _constant(node)
+    compiled = compiled_chat_template(template)
+    environment: Any = compiled.environment
+    environment.concat = _joined
+    environment.intercepted_binops = frozenset(_LIMITED)
+    environment.binop_table |= {operator: partial(_computed, operator) for operator in _LIMITED}
+    # Intercepted operators are calls in the compiled code.
+    fresh = environment.from_string(template)
+    compiled.root_render_func, compiled.blocks = fresh.root_render_func, fresh.blocks
+
+
+def _constant(node: nodes.Node) -> Any:
+    """Return the value of a constant expression within the limits; None for any other expression."""
+    if isinstance(node, nodes.Const):
+        return node.value
+    if not isinstance(node, nodes.BinExpr) or node.operator not in _COMPUTE:
+        return None
+    left, right = _constant(node.left), _constant(node.right)
+    try:
+        return None if left is None or right is None else _computed(node.operator, left, right)
+    except (TypeError, ArithmeticError, ValueError):
+        # The template fails where it is rendered, if that part of it is.
+        return None
+
+
+def _computed(operator: str, left: Any, right: Any) -> Any:
+    """Return ``left operator right``.
+
+    Raises:
+        TemplateRuntimeError: The result would exceed the limits.
+    """
+    if operator in _LIMITED:
+        _LIMITED[operator](left, right)
+    return _COMPUTE[operator](left, right)
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """Join text like ``"".join``, up to the limit."""
+    kept, length = [], 0
+    for part in parts:
+        length += len(part)
+        if length > MAX_CHARS:
+            raise TemplateRuntimeError(f"it writes more than {MAX_CHARS} characters")
+        if part:
+            kept.append(part)
+    return "".join(kept)
+
+
+def _limit_product(left: Any, right: Any) -> None:
+    for times, value in ((left, right), (right, left)):
+        if isinstance(times, int) and isinstance(value, str | list | tuple):
+            _limit_elements(times * len(value))
+    if isinstance(left, int) and isinstance(right, int):
+        _limit_digits(left.bit_length() + right.bit_length())
+
+
+def _limit_power(left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        _limit_digits(left.bit_length() * abs(right))
+
+
+def _limit_sum(left: Any, right: Any) -> None:
+    if any(isinstance(left, kind) and isinstance(right, kind) for kind in (str, list, tuple)):
+        _limit_elements(len(left) + len(right))
+
+
+def _limit_elements(count: int) -> None:
+    if count > MAX_CHARS:
+        raise TemplateRuntimeError(f"it makes a text or list of more than {MAX_CHARS} elements")
+
+
+def _limit_digits(bits: int) -> None:
+    if bits > _MAX_BITS:
+        raise TemplateRuntimeError(f"it makes a number of more than {_MAX_BITS} bits")
+
+
+_COMPUTE = SandboxedEnvironment.default_binop_table
+_LIMITED: Mapping[str, Callable[[Any, Any], None]] = {"*": _limit_product, "**": _limit_power, "+": _limit_sum}

@@ -1,0 +1,396 @@
+"""Checkpoints from anywhere: each kind of damage is one message that names the file, raised where it is parsed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from byte_tokenizer import byte_tokenizer
+from checkpoints import save_with_head, set_fields, shard
+from mtp_train.errors import MtpError
+from mtp_train.job.checkpoints.inspect import inspect
+from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
+from mtp_train.weights.files import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    Checkpoint,
+    open_checkpoint,
+    read_config,
+    scan_safetensors,
+)
+from runs import BYTE_VOCAB_SIZE
+from tiny import tiny_head, tiny_trunk
+
+# Where, what was found, what was expected, what to do about it.
+FOUR_ANSWERS = re.compile(r"[^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+[.?]")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    trunk = tiny_trunk("qwen3_5", vocab_size=BYTE_VOCAB_SIZE)
+    path = save_with_head(trunk, tiny_head(trunk), tmp_path_factory.mktemp("whole") / "checkpoint")
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def checkpoint(whole: Path, tmp_path: Path) -> Path:
+    """A checkpoint whose small files are copies and whose weights are a link."""
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    for file in whole.iterdir():
+        if file.name == SINGLE_FILE:
+            os.link(file, path / file.name)
+        else:
+            (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+def refusal(do: Callable[[], Any]) -> str:
+    with pytest.raises(MtpError) as caught:
+        do()
+    message = str(caught.value)
+    assert caught.value.exit_code == 2
+    assert FOUR_ANSWERS.fullmatch(message), message
+    assert len(message) < 2000
+    return message
+
+
+def write_header(file: Path, header: bytes, data: bytes = b"") -> None:
+    file.unlink(missing_ok=True)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def nested(depth: int) -> bytes:
+    return b'{"a":' * depth + b"1" + b"}" * depth
+
+
+HEADERS: dict[str, tuple[object, str]] = {
+    **{
+        dtype: ({"x": entry(dtype)}, f"x is stored as {dtype}, which is not supported")
+        for dtype in ("F4", "F6_E2M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64", "F128")
+    },
+    "dtype of another type": ({"x": entry(32)}, "x has dtype 32"),
+    "no dtype": ({"x": {"shape": [2], "data_offsets": [0, 8]}}, "x has dtype None"),
+    "negative shape": ({"x": entry(shape=[-2])}, r"x has shape \[-2\]"),
+    "fractional shape": ({"x": entry(shape=[2.0])}, r"x has shape \[2.0\]"),
+    "shape beyond 64 bits": ({"x": entry(shape=[0, 2**40, 2**40], offsets=[0, 0])}, "x has shape"),
+    "shape of another size": ({"x": entry(shape=[3])}, "by dtype and shape it has 12 bytes"),
+    "offsets beyond the file": ({"x": entry(shape=[4], offsets=[0, 16])}, "8 bytes of tensors, by the header 16"),
+    "negative offsets": ({"x": entry(offsets=[-8, 0])}, r"x has data_offsets \[-8, 0\]"),
+    "three offsets": ({"x": entry(offsets=[0, 4, 8])}, r"x has data_offsets \[0, 4, 8\]"),
+    "overlapping offsets": (
+        {"x": entry(), "y": entry("F16", [2], [4, 8])},
+        "y starts at byte 4 of the data, expected byte 8",
+    ),
+    "a gap": ({"x": entry(shape=[1], offsets=[4, 8])}, "x starts at byte 4 of the data, expected byte 0"),
+    "an entry that is no object": ({"x": 3}, "x is described by 3"),
+    "a list": ([entry()], "contains list; expected a JSON object"),
+    "metadata of another type": ({"__metadata__": {"format": 3}, "x": entry()}, "__metadata__ is not"),
+}
+
+
+@pytest.mark.parametrize(("header", "message"), HEADERS.values(), ids=HEADERS.keys())
+def test_a_broken_safetensors_header_is_named(header: object, message: str, tmp_path: Path) -> None:
+    file = tmp_path / SINGLE_FILE
+    write_header(file, json.dumps({"x": entry()}).encode(), bytes(8))
+    assert list(scan_safetensors(file)) == ["x"]
+    write_header(file, json.dumps(header).encode(), bytes(8))
+    found = refusal(lambda: scan_safetensors(file))
+    assert found.startswith(f"{file}: ")
+    assert re.search(message, found)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "a header of 0 bytes in a file of 0"),
+        (b"\x08\0\0", "truncated or damaged"),
+        ((10**9).to_bytes(8, "little") + b"{}", "a header of 1000000000 bytes in a file of 10"),
+        ((2**63).to_bytes(8, "little") + b"{}", "truncated or damaged"),
+        ((6).to_bytes(8, "little") + b"{nope}", "not valid JSON"),
+        ((4).to_bytes(8, "little") + b'"\xff"}', "not valid JSON"),
+        ((600_001).to_bytes(8, "little") + nested(100_000), "nested too deep"),
+        ((13).to_bytes(8, "little") + b'{"x":1,"x":2}', "the key 'x' is there twice"),
+    ],
+)
+def test_a_file_that_is_not_safetensors_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / SINGLE_FILE).write_bytes(content)
+    assert message in refusal(lambda: scan_safetensors(tmp_path / SINGLE_FILE))
+
+
+def test_a_header_longer_than_the_format_allows_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / SINGLE_FILE).open("wb") as file:
+        file.write((40 << 30).to_bytes(8, "little"))
+        file.truncate(41 << 30)
+    assert "a header of 42949672960 bytes" in refusal(lambda: scan_safetensors(tmp_path / SINGLE_FILE))
+
+
+# Index
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ([1, 2], r"weight_map is \[1, 2\]; expected an object"),
+        (None, "weight_map is None; expected an object"),
+        (3, "weight_map is 3; expected an object"),
+        ({"x": 3}, "names 3; expected the path"),
+        ({"x": None}, "names None; expected the path"),
+        ({"x": {"y": "z"}}, r"names \{'y': 'z'\}; expected the path"),
+        ({"x": ["a"]}, r"names \['a'\]; expected the path"),
+        ({"x": ""}, "names ''; expected the path"),
+        ({"x": "a\0b"}, r"names 'a\\x00b'; expected the path"),
+        ({"x": "\ud800"}, r"names '\\ud800'; expected the path"),
+        ({"x": "a" * 5000}, "expected the path"),
+        ({"x": "gone.safetensors"}, "names gone.safetensors, which is not there"),
+        ({"x": CONFIG_FILE}, "truncated or damaged"),
+        ({}, "the trunk's embedding is missing"),
+    ],
+)
+def test_a_weight_map_of_any_shape_is_named(weight_map: object, message: str, checkpoint: Path) -> None:
+    (checkpoint / SINGLE_FILE).unlink()
+    (checkpoint / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    found = refusal(lambda: inspect(checkpoint))
+    assert str(checkpoint) in found
+    assert re.search(message, found)
+
+
+NOT_OBJECTS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "not valid JSON"),
+    "not JSON": (b"{nope", "not valid JSON"),
+    "not UTF-8": (b'{"a": "\xff"}', "not valid JSON"),
+    "list": (b"[1, 2]", "contains list"),
+    "null": (b"null", "contains NoneType"),
+    "nested too deep": (nested(100_000), "nested too deep"),
+    "integer of thousands of digits": (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), NOT_OBJECTS.values(), ids=NOT_OBJECTS.keys())
+@pytest.mark.parametrize("name", [INDEX_FILE, CONFIG_FILE, GENERATION_CONFIG_FILE, "tokenizer_config.json"])
+def test_a_file_that_is_no_json_object_is_named(name: str, content: bytes, message: str, checkpoint: Path) -> None:
+    if name == INDEX_FILE:
+        (checkpoint / SINGLE_FILE).unlink()
+    (checkpoint / name).write_bytes(content)
+    found = refusal(lambda: load_tokenizer(open_checkpoint(checkpoint), trust_remote_code=False))
+    assert found.startswith(f"{checkpoint / name}: ")
+    assert message in found
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(checkpoint: Path) -> None:
+    (checkpoint / CONFIG_FILE).unlink()
+    os.mkfifo(checkpoint / CONFIG_FILE)
+    assert "config.json: not a regular file" in refusal(lambda: open_checkpoint(checkpoint))
+
+
+def test_a_key_that_the_index_repeats_is_named(checkpoint: Path) -> None:
+    shard(checkpoint)
+    text = (checkpoint / INDEX_FILE).read_text()
+    open_checkpoint(checkpoint)
+    key = "model.norm.weight"
+    (checkpoint / INDEX_FILE).write_text(text.replace(f'"{key}":', f'"{key}": "x", "{key}":'))
+    assert f"the key '{key}' is there twice" in refusal(lambda: open_checkpoint(checkpoint))
+
+
+# Config
+
+FIELDS: list[tuple[str, object, str]] = [
+    *(("hidden_size", value, "hidden_size is .*; expected a positive integer") for value in ("64", 0, -1, None, [32])),
+    ("hidden_size", float("nan"), "hidden_size is nan; expected"),
+    ("hidden_size", 10**9, "hidden_size is 1000000000; expected at most 16777216"),
+    ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; expected at most 1000"),
+    ("num_hidden_layers", 10**400, "num_hidden_layers is 1000.*; expected at most 1000"),
+    ("num_hidden_layers", "2", "num_hidden_layers is '2'; expected a positive integer"),
+    ("mtp_num_hidden_layers", "1", "mtp_num_hidden_layers is '1'; expected an integer"),
+    ("mtp_num_hidden_layers", 10**9, "mtp_num_hidden_layers is 1000000000; expected at most 1000"),
+    ("num_attention_heads", None, "num_attention_heads is None; expected a positive integer"),
+    ("num_key_value_heads", 0, "num_key_value_heads is 0; expected a positive integer"),
+    ("vocab_size", -1, "vocab_size is -1; expected a positive integer"),
+    ("rms_norm_eps", "small", "transformers rejects it"),
+    ("rms_norm_eps", float("nan"), "rms_norm_eps is nan; expected a number"),
+    ("hidden_act", "nope", "transformers rejects it .KeyError"),
+    ("layer_types", 3, "transformers rejects it"),
+    ("text_config", [1], r"text_config is \[1\]; expected an object"),
+    ("text_config", {}, "transformers rejects it"),
+    ("vision_config", "x", "vision_config is 'x'; expected an object"),
+    ("vision_config", {"depth": 10**9}, "vision_config.depth is 1000000000; expected at most 1000"),
+    ("quantization_config", [1], r"quantization_config is \[1\]; expected an object"),
+    ("rope_parameters", 3, "rope_parameters is 3; expected an object"),
+    ("model_type", ["qwen3_5_text"], "model_type is .*; expected the name of an architecture"),
+    ("architectures", 3, "architectures is 3; expected a list of names"),
+    ("architectures", [3], r"architectures is \[3\]; expected a list of names"),
+    ("eos_token_id", {"a": 1}, "eos_token_id is .*; expected a token id"),
+    ("eos_token_id", 10**400, "eos_token_id is 1000.*; expected a token id"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), FIELDS, ids=[f"{name}={str(v)[:12]}" for name, v, _ in FIELDS])
+def test_a_config_field_of_wrong_type_or_size_is_named(
+    field: str, value: object, message: str, checkpoint: Path
+) -> None:
+    config = json.loads((checkpoint / CONFIG_FILE).read_text())
+    (checkpoint / CONFIG_FILE).write_text(json.dumps(config | {field: value}))
+    found = refusal(lambda: inspect(checkpoint))
+    assert str(checkpoint) in found
+    assert re.search(message, found)
+
+
+def test_a_nested_config_is_checked_too_and_deep_nesting_is_refused(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / CONFIG_FILE).read_text())
+    wrapped = {"model_type": "qwen3_5", "text_config": config}
+    (checkpoint / CONFIG_FILE).write_text(json.dumps(wrapped))
+    assert read_config(checkpoint / CONFIG_FILE) == wrapped
+    set_fields(checkpoint, {"hidden_size": "64"})
+    assert "text_config.hidden_size is '64'" in refusal(lambda: open_checkpoint(checkpoint))
+    (checkpoint / CONFIG_FILE).write_text(json.dumps(config | {"a_config": json.loads(nested(200))}))
+    assert "nested deeper than 32 levels" in refusal(lambda: open_checkpoint(checkpoint))
+
+
+# Generation config
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
+        ({"temperature": float("nan")}, "temperature is nan; expected a number"),
+        ({"temperature": 10**400}, "temperature is 1000.*; expected a number"),
+        ({"top_p": [0.9]}, r"top_p is \[0.9\]; expected a number"),
+        ({"top_k": 0.5}, "top_k is 0.5; expected an integer"),
+        ({"do_sample": "yes"}, "do_sample is 'yes'; expected true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a token id"),
+        ({"eos_token_id": [1, None]}, r"eos_token_id is \[1, None\]; expected a token id"),
+        ({"suppress_tokens": 3}, "transformers rejects it"),
+        ({"watermarking_config": "x"}, "transformers rejects it"),
+        ({"max_new_tokens": "8"}, "transformers rejects it"),
+        ({"a": json.loads(nested(200))}, "nested deeper than 32 levels"),
+    ],
+)
+def test_a_generation_config_of_any_shape_is_named(content: object, message: str, checkpoint: Path) -> None:
+    file = checkpoint / GENERATION_CONFIG_FILE
+    file.write_text(json.dumps({"do_sample": True, "temperature": 0.7, "eos_token_id": [1, 2]}))
+    open_checkpoint(checkpoint)
+    file.write_text(json.dumps(content))
+    found = refusal(lambda: inspect(checkpoint))
+    assert found.startswith(f"{file}: ")
+    assert re.search(message, found)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(None, {5}), ({}, set()), ({"eos_token_id": 7}, {7}), ({"eos_token_id": [7, 8]}, {7, 8})]
+)
+def test_the_generation_config_decides_the_end_of_text_where_it_exists(
+    content: dict[str, Any] | None, expected: set[int], checkpoint: Path
+) -> None:
+    set_fields(checkpoint, {"eos_token_id": 5})
+    (checkpoint / GENERATION_CONFIG_FILE).unlink(missing_ok=True)
+    if content is not None:
+        (checkpoint / GENERATION_CONFIG_FILE).write_text(json.dumps(content))
+    opened = open_checkpoint(checkpoint)
+    tokenizer = load_tokenizer(opened, trust_remote_code=False)
+    assert eos_token_ids(opened, tokenizer) == expected | {tokenizer.eos_token_id}
+
+
+# Tokenizer
+
+
+def changed_tokenizer(checkpoint: Path, **fields: Any) -> None:
+    document = json.loads((checkpoint / "tokenizer.json").read_text())
+    model = document["model"] | fields.pop("model", {})
+    (checkpoint / "tokenizer.json").write_text(json.dumps({**document, "model": model, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        (lambda path: changed_tokenizer(path, model={"vocab": 3}), "no tokenizer that loads"),
+        (lambda path: changed_tokenizer(path, model={"type": "Nope"}), "no tokenizer that loads"),
+        (lambda path: changed_tokenizer(path, added_tokens="x"), "no tokenizer that loads"),
+        (lambda path: (path / "tokenizer.json").write_text("{}"), "no tokenizer that loads"),
+        (lambda path: (path / "added_tokens.json").write_text("3"), "added_tokens.json: contains int"),
+        (lambda path: (path / "special_tokens_map.json").write_text("[1]"), "special_tokens_map.json: contains list"),
+        (lambda path: (path / "tokenizer_config.json").write_text('{"model_max_length": "8"}'), "model_max_length is"),
+        (
+            lambda path: [(path / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")],
+            "no tokenizer that loads",
+        ),
+    ],
+)
+def test_a_broken_tokenizer_is_named(do: Callable[[Path], Any], message: str, checkpoint: Path) -> None:
+    opened = open_checkpoint(checkpoint)
+    load_tokenizer(opened, trust_remote_code=False)
+    do(checkpoint)
+    found = refusal(lambda: load_tokenizer(opened, trust_remote_code=False))
+    assert str(checkpoint) in found
+    assert message in found
+
+
+def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(checkpoint: Path) -> None:
+    vocabulary = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+    changed_tokenizer(checkpoint, model={"vocab": vocabulary | {"A": BYTE_VOCAB_SIZE}})
+    found = refusal(lambda: load_tokenizer(open_checkpoint(checkpoint), trust_remote_code=False))
+    assert f"the tokenizer has the id {BYTE_VOCAB_SIZE} for 'A' (1 such tokens)" in found
+
+
+# Large files
+
+
+def test_a_shard_larger_than_the_memory_is_neither_mapped_nor_read_whole(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shard declares 40 GiB and is sparse on disk; its blocks are replaced by empty ones, which are counted."""
+    rows, width = 5 << 20, 4 << 10
+    key = "model.visual.table.weight"
+    header = json.dumps({key: entry("BF16", [rows, width], [0, 2 * rows * width])}).encode()
+    shard(checkpoint)
+    file = checkpoint / "model-00004-of-00003.safetensors"
+    write_header(file, header)
+    with file.open("r+b") as handle:
+        handle.truncate(8 + len(header) + 2 * rows * width)
+    index = json.loads((checkpoint / INDEX_FILE).read_text())
+    index["weight_map"][key] = file.name
+    (checkpoint / INDEX_FILE).write_text(json.dumps(index))
+    assert file.stat().st_blocks * 512 < 1 << 20
+
+    read_rows, blocks = Checkpoint.read_rows, []
+
+    def counted(self: Checkpoint, name: str, first: int, stop: int) -> torch.Tensor:
+        if name != key:
+            return read_rows(self, name, first, stop)
+        blocks.append(2 * width * (stop - first))
+        return torch.empty(0)
+
+    monkeypatch.setattr(Checkpoint, "read_rows", counted)
+    assert inspect(checkpoint).head.complete
+    assert sum(blocks) == 40 << 30
+    assert max(blocks) <= 8 << 20
+    assert not _is_mapped(file)
+    opened = open_checkpoint(checkpoint)
+    monkeypatch.undo()
+    assert not opened.read_rows(key, rows - 1, rows).any()
+
+
+def _is_mapped(file: Path) -> bool:
+    maps = Path("/proc/self/maps")
+    return maps.exists() and str(file) in maps.read_text()
+
+
+def test_reading_a_tensor_does_not_map_its_file(checkpoint: Path) -> None:
+    opened = open_checkpoint(checkpoint)
+    value = opened.read("model.norm.weight")
+    assert value.shape == opened.tensors["model.norm.weight"].shape
+    assert not _is_mapped(checkpoint / SINGLE_FILE)
