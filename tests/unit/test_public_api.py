@@ -71,7 +71,7 @@ RECORDS = {
     "Inspection": "checkpoint family status stale head trunk trunk_changed non_finite_keys problems serves cure "
     "runs_here note",
     "MergeResult": "out checkpoint adapter merged attached notes",
-    "PushResult": "export repo files uploaded url",
+    "PushResult": "export repo files left_out uploaded url",
     "RegenerateResult": "run_dir counts",
     "RescueResult": "out head reason serves",
     "RunReport": "arms lossless gate settings cells",
