@@ -300,7 +300,8 @@ def test_the_result_names_the_file_and_the_command(qwen: Path, tmp_path: Path, c
     argv = ["export", str(qwen), "--out", str(tmp_path / "out"), "--gguf", "f16"]
     assert main([*argv, "--json"]) == 0
     file = tmp_path / "out" / "mtp-tuned.gguf"
-    assert json.loads(capfd.readouterr().out) == {"out": str(tmp_path / "out"), "file": str(file)}
+    document = json.loads(capfd.readouterr().out)
+    assert document == {"out": str(tmp_path / "out"), "notes": [], "file": str(file)}
     assert file.is_file()
     argv[3] = str(tmp_path / "again")
     assert main(argv) == 0
