@@ -132,7 +132,7 @@ def regenerate_served(
     Raises:
         DataError: The server fails for good, refuses every prompt, or returns responses that are not the trunk's.
     """
-    generated, refusals, stalled = 0, [], False
+    generated, refusals = 0, []
     waiting: Waiting = {}
     queue = iter(prompts)
     try:
@@ -142,23 +142,16 @@ def regenerate_served(
                 waiting[_submitted(endpoint, endpoint.payload(question, sampling))] = (prompt, question)
             if not waiting:
                 break
-            done, _ = wait(waiting, timeout=STALL_SECONDS, return_when=FIRST_COMPLETED)
-            stalled = not done
-            if stalled:
-                raise DataError(
-                    f"data.regenerate.endpoint: {endpoint.url} finished none of its requests in "
-                    f"{STALL_SECONDS / 60:g} minutes; expected responses. Check the server's log; the same command "
-                    "goes on from the responses so far."
-                )
+            done = _finished(endpoint, waiting)
             rows, refused = _read(endpoint, {future: waiting.pop(future) for future in done}, store, eos_ids)
             generated += rows
             refusals += refused
             on_prompt(generated + len(refusals), len(prompts))
         store.check()
-    except (MtpError, OSError):
+    except (MtpError, OSError) as error:
         # If one request failed for good, the others have to stop retrying.
         endpoint.close()
-        wait(waiting, timeout=0 if stalled else None)
+        wait(waiting, timeout=0 if isinstance(error, _StalledError) else None)
         raise
     finally:
         endpoint.close()
@@ -168,6 +161,21 @@ def regenerate_served(
             "expected responses. Check the server's log."
         )
     return ServedCounts(generated=generated, refused=len(refusals), refusal=refusals[-1] if refusals else None)
+
+
+class _StalledError(DataError):
+    """Report a server that finishes nothing; its requests are not waited for."""
+
+
+def _finished(endpoint: Endpoint, waiting: Waiting) -> Collection[Future[dict[str, Any] | Refusal]]:
+    """Return the requests that are finished, at least one."""
+    done, _ = wait(waiting, timeout=STALL_SECONDS, return_when=FIRST_COMPLETED)
+    if not done:
+        raise _StalledError(
+            f"data.regenerate.endpoint: {endpoint.url} finished none of its requests in {STALL_SECONDS / 60:g} "
+            "minutes; expected responses. Check the server's log; the same command goes on from the responses so far."
+        )
+    return done
 
 
 def _submitted(endpoint: Endpoint, payload: Mapping[str, Any]) -> Future[dict[str, Any] | Refusal]:
