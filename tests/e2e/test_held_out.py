@@ -139,7 +139,7 @@ def test_the_report_says_how_much_of_the_held_out_text_was_trained_on(
         assert f"{found['prompts']} held-out prompts of {found['groups']} groups" in " ".join(shown.split())
         assert ("Warning: above 40%" in " ".join(shown.split())) is leak
     if leak:
-        assert found["overlap_8gram"] > 0.3
+        assert found["overlap_8gram"] > 0.15
         assert found["prompts_seen"] >= 4
     else:
         assert found["overlap_8gram"] < 0.05

@@ -21,7 +21,7 @@ from mtp_train.errors import CheckpointError
 from mtp_train.gguf.model_types import GGUF_HEADS
 from mtp_train.gguf.tensors import gguf_tensors
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.job.checkpoints import export_gguf
+from mtp_train.job.checkpoints import head_to_export
 from mtp_train.weights.files import open_checkpoint
 from mtp_train.weights.native import NativeHead
 from mtp_train.weights.writing import held_tensor
@@ -134,7 +134,7 @@ def test_a_release_is_described_as_transformers_own_config_of_it(
     fields: dict[str, Any], v4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The tiny trunk's compressors are made for other rates.
-    monkeypatch.setattr(export_gguf, "require_whole_trunk", lambda trunk: None)
+    monkeypatch.setattr(head_to_export, "require_whole_trunk", lambda trunk: None)
     rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
     set_fields(v4, {"compress_rates": rates, **fields})
     found = metadata(exported(v4, tmp_path / "out"))
