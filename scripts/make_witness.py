@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import get_args
 
-from mtp_train.families import HeadKind
+from mtp_train.recipe.head_kinds import head_kind_names
 from witness_maker.making import make_witness
 from witness_maker.shapes import SHAPES
 
@@ -27,7 +26,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=150, help="of training")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", choices=get_args(HeadKind), default="mtp", help="of the head")
+    parser.add_argument("--kind", choices=head_kind_names(), default="mtp", help="of the head")
     parser.add_argument("--draft-vocab", type=int, help="tokens that a head of another kind than mtp may draft")
     parser.add_argument("--sglang", action="store_true", help="of sizes that SGLang's CPU kernels take")
     arguments = parser.parse_args()

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoints import save_stripped
-from mtp_train.families import HeadKind
 from mtp_train.heads.build import fresh_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
@@ -39,7 +38,7 @@ class DraftModelToWrite:
     def __init__(
         self,
         directory: Path,
-        kind: HeadKind,
+        kind: str,
         vocab: Tensor | None = None,
         *,
         tied: bool = False,

@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from mtp_train.families import FAMILIES, Family, HeadKind, of_kind
+from mtp_train.families import FAMILIES, Family, of_kind
 from mtp_train.heads.module import MtpHead, Unroll
 from mtp_train.trunk.load import Trunk
 from tiny_configs import SLIDING_WINDOW as SLIDING_WINDOW
@@ -99,7 +99,7 @@ def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int | None = None) -> Mt
     return head.eval()
 
 
-def draft_head(trunk: Trunk, kind: HeadKind, seed: int = 0, num_modules: int = 1) -> MtpHead:
+def draft_head(trunk: Trunk, kind: str, seed: int = 0, num_modules: int = 1) -> MtpHead:
     """Return a random head of another kind for a tiny trunk, in eval mode."""
     family = of_kind(trunk.family, kind)
     head = MtpHead(family, trunk.config, num_modules=num_modules, convention=family.wiring.default)

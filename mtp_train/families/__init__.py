@@ -5,9 +5,10 @@ from __future__ import annotations
 from mtp_train.families.assistants import Assistant as Assistant
 from mtp_train.families.assistants import assistant_for as assistant_for
 from mtp_train.families.convention import Convention as Convention
-from mtp_train.families.drafts import draft_kind as draft_kind
-from mtp_train.families.drafts import draft_title as draft_title
-from mtp_train.families.drafts import of_kind as of_kind
+from mtp_train.families.drafts.derive import draft_engines as draft_engines
+from mtp_train.families.drafts.derive import draft_kind as draft_kind
+from mtp_train.families.drafts.derive import of_kind as of_kind
+from mtp_train.families.drafts.derive import require_served_trunk as require_served_trunk
 from mtp_train.families.engines import register_engine as register_engine
 from mtp_train.families.engines import unregister_engine as unregister_engine
 from mtp_train.families.headless import refuse_unserved_heads as refuse_unserved_heads
@@ -17,7 +18,6 @@ from mtp_train.families.registry import family_named as family_named
 from mtp_train.families.registry import register as register
 from mtp_train.families.registry import unregister as unregister
 from mtp_train.families.spec import Family as Family
-from mtp_train.families.spec import HeadKind as HeadKind
 from mtp_train.families.spec import KeyRule as KeyRule
 from mtp_train.families.spec import RawConfig as RawConfig
 from mtp_train.families.spec import SharedKey as SharedKey

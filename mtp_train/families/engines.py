@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.convention import Convention
+from mtp_train.recipe.head_kinds import draft_kinds
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
         "path": shlex.quote(path),
         "python_path": repr(path),
         "vllm_config": _json(draft_model),
-        **{f"vllm_{method}": _json({"method": method, **draft_model}) for method in ("eagle", "eagle3", "medusa")},
+        **{f"vllm_{kind.name}": _json({"method": kind.name, **draft_model}) for kind in draft_kinds()},
         "depth": depth,
         "depth_plus_1": depth + 1,
     }

@@ -46,7 +46,7 @@ def _unserved_heads(config: RawConfig) -> str | None:
     future = config.get("n_future_tokens")
     if isinstance(future, int) and future > 1:
         return f"{future - 1} extra heads of Meta's multi-token prediction (n_future_tokens {future})"
-    # Medusa's own layout. The layout that vLLM reads is a separate draft model (drafts.py).
+    # Medusa's own layout. The layout that vLLM reads is a separate draft model (drafts/medusa.py).
     if config.get("medusa_num_heads"):
         return "Medusa heads"
     if config.get("model_type") == "mlp_speculator":

@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.assistants import ASSISTANTS, assistant_for
-from mtp_train.families.drafts import draft_kind, draft_title
+from mtp_train.families.drafts.derive import draft_kind
 from mtp_train.families.engines import ENGINES
 from mtp_train.families.headless import HEADLESS, NOT_ATTACHED
 from mtp_train.families.models.attached import ATTACHED
@@ -151,7 +151,7 @@ def family_for(config: RawConfig, *, where: str) -> Family:
     kind = draft_kind(config)
     if kind is not None:
         raise UnsupportedModelError(
-            f"{where}: {draft_title(kind)} draft model without a trunk; expected a checkpoint with one. Name it "
+            f"{where}: {kind.title} draft model without a trunk; expected a checkpoint with one. Name it "
             f"beside its trunk: 'mtp-train evaluate TRUNK --head {where}'."
         )
     # Some wrappers' text configs have no model type, others have a text model of another family.

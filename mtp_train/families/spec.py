@@ -23,7 +23,6 @@ from mtp_train.families.engines import ENGINES, EngineSupport, complete
 from mtp_train.families.mechanisms.residual_streams import Streams
 from mtp_train.upstream.transformers_private import load_from_wrapper
 
-HeadKind = Literal["mtp", "eagle", "eagle3", "medusa"]
 RawConfig = Mapping[str, Any]
 
 
@@ -303,8 +302,8 @@ class Family:
     name: str
     title: str
     """The name that tables and messages print."""
-    kind: HeadKind = "mtp"
-    """The head's architecture. ``drafts.py`` derives the records of other kinds from a trunk's own record."""
+    kind: str = "mtp"
+    """The head's architecture. ``drafts/derive.py`` derives the records of other kinds from a trunk's own record."""
     model_types: tuple[str, ...]
     """Values of ``model_type`` in the text config, or in a wrapper's config whose text part is another family's."""
     attached: bool = False

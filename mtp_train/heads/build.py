@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from mtp_train.errors import CheckpointError
-from mtp_train.families import Family, HeadKind, of_kind
+from mtp_train.families import Family, of_kind
 from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype
 from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
 from mtp_train.weights.artifact import Artifact, load_artifact
@@ -192,15 +192,15 @@ def fresh_plan(
     *,
     seed: int,
     start: FreshStart = "random",
-    kind: HeadKind = "mtp",
+    kind: str = "mtp",
     num_modules: int = 1,
 ) -> HeadPlan:
     """Plan to start from a new head, stored in the trunk's dtype.
 
     Norms start as the identity in their own parametrisation (transformers' initial values). Matrices get the trunk's
     initialisation. With ``copy_last_layer`` the head's layer starts as the trunk's last layer of the same kind, the
-    final norm as the trunk's, and the projection as the mean of its two inputs. EAGLE-3's final norm always starts as
-    the trunk's. Medusa's blocks always start as the identity.
+    final norm as the trunk's, and the projection as the mean of its two inputs. The final norm of a head of another
+    kind always starts as the trunk's, and parallel modules always start as the identity.
 
     Raises:
         CheckpointError: No layer of the trunk fits where one is to be copied.
@@ -212,7 +212,7 @@ def fresh_plan(
     trunk_dtype = stored_dtype(checkpoint)
     head = MtpHead(family, text_config, num_modules=num_modules, convention=family.wiring.default)
     _init_random(head, text_config.initializer_range, seed)
-    if kind == "eagle3":
+    if kind != "mtp" and family.wiring.final_norm:
         _init_last_norm(checkpoint, layout, text_config, head)
     if start == "copy_last_layer":
         _init_projection(head)

@@ -1,4 +1,4 @@
-"""Read a draft model: an EAGLE, EAGLE-3 or Medusa head in a directory of its own, written by us or by a third party.
+"""Read a draft model: a head of another kind than MTP in a directory of its own, written by us or by a third party.
 
 All its trained parts are read: the layer with the shapes of its own config, and its own rows of an output matrix. Its
 copy of the trunk's embedding is not read, but has to equal the trunk's.
@@ -18,11 +18,13 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from mtp_train.errors import CheckpointError, UnsupportedModelError
-from mtp_train.families import Family, HeadKind, draft_kind, draft_title, of_kind
+from mtp_train.families import Family, draft_kind, of_kind
+from mtp_train.families.drafts.record import DraftFormat, parts_of
 from mtp_train.families.models.attached import LLAMA
 from mtp_train.heads.build import HeadPlan, OwnOutput
 from mtp_train.heads.diagnose import HeadDiagnosis, head_shapes, layout_of, named_rejections, text_config_of
-from mtp_train.weights.draft_checkpoint import BIAS_KEY, CHOSEN_KEY, LAYER, OFFSETS_KEY, OUTPUT_KEY, SPECULATORS_LAYER
+from mtp_train.recipe.head_kinds import HeadKind
+from mtp_train.weights.draft_checkpoint import BIAS_KEY, CHOSEN_KEY, OFFSETS_KEY, OUTPUT_KEY
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead, stored_tensor
@@ -31,15 +33,6 @@ from mtp_train.weights.quantised import PLAIN_DTYPES
 # Third-party draft models also store the trunk's embedding, and the token of each row of a Medusa head's output matrix.
 EMBED_KEY, TOKENS_KEY = "embed_tokens.weight", "token_map"
 _BESIDE = (OUTPUT_KEY, EMBED_KEY, OFFSETS_KEY, TOKENS_KEY, CHOSEN_KEY, BIAS_KEY)
-# Settings that change the forward, and the values with which it equals the forward of the paper.
-_PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
-    "norm_before_fc": (False, None),
-    "fc_norm": (False, None),
-    "norm_output": (False, None),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "num_hidden_layers": (1,),
-}
 
 
 @dataclass(frozen=True)
@@ -50,9 +43,14 @@ class DraftModel:
     kind: HeadKind
 
     @property
+    def format(self) -> DraftFormat:
+        """How draft models of this kind are stored."""
+        return parts_of(self.kind).format
+
+    @property
     def title(self) -> str:
         """The name of this kind of model, for messages."""
-        return f"{draft_title(self.kind)} draft model"
+        return f"{self.kind.title} draft model"
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -62,16 +60,17 @@ class DraftModel:
 
     @property
     def num_modules(self) -> int:
-        """The number of blocks of a Medusa head; 1 for other kinds."""
-        return self.number("num_heads") if self.kind == "medusa" else 1
+        """The number of the head's modules."""
+        field = self.format.modules_field
+        return 1 if field is None else self.number(field)
 
     @property
     def num_drafted(self) -> int | None:
         """R, as the config declares it; None for a model without an output matrix."""
-        if self.kind == "eagle":
+        if not self.format.has_output:
             return None
-        field = "truncated_vocab_size" if self.kind == "medusa" else "draft_vocab_size"
-        return self.number(field if self.config.get(field) else "vocab_size")
+        field = self.format.drafted_field
+        return self.number(field if field is not None and self.config.get(field) else "vocab_size")
 
     def number(self, name: str) -> int:
         """Return an integer of the config.
@@ -88,8 +87,8 @@ class DraftModel:
 
     def family(self, trunk: Family) -> Family:
         """Return the family record of a trunk with this head, and with the layer of the draft model's config."""
-        found = of_kind(trunk, self.kind)
-        own = found.layer.config if self.kind == "medusa" else self._layer_config
+        found = of_kind(trunk, self.kind.name)
+        own = self._layer_config if self.format.describes_layer else found.layer.config
         layers = self._trunk_layers()
         return replace(
             found,
@@ -111,8 +110,10 @@ class DraftModel:
 
     def renamed(self, key: str) -> str:
         """Return our name for one of the draft model's tensor keys."""
-        of_layer = self.kind == "eagle3" and key.startswith(SPECULATORS_LAYER)
-        return LAYER + key.removeprefix(SPECULATORS_LAYER) if of_layer else key
+        for theirs, ours in self.format.renames.items():
+            if key.startswith(theirs):
+                return ours + key.removeprefix(theirs)
+        return key
 
     def require_plain(self) -> None:
         """Check that every setting has the value for which we implement the forward.
@@ -120,8 +121,8 @@ class DraftModel:
         Raises:
             UnsupportedModelError: A setting has another value.
         """
-        for name, plain in _PLAIN_SETTINGS.items():
-            if self.kind != "medusa" and self.config.get(name, plain[0]) not in plain:
+        for name, plain in self.format.plain_settings.items():
+            if self.config.get(name, plain[0]) not in plain:
                 raise UnsupportedModelError(
                     f"{self.checkpoint.path}/config.json: {name} = {self.config[name]!r}, a form of {self.title} that "
                     f"we do not support; expected {plain[0]!r}. Measure it with the engine that it was made for."

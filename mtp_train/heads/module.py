@@ -1,25 +1,26 @@
 """Define a head as torch modules, for every kind of head.
 
-:class:`Block` is the interface of one module of a head, with one subclass for each kind: :class:`HeadModule` (MTP),
-:class:`EagleModule`, :class:`Eagle3Module` and :class:`MedusaModule`. Their decoder layers, norms and rotary embeddings
-come from transformers. :class:`MtpHead` holds the modules of a head of any kind, and selects the module, the norm and
-the sliding window of each depth. :class:`OutputRows` is an output matrix over a part of the vocabulary.
+A :class:`~mtp_train.families.drafts.record.Block` is one module of a head: :class:`HeadModule` for MTP, and one class
+for each other kind in ``families/drafts/``. Their decoder layers, norms and rotary embeddings come from transformers.
+:class:`MtpHead` holds the modules of a head of any kind, and selects the module, the norm and the sliding window of
+each depth. :class:`OutputRows` is an output matrix over a part of the vocabulary.
 
 Shapes: B rows, T tokens, D hidden, R rows of an output matrix, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
 
-from mtp_train.families import Convention, Family, HeadKind
-from mtp_train.families.drafts import NUM_EAGLE3_LAYERS
+from mtp_train.families import Convention, Family
+from mtp_train.families.drafts.record import Block, parts_of
 from mtp_train.heads.attention import HEAD_ATTENTION
+from mtp_train.recipe.head_kinds import find_head_kind
 from mtp_train.upstream.transformers_private import DynamicSlidingWindowLayer, set_attention, set_experts
 
 
@@ -51,83 +52,6 @@ class OutputRows(nn.Module):
         whole = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
         whole[..., self.token_ids_R] = logits
         return whole
-
-
-class Block(nn.Module):
-    """One module of a head: the computation before its layer, the layer, and the computation after it."""
-
-    layer: nn.Module
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.final_norm: nn.Module = nn.Identity()
-        self.lm_head: nn.Module | None = None
-        self.embedding: nn.Module | None = None
-
-    def read(self, trunk_BTD: Tensor) -> Tensor:
-        """Return the hidden input of depth 1, computed from the trunk's states."""
-        return trunk_BTD
-
-    def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
-        """Return the input of the layer, computed from the hidden state and the token's embedding."""
-        raise NotImplementedError
-
-    def finish(self, block: Tensor, norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the input of the lm_head and the state to recycle, both (B, T, D), from the layer's output."""
-        return norm(block), block
-
-    def project(self, state: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the logits of ``finish``'s first result, from the module's own lm_head or else from ``shared``."""
-        logits: Tensor = shared(state) if self.lm_head is None else self.lm_head(state)
-        return logits
-
-
-class EagleModule(Block):
-    """EAGLE (arXiv:2401.15077): ``z = layer(fc [e, h])``; the trunk's lm_head reads ``z`` without a norm."""
-
-    def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(2 * layer_config.hidden_size, layer_config.hidden_size, bias=False)
-        self.layer = family.classes.make_layer(layer_config, module_idx)
-
-    def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
-        """Return ``fc [e, h]``, (B, T, D)."""
-        fused_BTD: Tensor = self.proj(torch.cat([embed_BTD, hidden_BTD], dim=-1))
-        return fused_BTD
-
-
-class Eagle3Module(Block):
-    """EAGLE-3 (arXiv:2503.01840): ``z = layer([e, h])``, ``o = norm(z)``.
-
-    At depth 1, ``h = fc [h_1, h_2, h_3]`` with the states of three layers of the trunk.
-    """
-
-    def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
-        super().__init__()
-        self.fc = nn.Linear(NUM_EAGLE3_LAYERS * layer_config.hidden_size, layer_config.hidden_size, bias=False)
-        self.layer = family.classes.make_layer(layer_config, module_idx)
-        self.final_norm = family.classes.make_norm(layer_config)
-
-    def read(self, trunk_BTD: Tensor) -> Tensor:
-        """Return ``h`` from the concatenated states of the trunk's layers: (B, T, layers * D) to (B, T, D)."""
-        hidden_BTD: Tensor = self.fc(trunk_BTD)
-        return hidden_BTD
-
-    def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
-        """Return embedding and state concatenated, (B, T, 2 D): the layer has a norm for each."""
-        return torch.cat([embed_BTD, hidden_BTD], dim=-1)
-
-
-class MedusaModule(Block):
-    """Medusa (arXiv:2401.10774): a residual block of the trunk's state; drafted tokens are no input."""
-
-    def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
-        super().__init__()
-        self.layer = family.classes.make_layer(layer_config, module_idx)
-
-    def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
-        """Return the state, (B, T, D)."""
-        return hidden_BTD
 
 
 class HeadModule(Block):
@@ -199,14 +123,6 @@ def _centred(state_BTD: Tensor) -> Tensor:
     return (exact_BTD - exact_BTD.mean(-1, keepdim=True)).to(state_BTD.dtype)
 
 
-MODULES: Mapping[HeadKind, Callable[[Family, PretrainedConfig, int], Block]] = {
-    "mtp": HeadModule,
-    "eagle": EagleModule,
-    "eagle3": Eagle3Module,
-    "medusa": MedusaModule,
-}
-
-
 Unroll = Literal["recursive", "chained", "chained_drafts", "parallel"]
 
 
@@ -219,7 +135,7 @@ def unroll_of(family: Family, convention: Convention, num_modules: int) -> Unrol
       every module read the trunk's states, as in the first module.
     - ``parallel``: depth k uses module k, on the trunk's state alone.
     """
-    if family.kind == "medusa":
+    if find_head_kind(family.kind).parallel:
         return "parallel"
     if num_modules == 1 or convention.modules == "first":
         return "recursive"
@@ -246,7 +162,8 @@ class MtpHead(nn.Module):
         # transformers sets both when it builds a model; the head's layers are built without one.
         set_attention(self.config, HEAD_ATTENTION)
         set_experts(self.config, "eager")
-        make_module = MODULES[family.kind]
+        kind = find_head_kind(family.kind)
+        make_module = HeadModule if kind.draft_parts is None else parts_of(kind).module
         self.blocks = nn.ModuleList(make_module(family, self.config, index) for index in range(num_modules))
         self.rotary = family.classes.make_rotary(self.config)
         self.logit_divisor = family.divisor(text_config)

@@ -13,8 +13,7 @@ from accelerate import PartialState
 from torch import Size
 
 from mtp_train.data.groups import COST_PER_MILLION
-from mtp_train.families import family_for, of_kind, raw_text_config
-from mtp_train.families.draft_engines import require_trunk_layers
+from mtp_train.families import family_for, of_kind, raw_text_config, require_served_trunk
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
@@ -184,7 +183,7 @@ def _checked(recipe: Recipe, world_size: int) -> CheckResult:
     # Raises an error for a head that cannot run here.
     _ = head_family.classes
     if recipe.export.enabled:
-        require_trunk_layers(recipe.head.kind, raw_text_config(raw), where=str(path))
+        require_served_trunk(recipe.head.kind, raw_text_config(raw), where=str(path))
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
     require_attention(recipe, head_family, text_config, num_modules)

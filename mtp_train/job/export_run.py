@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.progress import Progress
 
 from mtp_train.errors import CheckpointError
-from mtp_train.families import HeadKind
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.weights.adapter import read_adapter
 from mtp_train.weights.artifact import Artifact
@@ -54,7 +53,7 @@ def write_export(
     write_draft_checkpoint(trunk, on_trunk, layer_config, out, form=form, verifier=hub_id)
 
 
-def require_exportable(trunk: Checkpoint, kind: HeadKind, adapter: Path | None) -> None:
+def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> None:
     """Check that a head of a kind can be exported for a trunk, before anything is trained.
 
     Raises:

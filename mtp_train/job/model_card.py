@@ -18,9 +18,9 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from mtp_train import __version__
 from mtp_train.evaluation.results import REPORT_FILE, RunReport, load_report
-from mtp_train.families import draft_title
 from mtp_train.families.engines import EngineSupport, engine_commands
 from mtp_train.job.run_dir import PROVENANCE_FILE
+from mtp_train.recipe.head_kinds import find_head_kind
 from mtp_train.recipe.loading import RECIPE_FILE, dump_recipe, dump_yaml, load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.wording import (
@@ -68,7 +68,7 @@ def write_card(run_dir: Path, out: Path) -> tuple[str, ...]:
         section = _section(recipe, provenance, report, open_checkpoint(out).engines)
         return _write(out, section, trunk, provenance["head_from"])
     family = load_artifact(run_dir / "head").family
-    name = draft_title(family.kind)
+    name = find_head_kind(family.kind).title
     title = f"{name} draft model for {_name(trunk)}"
     section = _section(recipe, provenance, report, family.serving)
     return _write(out, section, trunk, trunk, title, {"tags": [name, TAGS[-1]]})
@@ -229,7 +229,7 @@ def _section(
     opening = _drafting if drafts else _retrained if recipe.sft is None else _fine_tuned
     parts = [
         OPENING,
-        f"## {draft_title(recipe.head.kind) if drafts else 'MTP'} head",
+        f"## {find_head_kind(recipe.head.kind).title} head",
         *opening(recipe, provenance, report, f"mtp-train {version}"),
         "### Acceptance",
         _table(report),

@@ -20,6 +20,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from mtp_train.losses.catalogue import loss_names
 from mtp_train.recipe import schema
+from mtp_train.recipe.head_kinds import head_kind_names
 from mtp_train.recipe.schema import AUTO, Recipe
 
 Node = dict[str, Any]
@@ -27,12 +28,12 @@ _NULL = {"type": "null"}
 
 
 def recipe_adapter() -> TypeAdapter[Recipe]:
-    """Return pydantic's validator of recipes, built on the first call and after a loss was registered."""
-    return _adapter(loss_names())
+    """Return pydantic's validator of recipes, built anew after a loss or a kind of head was registered."""
+    return _adapter(loss_names(), head_kind_names())
 
 
 @cache
-def _adapter(losses: tuple[str, ...]) -> TypeAdapter[Recipe]:
+def _adapter(losses: tuple[str, ...], kinds: tuple[str, ...]) -> TypeAdapter[Recipe]:
     return TypeAdapter(Recipe)
 
 
@@ -58,11 +59,11 @@ def recipe_schema() -> Node:
 
 def schema_tree() -> Node:
     """Return the JSON Schema of recipes with every reference replaced by the section that it names."""
-    return _tree(loss_names())
+    return _tree(loss_names(), head_kind_names())
 
 
 @cache
-def _tree(losses: tuple[str, ...]) -> Node:
+def _tree(losses: tuple[str, ...], kinds: tuple[str, ...]) -> Node:
     whole = recipe_schema()
 
     def inline(node: Any) -> Any:

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from mtp_train.losses.catalogue import find_loss
+from mtp_train.recipe.head_kinds import find_head_kind
 from mtp_train.recipe.json_schema import shown
 from mtp_train.recipe.schema import AUTO, Recipe
 
@@ -82,21 +83,21 @@ def _other_kinds_start_from_random_weights(recipe: Recipe) -> Iterator[str]:
 
 
 @_reads("head.kind", "head.num_depths", "evaluate.depth")
-def _medusa_drafts_no_deeper_than_its_blocks(recipe: Recipe) -> Iterator[str]:
-    if recipe.head.kind == "medusa" and (recipe.evaluate.depth or 0) > recipe.head.num_depths:
+def _parallel_modules_draft_no_deeper_than_their_number(recipe: Recipe) -> Iterator[str]:
+    if find_head_kind(recipe.head.kind).parallel and (recipe.evaluate.depth or 0) > recipe.head.num_depths:
         yield (
-            f"evaluate.depth: {recipe.evaluate.depth} with a medusa head and head.num_depths: "
+            f"evaluate.depth: {recipe.evaluate.depth} with head.kind: {recipe.head.kind} and head.num_depths: "
             f"{recipe.head.num_depths}; expected at most {recipe.head.num_depths}, because each depth has its own "
-            "block. Lower it, or raise head.num_depths."
+            "module. Lower it, or raise head.num_depths."
         )
 
 
 @_reads("head.kind", "objective.unroll")
-def _medusa_has_no_attention_to_mask(recipe: Recipe) -> Iterator[str]:
-    if recipe.head.kind == "medusa" and recipe.objective.unroll != "exact":
+def _parallel_modules_have_no_attention_to_mask(recipe: Recipe) -> Iterator[str]:
+    if find_head_kind(recipe.head.kind).parallel and recipe.objective.unroll != "exact":
         yield (
-            f"objective.unroll: {recipe.objective.unroll!r} with head.kind: medusa, which has no attention; expected "
-            "exact. Write objective.unroll: exact."
+            f"objective.unroll: {recipe.objective.unroll!r} with head.kind: {recipe.head.kind}, which has no "
+            "attention; expected exact. Write objective.unroll: exact."
         )
 
 

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, G
 from pydantic_core import CoreSchema, core_schema
 
 from mtp_train.losses.catalogue import loss_choices, loss_names
+from mtp_train.recipe.head_kinds import find_head_kind, head_kind_names
 
 AUTO = "auto"
 T = TypeVar("T")
@@ -136,7 +137,7 @@ class LoraSpec(Section):
 class HeadSection(Section):
     """The head to train."""
 
-    kind: Literal["mtp", "eagle", "eagle3", "medusa"] = "mtp"
+    kind: Annotated[str, _OneOf(head_kind_names)] = "mtp"
     """The architecture. `mtp`: norms, a projection and a decoder layer of the trunk's own type, stored in the trunk's
     checkpoint. The other kinds are for models that never had a head, and are exported as a separate checkpoint.
     `eagle`: one Llama layer. `eagle3`: one Llama layer that reads the hidden states of three trunk layers. `medusa`:
@@ -554,8 +555,8 @@ class Recipe(Section):
 
     @property
     def fresh_modules(self) -> int:
-        """Number of modules of a new head: one, or one per depth for Medusa."""
-        return self.head.num_depths if self.head.kind == "medusa" else 1
+        """Number of modules of a new head: one, or one per depth where the modules are parallel."""
+        return self.head.num_depths if find_head_kind(self.head.kind).parallel else 1
 
     @property
     def regenerates(self) -> bool:

@@ -18,35 +18,21 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from mtp_train.errors import CheckpointError
-from mtp_train.families.draft_engines import require_trunk_layers
-from mtp_train.families.drafts import SPECULATORS_ARCHITECTURE, WRITTEN_ARCHITECTURES
-from mtp_train.families.spec import HeadKind, RawConfig
+from mtp_train.families import RawConfig, require_served_trunk
+from mtp_train.families.drafts.record import SpeculatorsForm, parts_of
+from mtp_train.recipe.head_kinds import HeadKind, draft_kinds, find_head_kind
 from mtp_train.weights.artifact import Artifact
 from mtp_train.weights.files import CONFIG_FILE, SINGLE_FILE, TORCH_DTYPES, Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import plain_tensor
 from mtp_train.weights.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 
-_LAYER_FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "rope_parameters",
-)
-_TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # The fields that speculators stores outside of the layer's config.
 _NOT_OF_THE_LAYER = ("architectures", "draft_vocab_size", "target_hidden_size", "norm_before_residual", "dtype")
 DraftForm = Literal["engines", "speculators"]
 OUTPUT_KEY, BIAS_KEY = "lm_head.weight", "fc.bias"
 # d2t: the offset from a row of a smaller output matrix to its token. t2d: whether a token has a row.
 OFFSETS_KEY, CHOSEN_KEY = "d2t", "t2d"
-LAYER, SPECULATORS_LAYER = "midlayer.", "layers.0."
-"""The prefix of EAGLE-3's layer in tensor keys, for engines and for speculators."""
 
 
 def write_draft_checkpoint(
@@ -65,7 +51,7 @@ def write_draft_checkpoint(
         artifact: The head, of another kind than ``mtp``.
         layer_config: The config of its layers (``head_layer_config`` of its family).
         out: The new directory.
-        form: For engines, or for the speculators package, which supports EAGLE-3 only.
+        form: For engines, or for the speculators package, where it supports this kind.
         verifier: The trunk that speculators and ``vllm serve OUT`` load; None for ``source``'s path.
 
     Raises:
@@ -73,18 +59,14 @@ def write_draft_checkpoint(
         CheckpointError: The form does not support this head, the lm_head cannot be copied, or the disk is full.
         UnsupportedModelError: Engines would give the head other inputs than it was trained with.
     """
-    kind = artifact.family.kind
-    require_readable(source, kind, form)
-    # For the other kinds no engine loads such a list: vLLM 0.32 has code for a Medusa list, and then reports the list
-    # as missing.
-    vocab = artifact.draft_vocab if kind == "eagle3" else None
+    kind = find_head_kind(artifact.family.kind)
+    require_readable(source, kind.name, form)
+    stored = parts_of(kind).format
+    vocab = artifact.draft_vocab if stored.draft_vocab else None
     tensors = [*artifact.head.tensors]
     dtype = tensors[0].dtype
-    if kind == "eagle":
-        # SGLang's projection has a bias, with random values where the file has none. vLLM's projection has no bias, and
-        # ignores a stored one.
-        tensors.append(held_tensor(BIAS_KEY, dtype, torch.zeros(layer_config.hidden_size)))
-    else:
+    tensors += [held_tensor(key, dtype, torch.zeros(layer_config.hidden_size)) for key in stored.zeros]
+    if stored.has_output:
         tensors += [
             _output_rows(source, artifact.layout, layer_config, vocab),
             *_vocab_tensors(layer_config.vocab_size, vocab),
@@ -97,32 +79,36 @@ def write_draft_checkpoint(
         num_drafted=None if vocab is None else len(vocab),
         dtype=dtype,
     )
-    if form == "speculators":
-        tensors = [
-            replace(pending, key=SPECULATORS_LAYER + pending.key.removeprefix(LAYER))
-            if pending.key.startswith(LAYER)
-            else pending
-            for pending in tensors
-        ]
+    if form == "speculators" and stored.speculators is not None:
+        for theirs, ours in stored.renames.items():
+            tensors = [
+                replace(pending, key=theirs + pending.key.removeprefix(ours))
+                if pending.key.startswith(ours)
+                else pending
+                for pending in tensors
+            ]
         architectures = list(source.config.get("architectures") or [])
-        config = speculators_config(config, artifact.num_depths, verifier or str(source.path.resolve()), architectures)
+        config = speculators_config(
+            stored.speculators, config, artifact.num_depths, verifier or str(source.path.resolve()), architectures
+        )
     with new_directory(out, what="the draft model") as directory:
         write_safetensors(directory / SINGLE_FILE, tensors)
         write_json(directory / CONFIG_FILE, config)
 
 
-def require_readable(source: Checkpoint, kind: HeadKind, form: DraftForm = "engines") -> None:
+def require_readable(source: Checkpoint, kind: str, form: DraftForm = "engines") -> None:
     """Check that the readers of this format give a head of this kind the inputs that it was trained with on this trunk.
 
     Raises:
         CheckpointError: The format does not support this kind of head.
-        UnsupportedModelError: The trunk has too few layers.
+        UnsupportedModelError: Engines would give the head other inputs on this trunk.
     """
-    if form == "speculators" and kind != "eagle3":
+    if form == "speculators" and parts_of(find_head_kind(kind)).format.speculators is None:
+        supported = ", ".join(one.name for one in draft_kinds() if parts_of(one).format.speculators is not None)
         raise CheckpointError(
-            f"speculators does not support heads of kind {kind}; expected eagle3. Write it for engines."
+            f"speculators does not support heads of kind {kind}; expected {supported}. Write it for engines."
         )
-    require_trunk_layers(kind, source.text_config, where=str(source.path))
+    require_served_trunk(kind, source.text_config, where=str(source.path))
 
 
 def draft_config(
@@ -136,60 +122,30 @@ def draft_config(
 ) -> dict[str, Any]:
     """Return the ``config.json`` for engines.
 
-    It does not name the layers whose states an EAGLE-3 head reads: engines agree on the default, but count named layers
-    from different ends.
-
     Args:
         kind: The kind of head.
         layer_config: The config of the head's layers.
-        num_modules: Blocks of a Medusa head.
+        num_modules: The number of its modules.
         trunk: The trunk's raw text config.
         num_drafted: The number of the trunk's tokens that may be drafted; None for all.
         dtype: The dtype of the head's tensors, in safetensors' spelling.
     """
-    vocab_size = layer_config.vocab_size
-    common = {
-        "architectures": list(WRITTEN_ARCHITECTURES[kind]),
-        "vocab_size": vocab_size,
+    stored = parts_of(kind).format
+    return {
+        "architectures": list(stored.written_as),
+        "vocab_size": layer_config.vocab_size,
         "dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch."),
+        **stored.config(layer_config, num_modules, trunk, num_drafted),
     }
-    if kind == "medusa":
-        return {
-            **common,
-            "model_type": "medusa",
-            "hidden_size": layer_config.hidden_size,
-            "num_heads": num_modules,
-            "num_hidden_layers": 1,
-            "medusa_fc_bias": True,
-            "original_lm_head": True,
-            "truncated_vocab_size": vocab_size,
-        }
-    layer = layer_config.to_dict()
-    config = {
-        **common,
-        "model_type": "llama",
-        **{field: layer[field] for field in _LAYER_FIELDS},
-        **{field: trunk.get(field) for field in _TOKEN_FIELDS},
-        **_older_rope(layer["rope_parameters"]),
-        "num_hidden_layers": 1,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    }
-    if kind == "eagle3":
-        config["draft_vocab_size"] = num_drafted or vocab_size
-        config["target_hidden_size"] = layer["hidden_size"]
-        # Always written: vLLM's default for a missing field is true.
-        config["norm_before_residual"] = bool(layer.get("norm_before_residual"))
-    return config
 
 
 def speculators_config(
-    config: Mapping[str, Any], num_depths: int, verifier: str, architectures: Sequence[str]
+    form: SpeculatorsForm, config: Mapping[str, Any], num_depths: int, verifier: str, architectures: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the ``config.json`` of an EAGLE-3 head for the speculators package.
+    """Return the ``config.json`` of a draft model for the speculators package.
 
     Args:
+        form: Its names in that package.
         config: The config for engines.
         num_depths: The default draft depth.
         verifier: Path or hub id of the trunk.
@@ -197,10 +153,10 @@ def speculators_config(
     """
     return {
         **{field: config[field] for field in _NOT_OF_THE_LAYER},
-        "architectures": [SPECULATORS_ARCHITECTURE],
-        "speculators_model_type": "eagle3",
+        "architectures": [form.architecture],
+        "speculators_model_type": form.algorithm,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": form.algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_depths}],
             "verifier": {"name_or_path": verifier, "architectures": list(architectures)},
@@ -208,13 +164,6 @@ def speculators_config(
         "tie_word_embeddings": False,
         "transformer_layer_config": {field: value for field, value in config.items() if field not in _NOT_OF_THE_LAYER},
     }
-
-
-def _older_rope(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary embedding's settings in the format of transformers 4, which some engines read."""
-    scaled = rope_parameters.get("rope_type", "default") != "default"
-    scaling = {name: value for name, value in rope_parameters.items() if name != "rope_theta"} if scaled else None
-    return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaling}
 
 
 def _output_rows(

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from mtp_inference.bench.chain import TRAINED_DEPTHS, Chain, train
 from mtp_inference.bench.subject import random_head
-from mtp_train.families import FAMILIES, Family, HeadKind
+from mtp_train.families import FAMILIES, Family
 from mtp_train.heads.build import fresh_plan, trained_head
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.module import MtpHead
@@ -53,7 +53,7 @@ def make_witness(
     *,
     num_steps: int,
     seed: int,
-    kind: HeadKind = "mtp",
+    kind: str = "mtp",
     num_drafted: int | None = None,
     sglang: bool = False,
 ) -> dict[str, float]:

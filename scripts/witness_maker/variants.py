@@ -7,11 +7,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mtp_inference.bench.chain import TRAINED_DEPTHS
-from mtp_train.families import HeadKind
 from witness_maker.shapes import WitnessShape
 
 
-def beside_a_trunk(shape: WitnessShape, kind: HeadKind) -> WitnessShape:
+def beside_a_trunk(shape: WitnessShape, kind: str) -> WitnessShape:
     """Return a shape for a head of another kind than ``mtp``: enough layers for EAGLE-3, and a block for each depth."""
     return replace(
         shape,

@@ -1,10 +1,11 @@
-"""A model whose releases have no head gets an EAGLE, EAGLE-3 or Medusa head, by the recipe and commands of others."""
+"""A model whose releases have no head gets a head of every other kind, by the recipe and commands of others."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,28 @@ from test_attach_head import ATTACH, write_headless
 from launching import ROOT, metrics, outcome, start
 from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError
-from mtp_train.families.blocks import Eagle3Layer
+from mtp_train.families.drafts.eagle3 import Eagle3Layer
 from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
+from mtp_train.recipe import head_kinds
+from mtp_train.recipe.head_kinds import register_head_kind
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.weights.files import open_checkpoint
 from runs import document, run_quietly, write_recipe
+from toy_kind import TOY
 
-KINDS = ("eagle", "eagle3", "medusa")
+KINDS = ("eagle", "eagle3", "medusa", TOY.name)
 RUN: dict[str, Any] = {**ATTACH, "head__init": "random"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toy() -> Iterator[None]:
+    """Register a kind of head as another package would."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_kinds, "_KINDS", dict(head_kinds._KINDS))
+        register_head_kind(TOY)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from transformers import AutoConfig, LlamaConfig
 from checkpoints import shard
 from draft_models import CHOSEN, NUM_DEPTHS, DraftModelToWrite
 from mtp_train.errors import CheckpointError, OutputExistsError, UnsupportedModelError
-from mtp_train.families import HeadKind
 from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.weights.native import NativeHead
 from tiny import VOCAB_SIZE
@@ -63,7 +62,7 @@ def test_tokens_are_kept_as_offsets_from_their_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_the_config_is_one_of_the_layer_for_old_and_new_readers(kind: HeadKind, tmp_path: Path) -> None:
+def test_the_config_is_one_of_the_layer_for_old_and_new_readers(kind: str, tmp_path: Path) -> None:
     written = DraftModelToWrite(tmp_path, kind)
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope["original_max_position_embeddings"] = 64
@@ -118,7 +117,7 @@ def test_speculators_layout_names_the_trunk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_speculators_holds_no_other_kind(kind: HeadKind, tmp_path: Path) -> None:
+def test_speculators_holds_no_other_kind(kind: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"not support heads of kind {kind}; expected eagle3"):
         DraftModelToWrite(tmp_path, kind).write(form="speculators")
 

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import fuse_experts, save_stripped, set_fields
 from mtp_train.errors import CheckpointError, UnsupportedModelError
-from mtp_train.families import HeadKind
 from mtp_train.heads.build import FreshStart, build_head, fresh_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
@@ -51,7 +50,7 @@ LAST = {
 TRUNK_STEPS, HEAD_STEPS = 150, 20
 
 
-def fresh_head(path: Path, start: FreshStart, kind: HeadKind = "mtp", num_modules: int = 1) -> MtpHead:
+def fresh_head(path: Path, start: FreshStart, kind: str = "mtp", num_modules: int = 1) -> MtpHead:
     checkpoint = open_checkpoint(path)
     config = text_config_of(checkpoint)
     plan = fresh_plan(checkpoint, config, "auto", seed=1, start=start, kind=kind, num_modules=num_modules)

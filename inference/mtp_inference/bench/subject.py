@@ -15,7 +15,7 @@ from mtp_inference.bench.chain import Chain, train
 from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.opening import OWN, head_of_run, open_model
 from mtp_train.errors import CheckpointError
-from mtp_train.families import FAMILIES, Family, HeadKind, of_kind
+from mtp_train.families import FAMILIES, Family, of_kind
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from mtp_train.weights.files import Checkpoint
@@ -221,7 +221,7 @@ def _random_trunk(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tru
     return Trunk(model, family).eval()
 
 
-def random_head(trunk: Trunk, num_modules: int = 1, kind: HeadKind = "mtp") -> MtpHead:
+def random_head(trunk: Trunk, num_modules: int = 1, kind: str = "mtp") -> MtpHead:
     """Return a head whose matrices have transformers' initialisation of the trunk, and whose norms are the identity.
 
     Attention sinks and the parameters that mix residual streams get transformers' initial values here, as their layers

@@ -10,7 +10,6 @@ from rich.progress import Progress
 
 from mtp_train.errors import CheckpointError, GateRefusedError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
-from mtp_train.families.spec import HeadKind
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
 from mtp_train.job.input_identity import ADAPTER, TRUNK, claimed_by_run
@@ -43,7 +42,7 @@ class HeadToExport(NamedTuple):
     """Hub id of a run's trunk; None for a local one."""
 
     @property
-    def kind(self) -> HeadKind:
+    def kind(self) -> str:
         """Kind of the head. A checkpoint's own head is an MTP head."""
         return "mtp" if self.artifact is None else self.artifact.family.kind
 

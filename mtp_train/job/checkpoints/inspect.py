@@ -13,8 +13,7 @@ import torch
 from rich.progress import Progress
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import Family, assistant_for, of_kind
-from mtp_train.families.draft_engines import draft_engines
+from mtp_train.families import Family, assistant_for, draft_engines, of_kind
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.assistant import diagnose_assistant
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
@@ -400,7 +399,7 @@ def inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progres
         draft.checkpoint,
         diagnosis,
         progress,
-        family=draft.kind,
+        family=draft.kind.name,
         serves=_draft_serving_commands(draft, trunk),
         what="DRAFT",
         runs_here="beside its trunk:",
@@ -457,6 +456,8 @@ def drafter_inspection(
 
 def _draft_serving_commands(draft: DraftModel, trunk: Checkpoint | None) -> dict[str, str]:
     if trunk is None:
-        return dict.fromkeys(draft_engines(draft.kind, ""), "depends on the trunk: inspect it again with --base TRUNK")
-    engines = of_kind(trunk.family, draft.kind).serving
+        return dict.fromkeys(
+            draft_engines(draft.kind.name, ""), "depends on the trunk: inspect it again with --base TRUNK"
+        )
+    engines = of_kind(trunk.family, draft.kind.name).serving
     return engine_commands(engines, str(draft.checkpoint.path), SUGGESTED_DEPTH)

@@ -1,0 +1,82 @@
+"""EAGLE heads (arXiv:2401.15077): one Llama layer without its first norm, whose output the trunk's lm_head reads.
+
+Shapes: B rows, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from mtp_train.families.drafts.llama import PLAIN_SETTINGS, llama_draft_config, llama_layer
+from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
+from mtp_train.families.drafts.served_trunks import (
+    LAST_STATES_IN_SGLANG,
+    LAST_STATES_IN_VLLM,
+    NO_EAGLE,
+    UNVERIFIED,
+    in_sglang,
+    in_vllm,
+)
+from mtp_train.families.engines import EngineSupport, engine_table
+from mtp_train.families.spec import Borrowed, Family, KeyRule, RawConfig
+
+
+class EagleModule(Block):
+    """``z = layer(fc [e, h])``; the trunk's lm_head reads ``z`` without a norm."""
+
+    def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(2 * layer_config.hidden_size, layer_config.hidden_size, bias=False)
+        self.layer = family.classes.make_layer(layer_config, module_idx)
+
+    def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
+        """Return ``fc [e, h]``, (B, T, D)."""
+        fused_BTD: Tensor = self.proj(torch.cat([embed_BTD, hidden_BTD], dim=-1))
+        return fused_BTD
+
+
+def _without_input_norm(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer: nn.Module = borrowed.cls(borrowed.layer)(config, layer_idx)
+    layer.set_submodule("input_layernorm", nn.Identity())
+    return layer
+
+
+def _config(
+    layer_config: PretrainedConfig, num_modules: int, trunk: RawConfig, num_drafted: int | None
+) -> dict[str, Any]:
+    return llama_draft_config(layer_config, trunk)
+
+
+def _serving(trunk: str) -> Mapping[str, EngineSupport]:
+    return engine_table(
+        vllm=in_vllm("eagle") if trunk in LAST_STATES_IN_VLLM else UNVERIFIED,
+        sglang=in_sglang("EAGLE") if trunk in LAST_STATES_IN_SGLANG else UNVERIFIED,
+        llama_cpp=NO_EAGLE,
+        transformers=NO_EAGLE,
+    )
+
+
+PARTS = DraftParts(
+    prefixes=("fc.", "layers."),
+    rules=(
+        KeyRule(native="fc.weight", ours="proj.weight"),
+        KeyRule(native="layers.{module}.{rest}", ours="layer.{rest}"),
+    ),
+    module=EagleModule,
+    layer=llama_layer(_without_input_norm),
+    serving=_serving,
+    format=DraftFormat(
+        # SGLang has its own name for EAGLE heads.
+        written_as=("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
+        config=_config,
+        has_output=False,
+        plain_settings=PLAIN_SETTINGS,
+        # SGLang's projection has a bias. vLLM's has none, and ignores a stored one.
+        zeros=("fc.bias",),
+    ),
+)

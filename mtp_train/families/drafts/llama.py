@@ -1,0 +1,108 @@
+"""The Llama layer of EAGLE and EAGLE-3 heads, the same for every trunk, because engines implement that layer only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import LlamaConfig, PretrainedConfig
+
+from mtp_train.families.spec import Borrowed, HeadLayer, RawConfig
+
+# Settings that change the forward, and the values with which it equals the forward of the paper.
+PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
+    "norm_before_fc": (False, None),
+    "fc_norm": (False, None),
+    "norm_output": (False, None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "num_hidden_layers": (1,),
+}
+_LAYER_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "rope_parameters",
+)
+_TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def llama_layer(
+    build_layer: Callable[[Borrowed, PretrainedConfig, int], nn.Module], *, rotary: str | None = "LlamaRotaryEmbedding"
+) -> HeadLayer:
+    """Return a head's layer with the sizes and the rotary base of its trunk.
+
+    Args:
+        build_layer: Transformers' Llama classes, the layer's config and the module's number to the layer.
+        rotary: The rotary embedding's class; None for a layer without attention.
+    """
+    return HeadLayer(
+        config=llama_config,
+        borrowed=Borrowed(
+            python_module="transformers.models.llama.modeling_llama",
+            layer="LlamaDecoderLayer",
+            norm="LlamaRMSNorm",
+            rotary=rotary,
+            build_layer=build_layer,
+        ),
+    )
+
+
+def llama_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    """Return the config of Llama layers with the trunk's sizes and rotary base, and full attention."""
+    fields = text_config.to_dict()
+    heads = text_config.num_attention_heads
+    return LlamaConfig(
+        vocab_size=text_config.vocab_size,
+        hidden_size=text_config.hidden_size,
+        intermediate_size=_intermediate_size(fields),
+        num_hidden_layers=num_modules,
+        num_attention_heads=heads,
+        num_key_value_heads=text_config.num_key_value_heads,
+        head_dim=fields.get("head_dim") or text_config.hidden_size // heads,
+        max_position_embeddings=text_config.max_position_embeddings,
+        rms_norm_eps=fields.get("rms_norm_eps") or 1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": _rope_theta(fields)},
+        initializer_range=text_config.initializer_range,
+    )
+
+
+def _intermediate_size(fields: Mapping[str, Any]) -> int:
+    """Return the MLP's width; for a mixture of experts, the total width of the experts that one token uses."""
+    size = fields.get("intermediate_size")
+    return int(size or fields["moe_intermediate_size"] * (fields["num_experts_per_tok"] + 1))
+
+
+def _rope_theta(fields: Mapping[str, Any]) -> float:
+    """Return the rotary base of the trunk, or of its full attention if layer types have different ones."""
+    rope = fields.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    return float(rope.get("rope_theta") or 10000.0)
+
+
+def llama_draft_config(layer_config: PretrainedConfig, trunk: RawConfig) -> dict[str, Any]:
+    """Return the fields of a draft model's ``config.json`` that describe one Llama layer and the trunk's tokens."""
+    layer = layer_config.to_dict()
+    return {
+        "model_type": "llama",
+        **{name: layer[name] for name in _LAYER_FIELDS},
+        **{name: trunk.get(name) for name in _TOKEN_FIELDS},
+        **_older_rope(layer["rope_parameters"]),
+        "num_hidden_layers": 1,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def _older_rope(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding's settings in the format of transformers 4, which some engines read."""
+    scaled = rope_parameters.get("rope_type", "default") != "default"
+    scaling = {name: value for name, value in rope_parameters.items() if name != "rope_theta"} if scaled else None
+    return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaling}

@@ -1,0 +1,97 @@
+"""Medusa heads (arXiv:2401.10774): one residual block per depth, followed by the trunk's lm_head instead of its own.
+
+Shapes: B rows, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Cache, PretrainedConfig
+
+from mtp_train.families.convention import Convention
+from mtp_train.families.drafts.llama import llama_layer
+from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
+from mtp_train.families.drafts.served_trunks import LAST_STATES_IN_VLLM, UNVERIFIED, in_vllm
+from mtp_train.families.engines import EngineSupport, engine_table, no
+from mtp_train.families.spec import Borrowed, Family, KeyRule, RawConfig
+
+_NO_MEDUSA = no("has no Medusa")
+
+
+class ResidualBlock(nn.Module):
+    """``x + SiLU(W x + b)`` (section 2.1.1). Zero weights make it the identity.
+
+    Args:
+        hidden_size: D.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        past_key_values: Cache | None,
+    ) -> Tensor:
+        """Run the block, (B, T, D) to (B, T, D); every token is processed on its own."""
+        return hidden_states + nn.functional.silu(self.linear(hidden_states))
+
+
+class MedusaModule(Block):
+    """A residual block of the trunk's state; drafted tokens are no input."""
+
+    def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
+        super().__init__()
+        self.layer = family.classes.make_layer(layer_config, module_idx)
+
+    def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
+        """Return the state, (B, T, D)."""
+        return hidden_BTD
+
+
+def _residual(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    return ResidualBlock(config.hidden_size)
+
+
+def _config(
+    layer_config: PretrainedConfig, num_modules: int, trunk: RawConfig, num_drafted: int | None
+) -> dict[str, Any]:
+    return {
+        "model_type": "medusa",
+        "hidden_size": layer_config.hidden_size,
+        "num_heads": num_modules,
+        "num_hidden_layers": 1,
+        "medusa_fc_bias": True,
+        "original_lm_head": True,
+        "truncated_vocab_size": layer_config.vocab_size,
+    }
+
+
+def _serving(trunk: str) -> Mapping[str, EngineSupport]:
+    vllm = in_vllm("medusa", remark="  # vLLM 0.32; 0.33 has no Medusa") if trunk in LAST_STATES_IN_VLLM else UNVERIFIED
+    return engine_table(vllm=vllm, sglang=_NO_MEDUSA, llama_cpp=_NO_MEDUSA, transformers=_NO_MEDUSA)
+
+
+PARTS = DraftParts(
+    prefixes=("blocks.",),
+    rules=(KeyRule(native="blocks.{module}.layers.0.{rest}", ours="layer.linear.{rest}"),),
+    module=MedusaModule,
+    layer=llama_layer(_residual, rotary=None),
+    convention=Convention(recycle="trunk"),
+    serving=_serving,
+    format=DraftFormat(
+        written_as=("MedusaModel",),
+        config=_config,
+        modules_field="num_heads",
+        # vLLM 0.32 has code for a list of tokens, and then reports the list as missing: none is written.
+        drafted_field="truncated_vocab_size",
+        describes_layer=False,
+    ),
+)

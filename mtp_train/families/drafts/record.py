@@ -1,0 +1,136 @@
+"""The parts of a head of another kind than ``mtp``, which is stored as a draft model beside its trunk.
+
+Shapes: B rows, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.convention import Convention
+from mtp_train.families.engines import EngineSupport
+from mtp_train.families.spec import Family, HeadLayer, KeyRule, RawConfig
+from mtp_train.recipe.head_kinds import HeadKind
+
+
+class Block(nn.Module):
+    """One module of a head: the computation before its layer, the layer, and the computation after it."""
+
+    layer: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.final_norm: nn.Module = nn.Identity()
+        self.lm_head: nn.Module | None = None
+        self.embedding: nn.Module | None = None
+
+    def read(self, trunk_BTD: Tensor) -> Tensor:
+        """Return the hidden input of depth 1, computed from the trunk's states."""
+        return trunk_BTD
+
+    def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
+        """Return the input of the layer, computed from the hidden state and the token's embedding."""
+        raise NotImplementedError
+
+    def finish(self, block: Tensor, norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the input of the lm_head and the state to recycle, both (B, T, D), from the layer's output."""
+        return norm(block), block
+
+    def project(self, state: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the logits of ``finish``'s first result, from the module's own lm_head or else from ``shared``."""
+        logits: Tensor = shared(state) if self.lm_head is None else self.lm_head(state)
+        return logits
+
+
+@dataclass(frozen=True)
+class SpeculatorsForm:
+    """Names of a kind in the speculators package."""
+
+    algorithm: str
+    architecture: str
+    """Value of ``architectures`` in its ``config.json``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftFormat:
+    """How a draft model is stored: its ``config.json``, and its tensors beside the head's own."""
+
+    written_as: tuple[str, ...]
+    """Values of ``architectures`` in the draft models that are written for engines. An engine uses the first that it
+    supports."""
+    read_as: tuple[str, ...] = ()
+    """Further values that third parties write."""
+    config: Callable[[PretrainedConfig, int, RawConfig, int | None], dict[str, Any]]
+    """The layers' config, the number of modules, the trunk's raw text config and the number of tokens that may be
+    drafted (None for all) to the ``config.json`` for engines, without architectures, dtype and vocab_size."""
+    modules_field: str | None = None
+    """Field with the number of modules. None: there is one module."""
+    drafted_field: str | None = None
+    """Field with the number of rows of the draft model's output matrix; the vocabulary where the field is missing."""
+    has_output: bool = True
+    """Whether the draft model contains an output matrix. If not, engines use the trunk's lm_head."""
+    draft_vocab: bool = False
+    """Whether engines read a list of the tokens that may be drafted."""
+    describes_layer: bool = True
+    """Whether ``config.json`` describes a Llama layer, with shapes of its own."""
+    plain_settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Settings that change the forward, and the values with which it is the one implemented here, the usual first."""
+    zeros: tuple[str, ...] = ()
+    """Keys of vectors (D) of zeros that are written because an engine has random values where the file has none."""
+    renames: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes of tensor keys as the speculators package writes them, to the same prefixes in ``DraftParts.rules``."""
+    speculators: SpeculatorsForm | None = None
+    """None where the speculators package does not support this kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftParts:
+    """The parts of a head's record that depend on the kind of head, and not on the trunk.
+
+    The head shares the trunk's embedding and lm_head, which stay frozen.
+    """
+
+    prefixes: tuple[str, ...]
+    """Every key of the draft model under one of these belongs to the head."""
+    rules: tuple[KeyRule, ...]
+    """The key map of the draft model."""
+    module: Callable[[Family, PretrainedConfig, int], Block]
+    """The family's record, the config of the head's layers and the number of the module to the module."""
+    layer: HeadLayer
+    convention: Convention = field(default_factory=Convention)
+    final_norm: bool = False
+    """Whether a norm stands in front of the lm_head."""
+    trunk_layers: Callable[[PretrainedConfig], tuple[int, ...]] = lambda text_config: ()
+    """Text config to the trunk's layers whose input the head reads. Empty: the head reads the last hidden state."""
+    unserved_trunk: Callable[[RawConfig], str | None] = lambda text_config: None
+    """Raw text config to why engines would give the head other inputs than it was trained with; None if they do not."""
+    serving: Callable[[str], Mapping[str, EngineSupport]]
+    """The engines' entries for a trunk, by the name of its family, or by the model type of a wrapper around it. In the
+    commands ``{path}`` is the draft model and TRUNK its trunk."""
+    format: DraftFormat
+
+
+def parts_of(kind: HeadKind) -> DraftParts:
+    """Return the parts of a kind that is a draft model.
+
+    Raises:
+        ValueError: The kind is stored in its trunk's checkpoint.
+        UnsupportedModelError: The parts cannot be imported.
+    """
+    if kind.draft_parts is None:
+        raise ValueError(f"{kind.name}: stored in its trunk's checkpoint; expected a kind that is a draft model.")
+    try:
+        parts: DraftParts = pkgutil.resolve_name(kind.draft_parts)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"head.kind: {kind.name}: {kind.draft_parts} cannot be imported ({error}); expected the parts of a draft "
+            "model. Update the package that registers this kind."
+        ) from error
+    return parts
