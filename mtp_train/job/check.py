@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,12 +17,13 @@ from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.module import unroll_of
+from mtp_train.job.auto import Choice
 from mtp_train.job.input_identity import input_bytes
 from mtp_train.job.inputs import require_attention, require_draft_vocab, require_rows, require_unroll
 from mtp_train.job.run_dir import require_place, with_recorded_precision, with_resolved_precision
 from mtp_train.job.sft.estimate_memory import tuning_cost, tuning_footprint
 from mtp_train.job.sft.tuned_model import require_trainable
-from mtp_train.job.start import Overrides, RecipeLike, recipe_of
+from mtp_train.job.start import Overrides, RecipeLike, launched_processes, settled_recipe
 from mtp_train.job.study.material import for_objective
 from mtp_train.recipe.loading import dump_recipe
 from mtp_train.recipe.schema import Recipe
@@ -72,6 +72,8 @@ class CheckResult:
     """Bytes of local inputs that the first start reads to identify them by content."""
     serves: Mapping[str, str]
     """Engine to the command that serves the export, or ``no: REASON``."""
+    choices: tuple[Choice, ...] = ()
+    """Settings that were ``auto``, with the reasons for their values."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train check --json`` prints them."""
@@ -79,6 +81,7 @@ class CheckResult:
         cost = {**asdict(self.cost), "total_flops": self.cost.total_flops}
         return {
             "recipe": asdict(self.recipe),
+            "auto": {choice.field: {"value": choice.value, "reason": choice.reason} for choice in self.choices},
             "precision_reason": self.precision_reason,
             "family": self.family,
             "plan": plan,
@@ -92,8 +95,9 @@ class CheckResult:
     def __str__(self) -> str:
         plan, memory, shards, cost = self.plan, self.memory, self.memory_in_shards, self.cost
         shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
+        chosen = "".join(f"# {choice}\n" for choice in self.choices)
         return (
-            f"{dump_recipe(self.recipe)}\n"
+            f"{dump_recipe(self.recipe)}\n{chosen}"
             f"# train.precision: {self.recipe.train.precision}; {self.precision_reason}\n"
             f"# {self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
             f"{memory.head_parameters / 1e6:.2f} M ({memory.trained_parameters / 1e6:.2f} M trained)\n"
@@ -158,8 +162,9 @@ def check(recipe: RecipeLike, overrides: Overrides = (), *, processes: int | Non
         >>> found.plan.accumulation, found.memory.total_bytes / 2**30
         (1, 0.31)
     """
-    world_size = processes or int(os.environ.get("WORLD_SIZE", "1"))
-    return _checked(recipe_of(recipe, overrides), world_size)
+    world_size = processes or launched_processes()
+    settled = settled_recipe(recipe, overrides, world_size=world_size)
+    return replace(_checked(settled.recipe, world_size), choices=settled.choices)
 
 
 def _checked(recipe: Recipe, world_size: int) -> CheckResult:

@@ -267,12 +267,13 @@ def split_sentence(training: Sequence[Record], held_out: Sequence[Record], promp
     )
 
 
-def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Record]:
-    """Read every source of the recipe, in order, and mix them if they have weights.
+def load_sources(recipe: Recipe) -> list[list[Record]]:
+    """Return the records of every source of the recipe.
 
-    Without a group field, records with near-duplicate prompts share a group.
+    Raises:
+        DataError: A source cannot be read.
     """
-    sources = [
+    return [
         load_records(
             resolve(source.path),
             config=source.config,
@@ -285,6 +286,14 @@ def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Recor
         )
         for number, source in enumerate(recipe.data.sources)
     ]
+
+
+def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Record]:
+    """Read every source of the recipe, in order, and mix them if they have weights.
+
+    Without a group field, records with near-duplicate prompts share a group.
+    """
+    sources = load_sources(recipe)
     weights = [source.weight for source in recipe.data.sources if source.weight is not None]
     records = mix(sources, weights, recipe.seed) if weights else [record for some in sources for record in some]
     if recipe.data.group_field is not None:

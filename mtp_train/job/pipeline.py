@@ -7,8 +7,9 @@ from the stage that it had reached. ``train`` and ``data`` do not import the dec
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -16,12 +17,14 @@ from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import Progress
 
+from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
 from mtp_train.heads.flex import require_flex_device
+from mtp_train.job.auto import settle_training, tell_choices
 from mtp_train.job.evaluate_run import evaluate_run
 from mtp_train.job.export_run import write_export
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
-from mtp_train.job.inputs import gather_inputs
+from mtp_train.job.inputs import Inputs, gather_inputs
 from mtp_train.job.model_card import write_card
 from mtp_train.job.regeneration import regenerate_stage
 from mtp_train.job.run_dir import (
@@ -34,6 +37,7 @@ from mtp_train.job.run_dir import (
     is_main_process,
     read_outcome,
     record_failure,
+    record_recipe,
     require_ours,
     require_still_held,
     tell_precision,
@@ -42,13 +46,15 @@ from mtp_train.job.run_dir import (
     write_outcome,
 )
 from mtp_train.job.stages import Stage, claim_run, load_run_trunk, make_documents, offload_run_trunk, trained_documents
-from mtp_train.job.training import HEAD, train_stage
+from mtp_train.job.training import HEAD, STATE, train_stage
+from mtp_train.recipe.auto import FROM_TEXT
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.table import summary
 from mtp_train.report.write import write_report
 from mtp_train.stopping import Stopped, stopped_by_signals
 from mtp_train.train.estimate import memory_is_named
 from mtp_train.train.launch import lost_process_is_named, make_accelerator
+from mtp_train.train.plan import make_plan
 from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import read_json
@@ -57,8 +63,13 @@ from mtp_train.weights.writing import full_disk_is_named
 EXPORT = "export"
 
 
-def run(recipe: Recipe, console: Console) -> Outcome:
+def run(recipe: Recipe, console: Console, auto: Collection[str] = ()) -> Outcome:
     """Run a recipe to its outcome, and record it in the run directory.
+
+    Args:
+        recipe: The recipe.
+        console: Where progress bars and the table of results are printed.
+        auto: Fields that were ``auto``; those that depend on the training text are resolved once it exists.
 
     Returns:
         The outcome; the recorded one if the run had finished before.
@@ -79,10 +90,10 @@ def run(recipe: Recipe, console: Console) -> Outcome:
             console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do.")
             return earlier
         with held_by_one_run(run_dir, console):
-            return _run(recipe, run_dir, console)
+            return _run(recipe, run_dir, console, auto)
 
 
-def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
+def _run(recipe: Recipe, run_dir: Path, console: Console, auto: Collection[str]) -> Outcome:
     """Run the stages in a run directory that this run holds, and record the outcome."""
     forget_outcome(run_dir)
     stage = Stage()
@@ -95,7 +106,7 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
         with full_disk_is_named(run_dir, what="the run"), lost_process_is_named(), named, progress_bars as progress:
             if accelerator.is_main_process:
                 require_run_inputs(recipe, run_dir, progress, anew=True)
-            stages = stages_of(recipe)
+            stages = stages_of(recipe, auto)
             outcome = stages(recipe, run_dir, accelerator, console, progress, stage)
     except MtpError as error:
         require_still_held(run_dir)
@@ -134,7 +145,9 @@ def _progress(console: Console, *, is_main: bool) -> Progress:
     return Progress(console=console, disable=not console.is_terminal or not is_main, transient=True)
 
 
-def stages_of(recipe: Recipe) -> Callable[[Recipe, Path, Accelerator, Console, Progress, Stage], Outcome]:
+def stages_of(
+    recipe: Recipe, auto: Collection[str] = ()
+) -> Callable[[Recipe, Path, Accelerator, Console, Progress, Stage], Outcome]:
     """Return the function that runs the stages of a run, a study or a fine-tune.
 
     Imports are local: studies and fine-tunes import transformers' Trainer, which other runs do not need.
@@ -147,11 +160,18 @@ def stages_of(recipe: Recipe) -> Callable[[Recipe, Path, Accelerator, Console, P
         from mtp_train.job.sft.fine_tune import run_sft_stages
 
         return run_sft_stages
-    return run_stages
+    return partial(run_stages, auto=auto)
 
 
 def run_stages(
-    recipe: Recipe, run_dir: Path, accelerator: Accelerator, console: Console, progress: Progress, stage: Stage
+    recipe: Recipe,
+    run_dir: Path,
+    accelerator: Accelerator,
+    console: Console,
+    progress: Progress,
+    stage: Stage,
+    *,
+    auto: Collection[str] = (),
 ) -> Outcome:
     """Run all stages. Only the main process evaluates, exports and prints."""
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
@@ -170,6 +190,7 @@ def run_stages(
     if not trained:
         stage.name = "data"
         documents = make_documents(recipe, run_dir, inputs, trunk, accelerator, progress)
+        recipe, inputs = settle_length(recipe, run_dir, inputs, documents, accelerator, auto, progress)
         stage.name = "train"
         train_stage(recipe, run_dir, inputs, trunk, documents, accelerator, progress)
     accelerator.wait_for_everyone()
@@ -197,14 +218,38 @@ def run_stages(
     if not evaluation.gate.passed:
         raise GateRefusedError(evaluation.gate.reason)
     stage.name = "export"
-    message = f"{evaluation.gate.reason}."
-    if recipe.export.enabled and not (run_dir / EXPORT).exists():
+    exported = export_head(recipe, run_dir, inputs, progress) if recipe.export.enabled else ""
+    return Outcome(0, "done", f"{evaluation.gate.reason}.{exported}", "done")
+
+
+def export_head(recipe: Recipe, run_dir: Path, inputs: Inputs, progress: Progress) -> str:
+    """Write the exported checkpoint and its card, and return a sentence that says where."""
+    if not (run_dir / EXPORT).exists():
         artifact, link = load_artifact(run_dir / HEAD), recipe.export.link
         write_export(inputs.finetune, artifact, run_dir / EXPORT, adapter=inputs.adapter, link=link, progress=progress)
-    if recipe.export.enabled:
-        write_card(run_dir, run_dir / EXPORT)
-        message += f" Exported to {run_dir / EXPORT}."
-    return Outcome(0, "done", message, "done")
+    write_card(run_dir, run_dir / EXPORT)
+    return f" Exported to {run_dir / EXPORT}."
+
+
+def settle_length(
+    recipe: Recipe,
+    run_dir: Path,
+    inputs: Inputs,
+    documents: Sequence[Document],
+    accelerator: Accelerator,
+    auto: Collection[str],
+    progress: Progress,
+) -> tuple[Recipe, Inputs]:
+    """Resolve the length of training for its text, if it is ``auto``, and record it, unless training had begun."""
+    fields = [field for field in auto if field in FROM_TEXT]
+    if not fields or (run_dir / STATE).exists():
+        return recipe, inputs
+    settled = settle_training(recipe, fields, documents, accelerator.num_processes)
+    recipe, choices = broadcast_object_list([settled])[0]
+    if accelerator.is_main_process:
+        record_recipe(run_dir, recipe)
+        tell_choices(choices, progress.console)
+    return recipe, replace(inputs, plan=make_plan(recipe, accelerator.num_processes))
 
 
 def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:

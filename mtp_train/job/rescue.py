@@ -21,12 +21,14 @@ from mtp_train.evaluation.suites import BUILTIN_FILE
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.job import pipeline
+from mtp_train.job.auto import tell_choices
 from mtp_train.job.checkpoints.inspect import serving_commands
 from mtp_train.job.display import html_table, quiet_progress
 from mtp_train.job.evaluate_run import GRAFT_INSTEAD
 from mtp_train.job.model_card import write_graft_card
 from mtp_train.job.run_dir import checkpoint_identity
-from mtp_train.job.start import Overrides, recipe_of
+from mtp_train.job.start import Overrides, Settled, settled_recipe
+from mtp_train.recipe.auto import AUTO
 from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.adapter import is_adapter, locate_adapter
 from mtp_train.weights.demo import PREFIX, resolve
@@ -37,37 +39,27 @@ from mtp_train.weights.writing import removed_on_failure
 
 Plain = dict[str, Any]
 
-# The settings of recipes/retrain_head.yaml, measured on the demo.
-_DEMO: Plain = {
-    "data": {
-        "sources": [{"path": "demo:prompts"}],
-        "regenerate": {"max_prompts": 560, "max_new_tokens": 128, "batch_size": 32},
-        "seq_len_tokens": 512,
-        "holdout": 0.2,
-        "group_field": "group",
+# Sampling of FastMTP (arXiv:2509.18362, section 3); the rest follows from model, data and machine.
+_DATA: Plain = {
+    "regenerate": {
+        "max_prompts": AUTO,
+        "max_new_tokens": AUTO,
+        "batch_size": AUTO,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
     },
-    "train": {
-        "max_steps": 100,
-        "tokens_per_step": 3072,
-        "micro_batch_sequences": 3,
-        "lr": 6.0e-3,
-        "warmup_steps": 5,
-        "save_steps": 25,
-    },
-    "evaluate": {"prompts": 36, "max_new_tokens": 128},
+    "seq_len_tokens": AUTO,
+    "holdout": AUTO,
 }
-# Sampling and learning rate of FastMTP (arXiv:2509.18362, section 3); lengths that one GPU generates within hours.
-_REAL: Plain = {
-    "data": {
-        "regenerate": {"max_prompts": 20000, "max_new_tokens": 1024, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
-        "seq_len_tokens": 4096,
-        "holdout": 0.05,
-    },
-    "train": {"max_steps": 500, "tokens_per_step": 65536, "lr": 5.0e-5, "warmup_steps": 25, "save_steps": 50},
-    "evaluate": {"prompts": 64, "max_new_tokens": 256},
+_TRAIN: Plain = {
+    "max_steps": AUTO,
+    "tokens_per_step": AUTO,
+    "micro_batch_sequences": AUTO,
+    "lr": AUTO,
+    "warmup_steps": AUTO,
+    "save_steps": 50,
 }
-_OWN_PROMPTS = {"sources": [{"path": str(BUILTIN_FILE)}], "holdout": 0.3}
-"""Hold out 30 of the built-in suite's 100 prompts: 20 would leave the gate too little power."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +119,12 @@ def rescue(
         ('retrained', 'rescued/export')
     """
     out = Path(out)
-    recipe = rescue_recipe(str(fine_tune), str(base), out, [str(path) for path in data], overrides)
+    recipe, choices = rescue_recipe(str(fine_tune), str(base), out, [str(path) for path in data], overrides)
+    console = console or Console(quiet=True)
+    tell_choices(choices, console)
     # After a refusal the base's head is exported below.
     with contextlib.suppress(GateRefusedError):
-        pipeline.run(recipe, console or Console(quiet=True))
+        pipeline.run(recipe, console, auto=[choice.field for choice in choices])
     gate = load_report(out / REPORT_FILE).gate
     refused = gate is not None and not gate.passed
     export = out / pipeline.EXPORT
@@ -143,24 +137,22 @@ def rescue(
     return RescueResult(str(export), "graft" if refused else "retrained", reason, serves)
 
 
-def rescue_recipe(finetune: str, base: str, out: Path, data: Sequence[str], overrides: Overrides = ()) -> Recipe:
-    """Return the recipe of a rescue.
+def rescue_recipe(finetune: str, base: str, out: Path, data: Sequence[str], overrides: Overrides = ()) -> Settled:
+    """Return the recipe of a rescue, and how its settings were chosen.
 
     Raises:
         MtpError: A location cannot be opened, or an override is wrong.
     """
     adapter = finetune if is_adapter(locate_checkpoint(resolve(finetune))) else None
     trunk = finetune if adapter is None else base
-    is_demo = trunk.startswith(PREFIX)
-    sizes = _DEMO if is_demo else _REAL
-    sources = {"sources": [{"path": path} for path in data]} if data else {} if is_demo else _OWN_PROMPTS
-    return recipe_of(
+    prompts = [str(path) for path in data] or ["demo:prompts" if trunk.startswith(PREFIX) else str(BUILTIN_FILE)]
+    return settled_recipe(
         {
             "run_dir": str(out),
             "model": {"trunk": trunk, "head_from": base, "adapter": adapter},
-            **sizes,
-            "data": {**sizes["data"], **sources, **({"group_field": None} if data else {})},
-            "evaluate": {**sizes["evaluate"], "arms": ["none", "graft", "retrained"]},
+            "data": {"sources": [{"path": path} for path in prompts], **_DATA},
+            "train": _TRAIN,
+            "evaluate": {"arms": ["none", "graft", "retrained"], "prompts": AUTO},
         },
         overrides,
     )

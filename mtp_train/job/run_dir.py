@@ -288,6 +288,11 @@ def claim(run_dir: Path, recipe: Recipe, provenance: dict[str, Any]) -> None:
         write_text(run_dir / RECIPE_FILE, dump_recipe(recipe))
 
 
+def record_recipe(run_dir: Path, recipe: Recipe) -> None:
+    """Replace the recorded recipe by one whose last fields are resolved."""
+    write_text(run_dir / RECIPE_FILE, dump_recipe(recipe))
+
+
 def checkpoint_identity(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return a checkpoint's path, its hub revision if it has one, and the hashes of its small files."""
     path = checkpoint.path.resolve()
@@ -355,15 +360,21 @@ def with_recorded_precision(recipe: Recipe, run_dir: Path) -> Recipe:
 
     A run that resumes on another machine keeps its precision: steps in another one would give another head.
     """
-    recorded = run_dir / RECIPE_FILE
-    if recipe.train.precision != "auto" or not recorded.is_file():
+    recorded = recorded_recipe(run_dir)
+    if recipe.train.precision != "auto" or recorded is None:
         return recipe
+    return replace(recipe, train=replace(recipe.train, precision=recorded.train.precision))
+
+
+def recorded_recipe(run_dir: Path) -> Recipe | None:
+    """Return the resolved recipe of a run directory; None where there is none, or one of another version.
+
+    ``require_ours`` refuses the latter with a message.
+    """
     try:
-        precision = load_recipe(recorded).train.precision
+        return load_recipe(run_dir / RECIPE_FILE) if is_run(run_dir) else None
     except RecipeError:
-        # No recipe, or one of another version: `require_ours` refuses it with a message.
-        return recipe
-    return replace(recipe, train=replace(recipe.train, precision=precision))
+        return None
 
 
 def with_resolved_precision(recipe: Recipe, device: torch.device) -> Recipe:

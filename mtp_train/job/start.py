@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import Progress
@@ -17,6 +18,7 @@ from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation.cells import StudyReport
 from mtp_train.evaluation.results import REPORT_FILE, RunReport, read_report
 from mtp_train.job import pipeline
+from mtp_train.job.auto import Choice, settle_values, tell_choices
 from mtp_train.job.display import quiet_progress, rich_to_html
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
@@ -27,26 +29,53 @@ RecipeLike = Recipe | str | Path | Mapping[str, Any]
 Overrides = Mapping[str, Any] | Sequence[str]
 
 
+class Settled(NamedTuple):
+    """A recipe without fields that are ``auto``, and how they were resolved."""
+
+    recipe: Recipe
+    choices: tuple[Choice, ...]
+
+
 def recipe_of(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
-    """Return a checked recipe from any of its forms.
+    """Return a checked recipe from any of its forms; see :func:`settled_recipe`."""
+    return settled_recipe(recipe, overrides).recipe
+
+
+def settled_recipe(recipe: RecipeLike, overrides: Overrides = (), *, world_size: int | None = None) -> Settled:
+    """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved.
 
     Args:
         recipe: A YAML file, a mapping of the same shape, or a recipe, which is returned as it is.
         overrides: Dotted field to value, ``{"train.lr": 1e-4}``, or strings ``section.field=value`` with YAML values.
+        world_size: Processes that will train; None for ``WORLD_SIZE`` of a launcher, else 1.
 
     Raises:
         RecipeError: A field is unknown, out of range or contradicts another one; the message lists all problems.
+        MtpError: A field is ``auto``, and the model or the data that it depends on cannot be read.
     """
+    choices: tuple[Choice, ...] = ()
+
+    def settle(stood_in: Recipe, fields: Sequence[str]) -> dict[str, int | float]:
+        nonlocal choices
+        choices = settle_values(stood_in, fields, world_size or launched_processes())
+        return {choice.field: choice.value for choice in choices}
+
     if isinstance(overrides, Mapping):
         texts = {field: json.dumps(value, default=str, ensure_ascii=False) for field, value in overrides.items()}
         overrides = [f"{field}={text}" for field, text in texts.items()]
     if isinstance(recipe, Recipe):
         if not overrides:
-            return recipe
-        return recipe_from_mapping(parse_yaml(dump_recipe(recipe), "recipe")[0], overrides)
+            return Settled(recipe, ())
+        plain = parse_yaml(dump_recipe(recipe), "recipe")[0]
+        return Settled(recipe_from_mapping(plain, overrides, settle), choices)
     if isinstance(recipe, Mapping):
-        return recipe_from_mapping(recipe, overrides)
-    return load_recipe(recipe, overrides)
+        return Settled(recipe_from_mapping(recipe, overrides, settle), choices)
+    return Settled(load_recipe(recipe, overrides, settle), choices)
+
+
+def launched_processes() -> int:
+    """Return the number of processes of this launch."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def open_report(source: str | Path) -> RunReport | StudyReport:
@@ -140,10 +169,12 @@ def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | Non
         >>> done.export
         PosixPath('runs/a/export')
     """
-    checked = recipe_of(recipe, overrides)
+    checked, choices = settled_recipe(recipe, overrides)
+    console = console or Console(quiet=True)
+    tell_choices(choices, console)
     run_dir = Path(checked.run_dir)
     try:
-        outcome = pipeline.run(checked, console or Console(quiet=True))
+        outcome = pipeline.run(checked, console, auto=[choice.field for choice in choices])
         # A finished run returns the outcome that it recorded, which may be the gate's refusal.
         if outcome.exit_code == GateRefusedError.exit_code:
             raise GateRefusedError(outcome.message)

@@ -175,6 +175,7 @@ def _repair(data: Any, loc: Loc, *, is_unknown: bool) -> None:
 
 def _sample(node: Node) -> Any:
     """Return a plain value for a required field that passes validation."""
+    node = not_null(node)
     if "properties" in node:
         return {name: _sample(node["properties"][name]) for name in node.get("required", ())}
     if "items" in node:

@@ -20,11 +20,19 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from mtp_train.losses.catalogue import loss_names
 from mtp_train.recipe import schema
+from mtp_train.recipe.auto import AUTO, STAND_INS
 from mtp_train.recipe.head_kinds import head_kind_names
-from mtp_train.recipe.schema import AUTO, Recipe
+from mtp_train.recipe.schema import Recipe
 
 Node = dict[str, Any]
 _NULL = {"type": "null"}
+_AUTO: Node = {"const": AUTO}
+_SECTIONS = {
+    "data": "DataSection",
+    "data.regenerate": "RegenerateSpec",
+    "train": "TrainSection",
+    "evaluate": "EvaluateSection",
+}
 
 
 def recipe_adapter() -> TypeAdapter[Recipe]:
@@ -54,7 +62,18 @@ def recipe_schema() -> Node:
                 match statement, after:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                         sections[definition.name]["properties"][name]["description"] = " ".join(text.split())
+    for field in STAND_INS:
+        section, _, name = field.rpartition(".")
+        properties = sections[_SECTIONS[section]]["properties"]
+        properties[name] = _or_auto(properties[name])
     return whole
+
+
+def _or_auto(node: Node) -> Node:
+    """Return the node of a field that may also be ``auto``, which is replaced before the recipe is validated."""
+    beside: Node = {key: node[key] for key in ("default", "description") if key in node}
+    value = {key: part for key, part in node.items() if key not in beside}
+    return {"anyOf": [_AUTO, *value.get("anyOf", [value])], **beside}
 
 
 def schema_tree() -> Node:
@@ -110,6 +129,8 @@ def not_null(node: Node) -> Node:
 def describe(node: Node) -> str:
     """Return in words which values a node allows."""
     match node:
+        case {"anyOf": [first, *arms]} if first == _AUTO and all("items" not in arm for arm in arms):
+            return f"{describe(arms[0] if len(arms) == 1 else {'anyOf': arms})}, or {AUTO}"
         case {"anyOf": [inner, null]} if null == _NULL:
             return f"{describe(inner)}, or null"
         case {"anyOf": [_, item, _]}:

@@ -7,13 +7,14 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from mtp_train.errors import RecipeError
+from mtp_train.recipe.auto import STAND_INS, auto_fields, with_values
 from mtp_train.recipe.decode import decode
 from mtp_train.recipe.json_schema import dotted, shown
 from mtp_train.recipe.rules import contradictions
@@ -174,12 +175,17 @@ def is_run(directory: Path) -> bool:
     return (directory / RECIPE_FILE).is_file()
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+Settle = Callable[[Recipe, Sequence[str]], Mapping[str, int | float]]
+"""A recipe with stand-ins for the fields that are ``auto``, and the names of these fields, to their values."""
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), settle: Settle | None = None) -> Recipe:
     """Read a recipe file.
 
     Args:
         path: A YAML file.
         overrides: ``section.field=value`` each, the value in YAML; applied in order, before validation.
+        settle: Resolves fields that are ``auto``; None refuses such fields.
 
     Raises:
         RecipeError: The file is missing, not YAML, or not a valid recipe; the message lists all problems.
@@ -193,16 +199,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     data, repeated_keys = parse_yaml(text, str(path))
-    return _decode({} if data is None else data, overrides, repeated_keys)
+    return _decode({} if data is None else data, overrides, repeated_keys, settle)
 
 
-def recipe_from_mapping(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
-    """Build a recipe from plain values, with the same validation as for a file. ``data`` is not changed.
+def recipe_from_mapping(data: Mapping[str, Any], overrides: Sequence[str] = (), settle: Settle | None = None) -> Recipe:
+    """Build a recipe from plain values, as :func:`load_recipe` does from a file. ``data`` is not changed.
 
     Raises:
         RecipeError: The values are not a valid recipe; the message lists all problems.
     """
-    return _decode(copy.deepcopy(dict(data)), overrides, [])
+    return _decode(copy.deepcopy(dict(data)), overrides, [], settle)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -210,10 +216,16 @@ def dump_recipe(recipe: Recipe) -> str:
     return dump_yaml(_plain(recipe))
 
 
-def _decode(data: object, overrides: Sequence[str], problems: list[str]) -> Recipe:
+def _decode(data: object, overrides: Sequence[str], problems: list[str], settle: Settle | None) -> Recipe:
     if isinstance(data, dict):
         for override in overrides:
             problems = [*problems, *apply_override(data, override)]
+    fields = () if settle is None else auto_fields(data)
+    if settle is not None and fields and not problems:
+        stood_in = decode(with_values(data, {field: STAND_INS[field] for field in fields}))
+        if stood_in.recipe is None or stood_in.problems:
+            raise RecipeError(stood_in.problems)
+        data = with_values(data, settle(stood_in.recipe, fields))
     decoded = decode(data)
     problems = [*problems, *decoded.problems]
     if decoded.recipe is not None:

@@ -193,11 +193,13 @@ class RegenerateSpec(Section):
     enabled: bool = True
     """Whether to regenerate. If false, the training text has the responses of the sources."""
     max_prompts: Count | None = None
-    """Number of prompts to respond to; null takes all."""
+    """Number of prompts to respond to; null takes all. `auto`: all, at most 20000."""
     max_new_tokens: Count = 256
-    """Maximum length of a response, in tokens."""
+    """Maximum length of a response, in tokens. `auto`: twice the 95th percentile of the records' own responses, at most
+    1024."""
     batch_size: Count | None = None
-    """Prompts per batch of the built-in decoder on each process; null is 16."""
+    """Prompts per batch of the built-in decoder on each process; null is 16. `auto`: 64 on a GPU, 32 on a CPU, or as
+    many as fit into memory."""
     temperature: NonNegative = 1.0
     """Sampling temperature; 0 is greedy. Above 0 every prompt has its own seed, derived from `seed` and recorded with
     the response. Sampled responses follow the distribution that a server samples from
@@ -234,12 +236,13 @@ class DataSection(Section):
     regenerate: RegenerateSpec | None = None
     """Train on responses that the trunk generates; null trains on the responses of the sources."""
     seq_len_tokens: Count = 512
-    """Length of a training sequence, in tokens."""
+    """Length of a training sequence, in tokens. `auto`: a power of two for 95 % of the texts, from 512 to 4096."""
     pack: bool = True
     """Whether to pack several documents into a sequence, with attention limited to each document. If false, a sequence
     has one document and padding."""
     holdout: Share = 0.05
-    """Share of the groups of records that is held out of training, for evaluation."""
+    """Share of the groups of records that is held out of training, for evaluation. `auto`: 64 records, from 5 % to
+    30 %."""
     group_field: Text | None = None
     """Name of a record field. Records with the same value are one group, and groups are not joined. Null groups chats
     by their first user turn, pairs by their prompt and the paragraphs of a .txt by their file, and joins groups with
@@ -313,15 +316,18 @@ class TrainSection(Section):
     """Length and speed of training. The values do not depend on the number of processes."""
 
     max_steps: Count
-    """Number of optimizer steps."""
+    """Number of optimizer steps. `auto`: 3 passes over the text, up to 10 where they make fewer than 100 steps; twice
+    as many for a new head."""
     tokens_per_step: Count
-    """Tokens per optimizer step over all processes, padding included."""
+    """Tokens per optimizer step over all processes, padding included. `auto`: 20 steps per pass over the text, from 4
+    sequences to 65536 tokens."""
     lr: Positive
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW. `auto`: 0.4096 / hidden size, ten times as much for `head.lora`."""
     micro_batch_sequences: Count = 1
-    """Sequences per forward pass on one process. Changes memory use, not the result."""
+    """Sequences per forward pass on one process. Changes memory use, not the result. `auto`: as many as fit into
+    memory, at most 16384 tokens on a GPU and 2048 on a CPU."""
     warmup_steps: Natural = 0
-    """Steps over which the learning rate rises linearly."""
+    """Steps over which the learning rate rises linearly. `auto`: 5 % of the steps."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """The learning rate after the warm-up: a cosine down to 0, or constant."""
     gradient_checkpointing: bool = False
@@ -360,7 +366,7 @@ class EvaluateSection(Section):
     """What to compare. On the trunk: no head (`none`), the grafted, the native or the retrained head. `vanilla`:
     `model.head_from` with its own head."""
     prompts: Count = 64
-    """Number of held-out prompts that each arm decodes."""
+    """Number of held-out prompts that each arm decodes. `auto`: all, at most 64."""
     temperature: OneOrMore[NonNegative] = "auto"
     """Sampling temperatures of the trunk; 0 is greedy. Each temperature above 0 is combined with every `top_p`, `top_k`
     and `rule`, and the gate tests every combination. `auto`: 0, and the temperature in the trunk's

@@ -180,14 +180,9 @@ def estimate_footprint(
     trained = head_parameters if lora_parameters is None else lora_parameters
     trunk_itemsize = _held_itemsize(recipe, trunk_parameters, device)
     rows = plan.micro_batch_tokens
-    depths, hidden, vocab = recipe.head.num_depths, trunk.family.state_width(trunk.config), trunk.config.vocab_size
+    hidden, vocab = trunk.family.state_width(trunk.config), trunk.config.vocab_size
     if recipe.objective.vocab == "draft":
         vocab = recipe.head.draft_vocab or vocab
-    # The backward pass needs about 30 hidden-sized states per row and depth. With checkpointing, all but two of these
-    # and the keys and values are recomputed, one depth at a time.
-    states = 30 + 4 * depths if recipe.train.gradient_checkpointing else 30 * depths
-    # One number per row and key of each depth.
-    masks = 0 if recipe.train.attention == "flex" else rows * plan.seq_len_tokens * depths * (depths + 1) // 2
     on_device, offloaded = trunk_bytes(trunk.causal_lm, recipe.model.quantization, trunk_itemsize), 0
     if recipe.model.offload is not None:
         layers = _layer_bytes(trunk, trunk_itemsize)
@@ -201,10 +196,28 @@ def estimate_footprint(
         head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
         # Teacher, student, gradient and one temporary of a chunk, in fp32.
         loss_bytes=CHUNK_ROWS * vocab * 4 * 4,
-        activation_bytes=rows * hidden * 4 * states + masks,
+        activation_bytes=activation_bytes(recipe, hidden, rows, plan.seq_len_tokens),
         converted_bytes=_converted_bytes(recipe, trunk, trunk_itemsize, vocab),
         offloaded_bytes=offloaded,
     )
+
+
+def activation_bytes(recipe: Recipe, hidden: int, rows: int, seq_len_tokens: int) -> int:
+    """Estimate the bytes that training keeps between forward and backward pass.
+
+    Args:
+        recipe: The recipe.
+        hidden: Width of the head's states.
+        rows: Tokens of a micro-batch.
+        seq_len_tokens: Length of a sequence.
+    """
+    depths = recipe.head.num_depths
+    # The backward pass needs about 30 hidden-sized states per row and depth. With checkpointing, all but two of these
+    # and the keys and values are recomputed, one depth at a time.
+    states = 30 + 4 * depths if recipe.train.gradient_checkpointing else 30 * depths
+    # One number per row and key of each depth.
+    masks = 0 if recipe.train.attention == "flex" else rows * seq_len_tokens * depths * (depths + 1) // 2
+    return rows * hidden * 4 * states + masks
 
 
 def _held_itemsize(recipe: Recipe, trunk_parameters: int, device: torch.device) -> int:

@@ -1,9 +1,9 @@
-"""Model sizes and training settings: the demo of the package, and a larger one for a GPU outside of the package."""
+"""Model sizes and training settings: the demo of the package, and a smaller and a larger one outside of the package."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from demo_maker.training import TrainSettings
 
@@ -48,6 +48,20 @@ DEMO = Size(
     finetune_rows=24,
     finetune_epochs=1,
 )
+# Half the width of the demo: settings that are derived from a model's size are compared with tuned ones on both.
+SMALL = replace(
+    DEMO,
+    shape={
+        **DEMO.shape,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    base=TrainSettings(lr=8e-3, warmup_steps=60),
+    finetune=TrainSettings(lr=4e-3, warmup_steps=30, weight_decay=0.0),
+)
 # Not trained yet: learning rates and lengths are extrapolated from the demo's.
 LARGE = Size(
     shape={
@@ -70,4 +84,4 @@ LARGE = Size(
     finetune_epochs=2,
     packages=("torch", "transformers", "accelerate", "peft", "matplotlib"),
 )
-SIZES = {"demo": DEMO, "large": LARGE}
+SIZES = {"small": SMALL, "demo": DEMO, "large": LARGE}

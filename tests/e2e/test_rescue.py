@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from mtp_train.job.rescue import rescue_recipe
 from mtp_train.recipe.loading import load_recipe
 from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, write_inputs
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-RECIPE, HOW_TO = RECIPES / "retrain_head.yaml", RECIPES / "rescue.md"
+HOW_TO = Path(__file__).parents[2] / "recipes" / "rescue.md"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -88,16 +88,39 @@ def test_added_tokens_do_not_stand_in_the_way(inputs: Path, tmp_path: Path, capf
     assert status(capfd, rescued["out"]) == "healthy"
 
 
-def test_the_demos_rescue_is_the_main_recipe(tmp_path: Path) -> None:
-    ours = rescue_recipe("demo:finetune", "demo:base", tmp_path, [])
-    main_one = load_recipe(RECIPE, [f"run_dir={tmp_path}", "evaluate.arms=[none, graft, retrained]"])
-    assert ours == main_one
+def test_a_rescue_sets_what_the_text_decides_once_it_exists(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    short = ["data.regenerate.max_new_tokens=12", "evaluate.max_new_tokens=8", "head.num_depths=2", "track.wandb=off"]
+    out = tmp_path / "out"
+    argv = ["rescue", inputs / "finetune", "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl"]
+    rescued = document([*argv, "--set", *short], capfd)
+    recipe = load_recipe(out / "recipe.yaml")
+    text = stored_text(out)
+    passes = recipe.train.max_steps * recipe.train.tokens_per_step / text
+    assert 10 <= passes <= 10 + recipe.train.tokens_per_step / text
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == recipe.train.max_steps
+    # The command finds the settings that the run recorded, and nothing is done twice.
+    assert rescue_recipe(str(inputs / "finetune"), str(inputs / "base"), out, [str(inputs / "chats.jsonl")], short)[
+        0
+    ] == (replace(recipe, train=replace(recipe.train, precision="auto")))
+    assert document([*argv, "--set", *short], capfd) == rescued
 
 
-def test_a_real_rescue_without_prompts_takes_built_in_ones(inputs: Path, tmp_path: Path) -> None:
-    recipe = rescue_recipe(str(inputs / "finetune"), str(inputs / "base"), tmp_path, [])
+def stored_text(run_dir: Path) -> int:
+    """Count the tokens of prompts and responses in a run directory."""
+    files = list((run_dir / "data").rglob("*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows if "response_ids" in row)
+
+
+def test_a_rescue_without_prompts_takes_built_in_ones_or_the_demos(inputs: Path, tmp_path: Path) -> None:
+    recipe, choices = rescue_recipe(str(inputs / "finetune"), str(inputs / "base"), tmp_path, [])
     assert recipe.data.sources[0].path.endswith("builtin.jsonl")
-    assert recipe.data.group_field is None
+    ours, same = rescue_recipe("demo:finetune", "demo:base", tmp_path, [])
+    assert ours.data.sources[0].path == "demo:prompts"
+    # The demo has no settings of its own.
+    assert [choice.field for choice in same] == [choice.field for choice in choices]
+    assert replace(ours.evaluate, prompts=1) == replace(recipe.evaluate, prompts=1)
 
 
 @pytest.mark.parametrize(

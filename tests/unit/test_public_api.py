@@ -61,7 +61,7 @@ FUNCTIONS = {
     "num_depths: int = 3, depth_decay: float = 0.6) -> None",
 }
 RECORDS = {
-    "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves",
+    "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves choices",
     "DemoResult": "base finetune prompts",
     "EvaluationGrid": "suite tasks prompts_per_task temperatures contexts depths rules max_new_tokens batch seed",
     "EvaluationResult": "out report",

@@ -97,8 +97,8 @@ def test_limits_are_described_in_words(limits: dict[str, int], words: str) -> No
     [
         ("head.num_depths=0", "head.num_depths: 0; expected a whole number from 1 to 7."),
         ("head.num_depths=8", "head.num_depths: 8; expected a whole number from 1 to 7."),
-        ("data.holdout=0", "data.holdout: 0; expected a number above 0 and below 1."),
-        ("data.holdout=1.0", "data.holdout: 1.0; expected a number above 0 and below 1."),
+        ("data.holdout=0", "data.holdout: 0; expected a number above 0 and below 1, or auto."),
+        ("data.holdout=1.0", "data.holdout: 1.0; expected a number above 0 and below 1, or auto."),
         ("objective.temperature=0", "objective.temperature: 0; expected a number above 0."),
         ("objective.depth_decay=1.01", "objective.depth_decay: 1.01; expected a number above 0 and up to 1."),
         ("gate.confidence=0.5", "gate.confidence: 0.5; expected a number above 0.5 and below 1."),

@@ -211,13 +211,28 @@ def test_all_problems_are_reported_at_once(recipe_file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("train.lr=fast", "train.lr: 'fast' (text); expected a number above 0. Correct it; there is no default."),
-        ("train.lr=true", "train.lr: true; expected a number above 0. Correct it; there is no default."),
-        ("train.lr='1.0'", "train.lr: '1.0' (text); expected a number above 0. Correct it; there is no default."),
-        ("train.lr=.inf", "train.lr: inf (not a finite number); expected a number above 0. Correct it; there is no"),
-        ("train.lr=.nan", "train.lr: nan (not a finite number); expected a number above 0. Correct it; there is no"),
+        (
+            "train.lr=fast",
+            "train.lr: 'fast' (text); expected a number above 0, or auto. Correct it; there is no default.",
+        ),
+        ("train.lr=true", "train.lr: true; expected a number above 0, or auto. Correct it; there is no default."),
+        (
+            "train.lr='1.0'",
+            "train.lr: '1.0' (text); expected a number above 0, or auto. Correct it; there is no default.",
+        ),
+        (
+            "train.lr=.inf",
+            "train.lr: inf (not a finite number); expected a number above 0, or auto. Correct it; there is no",
+        ),
+        (
+            "train.lr=.nan",
+            "train.lr: nan (not a finite number); expected a number above 0, or auto. Correct it; there is no",
+        ),
         ("train.lr=1" + "0" * 400, "train.lr: 1000"),
-        ("train.max_steps=1e3", "train.max_steps: 1000.0 (a number); expected a whole number of 1 or more. Write 1000"),
+        (
+            "train.max_steps=1e3",
+            "train.max_steps: 1000.0 (a number); expected a whole number of 1 or more, or auto. Write 1000",
+        ),
         ("seed=true", "seed: true; expected a whole number from 0 to 4294967295. Correct it, or leave it out for 0."),
         ("data.pack=yes", "data.pack: 'yes' (text); expected true or false. Correct it, or leave it out for true."),
         ("data.pack=1", "data.pack: 1 (a number); expected true or false."),
@@ -328,7 +343,7 @@ def test_aliases_without_end_end_in_a_message(recipe_file: Path) -> None:
 def test_an_anchor_used_for_two_sections_is_refused_like_any_other_value(recipe_file: Path) -> None:
     problems = problems_in(recipe_file, "run_dir: x\nmodel: &section {trunk: a}\ndata: *section\ntrain: *section\n")
     assert problems[0] == "data.trunk: unknown; expected a field of data. Did you mean model.trunk?"
-    assert "train.lr: missing; expected a number above 0. Add it." in problems
+    assert "train.lr: missing; expected a number above 0, or auto. Add it." in problems
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,208 @@
+"""Settings that are ``auto``: the rules on models and data of different sizes, and what a recipe may leave to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from byte_tokenizer import byte_tokenizer
+from checkpoints import base_and_finetune
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import RecipeError
+from mtp_train.job import auto
+from mtp_train.job.auto import EPOCHS, MOST_EPOCHS, Choice, ModelFacts, TextFacts, settle_training, settle_values
+from mtp_train.job.start import recipe_of, settled_recipe
+from mtp_train.recipe.auto import FROM_TEXT, STAND_INS, auto_fields, with_values
+from mtp_train.recipe.schema import Recipe
+from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe, write_inputs
+
+FIELDS = tuple(STAND_INS)
+# A 27B model on one GPU of 80 GB: what is left beside the weights.
+LARGE = ModelFacts(
+    hidden_size=5120,
+    max_positions=262_144,
+    cache_bytes=64 * 2 * 4 * 256 * 2,
+    device="cuda",
+    spare_bytes=26 << 30,
+    world_size=1,
+)
+DEMO = ModelFacts(
+    hidden_size=128, max_positions=4096, cache_bytes=8 * 2 * 2 * 32 * 4, device="cpu", spare_bytes=8 << 30, world_size=1
+)
+CHATS = TextFacts(
+    num_records=50_000,
+    prompt_mean=120.0,
+    prompt_long=700,
+    response_mean=400.0,
+    response_long=900,
+    whole_mean=520.0,
+    whole_long=1500,
+)
+FEW = CHATS._replace(num_records=100, prompt_mean=30.0, prompt_long=60, response_mean=None, response_long=None)
+
+
+def settled(monkeypatch: pytest.MonkeyPatch, model: ModelFacts, text: TextFacts, **overrides: Any) -> dict[str, Any]:
+    """Return the value of every field by the rules."""
+    monkeypatch.setattr(auto, "model_facts", lambda recipe, world_size: model)
+    monkeypatch.setattr(auto, "text_facts", lambda recipe: text)
+    recipe = tiny_recipe(Path("nowhere"), Path("nowhere/run"), data__regenerate={}, **overrides)
+    return {choice.field: choice.value for choice in settle_values(recipe, FIELDS, model.world_size)}
+
+
+def test_a_large_model_with_many_chats(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settled(monkeypatch, LARGE, CHATS) == {
+        "data.holdout": 0.05,
+        "evaluate.prompts": 64,
+        "data.regenerate.max_prompts": 20_000,
+        # Twice 900 is above the most.
+        "data.regenerate.max_new_tokens": 1024,
+        # 700 + 1024 tokens.
+        "data.seq_len_tokens": 2048,
+        # 0.3 of 26 GiB by 2048 tokens of 256 KiB.
+        "data.regenerate.batch_size": 15,
+        "train.lr": pytest.approx(8e-5),
+        "train.tokens_per_step": 65_536,
+        # 20000 x 520 tokens are 158.7 steps per pass.
+        "train.max_steps": 477,
+        "train.micro_batch_sequences": 4,
+        "train.warmup_steps": 24,
+    }
+
+
+def test_a_small_model_with_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = settled(monkeypatch, DEMO, FEW)
+    assert (found["data.holdout"], found["evaluate.prompts"]) == (0.3, 30)
+    assert found["data.regenerate.max_prompts"] == 70
+    # No responses to go by, and half of the positions would be more.
+    assert found["data.regenerate.max_new_tokens"] == 1024
+    assert found["data.seq_len_tokens"] == 2048
+    assert found["data.regenerate.batch_size"] == 32
+    assert found["train.lr"] == pytest.approx(3.2e-3)
+    # At most 70 x (30 + 1024) tokens, in steps of four sequences: 9 steps per pass.
+    assert found["train.tokens_per_step"] == 8192
+    assert found["train.max_steps"] == 91
+    assert found["train.micro_batch_sequences"] == 1
+
+
+def test_plain_text_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "model_facts", lambda recipe, world_size: DEMO)
+    monkeypatch.setattr(auto, "text_facts", lambda recipe: CHATS)
+    recipe = tiny_recipe(Path("nowhere"), Path("nowhere/run"))
+    (choice,) = settle_values(recipe, ["data.seq_len_tokens"], 1)
+    assert choice.value == 2048
+
+
+@pytest.mark.parametrize("seq_len", [512, 4096])
+@pytest.mark.parametrize("tokens", [600, 9_000, 200_000, 3_000_000, 400_000_000])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_the_text_is_repeated_only_as_often_as_the_rules_allow(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, seq_len: int, world_size: int
+) -> None:
+    monkeypatch.setattr(auto, "model_facts", lambda recipe, world: LARGE._replace(world_size=world))
+    recipe = tiny_recipe(
+        Path("nowhere"), Path("nowhere/run"), data__seq_len_tokens=seq_len, train__tokens_per_step=seq_len
+    )
+    text = Document(np.zeros(tokens, dtype=np.int64), np.ones(tokens, dtype=np.bool_), "d", "g")
+    found, choices = settle_training(recipe, FROM_TEXT, [text], world_size)
+    train = found.train
+    assert {choice.field for choice in choices} == set(FROM_TEXT)
+    passes = train.max_steps * train.tokens_per_step / tokens
+    # The last step may go beyond.
+    slack = train.tokens_per_step / tokens
+    assert EPOCHS <= passes <= max(MOST_EPOCHS, EPOCHS) + slack
+    sequences = train.tokens_per_step // seq_len
+    assert sequences % (train.micro_batch_sequences * world_size) == 0
+    twice, _ = settle_training(replace(recipe, head=replace(recipe.head, init="random")), FROM_TEXT, [text], world_size)
+    assert twice.train.max_steps == pytest.approx(2 * train.max_steps, abs=2)
+
+
+def test_lora_learns_faster_and_memory_bounds_the_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settled(monkeypatch, LARGE, CHATS, head__lora={})["train.lr"] == pytest.approx(8e-4)
+    assert settled(monkeypatch, LARGE._replace(spare_bytes=1 << 30), CHATS)["train.micro_batch_sequences"] == 1
+
+
+def mapping(inputs: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
+    plain = tiny_mapping(inputs, run_dir, data__regenerate={"enabled": True}, **overrides)
+    return dict(with_values(plain, {field: "auto" for field in FIELDS if field != "train.lr"}))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def test_a_recipe_leaves_fields_to_the_rules_and_keeps_those_of_the_user(inputs: Path, tmp_path: Path) -> None:
+    found, choices = settled_recipe(mapping(inputs, tmp_path / "run"), ["evaluate.prompts=5"])
+    assert found.evaluate.prompts == 5
+    assert found.train.lr == 1e-3
+    assert {choice.field for choice in choices} == set(FIELDS) - {"train.lr", "evaluate.prompts"}
+    assert all(choice.reason for choice in choices)
+    assert found == recipe_of(mapping(inputs, tmp_path / "run"), ["evaluate.prompts=5"])
+
+
+def test_a_resumed_run_keeps_what_it_recorded(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, _ = settled_recipe(mapping(inputs, tmp_path / "run"))
+    recorded = replace(before, train=replace(before.train, max_steps=77))
+    monkeypatch.setattr(auto, "recorded_recipe", lambda run_dir: recorded if run_dir == tmp_path / "run" else None)
+    again, choices = settled_recipe(mapping(inputs, tmp_path / "run"))
+    assert again == recorded
+    assert Choice("train.max_steps", 77, f"recorded in {tmp_path / 'run'}") in choices
+    elsewhere, _ = settled_recipe(mapping(inputs, tmp_path / "other"))
+    assert elsewhere.train == before.train
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("seed=auto", r"seed: 'auto' \(text\); expected a whole number"),
+        ("train.lr=quick", r"train\.lr: 'quick' \(text\); expected a number above 0, or auto"),
+        (
+            "data.regenerate.max_prompts=many",
+            r"max_prompts: 'many' \(text\); expected a whole number of 1 or more, or null, or auto",
+        ),
+        ("train.max_step=3", r"train\.max_step: unknown"),
+    ],
+)
+def test_other_text_is_refused(inputs: Path, tmp_path: Path, override: str, says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        recipe_of(mapping(inputs, tmp_path / "run"), [override])
+
+
+def test_a_study_sets_its_numbers_itself(inputs: Path, tmp_path: Path) -> None:
+    recipe: Recipe = replace(tiny_recipe(inputs, tmp_path / "run"), study=object())  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"train\.lr: 'auto' with study; expected a number"):
+        settle_values(recipe, ["train.lr"], 1)
+
+
+def test_fields_are_found_where_a_recipe_has_them() -> None:
+    data = {"train": {"lr": "auto", "max_steps": 3}, "data": {"regenerate": None}, "evaluate": "auto"}
+    assert auto_fields(data) == ("train.lr",)
+    assert with_values(data, {"train.lr": 0.1})["train"] == {"lr": 0.1, "max_steps": 3}
+    assert data["train"] == {"lr": "auto", "max_steps": 3}
+
+
+def test_lengths_are_counted_in_tokens(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5", vocab_size=BYTE_VOCAB_SIZE)
+    byte_tokenizer().save_pretrained(base)
+    (tmp_path / "pairs.jsonl").write_text(
+        '{"prompt": "abcd", "response": "ef"}\n' * 3 + '{"prompt": "a", "response": ""}\n'
+    )
+    mapped = tiny_mapping(
+        tmp_path, tmp_path / "run", data__group_field=None, data__sources=[{"path": str(tmp_path / "pairs.jsonl")}]
+    )
+    mapped["model"]["trunk"] = str(base)
+    facts = auto.text_facts(recipe_of(mapped))
+    # With the end-of-text token; the record without a response counts as a prompt only.
+    assert facts == TextFacts(
+        num_records=4,
+        prompt_mean=13 / 4,
+        prompt_long=4,
+        response_mean=3.0,
+        response_long=3,
+        whole_mean=7.0,
+        whole_long=7,
+    )
