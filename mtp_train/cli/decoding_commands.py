@@ -75,6 +75,13 @@ def add_evaluate(commands: Any) -> None:
     command.add_argument("--served-model", metavar="NAME", help="its name for the model (default: the only one)")
     command.add_argument("--api-key-env", metavar="VAR", help="the environment variable with the server's key")
     command.add_argument("--concurrency", type=int, default=1, metavar="N", help="requests to the server at a time")
+    command.add_argument(
+        "--request-timeout",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="longest wait for it to send a part of a response (default: 3600)",
+    )
     command.add_argument("--served-only", action="store_true", help="measure the server alone; load no weights here")
     _add_grid(command)
     command.set_defaults(handler=_evaluate)
@@ -200,6 +207,7 @@ def _evaluate(args: argparse.Namespace) -> Result:
             served_model=args.served_model,
             api_key_env=args.api_key_env,
             concurrency=args.concurrency,
+            request_timeout_seconds=args.request_timeout,
             served_only=args.served_only,
             costs=args.costs,
             wandb=args.wandb,

@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -222,6 +223,8 @@ MAX_ATTEMPTS = 8
 LONGEST_WAIT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 10.0
 RESPONSE_TIMEOUT_SECONDS = 3600.0
+STALL_SECONDS = 600.0
+"""A server that finishes no request for so long is given up."""
 LIST_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_SECONDS)
 """Of the list of models, which a server has at hand."""
 LOOK_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_SECONDS)
@@ -252,6 +255,24 @@ RECIPE_NAMES = SettingNames(
     "data.regenerate.api_key_env",
     "then the same command resumes from here",
 )
+
+
+class StalledError(DataError):
+    """Report a server that finishes nothing; its requests are not waited for."""
+
+
+def in_thread(work: Callable[[], Answer]) -> Future[Answer]:
+    """Do some work in a thread of its own, which does not keep the process alive: a server may never answer."""
+    future: Future[Answer] = Future()
+
+    def complete() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=complete, daemon=True).start()
+    return future
 
 
 class _LeavesHostError(Exception):
@@ -375,6 +396,25 @@ class Endpoint:
                 # The last request in flight closes the client: closing it earlier would break off the others.
                 if self._closed.is_set() and not self._in_flight:
                     self._client.close()
+
+    def first_finished(self, waiting: Collection[Future[Answer]]) -> Collection[Future[Answer]]:
+        """Wait for requests that :func:`in_thread` has sent, and return those that are finished, at least one.
+
+        Raises:
+            StalledError: None of them finishes for ten minutes.
+        """
+        done, _ = wait(waiting, timeout=STALL_SECONDS, return_when=FIRST_COMPLETED)
+        if not done:
+            raise StalledError(
+                f"{self._names.url}: {self.url} finished none of its requests in {STALL_SECONDS / 60:g} minutes; "
+                f"expected responses. Check the server's log, {self._names.restart}."
+            )
+        return done
+
+    def finish(self, work: Callable[[], Answer]) -> Answer:
+        """Do the work of one request, within the same limit as :meth:`first_finished`."""
+        (future,) = self.first_finished([in_thread(work)])
+        return future.result()
 
     def choose_model(self, wanted: str | None) -> None:
         """Select the model that requests name.

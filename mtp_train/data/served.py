@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 
 from mtp_train.data.answers import CheckedStore
-from mtp_train.data.endpoint import GREEDY, Endpoint, Refusal
+from mtp_train.data.endpoint import GREEDY, Endpoint, Refusal, StalledError, in_thread
 from mtp_train.data.prompts import Prompt
 from mtp_train.data.regenerated import Question, answered, ask, fitting_prompts, make_row
 from mtp_train.data.responses import RegeneratedStore
@@ -23,8 +23,6 @@ PROBE_PROMPTS, PROBE_TOKENS = 16, 64
 MIN_AGREEMENT = 0.95
 """Least share of greedy tokens that equal the trunk's. Another precision changes a few tokens in a hundred, at near
 ties; another model changes more."""
-STALL_SECONDS = 600.0
-"""A server that finishes no request for so long is given up."""
 
 Waiting = dict[Future[dict[str, Any] | Refusal], tuple[Prompt, Question]]
 
@@ -74,10 +72,10 @@ def probe(endpoint: Endpoint, trunk: Trunk, prompts: Sequence[Prompt], *, seq_le
     tokens = agreeing = 0
     for number, prompt in enumerate(prompts):
         question = ask(prompt, max_new_tokens=PROBE_TOKENS, seq_len_tokens=seq_len_tokens, seed=0)
-        answer = endpoint.complete(endpoint.payload(question, GREEDY))
+        answer = endpoint.finish(partial(endpoint.complete, endpoint.payload(question, GREEDY)))
         if isinstance(answer, Refusal) and number == 0:
             endpoint.prompts_as = "text"
-            answer = endpoint.complete(endpoint.payload(question, GREEDY))
+            answer = endpoint.finish(partial(endpoint.complete, endpoint.payload(question, GREEDY)))
         response = answer if isinstance(answer, Refusal) else endpoint.response_ids(question, answer)
         if isinstance(response, Refusal):
             raise DataError(
@@ -139,10 +137,13 @@ def regenerate_served(
         while True:
             for prompt in islice(queue, endpoint.concurrency - len(waiting)):
                 question = ask(prompt, max_new_tokens=max_new_tokens, seq_len_tokens=seq_len_tokens, seed=seed)
-                waiting[_submitted(endpoint, endpoint.payload(question, sampling))] = (prompt, question)
+                waiting[in_thread(partial(endpoint.complete, endpoint.payload(question, sampling)))] = (
+                    prompt,
+                    question,
+                )
             if not waiting:
                 break
-            done = _finished(endpoint, waiting)
+            done = endpoint.first_finished(waiting)
             rows, refused = _read(endpoint, {future: waiting.pop(future) for future in done}, store, eos_ids)
             generated += rows
             refusals += refused
@@ -151,7 +152,7 @@ def regenerate_served(
     except (MtpError, OSError) as error:
         # If one request failed for good, the others have to stop retrying.
         endpoint.close()
-        wait(waiting, timeout=0 if isinstance(error, _StalledError) else None)
+        wait(waiting, timeout=0 if isinstance(error, StalledError) else None)
         raise
     finally:
         endpoint.close()
@@ -161,35 +162,6 @@ def regenerate_served(
             "expected responses. Check the server's log."
         )
     return ServedCounts(generated=generated, refused=len(refusals), refusal=refusals[-1] if refusals else None)
-
-
-class _StalledError(DataError):
-    """Report a server that finishes nothing; its requests are not waited for."""
-
-
-def _finished(endpoint: Endpoint, waiting: Waiting) -> Collection[Future[dict[str, Any] | Refusal]]:
-    """Return the requests that are finished, at least one."""
-    done, _ = wait(waiting, timeout=STALL_SECONDS, return_when=FIRST_COMPLETED)
-    if not done:
-        raise _StalledError(
-            f"data.regenerate.endpoint: {endpoint.url} finished none of its requests in {STALL_SECONDS / 60:g} "
-            "minutes; expected responses. Check the server's log; the same command goes on from the responses so far."
-        )
-    return done
-
-
-def _submitted(endpoint: Endpoint, payload: Mapping[str, Any]) -> Future[dict[str, Any] | Refusal]:
-    """Send a request in a thread of its own, which does not keep the process alive: a server may never answer."""
-    future: Future[dict[str, Any] | Refusal] = Future()
-
-    def complete() -> None:
-        try:
-            future.set_result(endpoint.complete(payload))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=complete, daemon=True).start()
-    return future
 
 
 def _read(endpoint: Endpoint, done: Waiting, store: CheckedStore, eos_ids: Collection[int]) -> tuple[int, list[str]]:

@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from mtp_inference import MAX_DEPTH
 from mtp_inference.opening import OWN
+from mtp_train.data.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import BITS_OPTIONS, ArmSpec, arm_of_run, named, open_arm, parse_arm
 from mtp_train.evaluation.cells import StudyReport
@@ -137,6 +138,7 @@ def evaluate(
     served_model: str | None = None,
     api_key_env: str | None = None,
     concurrency: int = 1,
+    request_timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
     served_only: bool = False,
     costs: bool = True,
     wandb: WandbMode = "off",
@@ -157,6 +159,8 @@ def evaluate(
         served_model: The model's name at the server; None where it serves only one.
         api_key_env: Environment variable with the server's key.
         concurrency: Requests to the server at a time.
+        request_timeout_seconds: Longest wait for the server to send a part of a response. A server that finishes no
+            request for ten minutes is given up, whatever this is.
         served_only: Measure the server alone and load no weights.
         costs: Also time latency and prefill.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
@@ -171,7 +175,7 @@ def evaluate(
         >>> tau = mtp.evaluate("runs/a", "eval/a", grid=grid).arms["a"].tau
     """
     subject = subject_arm(str(checkpoint), head, adapter)
-    server = server_of(subject, endpoint, served_model, api_key_env, concurrency, served_only)
+    server = server_of(subject, endpoint, served_model, api_key_env, concurrency, request_timeout_seconds, served_only)
     arms = [] if served_only else packed_arms(subject, trunk_bits, head_bits)
     settled = (grid or EvaluationGrid()).settled(arms, [subject.trunk])
     return _measure(arms, settled, Path(out), progress, costs, wandb, server)
@@ -273,6 +277,7 @@ def server_of(
     served_model: str | None,
     api_key_env: str | None,
     concurrency: int,
+    request_timeout_seconds: float,
     served_only: bool,
 ) -> Server | None:
     """Return the server to measure, None without an endpoint.
@@ -287,12 +292,15 @@ def server_of(
         return None
     if concurrency < 1:
         raise DataError(f"--concurrency: {concurrency}; expected 1 or more. Correct it.")
+    if not 0 < request_timeout_seconds < math.inf:
+        raise DataError(f"--request-timeout: {request_timeout_seconds:g}; expected seconds above 0. Correct it.")
     return Server(
         url=endpoint,
         checkpoint=subject.trunk,
         model=served_model,
         api_key_env=api_key_env,
         concurrency=concurrency,
+        request_timeout_seconds=request_timeout_seconds,
     )
 
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from byte_tokenizer import byte_tokenizer
 from mtp_train.data import endpoint as endpoint_module
-from mtp_train.data import served as served_module
 from mtp_train.data.answers import AnswerFit, CheckedStore
 from mtp_train.data.endpoint import GREEDY, LIST_TIMEOUT, Endpoint, Refusal, Streamed
 from mtp_train.data.prompts import Prompt
@@ -88,7 +87,7 @@ def test_the_list_of_models_is_waited_for_briefly_and_a_response_as_long_as_set(
 
 
 def test_a_server_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_module, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(endpoint_module, "STALL_SECONDS", 0.2)
     prompts = [Prompt(f"f#{number}", "g", (10, 20, 30)) for number in range(3)]
     ended = threading.Event()
     with openai_server(lambda payload: (ended.wait(), GOOD)[1]) as served:

@@ -35,7 +35,8 @@ FUNCTIONS = {
     "evaluate": "(checkpoint: str | Path, out: str | Path, *, head: str | Path | None = None, "
     "adapter: str | Path | None = None, trunk_bits: Sequence[str] | None = None, head_bits: Sequence[str] = ('none',), "
     "grid: EvaluationGrid | None = None, endpoint: str | None = None, served_model: str | None = None, "
-    "api_key_env: str | None = None, concurrency: int = 1, served_only: bool = False, costs: bool = True, "
+    "api_key_env: str | None = None, concurrency: int = 1, request_timeout_seconds: float = 3600.0, "
+    "served_only: bool = False, costs: bool = True, "
     "wandb: WandbMode = 'off', progress: Progress | None = None) -> EvaluationResult",
     "export": "(source: str | Path, out: str | Path, *, head_only: bool = False, gguf: GgufKind | None = None, "
     "speculators: bool = False, copy: bool = False, progress: Progress | None = None) -> ExportResult",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +16,14 @@ from drafting_server import Dialect, DraftingServer
 from mtp_inference import Request, Sampling, SpeculativeDecoder
 from mtp_train.acceptance.counts import PromptCounts, acceptance_rate, conditional, marginal, repeated_ngram_share, tau
 from mtp_train.acceptance.intervals import pooled_tau_interval
+from mtp_train.data import endpoint as endpoint_module
 from mtp_train.data.regenerated import ask
 from mtp_train.errors import DataError
 from mtp_train.evaluation.cells import ALL_TASKS, Cell
 from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.served.measure import Served, measure_endpoint
 from mtp_train.trunk.load import Trunk
-from openai_server import Reply, ReplyFn, openai_server, streamed
+from openai_server import Reply, ReplyFn, completion, openai_server, streamed
 from scripted import ScriptedDrafting, plain_texts, random_prompt
 from tiny import tiny_trunk
 
@@ -354,3 +356,34 @@ def test_a_key_that_is_not_there_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("KEY_OF_THE_TEST", raising=False)
     with pytest.raises(DataError, match=r"--api-key-env: the variable KEY_OF_THE_TEST is not set"):
         measure("http://localhost/v1", [0], api_key_env="KEY_OF_THE_TEST")
+
+
+def test_a_server_that_finishes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "STALL_SECONDS", 0.2)
+    ended = threading.Event()
+    answers = iter([completion("a")])
+
+    def reply(payload: dict[str, Any]) -> Reply:
+        # The warm-up is answered, then nothing.
+        return next(answers, None) or (ended.wait(), completion())[1]
+
+    with openai_server(reply) as served:
+        try:
+            with pytest.raises(
+                DataError, match=r"^--endpoint: .* finished none of its requests in .*; expected respon"
+            ):
+                measure(served.url, [0], concurrency=2)
+            with pytest.raises(DataError, match=r"^--endpoint: .* finished none of its requests"):
+                measure(served.url, [0])
+        finally:
+            ended.set()
+
+
+def test_a_request_is_given_up_after_the_users_limit() -> None:
+    ended = threading.Event()
+    with openai_server(lambda payload: (ended.wait(), completion())[1]) as served:
+        try:
+            with pytest.raises(DataError, match="ReadTimeout"):
+                measure(served.url, [0], request_timeout_seconds=0.05)
+        finally:
+            ended.set()

@@ -6,12 +6,13 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
+from itertools import count, islice
 from typing import Any
 
-from mtp_train.data.endpoint import Endpoint, Refusal, Streamed
+from mtp_train.data.endpoint import Endpoint, Refusal, Streamed, in_thread
 from mtp_train.data.regenerated import Question, ask
 from mtp_train.errors import DataError
 from mtp_train.evaluation.prompt_records import TaskPrompt
@@ -125,10 +126,11 @@ class Asking:
         Raises:
             DataError: The server refuses the prompt both as token ids and as text.
         """
-        first = self.ask(prompt, 0.0, WARM_UP_TOKENS)
+        ask_briefly = partial(self.ask, prompt, 0.0, WARM_UP_TOKENS)
+        first = self.endpoint.finish(ask_briefly)
         if isinstance(first, Failed) and not self._native:
             self.endpoint.prompts_as = "text"
-            first = self.ask(prompt, 0.0, WARM_UP_TOKENS)
+            first = self.endpoint.finish(ask_briefly)
         if isinstance(first, Failed):
             raise DataError(
                 f"{self.endpoint.url}: {first.reason}, for prompt {prompt.id}; expected a response. Check the server's "
@@ -173,21 +175,25 @@ class Asking:
         """Send prompts, ``endpoint.concurrency`` at a time.
 
         Raises:
-            DataError: The server fails permanently, was restarted, or stopped exposing its counters.
+            DataError: The server fails permanently, finishes nothing for ten minutes, was restarted, or no longer shows
+                its counters.
         """
         before, started = self.counters(), time.perf_counter()
-        with ThreadPoolExecutor(self.endpoint.concurrency) as pool:
-            futures = [pool.submit(self.ask, prompt, temperature, max_new_tokens) for prompt in prompts]
-            try:
-                done = []
-                for future in futures:
-                    done.append(future.result())
+        found: dict[int, Answered | Failed] = {}
+        waiting: dict[Future[Answered | Failed], int] = {}
+        queue = iter(enumerate(prompts))
+        try:
+            while len(found) < len(prompts):
+                for number, prompt in islice(queue, self.endpoint.concurrency - len(waiting)):
+                    waiting[in_thread(partial(self.ask, prompt, temperature, max_new_tokens))] = number
+                for future in self.endpoint.first_finished(waiting):
+                    found[waiting.pop(future)] = future.result()
                     on_prompt()
-            except BaseException:
-                # Stop the retries of the other requests.
-                self.endpoint.close()
-                pool.shutdown(cancel_futures=True)
-                raise
+        except BaseException:
+            # Stop the retries of the other requests.
+            self.endpoint.close()
+            raise
+        done = [found[number] for number in range(len(prompts))]
         block = Block(
             answered=tuple(one for one in done if isinstance(one, Answered)),
             failed=tuple(one for one in done if isinstance(one, Failed)),

@@ -32,10 +32,15 @@ class Server:
     """Name of the model in the server's list; None where it serves a single model."""
     api_key_env: str | None
     concurrency: int
+    request_timeout_seconds: float
+    """Longest wait for the server to send a part of a response."""
 
     def identity(self) -> dict[str, Any]:
         """Return the server's settings for the identity of a study: the name of the key's variable, never the key."""
-        return asdict(self)
+        settings = asdict(self)
+        # It changes no figure: an evaluation may be resumed with another one.
+        del settings["request_timeout_seconds"]
+        return settings
 
 
 def ask(server: Server, grid: Grid, progress: Progress) -> Served:
@@ -55,6 +60,7 @@ def ask(server: Server, grid: Grid, progress: Progress) -> Served:
         temperatures=grid.temperatures,
         max_new_tokens=grid.max_new_tokens,
         concurrency=server.concurrency,
+        request_timeout_seconds=server.request_timeout_seconds,
         model=server.model,
         api_key_env=server.api_key_env,
         seed=grid.seed,

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from mtp_train.acceptance.counts import Interval, repeated_ngram_share
 from mtp_train.acceptance.intervals import pooled_tau_interval, ratio_interval, sum_by_group
 from mtp_train.data.answers import Answer
-from mtp_train.data.endpoint import Endpoint, SettingNames, read_api_key
+from mtp_train.data.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, SettingNames, read_api_key
 from mtp_train.errors import DataError
 from mtp_train.evaluation.cells import ALL_TASKS, Cell
 from mtp_train.evaluation.prompt_records import TaskPrompt
@@ -255,6 +255,7 @@ def measure_endpoint(
     temperatures: Sequence[float],
     max_new_tokens: int,
     concurrency: int,
+    request_timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
     model: str | None,
     api_key_env: str | None,
     seed: int,
@@ -272,6 +273,7 @@ def measure_endpoint(
         temperatures: Sampling temperatures, without top-p and top-k; the first one is the headline.
         max_new_tokens: Limit of every response.
         concurrency: Requests at a time. With 1, every figure has an interval, whichever counts the server reports.
+        request_timeout_seconds: Longest wait for the server to send a part of a response.
         model: Name of the served model; None for a server with a single model.
         api_key_env: The environment variable with the server's key.
         seed: Combined with a prompt's id to the sampling seed of its request.
@@ -285,7 +287,15 @@ def measure_endpoint(
     _require_askable(url, prompts, temperatures)
     key = read_api_key(api_key_env, NAMES)
     endpoint = Endpoint(
-        url, tokenizer, eos_ids, vocab_size, api_key=key, concurrency=concurrency, wait=wait, names=NAMES
+        url,
+        tokenizer,
+        eos_ids,
+        vocab_size,
+        api_key=key,
+        concurrency=concurrency,
+        timeout_seconds=request_timeout_seconds,
+        wait=wait,
+        names=NAMES,
     )
     with contextlib.closing(endpoint):
         endpoint.choose_model(model)
