@@ -15,7 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from mtp_train.errors import GateRefusedError, MtpError
+from mtp_train.data.sources import load_records
+from mtp_train.errors import DataError, GateRefusedError, MtpError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.evaluation.suites import BUILTIN_FILE
 from mtp_train.heads.build import graft_plan
@@ -31,7 +32,7 @@ from mtp_train.job.start import Overrides, Settled, settled_recipe
 from mtp_train.recipe.auto import AUTO
 from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.adapter import is_adapter, locate_adapter
-from mtp_train.weights.demo import PREFIX, resolve
+from mtp_train.weights.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.weights.files import locate_checkpoint, open_checkpoint
 from mtp_train.weights.locations import open_location
 from mtp_train.weights.lora_merge import write_adapted
@@ -150,12 +151,23 @@ def rescue_recipe(finetune: str, base: str, out: Path, data: Sequence[str], over
         {
             "run_dir": str(out),
             "model": {"trunk": trunk, "head_from": base, "adapter": adapter},
-            "data": {"sources": [{"path": path} for path in prompts], **_DATA},
+            "data": {"sources": [{"path": path} for path in prompts], **_DATA, "group_field": _group_field(prompts)},
             "train": _TRAIN,
             "evaluate": {"arms": ["none", "graft", "retrained"], "prompts": AUTO},
         },
         overrides,
     )
+
+
+def _group_field(paths: Sequence[str]) -> str | None:
+    """Return the column that groups records if every file has it, as files of prompts for ``evaluate`` may."""
+    try:
+        for path in paths:
+            load_records(resolve(path), group_field=GROUP_FIELD, name=path, max_records=1)
+    except DataError:
+        # No such column; what else is wrong is reported when the run reads the file.
+        return None
+    return GROUP_FIELD
 
 
 def write_graft(recipe: Recipe, out: Path) -> None:
