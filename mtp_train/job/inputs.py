@@ -115,6 +115,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     for checkpoint in [finetune] if base is None else [finetune, base]:
         require_finite_checkpoint(checkpoint, progress)
     home = home_prompts(recipe, tokenizer)
+    require_embedded([*prompts, *held_out], documents, text_config.vocab_size, tokenizer)
     # Printed after all checks: a refusal is one message alone.
     if PartialState().is_main_process:
         progress.console.print(split_sentence(train_records, held_out_records, held_out))
@@ -337,6 +338,26 @@ def evaluation_prompts(recipe: Recipe, records: Sequence[Record], tokenizer: Any
             "continue; expected at least one of two tokens. Hold out more, or use longer texts."
         )
     return prompts
+
+
+def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], vocab_size: int, tokenizer: Any) -> None:
+    """Check that the trunk has an embedding for every token of the text.
+
+    Tokenizers may have added tokens without one: Gemma 3's text models have a token for images.
+
+    Raises:
+        DataError: It has none for a token of a record.
+    """
+    largest_ids = [(prompt.id, max(prompt.prompt_ids)) for prompt in prompts]
+    largest_ids += [(document.id, int(document.input_ids.max())) for document in documents]
+    for name, largest in largest_ids:
+        if largest >= vocab_size:
+            source, _, number = name.rpartition("#")
+            token = tokenizer.convert_ids_to_tokens(largest)
+            raise DataError(
+                f"{source}, record {number}: has the token {token!r} with the id {largest}; expected ids below "
+                f"{vocab_size}, for which the trunk has embeddings. Remove the token or the record."
+            )
 
 
 def home_prompts(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
