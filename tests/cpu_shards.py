@@ -2,13 +2,14 @@
 
 accelerate shards on no CPU under FSDP2: it takes processes there for plain data-parallel ones. Told that they are what
 processes on GPUs are, it does everything else as it does there. ``DIES=RANK:STEP`` in the environment makes a process
-kill itself before that step. ``SHARD_BYTES`` is the size of the files of hidden states; ``FULL=RANK:NUMBER`` leaves a
+kill itself before that step, ``DIES_IN=RANK:MODULE:FUNCTION`` when it calls a function. ``SHARD_BYTES`` is the size of the files of hidden states; ``FULL=RANK:NUMBER`` leaves a
 process no room for those behind so many.
 """
 
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import signal
 import sys
@@ -32,6 +33,11 @@ def die_before(step: int) -> None:
         return optimise(*args)
 
     loop.optimise = optimise_or_die
+
+
+def die_in(module: str, function: str) -> None:
+    """Have this process killed when it calls a function of a module."""
+    setattr(importlib.import_module(module), function, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def fill_disk_after(number: int) -> None:
@@ -63,6 +69,9 @@ if __name__ == "__main__":
     pretend_to_have_gpus()
     if (step := asked_of_this_process("DIES")) is not None:
         die_before(step)
+    dying_rank, _, place = os.environ.get("DIES_IN", "").partition(":")
+    if dying_rank == os.environ.get("RANK", "0"):
+        die_in(*place.split(":"))
     if (files := asked_of_this_process("FULL")) is not None:
         fill_disk_after(files)
     hidden_cache.SHARD_BYTES = int(os.environ.get("SHARD_BYTES", hidden_cache.SHARD_BYTES))

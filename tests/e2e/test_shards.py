@@ -180,25 +180,27 @@ def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_process: Path, tmp_path: Path) -> None:
-    """No launcher ends these two processes: the surviving one must end by itself and name the cause."""
-    run_dir = tmp_path / "run"
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **SHORT)
+SHARDED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    # accelerate's own default, by which all but the first process would answer prompts with random weights.
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}
+
+
+def lose_the_second_process(recipe: Path, **variables: str) -> str:
+    """Start two processes without a launcher, of which the second kills itself; return what the first one said.
+
+    No launcher ends the first one: it must end by itself and name the cause.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    variables = {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        # accelerate's own default, by which all but the first process would answer prompts with random weights.
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-        **CPU,
-    }
-    joined = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DIES": f"1:{DIES_BEFORE}"}
+    joined = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), str(recipe), "--json"],
-            env=environment(RANK=rank, LOCAL_RANK=rank, **joined, **variables),
+            env=environment(RANK=rank, LOCAL_RANK=rank, **joined, **CPU, **variables),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -211,9 +213,15 @@ def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_p
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [1, -signal.SIGKILL], said
-    message = "mtp-train: launcher: another process of this run is gone"
-    assert said[0].count(message) == 1
+    assert said[0].count("mtp-train: launcher: another process of this run is gone") == 1
     assert "Traceback" not in said[0]
+    return said[0]
+
+
+def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_process: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **SHORT)
+    lose_the_second_process(recipe, DIES=f"1:{DIES_BEFORE}", **SHARDED)
     found = outcome(run_dir)
     assert (found["exit_code"], found["reason"], found["stage"]) == (1, "lost_process", "train")
 
@@ -221,6 +229,22 @@ def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_p
         run_quietly(load_recipe(recipe))
     assert {line["world_size"] for line in metrics(run_dir)} == {1, 2}
     torch.testing.assert_close(head(run_dir), head(one_process), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("place", "stage"),
+    [
+        pytest.param("mtp_train.job.pipeline:claim_run", "check", marks=pytest.mark.slow),
+        ("mtp_train.job.regeneration:answer_by_decoder", "data"),
+        pytest.param("mtp_train.job.training:build_cache", "train", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_is_lost_in_any_stage_is_named(place: str, stage: str, inputs: Path, tmp_path: Path) -> None:
+    settings = {**SHORT, "data__regenerate": {"max_new_tokens": 4}, "train__hidden_cache": {"max_gib": 0.01}}
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **settings)
+    lose_the_second_process(recipe, DIES_IN=f"1:{place}")
+    found = outcome(tmp_path / "run")
+    assert (found["exit_code"], found["reason"], found["stage"]) == (1, "lost_process", stage)
 
 
 def test_sharding_that_accelerate_leaves_out_is_refused(inputs: Path, tmp_path: Path) -> None:
