@@ -2,8 +2,8 @@
 
 accelerate shards on no CPU under FSDP2: it takes processes there for plain data-parallel ones. Told that they are what
 processes on GPUs are, it does everything else as it does there. ``DIES=RANK:STEP`` in the environment makes a process
-kill itself before that step, ``DIES_IN=RANK:MODULE:FUNCTION`` when it calls a function. ``SHARD_BYTES`` is the size of the files of hidden states; ``FULL=RANK:NUMBER`` leaves a
-process no room for those behind so many.
+kill itself before that step, ``DIES_IN=RANK:MODULE:FUNCTION`` when it calls a function. ``SHARD_BYTES`` is the size of
+the files of hidden states; ``FULL=RANK:NUMBER`` leaves a process no room for those behind so many.
 """
 
 from __future__ import annotations

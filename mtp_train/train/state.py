@@ -9,6 +9,7 @@ equals an unbroken run's.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Collection, Mapping
@@ -27,6 +28,7 @@ from mtp_train.weights.files import SAFETENSORS_DTYPES, read_json
 from mtp_train.weights.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 
 _WEIGHTS, _OPTIMIZER, _META = "head.safetensors", "optimizer.safetensors", "state.json"
+_DIGEST = "digest"
 _KEPT_STATES = 2
 _BLOCK_BYTES = 2**22
 
@@ -84,6 +86,8 @@ def _why_broken(path: Path) -> str | None:
         meta = read_json(path / _META)
     except CheckpointError as error:
         return str(error)
+    if meta[_DIGEST] != _digest(meta) if _DIGEST in meta else not _is_meta(meta):
+        return f"{path / _META}: damaged since it was written"
     checksums = meta.get("sha256", {})
     for name in {_WEIGHTS: "", _OPTIMIZER: "", **checksums}:
         file = path / name
@@ -92,6 +96,26 @@ def _why_broken(path: Path) -> str | None:
         if name in checksums and _sha256(file) != checksums[name]:
             return f"{file}: damaged since it was written"
     return None
+
+
+def _digest(meta: Mapping[str, Any]) -> str:
+    """Return the checksum of a state's ``state.json``, over its other fields."""
+    others = {name: value for name, value in meta.items() if name != _DIGEST}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
+
+
+def _is_meta(meta: Mapping[str, Any]) -> bool:
+    """Whether a ``state.json`` without a checksum of its own has the fields of earlier releases."""
+    numbers, best, checksums = meta.get("optimizer"), meta.get("best"), meta.get("sha256", {})
+    return (
+        isinstance(numbers, dict)
+        and all(isinstance(number, int | float) for number in numbers.values())
+        and isinstance(best, dict)
+        and best.keys() == asdict(Best()).keys()
+        and isinstance(meta.get("window"), dict | None)
+        and isinstance(checksums, dict)
+        and all(isinstance(checksum, str) for checksum in checksums.values())
+    )
 
 
 def _sha256(path: Path) -> str:
@@ -150,7 +174,8 @@ def save_state(
             "window": window,
             "sha256": {name: _sha256(directory / name) for name in files},
         }
-        write_json(directory / _META, meta)
+        # The file holds the numbers as JSON has them: the checksum is of what a reader gets.
+        write_json(directory / _META, {**meta, _DIGEST: _digest(json.loads(json.dumps(meta)))})
     *older, _ = _step_directories(state_dir)
     for _, path in older[: 1 - _KEPT_STATES]:
         shutil.rmtree(path)
