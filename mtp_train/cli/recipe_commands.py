@@ -27,6 +27,9 @@ def add_check(commands: Any) -> None:
         metavar="N",
         help="processes that will train (default: as launched)",
     )
+    check.add_argument(
+        "--device", metavar="NAME", help="plan for h100, h200, a100, l40s, rtx4090 or mi300x (default: this machine's)"
+    )
 
 
 def add_regenerate(commands: Any) -> None:
@@ -82,7 +85,7 @@ def _run(args: argparse.Namespace) -> Result:
 
 
 def _check(args: argparse.Namespace) -> Result:
-    found = mtp.check(args.recipe, args.overrides, processes=args.processes)
+    found = mtp.check(args.recipe, args.overrides, processes=args.processes, device=args.device)
     return Result(found.to_json(), str(found))
 
 

@@ -18,8 +18,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from accelerate import PartialState
 from rich.console import Console
 
 from mtp_train.data.prompts import build_prompts
@@ -32,7 +30,7 @@ from mtp_train.job.run_dir import recorded_recipe
 from mtp_train.recipe.auto import FROM_TEXT
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.estimate import activation_bytes
-from mtp_train.trunk.precision import main_memory_bytes
+from mtp_train.train.hours import Device, device_named
 from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.weights.locations import open_location
 
@@ -109,13 +107,14 @@ class _Text(NamedTuple):
 Found = tuple[int | float, str]
 
 
-def settle_values(recipe: Recipe, fields: Collection[str], world_size: int) -> tuple[Choice, ...]:
+def settle_values(recipe: Recipe, fields: Collection[str], world_size: int, device: Device) -> tuple[Choice, ...]:
     """Return the values of fields that are ``auto``: those that the run directory records, or by the rules.
 
     Args:
         recipe: The recipe with stand-ins for these fields.
         fields: The fields.
         world_size: Processes that train.
+        device: What they run on.
 
     Raises:
         MtpError: The model or the data cannot be read, or a field cannot be ``auto`` in such a recipe.
@@ -126,7 +125,7 @@ def settle_values(recipe: Recipe, fields: Collection[str], world_size: int) -> t
     recorded = recorded_recipe(Path(recipe.run_dir))
     if recorded is not None:
         return tuple(Choice(field, _value(recorded, field), f"recorded in {recipe.run_dir}") for field in fields)
-    model, text = model_facts(recipe, world_size), text_facts(recipe)
+    model, text = model_facts(recipe, world_size, device), text_facts(recipe)
     chosen = []
     for field, rule in _RULES.items():
         if field in fields:
@@ -151,7 +150,7 @@ def settle_training(
     tokens = sum(len(document.input_ids) for document in documents)
     if not recipe.data.pack:
         tokens = len(documents) * recipe.data.seq_len_tokens
-    model = model_facts(recipe, world_size)
+    model = model_facts(recipe, world_size, device_named(None))
     choices = _training(recipe, fields, model, _Text(tokens, f"{tokens} tokens of training text"))
     return _with(recipe, {choice.field: choice.value for choice in choices}), choices
 
@@ -162,23 +161,21 @@ def tell_choices(choices: Sequence[Choice], console: Console) -> None:
         console.print(str(choice), highlight=False)
 
 
-def model_facts(recipe: Recipe, world_size: int) -> ModelFacts:
-    """Read the model's config and ask the machine."""
+def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
+    """Read the model's config and the sizes of its tensors."""
     checkpoint = open_location(recipe.model.trunk)
     text_config = text_config_of(checkpoint, trust_remote_code=recipe.model.trust_remote_code)
-    device = PartialState().device
     fields = text_config.to_dict()
     heads = fields.get("num_key_value_heads") or text_config.num_attention_heads
     head_dim = fields.get("head_dim") or text_config.hidden_size // text_config.num_attention_heads
-    on_gpu = device.type == "cuda"
-    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else main_memory_bytes()
+    on_gpu = device.kind == "cuda"
     weights = sum(info.num_bytes for info in checkpoint.tensors.values())
     return ModelFacts(
         hidden_size=text_config.hidden_size,
         max_positions=int(fields.get("max_position_embeddings") or MOST_SEQ_LEN),
         cache_bytes=text_config.num_hidden_layers * 2 * heads * head_dim * (2 if on_gpu else 4),
-        device=device.type,
-        spare_bytes=max(memory - (1 if on_gpu else 2) * weights, memory // 10),
+        device=device.kind,
+        spare_bytes=max(device.memory_bytes - (1 if on_gpu else 2) * weights, device.memory_bytes // 10),
         world_size=world_size,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Size
+from transformers import PretrainedConfig
 
 from mtp_train.data.groups import COST_PER_MILLION
 from mtp_train.families import family_for, of_kind, raw_text_config, require_served_trunk
@@ -38,6 +39,7 @@ from mtp_train.train.estimate import (
     in_shards,
     key_weights,
 )
+from mtp_train.train.hours import Device, Hours, device_named, estimate_hours, probed
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.trunk.load import Trunk, empty_trunk
 from mtp_train.trunk.offload import require_offload
@@ -72,6 +74,8 @@ class CheckResult:
     """Bytes of local inputs that the first start reads to identify them by content."""
     serves: Mapping[str, str]
     """Engine to the command that serves the export, or ``no: REASON``."""
+    hours: Hours | None = None
+    """At most, by stage; None on a device whose speed is unknown, and for studies and fine-tunes."""
     choices: tuple[Choice, ...] = ()
     """Settings that were ``auto``, with the reasons for their values."""
 
@@ -88,6 +92,7 @@ class CheckResult:
             "memory": self.memory.to_json(),
             "memory_in_shards": None if self.memory_in_shards is None else self.memory_in_shards.to_json(),
             "cost": cost,
+            "hours": None if self.hours is None else {**asdict(self.hours), "total": self.hours.total},
             "identity": {"bytes": self.hashed_bytes, "seconds": self.hashed_bytes / HASH_BYTES_PER_SECOND},
             "serves": dict(self.serves),
         }
@@ -107,10 +112,20 @@ class CheckResult:
             f"# about {cost.total_flops / 1e12:.3g} TFLOP on all processes: trunk {cost.trunk_flops / 1e12:.3g}, head "
             f"{cost.head_flops / 1e12:.3g}, loss {cost.loss_flops / 1e12:.3g}, answers at most "
             f"{cost.regenerate_flops / 1e12:.3g}; disk at most {cost.disk_bytes / GIB:.2f} GiB besides answers\n"
-            f"# identity: {self.hashed_bytes / GIB:.2f} GiB of inputs are hashed once, in about "
+            f"{self._hours_text()}# identity: {self.hashed_bytes / GIB:.2f} GiB of inputs are hashed once, in about "
             f"{self.hashed_bytes / HASH_BYTES_PER_SECOND:.0f} s at {HASH_BYTES_PER_SECOND / 1e9:g} GB/s (a core); "
             "later starts read what changed"
             f"{self._kind_text()}{self._holdout_text()}{self._serves_text()}"
+        )
+
+    def _hours_text(self) -> str:
+        hours = self.hours
+        if hours is None:
+            return ""
+        return (
+            f"# at most about {_duration(hours.total)} on {self.plan.world_size} x {hours.device}, from operations and "
+            f"bytes: answers {_duration(hours.regenerate)}, training {_duration(hours.train)}, evaluation "
+            f"{_duration(hours.evaluate)}\n"
         )
 
     def _holdout_text(self) -> str:
@@ -144,13 +159,21 @@ class CheckResult:
         return text
 
 
-def check(recipe: RecipeLike, overrides: Overrides = (), *, processes: int | None = None) -> CheckResult:
+def _duration(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1.0 else f"{hours * 60:.1f} min"
+
+
+def check(
+    recipe: RecipeLike, overrides: Overrides = (), *, processes: int | None = None, device: str | None = None
+) -> CheckResult:
     """Check a recipe against its model's config, and estimate what the run needs. Reads no weights.
 
     Args:
         recipe: A YAML file, or a mapping of the same shape.
         overrides: Dotted field to value, as for :func:`run`.
         processes: Processes that will train; None for ``WORLD_SIZE`` of a launcher, else 1.
+        device: What each of them will run on, to plan for another machine: ``"h100"``, ``"h200"``, ``"a100"``,
+            ``"l40s"``, ``"rtx4090"`` or ``"mi300x"``. None for this one's.
 
     Raises:
         RecipeError: The recipe is wrong; the message lists all problems.
@@ -163,16 +186,22 @@ def check(recipe: RecipeLike, overrides: Overrides = (), *, processes: int | Non
         (1, 0.31)
     """
     world_size = processes or launched_processes()
-    settled = settled_recipe(recipe, overrides, world_size=world_size)
-    return replace(_checked(settled.recipe, world_size), choices=settled.choices)
+    machine = device_named(device)
+    settled = settled_recipe(recipe, overrides, world_size=world_size, device=machine)
+    return replace(_checked(settled.recipe, world_size, machine, is_here=device is None), choices=settled.choices)
 
 
-def _checked(recipe: Recipe, world_size: int) -> CheckResult:
+def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool) -> CheckResult:
     recipe = with_recorded_precision(recipe, Path(recipe.run_dir))
     require_place(Path(recipe.run_dir), recipe)
-    device = PartialState().device
-    recipe = with_resolved_precision(recipe, device)
-    reason = resolve_precision(recipe.train.precision, device).reason
+    if is_here:
+        device = PartialState().device
+        recipe = with_resolved_precision(recipe, device)
+        reason = resolve_precision(recipe.train.precision, device).reason
+    else:
+        device, reason = torch.device(machine.kind), f"{machine.name} multiplies bf16 natively"
+        precision = "bf16" if recipe.train.precision == "auto" else recipe.train.precision
+        recipe = replace(recipe, train=replace(recipe.train, precision=precision))
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
@@ -204,10 +233,32 @@ def _checked(recipe: Recipe, world_size: int) -> CheckResult:
     if recipe.head.lora is not None:
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
     memory = whole_footprint(recipe, trunk, head, plan, device, trained)
+    drafts_chain = unroll_of(head_family, convention, num_modules) == "chained_drafts"
+    sizes = _sizes(trunk, head, memory, text_config, drafts_chain=drafts_chain)
+    # Packed trunks and fine-tunes are refused under FSDP2 and ZeRO-3.
+    packed = recipe.model.quantization is not None or quant_method(raw) is not None
+    shards = None if packed or recipe.sft is not None else in_shards(memory, trunk, plan)
+    cost = whole_cost(recipe, plan, sizes, memory)
+    serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
+    hours = estimate_hours(
+        recipe,
+        plan,
+        cost,
+        sizes,
+        trunk_parameters=memory.trunk_parameters,
+        num_layers=text_config.num_hidden_layers,
+        device=probed(machine),
+    )
+    hashed = input_bytes(recipe)
+    return CheckResult(recipe, reason, head_family.title, plan, memory, shards, cost, hashed, serves, hours)
+
+
+def _sizes(
+    trunk: Trunk, head: Mapping[str, Size], memory: Footprint, text_config: PretrainedConfig, *, drafts_chain: bool
+) -> Sizes:
     experts = int(text_config.num_experts_per_tok) if any(".experts." in name for name in head) else 1
     module = {name: shape for name, shape in head.items() if name.startswith("blocks.0.")}
-    drafts_chain = unroll_of(head_family, convention, num_modules) == "chained_drafts"
-    sizes = Sizes(
+    return Sizes(
         trunk=active_weights({name: value.shape for name, value in trunk.decoder.named_parameters()}, experts),
         head=active_weights(module, experts),
         head_keys=key_weights(module) if drafts_chain else 0,
@@ -216,13 +267,6 @@ def _checked(recipe: Recipe, world_size: int) -> CheckResult:
         state=trunk.state_width,
         head_trained=memory.trained_parameters,
     )
-    # Packed trunks and fine-tunes are refused under FSDP2 and ZeRO-3.
-    packed = recipe.model.quantization is not None or quant_method(raw) is not None
-    shards = None if packed or recipe.sft is not None else in_shards(memory, trunk, plan)
-    cost = whole_cost(recipe, plan, sizes, memory)
-    serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
-    hashed = input_bytes(recipe)
-    return CheckResult(recipe, reason, head_family.title, plan, memory, shards, cost, hashed, serves)
 
 
 def whole_footprint(

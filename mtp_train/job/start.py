@@ -24,6 +24,7 @@ from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recip
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.table import summary
+from mtp_train.train.hours import Device, device_named
 
 RecipeLike = Recipe | str | Path | Mapping[str, Any]
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -41,13 +42,16 @@ def recipe_of(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
     return settled_recipe(recipe, overrides).recipe
 
 
-def settled_recipe(recipe: RecipeLike, overrides: Overrides = (), *, world_size: int | None = None) -> Settled:
+def settled_recipe(
+    recipe: RecipeLike, overrides: Overrides = (), *, world_size: int | None = None, device: Device | None = None
+) -> Settled:
     """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved.
 
     Args:
         recipe: A YAML file, a mapping of the same shape, or a recipe, which is returned as it is.
         overrides: Dotted field to value, ``{"train.lr": 1e-4}``, or strings ``section.field=value`` with YAML values.
         world_size: Processes that will train; None for ``WORLD_SIZE`` of a launcher, else 1.
+        device: What they will run on; None for this machine's.
 
     Raises:
         RecipeError: A field is unknown, out of range or contradicts another one; the message lists all problems.
@@ -57,7 +61,7 @@ def settled_recipe(recipe: RecipeLike, overrides: Overrides = (), *, world_size:
 
     def settle(stood_in: Recipe, fields: Sequence[str]) -> dict[str, int | float]:
         nonlocal choices
-        choices = settle_values(stood_in, fields, world_size or launched_processes())
+        choices = settle_values(stood_in, fields, world_size or launched_processes(), device or device_named(None))
         return {choice.field: choice.value for choice in choices}
 
     if isinstance(overrides, Mapping):

@@ -18,9 +18,11 @@ from mtp_train.job.auto import EPOCHS, MOST_EPOCHS, Choice, ModelFacts, TextFact
 from mtp_train.job.start import recipe_of, settled_recipe
 from mtp_train.recipe.auto import FROM_TEXT, STAND_INS, auto_fields, with_values
 from mtp_train.recipe.schema import Recipe
+from mtp_train.train.hours import device_named
 from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe, write_inputs
 
 FIELDS = tuple(STAND_INS)
+HERE = device_named(None)
 # A 27B model on one GPU of 80 GB: what is left beside the weights.
 LARGE = ModelFacts(
     hidden_size=5120,
@@ -47,10 +49,10 @@ FEW = CHATS._replace(num_records=100, prompt_mean=30.0, prompt_long=60, response
 
 def settled(monkeypatch: pytest.MonkeyPatch, model: ModelFacts, text: TextFacts, **overrides: Any) -> dict[str, Any]:
     """Return the value of every field by the rules."""
-    monkeypatch.setattr(auto, "model_facts", lambda recipe, world_size: model)
+    monkeypatch.setattr(auto, "model_facts", lambda recipe, world_size, device: model)
     monkeypatch.setattr(auto, "text_facts", lambda recipe: text)
     recipe = tiny_recipe(Path("nowhere"), Path("nowhere/run"), data__regenerate={}, **overrides)
-    return {choice.field: choice.value for choice in settle_values(recipe, FIELDS, model.world_size)}
+    return {choice.field: choice.value for choice in settle_values(recipe, FIELDS, model.world_size, HERE)}
 
 
 def test_a_large_model_with_many_chats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +91,10 @@ def test_a_small_model_with_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_plain_text_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "model_facts", lambda recipe, world_size: DEMO)
+    monkeypatch.setattr(auto, "model_facts", lambda recipe, world_size, device: DEMO)
     monkeypatch.setattr(auto, "text_facts", lambda recipe: CHATS)
     recipe = tiny_recipe(Path("nowhere"), Path("nowhere/run"))
-    (choice,) = settle_values(recipe, ["data.seq_len_tokens"], 1)
+    (choice,) = settle_values(recipe, ["data.seq_len_tokens"], 1, HERE)
     assert choice.value == 2048
 
 
@@ -102,7 +104,7 @@ def test_plain_text_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_text_is_repeated_only_as_often_as_the_rules_allow(
     monkeypatch: pytest.MonkeyPatch, tokens: int, seq_len: int, world_size: int
 ) -> None:
-    monkeypatch.setattr(auto, "model_facts", lambda recipe, world: LARGE._replace(world_size=world))
+    monkeypatch.setattr(auto, "model_facts", lambda recipe, world, device: LARGE._replace(world_size=world))
     recipe = tiny_recipe(
         Path("nowhere"), Path("nowhere/run"), data__seq_len_tokens=seq_len, train__tokens_per_step=seq_len
     )
@@ -175,7 +177,7 @@ def test_other_text_is_refused(inputs: Path, tmp_path: Path, override: str, says
 def test_a_study_sets_its_numbers_itself(inputs: Path, tmp_path: Path) -> None:
     recipe: Recipe = replace(tiny_recipe(inputs, tmp_path / "run"), study=object())  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"train\.lr: 'auto' with study; expected a number"):
-        settle_values(recipe, ["train.lr"], 1)
+        settle_values(recipe, ["train.lr"], 1, HERE)
 
 
 def test_fields_are_found_where_a_recipe_has_them() -> None:

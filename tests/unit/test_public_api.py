@@ -27,7 +27,8 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "retrain_head.yaml"
 
 # Users build on these. A change here is a line under "Changed" or "Removed" in CHANGELOG.md.
 FUNCTIONS = {
-    "check": "(recipe: RecipeLike, overrides: Overrides = (), *, processes: int | None = None) -> CheckResult",
+    "check": "(recipe: RecipeLike, overrides: Overrides = (), *, processes: int | None = None, "
+    "device: str | None = None) -> CheckResult",
     "compare": "(arms: Sequence[str | Path], out: str | Path, *, grid: EvaluationGrid | None = None, "
     "costs: bool = True, wandb: WandbMode = 'off', progress: Progress | None = None) -> EvaluationResult",
     "demo": "(out: str | Path) -> DemoResult",
@@ -62,7 +63,7 @@ FUNCTIONS = {
     "num_depths: int = 3, depth_decay: float = 0.6) -> None",
 }
 RECORDS = {
-    "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves choices",
+    "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves hours choices",
     "DemoResult": "base finetune prompts",
     "EvaluationGrid": "suite tasks prompts_per_task temperatures contexts depths rules max_new_tokens batch seed",
     "EvaluationResult": "out report",

@@ -301,18 +301,27 @@ def measure_endpoint(
         endpoint.choose_model(model)
         asking = Asking(endpoint, seed)
         asking.warm_up(prompts[0])
-        bar = progress.add_task(f"asking {endpoint.model}", total=len(prompts) * len(temperatures))
-        heats = [
-            _ask_all(asking, prompts, temperature, max_new_tokens, lambda: progress.advance(bar))
-            for temperature in temperatures
-        ]
-        source = _source(heats)
-        if source == "none":
-            progress.update(bar, total=2 * len(prompts) * len(temperatures))
-            heats = [
-                _ask_briefly(asking, heat, prompts, max_new_tokens, lambda: progress.advance(bar)) for heat in heats
-            ]
-    return _served(asking, heats, source, prompts, seed, max_new_tokens)
+        heats = _heats(asking, prompts, temperatures, max_new_tokens, progress)
+    return _served(asking, heats, _source(heats), prompts, seed, max_new_tokens)
+
+
+def _heats(
+    asking: Asking,
+    prompts: Sequence[TaskPrompt],
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    progress: Progress,
+) -> list[_Heat]:
+    """Send every prompt at every temperature; to a server that reports no acceptance, also with a shorter limit."""
+    bar = progress.add_task(f"asking {asking.endpoint.model}", total=len(prompts) * len(temperatures))
+    heats = [
+        _ask_all(asking, prompts, temperature, max_new_tokens, lambda: progress.advance(bar))
+        for temperature in temperatures
+    ]
+    if _source(heats) != "none":
+        return heats
+    progress.update(bar, total=2 * len(prompts) * len(temperatures))
+    return [_ask_briefly(asking, heat, prompts, max_new_tokens, lambda: progress.advance(bar)) for heat in heats]
 
 
 def _require_askable(url: str, prompts: Sequence[TaskPrompt], temperatures: Sequence[float]) -> None:

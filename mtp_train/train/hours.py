@@ -1,0 +1,171 @@
+"""Estimate the hours of a run from operations, bytes and kernel launches, for a few devices.
+
+A decoding step reads every weight that it uses once and launches the kernels of each layer; products of many rows take
+the time of their operations. The devices' figures in :data:`DEVICES` are the makers' peaks, of which :data:`SHARES` are
+assumed to be reached. They were not measured; a CPU is measured by a probe of a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from accelerate import PartialState
+
+from mtp_train.errors import DataError
+from mtp_train.recipe.schema import Recipe
+from mtp_train.train.estimate import GIB, Cost, Sizes
+from mtp_train.train.plan import Plan
+from mtp_train.trunk.precision import main_memory_bytes
+
+
+class Device(NamedTuple):
+    """Memory and peak figures of a device."""
+
+    name: str
+    kind: str
+    """torch's device type."""
+    memory_bytes: int
+    bf16_tflops: float | None
+    """Dense products; None where it is unknown."""
+    gb_per_second: float | None
+    launch_seconds: float
+
+
+_LAUNCH, _CPU_LAUNCH = 2e-6, 7e-6
+"""Seconds per kernel: in a captured graph, and per operation on a CPU (the demo decodes 160 tokens/s with 8 layers)."""
+DEVICES = {
+    name: Device(name, "cuda", gib * GIB, tflops, bandwidth, _LAUNCH)
+    for name, gib, tflops, bandwidth in (
+        ("h100", 80, 989.0, 3350.0),
+        ("h200", 141, 989.0, 4800.0),
+        ("a100", 80, 312.0, 2039.0),
+        ("l40s", 48, 362.0, 864.0),
+        ("rtx4090", 24, 165.0, 1008.0),
+        ("mi300x", 192, 1307.0, 5300.0),
+    )
+}
+"""By the data sheets of their makers: SXM boards, products of bf16 without sparsity."""
+
+
+class Shares(NamedTuple):
+    """Shares of the peaks that are assumed to be reached."""
+
+    operations: float = 0.4
+    bandwidth: float = 0.7
+
+
+SHARES = Shares()
+KERNELS_PER_LAYER = 100
+"""Kernels of a decoder layer in one forward pass, counted in a model of 32 layers."""
+BACKWARD = 3
+"""Launches of a training step over those of a forward pass."""
+_ROWS, _SIZE, _COPIED = 256, 1024, 1 << 24
+
+
+@dataclass(frozen=True)
+class Hours:
+    """Estimated hours by stage; at most, as every response counts with its full length and no draft as accepted."""
+
+    device: str
+    regenerate: float
+    train: float
+    evaluate: float
+
+    @property
+    def total(self) -> float:
+        """Sum of all stages."""
+        return self.regenerate + self.train + self.evaluate
+
+
+def device_named(name: str | None) -> Device:
+    """Return a device of the table, or for None the one that this process would use.
+
+    Raises:
+        DataError: There is no such device in the table.
+    """
+    if name is not None:
+        if name not in DEVICES:
+            raise DataError(f"--device: {name!r}; expected one of {', '.join(DEVICES)}. Correct it, or leave it out.")
+        return DEVICES[name]
+    found = PartialState().device
+    if found.type != "cuda":
+        return Device(found.type, found.type, main_memory_bytes(), None, None, _CPU_LAUNCH)
+    called = torch.cuda.get_device_name(found)
+    known = next((one for one in DEVICES.values() if one.name in called.lower().replace(" ", "")), None)
+    memory = torch.cuda.get_device_properties(found).total_memory
+    if known is None:
+        return Device(called, "cuda", memory, None, None, _LAUNCH)
+    return known._replace(name=called, memory_bytes=memory)
+
+
+def probed(device: Device) -> Device:
+    """Return a CPU with its measured speeds of fp32 products and of copies; another device as it is."""
+    if device.kind != "cpu" or device.bf16_tflops is not None:
+        return device
+    rows, matrix, block = torch.ones(_ROWS, _SIZE), torch.ones(_SIZE, _SIZE), torch.ones(_COPIED // 4)
+    products = _fastest(lambda: rows @ matrix)
+    copies = _fastest(block.clone)
+    # A share of the peak is assumed below; the probe measures what is reached.
+    return device._replace(
+        bf16_tflops=2 * _ROWS * _SIZE * _SIZE / products / 1e12 / SHARES.operations,
+        gb_per_second=2 * _COPIED / copies / 1e9 / SHARES.bandwidth,
+    )
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(4):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])
+
+
+def estimate_hours(
+    recipe: Recipe, plan: Plan, cost: Cost, sizes: Sizes, *, trunk_parameters: int, num_layers: int, device: Device
+) -> Hours | None:
+    """Estimate the hours of a run's stages.
+
+    Args:
+        recipe: The recipe.
+        plan: Steps and processes.
+        cost: Operations of training.
+        sizes: Weights of the model.
+        trunk_parameters: All weights of the trunk; of a mixture, those of every expert.
+        num_layers: Layers of the trunk.
+        device: Of every process, :func:`probed`.
+
+    Returns:
+        None where the device's speeds are unknown, and for studies and fine-tunes.
+    """
+    if recipe.study is not None or recipe.sft is not None:
+        return None
+    if device.bf16_tflops is None or device.gb_per_second is None:
+        return None
+    flops, bandwidth = device.bf16_tflops * 1e12 * SHARES.operations, device.gb_per_second * 1e9 * SHARES.bandwidth
+    itemsize = 4 if device.kind == "cpu" else 2
+    launches = num_layers * KERNELS_PER_LAYER * device.launch_seconds
+
+    def step(rows: int) -> float:
+        """Return the seconds of one decoding step of the trunk."""
+        read = min(trunk_parameters, sizes.trunk * rows) + sizes.lm_head
+        return max(read * itemsize / bandwidth, 2 * (sizes.trunk + sizes.lm_head) * rows / flops) + launches
+
+    spec, regenerate = recipe.data.regenerate, 0.0
+    if spec is not None and spec.enabled and spec.endpoint is None:
+        rows = spec.batch_size or 16
+        batches = math.ceil((spec.max_prompts or 0) / (rows * plan.world_size))
+        regenerate = batches * spec.max_new_tokens * step(rows)
+    trained = cost.trunk_flops + cost.head_flops + cost.loss_flops
+    passes = plan.max_steps * plan.accumulation
+    train = trained / plan.world_size / flops + passes * BACKWARD * launches
+    evaluate = recipe.evaluate
+    # With `auto`, greedy decoding and the checkpoint's own sampling.
+    settings = len(evaluate.temperature) if isinstance(evaluate.temperature, tuple) else 2
+    decoded = len(evaluate.arms) * settings * evaluate.prompts * evaluate.max_new_tokens
+    return Hours(device.name, regenerate / 3600, train / 3600, decoded * step(1) / 3600)

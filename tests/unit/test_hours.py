@@ -1,0 +1,93 @@
+"""The hours that ``check`` announces, against figures worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_train.errors import DataError
+from mtp_train.recipe.schema import Recipe
+from mtp_train.train.estimate import Cost, Sizes
+from mtp_train.train.hours import DEVICES, Device, Hours, device_named, estimate_hours, probed
+from mtp_train.train.plan import Plan
+from runs import document, tiny_recipe, write_inputs, write_recipe
+
+# 1e9 weights that every token uses, 1e8 in the output matrix.
+SIZES = Sizes(trunk=10**9, head=0, head_keys=0, lm_head=10**8, head_stored=0, state=1, head_trained=0)
+# With the assumed shares: 4e13 operations and 7e11 bytes a second.
+DEVICE = Device("made up", "cuda", 0, 100.0, 1000.0, 1e-6)
+
+
+def recipe(**overrides: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "data__regenerate": {"max_prompts": 1000, "max_new_tokens": 500, "batch_size": 10},
+        "evaluate": {"arms": ["none", "graft", "retrained"], "prompts": 100, "max_new_tokens": 200, "temperature": 0.0},
+    }
+    return tiny_recipe(Path("nowhere"), Path("nowhere/run"), **{**settings, **overrides})
+
+
+def hours(device: Device = DEVICE, world_size: int = 1, **overrides: Any) -> Hours:
+    plan = Plan(
+        max_steps=100,
+        seq_len_tokens=1000,
+        sequences_per_step=8,
+        micro_batch_sequences=1,
+        world_size=world_size,
+        accumulation=8 // world_size,
+    )
+    cost = Cost(regenerate_flops=0, trunk_flops=10**17, head_flops=2 * 10**17, loss_flops=10**17, disk_bytes=0)
+    found = estimate_hours(recipe(**overrides), plan, cost, SIZES, trunk_parameters=10**9, num_layers=10, device=device)
+    assert found is not None
+    return found
+
+
+def test_hours_are_those_worked_out_by_hand() -> None:
+    found = hours()
+    # A step reads 2.2 GB in 3.143 ms, which is more than 2.2e10 operations take, and launches 1000 kernels in 1 ms.
+    assert found.regenerate * 3600 == pytest.approx(100 * 500 * 4.142857e-3)
+    # 4e17 operations at 4e13 a second, and 800 micro-batches of 3 ms of launches.
+    assert found.train * 3600 == pytest.approx(10_000 + 2.4)
+    assert found.evaluate * 3600 == pytest.approx(3 * 100 * 200 * 4.142857e-3)
+    assert found.total == pytest.approx(found.regenerate + found.train + found.evaluate)
+
+
+def test_processes_share_answers_and_training_alone() -> None:
+    one, four = hours(), hours(world_size=4)
+    assert four.regenerate == pytest.approx(one.regenerate / 4)
+    assert four.train == pytest.approx(one.train / 4)
+    assert four.evaluate == one.evaluate
+
+
+def test_many_rows_take_the_time_of_their_operations() -> None:
+    settings = {"data__regenerate": {"max_prompts": 1000, "max_new_tokens": 500, "batch_size": 1000}}
+    # 2.2e12 operations in 55 ms, and 1 ms of launches.
+    assert hours(**settings).regenerate * 3600 == pytest.approx(500 * 56e-3)
+
+
+def test_a_servers_answers_cost_this_machine_nothing() -> None:
+    server = {"endpoint": "http://localhost:1/v1", "max_prompts": 1000}
+    assert hours(data__regenerate=server).regenerate == 0.0
+
+
+def test_a_cpu_is_probed_and_other_devices_are_not() -> None:
+    here = device_named(None)
+    assert here.bf16_tflops is None
+    measured = probed(here)
+    assert measured.bf16_tflops is not None
+    assert measured.bf16_tflops > 0
+    assert probed(DEVICES["h100"]) == DEVICES["h100"]
+    with pytest.raises(DataError, match=r"^--device: 'h10'; expected one of h100, h200, a100, l40s, rtx4090, mi300x\."):
+        device_named("h10")
+
+
+def test_check_plans_for_another_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    inputs = write_inputs(tmp_path / "in")
+    path = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", train__precision="auto")
+    there = document(["check", path, "--device", "h200"], capfd)
+    assert (there["hours"]["device"], there["recipe"]["train"]["precision"]) == ("h200", "bf16")
+    assert there["precision_reason"] == "h200 multiplies bf16 natively"
+    here = document(["check", path], capfd)
+    assert here["hours"]["device"] == "cpu"
+    assert here["hours"]["total"] > there["hours"]["total"] > 0
