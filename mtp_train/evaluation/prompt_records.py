@@ -104,6 +104,7 @@ class Decoded:
             new_tokens=len(self.token_ids),
             seconds=self.seconds_prefill + self.seconds_decode,
             group=self.group,
+            seconds_decode=self.seconds_decode,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -172,7 +172,13 @@ def test_figures_of_an_arm_are_pooled_over_its_prompts() -> None:
     interval = result.tau_ci95
     assert interval is not None
     assert interval[0] <= 2.0 <= interval[1]
+    faster = result.speedup_ci95
+    assert faster is not None
+    assert faster[0] <= 2.8 <= faster[1]
     assert result == ArmResult(
+        speedup_ci95=faster,
+        # 0.375 s for 6 rounds, 0.75 s for 8 plain ones.
+        break_even_tau=pytest.approx((0.375 / 6) / (0.75 / 8)),
         trunk="in/finetune",
         head="run/head",
         tau=1 + 6 / 6,

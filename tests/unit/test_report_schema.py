@@ -26,7 +26,7 @@ def test_report_reads_back_as_it_was_written(report: RunReport) -> None:
 
 def test_report_has_the_promised_fields() -> None:
     raw = stored(SAMPLE)
-    assert set(raw) == {"arms", "lossless", "gate", "settings", "cells"}
+    assert set(raw) == {"arms", "lossless", "gate", "settings", "cells", "depths"}
     assert set(raw["arms"]["retrained"]) == {
         "trunk",
         "head",
@@ -45,6 +45,8 @@ def test_report_has_the_promised_fields() -> None:
         "prompts",
         "groups",
         "measured_here",
+        "speedup_ci95",
+        "break_even_tau",
     }
     setting = {"arm", "temperature", "top_p", "top_k", "rule", "depth"}
     assert [set(cell) for cell in raw["cells"]] == [set(raw["arms"]["retrained"]) | setting] * 3
@@ -60,11 +62,11 @@ def test_report_has_the_promised_fields() -> None:
 
 def test_an_older_report_reads_without_what_came_later() -> None:
     raw = stored(SAMPLE)
-    del raw["cells"]
+    del raw["cells"], raw["depths"]
     for name in ("groups", "detectable_gain", "settings"):
         del raw["gate"][name]
     for arm in raw["arms"].values():
-        del arm["groups"]
+        del arm["groups"], arm["speedup_ci95"], arm["break_even_tau"]
     read = RunReport.from_json(raw, "old.json")
     assert read.gate is not None
     assert (read.gate.passed, read.gate.groups, read.cells) == (True, None, ())

@@ -166,7 +166,12 @@ def measure_tuned(
         "next": retrain_native_command(tuned.recipe.model.trunk),
     }
     report = RunReport(
-        arms=measured.results, lossless=lossless(measured.checked), gate=gate, settings=settings, cells=measured.cells
+        arms=measured.results,
+        lossless=lossless(measured.checked),
+        gate=gate,
+        settings=settings,
+        cells=measured.cells,
+        depths=measured.depths,
     )
     return report, measured
 
