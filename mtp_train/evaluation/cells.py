@@ -263,7 +263,7 @@ class StudyReport(RunReport):
         return make(**cls._shared(raw, where), **rows, title=raw["title"], endpoint=raw["endpoint"])
 
 
-_OF_RUNS = {"depths"}
+_OF_RUNS = {"depths", "samples"}
 """Fields that are empty in a study; older reports lack them."""
 _ROWS: dict[str, type] = {
     "cells": Cell,

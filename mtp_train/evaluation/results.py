@@ -155,6 +155,17 @@ class Lossless:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SampleText:
+    """A text that the retrained head drafted for, at the report's first setting."""
+
+    prompt_id: str
+    prompt: str
+    """The end of the prompt."""
+    pieces: tuple[tuple[str, bool], ...]
+    """The text in pieces, each with True where it consists of accepted drafts and False where the trunk added it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
     """The report of one run."""
 
@@ -171,6 +182,8 @@ class RunReport:
     depths: tuple[RunCell, ...] = ()
     """The retrained head at fewer drafts a round, on some of the prompts, at the first setting. Empty for a study: its
     cells contain every depth."""
+    samples: tuple[SampleText, ...] = ()
+    """Some texts of the retrained head, for the page."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values; a number that is not finite becomes None."""
@@ -184,7 +197,10 @@ class RunReport:
             tuple(build(RunCell, cell, f"{where}: {key}.{number}") for number, cell in enumerate(found.get(key, ())))
             for key in ("cells", "depths")
         )
-        return cls(**cls._shared(found, where), cells=cells, depths=depths)
+        samples = tuple(
+            build(SampleText, one, f"{where}: samples.{number}") for number, one in enumerate(found.get("samples", ()))
+        )
+        return cls(**cls._shared(found, where), cells=cells, depths=depths, samples=samples)
 
     @staticmethod
     def _shared(report: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
 from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.text import TextStream
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import GateVerdict, Pair, decide_gate
 from mtp_train.acceptance.intervals import marginal_intervals
@@ -21,7 +22,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.decoding import PLAIN, DecodingOptions, Prompts, decode_prompts, num_decodings
 from mtp_train.evaluation.dense import own_text
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Decoded, Setting, TaskPrompt
-from mtp_train.evaluation.results import ArmResult, RunCell, RunReport, TeacherForced, recommended
+from mtp_train.evaluation.results import ArmResult, RunCell, RunReport, SampleText, TeacherForced, recommended
 from mtp_train.evaluation.settings import draft_depth, left_out, served_settings
 from mtp_train.evaluation.statistics import MeasuredArm, arm_result, checked_records, lossless, run_cell
 from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
@@ -41,6 +42,8 @@ from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.suggestions import graft_command
 
 RETRAINED, VANILLA = "retrained", "vanilla"
+NUM_SAMPLES, SAMPLE_PROMPT_CHARS = 3, 400
+"""Texts that the report shows, and the most characters of each prompt."""
 DEPTH_PROMPTS = 16
 """Most prompts that are decoded at each depth below the recipe's: round times vary little between prompts."""
 GRAFT_INSTEAD = "The base's own head is not shown to be worse:"
@@ -132,6 +135,7 @@ def evaluate_run(
         settings={**measured.facts, HELD_OUT: held_out},
         cells=measured.cells,
         depths=measured.depths,
+        samples=sample_texts(measured, inputs),
     )
     return Evaluation(report, gate, measured.marginal_ci95)
 
@@ -349,11 +353,46 @@ def _faster_depth(depths: Sequence[RunCell]) -> str:
     """Return what to do about drafts that do not pay."""
     best = recommended(depths)
     if best is not None:
-        return f"With {best.depth} drafts a round they pay here: set evaluate.depth to {best.depth}"
+        return f"Fewer drafts a round are shown to pay: set evaluate.depth to {best.depth}"
     return (
         "Serve without drafts, or train for longer. If another engine will serve the head, set gate.break_even_tau to "
         "that engine's"
     )
+
+
+def sample_texts(measured: MeasuredRun, inputs: Inputs) -> tuple[SampleText, ...]:
+    """Return texts of the retrained head at the first setting, accepted drafts apart; none without such a head."""
+    first = measured.settings[0]
+    arm = next((arm for arm in measured.arms if arm.name == RETRAINED), None)
+    prompts = {prompt.id: prompt for prompt in inputs.held_out}
+    chosen = arm.decoded[first][:NUM_SAMPLES] if arm is not None else ()
+    return tuple(
+        SampleText(
+            prompt_id=one.prompt_id,
+            prompt=inputs.tokenizer.decode(list(prompts[one.prompt_id].prompt_ids))[-SAMPLE_PROMPT_CHARS:],
+            pieces=draft_pieces(one, prompts[one.prompt_id].prompt_ids, inputs.tokenizer),
+        )
+        for one in chosen
+    )
+
+
+def draft_pieces(decoded: Decoded, prompt_ids: Sequence[int], tokenizer: Any) -> tuple[tuple[str, bool], ...]:
+    """Return a text in pieces of accepted drafts (True) and of the trunk's own tokens (False).
+
+    A character of several tokens belongs to the piece of its last token.
+    """
+    stream = TextStream(tokenizer, prompt_ids)
+    pieces: list[tuple[str, bool]] = []
+    shown = [
+        *((stream.push(token), flag) for token, flag in zip(decoded.token_ids, decoded.from_drafts, strict=True)),
+        (stream.finish(), False),
+    ]
+    for text, flag in shown:
+        if text and pieces and pieces[-1][1] == flag:
+            pieces[-1] = (pieces[-1][0] + text, flag)
+        elif text:
+            pieces.append((text, flag))
+    return tuple(pieces)
 
 
 def changed_output(measured: MeasuredRun, baseline: str) -> GateVerdict | None:

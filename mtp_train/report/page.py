@@ -84,6 +84,7 @@ def render_page(report: RunReport, figures: Sequence[FigureFile], provenance: Ma
         "held_out_sentence": held_out_sentence(report.settings),
         "figures": _embedded(figures),
         "served": _served_groups(report),
+        "samples": report.samples,
         "serving_sentence": serving_sentence(report),
         "depth_columns": DEPTH_COLUMNS,
         "depth_rows": depth_rows(report),

@@ -154,11 +154,11 @@ def serving_sentence(report: RunReport) -> str:
     best = recommended(known.values())
     depths = ", ".join(str(depth) for depth in known)
     if best is None:
-        return f"What to serve: no drafts. None of the depths measured here ({depths}) is shown to pay."
+        return f"Serve without drafts: none of the depths measured here ({depths}) is shown to pay."
     depth = next(depth for depth, arm in known.items() if arm is best)
     speed = format_estimate(best.speedup, best.speedup_ci95)
     return (
-        f"What to serve: {depth} draft{'s' * (depth > 1)} a round, the fastest of the depths measured here ({depths}) "
+        f"Serve with {depth} draft{'s' * (depth > 1)} a round, the fastest of the depths measured here ({depths}) "
         f"that are shown to pay: {speed} times the speed of plain decoding."
     )
 
