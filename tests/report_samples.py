@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from mtp_train.acceptance.gate import GateSetting
-from mtp_train.evaluation.results import RunCell, TeacherForced
+from mtp_train.evaluation.results import RunCell, SampleText, TeacherForced
 from mtp_train.report import ArmResult, GateResult, Lossless, RunReport
 
 PLAIN = ArmResult(
@@ -92,5 +92,35 @@ SAMPLE = RunReport(
     gate=PASSED,
     settings={"temperature": 0.0, "verify_rule": "greedy", "depth": 3, "device": {"name": "cpu", "threads": 2}},
     cells=(served_cell("none", PLAIN, 1.0), served_cell("graft", GRAFT, 1.3), served_cell("retrained", RETRAINED, 3.1)),
+    samples=(
+        SampleText(
+            prompt_id="p1", prompt="def add(a, b):", pieces=(("\n", False), ("    return a", True), (" + b\n", False))
+        ),
+    ),
 )
+METRICS = [
+    {"step": 10, "loss": 2.5, "loss_depth_1": 2.0, "loss_depth_2": 3.0},
+    {"step": 10, "held_out_tau": 1.5, "held_out_tau_sampled": 1.4},
+    {"step": 20, "loss": 1.5, "loss_depth_1": 1.0, "loss_depth_2": None},
+    {"step": 20, "held_out_tau": 1.8, "held_out_tau_sampled": 1.7},
+    {"step": 30, "loss": 1.2, "loss_depth_1": 0.8, "loss_depth_2": 1.9},
+]
+
+
+def at_depths(report: RunReport, intervals: dict[int, tuple[float, float]]) -> RunReport:
+    """Return the report with the retrained head's speedup at each depth: the middle of its interval."""
+    arms = {
+        depth: replace(
+            RETRAINED, speedup=(low + high) / 2, speedup_ci95=(low, high), break_even_tau=1.0 + depth / 4, prompts=16
+        )
+        for depth, (low, high) in intervals.items()
+    }
+    cells = []
+    for depth, arm in arms.items():
+        shared: dict[str, Any] = {one.name: getattr(arm, one.name) for one in fields(ArmResult)}
+        cells.append(RunCell(**shared, arm="retrained", temperature=0.0, depth=depth, rule="greedy"))
+    own = {**report.arms, "retrained": arms[3]}
+    return replace(report, arms=own, depths=tuple(cell for cell in cells if cell.depth < 3))
+
+
 EMPTY = RunReport(arms={}, lossless=None, gate=None, settings={})

@@ -39,6 +39,7 @@ class PromptCounts:
         new_tokens: Tokens returned to the caller.
         seconds: Wall time of the decoding; None if it was not measured.
         group: The prompt's group; intervals leave out whole groups.
+        seconds_decode: The part of ``seconds`` after prefill; None if it was not measured.
     """
 
     prompt_id: str
@@ -48,6 +49,7 @@ class PromptCounts:
     new_tokens: int
     seconds: float | None
     group: str
+    seconds_decode: float | None = None
 
     def __post_init__(self) -> None:
         chain = (self.rounds, *self.accepted_per_pos, 0)

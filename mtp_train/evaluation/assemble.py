@@ -17,7 +17,7 @@ from mtp_train.evaluation.cells import ALL_TASKS, Advice, ArmComparison, ArmCost
 from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_difference
 from mtp_train.evaluation.grid import Grid
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.results import ArmResult
+from mtp_train.evaluation.results import ArmResult, recommended
 from mtp_train.evaluation.served.measure import Served
 from mtp_train.evaluation.statistics import (
     MeasuredArm,
@@ -114,12 +114,6 @@ class _Compared(NamedTuple):
     round_seconds: float
 
     @property
-    def pays_beyond_doubt(self) -> bool:
-        """See :func:`advise`."""
-        interval = self.cell.tau_ci95
-        return self.speedup > 1.0 and interval is not None and interval[0] > self.break_even_tau
-
-    @property
     def figures(self) -> str:
         """Describe the figures that decide."""
         spread = "one prompt, which shows no spread"
@@ -139,11 +133,9 @@ _Group = Sequence[_Compared]
 def advise(cells: Iterable[Cell], arm: str, flags: Flags) -> tuple[Advice, ...]:
     """Return the depth to serve with, for each task, all tasks together, and temperature.
 
-    The result is the depth with the best measured speedup among those that pay beyond doubt, and 0 where none does. A
-    depth pays beyond doubt if it was faster, prefill included, and its rounds commit more tokens than break even even
-    at the lower bound of tau's interval: ``tau_ci95[0] > break_even_tau``. Round times are means over all rounds of a
-    cell, measured in turns with plain decoding, and vary little. The main uncertainty is the choice of prompts, which
-    the interval of tau covers; a single prompt has no interval and never pays beyond doubt.
+    The result is :func:`recommended`: the depth with the best measured speedup among those that are shown to pay
+    (``acceptance.speed.pays``), and 0 where none is. Drafts and plain decoding take turns, so that a machine that slows
+    down slows both. A single prompt has no interval and is never shown to pay.
 
     Only measured depths count, on prompts as they are, or on the shortest contexts where no such prompts were measured.
 
@@ -169,7 +161,8 @@ def break_even(
     keys and values for the rows of the prompt, so that the difference grows linearly in P, from the value measured at
     ``prefill_tokens``. (Heads with several modules attend in prefill, and it grows a little faster.) Speeds are assumed
     to be the same at every n. For prompts decoded in a batch, every time is one text's share. Where several contexts
-    were measured, speeds are taken from the context nearest to P, at the depth with the best speedup there.
+    were measured, speeds are taken from the context nearest to P, at the depth that :func:`recommended` chooses there.
+    Where it chooses none, no length is stated, at the depth that comes nearest.
 
     Args:
         cells: The report's cells.
@@ -182,7 +175,7 @@ def break_even(
         if arm not in rates:
             continue
         for prompt_tokens in prompt_lengths:
-            best = _fastest(_nearest_context(group, prompt_tokens))
+            best, is_paying = _chosen(_nearest_context(group, prompt_tokens))
             extra = _extra_prefill_seconds(rates[arm], prompt_tokens)
             if extra is not None:
                 rows.append(
@@ -192,7 +185,7 @@ def break_even(
                         temperature=temperature,
                         depth=best.cell.depth,
                         prompt_tokens=prompt_tokens,
-                        output_tokens=_output_tokens(best, extra),
+                        output_tokens=_output_tokens(best, extra) if is_paying else None,
                     )
                 )
     return tuple(rows)
@@ -219,25 +212,28 @@ def _nearest_context(group: _Group, prompt_tokens: int) -> list[_Compared]:
     return [one for one in group if one.cell.context_tokens == nearest.context_tokens]
 
 
-def _fastest(group: _Group) -> _Compared:
-    return max(group, key=lambda one: one.speedup)
+def _chosen(group: _Group) -> tuple[_Compared, bool]:
+    """Return the cell to serve and True; where none is shown to pay, the fastest one and False."""
+    best = recommended(one.cell for one in group)
+    if best is None:
+        return max(group, key=lambda one: one.speedup), False
+    return next(one for one in group if one.cell is best), True
 
 
 def _advice(arm: str, task: str, temperature: float, group: _Group, flags: Flags) -> Advice:
-    paying = [one for one in group if one.pays_beyond_doubt]
-    best = _fastest(paying or group)
+    best, is_paying = _chosen(group)
     depths = ", ".join(str(depth) for depth in sorted({one.cell.depth for one in group}))
-    if paying:
+    if is_paying:
         verdict = f"Of the depths measured ({depths}), {best.cell.depth} is the fastest of those that pay"
     else:
         verdict = f"None of the depths measured ({depths}) is shown to pay; {best.cell.depth} comes nearest"
-    depth = best.cell.depth if paying else 0
+    depth = best.cell.depth if is_paying else 0
     return Advice(
         arm=arm,
         task=task,
         temperature=temperature,
         depth=depth,
-        speedup=best.speedup if paying else 1.0,
+        speedup=best.speedup if is_paying else 1.0,
         reason=f"{verdict}: {best.figures}.",
         flags=flags(depth),
     )

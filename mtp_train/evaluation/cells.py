@@ -40,8 +40,6 @@ class Cell(RunCell):
     """Mean prefill time per prompt."""
     round_seconds: float | None
     """Mean wall time of a round, which for plain decoding is one token."""
-    break_even_tau: float | None
-    """Tau at which this arm is as fast as plain decoding: the ratio of their ``round_seconds``."""
     break_even_acceptance: float | None
     """Conditional acceptance, equal at all positions, that results in :attr:`break_even_tau`; None where none does."""
     marginal_ci95: tuple[Interval | None, ...] | None = None
@@ -252,7 +250,7 @@ class StudyReport(RunReport):
     def from_json(cls, raw: object, where: str) -> StudyReport:
         """Read a report back; ``where`` is the start of error messages."""
         names = {field.name for field in fields(cls)}
-        if not isinstance(raw, dict) or raw.keys() != names:
+        if not isinstance(raw, dict) or raw.keys() | _OF_RUNS != names:
             raise DataError(
                 f"{where}: not the report of a study; expected exactly the fields {', '.join(sorted(names))}. Read it "
                 "with the version that wrote it."
@@ -265,6 +263,8 @@ class StudyReport(RunReport):
         return make(**cls._shared(raw, where), **rows, title=raw["title"], endpoint=raw["endpoint"])
 
 
+_OF_RUNS = {"depths", "samples"}
+"""Fields that are empty in a study; older reports lack them."""
 _ROWS: dict[str, type] = {
     "cells": Cell,
     "comparisons": ArmComparison,

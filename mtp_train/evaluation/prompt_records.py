@@ -94,6 +94,12 @@ class Decoded:
     """How the tokens compare with plain decoding of the same seed. None for plain decoding itself and with rule
     ``sampled``, whose text may differ."""
 
+    @property
+    def from_drafts(self) -> tuple[bool, ...]:
+        """Return for each new token whether it was an accepted draft; the others are the trunk's own."""
+        rounds = [flag for accepted in self.accepted for flag in (*[True] * accepted, False)]
+        return (False, *rounds)[: len(self.token_ids)]
+
     def counts(self, depth: int) -> PromptCounts:
         """Return the counts that the statistics of ``mtp_train.acceptance`` pool over prompts."""
         return PromptCounts(
@@ -104,6 +110,7 @@ class Decoded:
             new_tokens=len(self.token_ids),
             seconds=self.seconds_prefill + self.seconds_decode,
             group=self.group,
+            seconds_decode=self.seconds_decode,
         )
 
     def to_json(self) -> dict[str, Any]:

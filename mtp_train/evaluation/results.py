@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import GateSetting, GateVerdict
+from mtp_train.acceptance.speed import Verdict, pays
 from mtp_train.errors import DataError
 
 # The report contains the gate's verdict unchanged.
@@ -74,6 +75,11 @@ class ArmResult:
     """Groups of the prompts, which :attr:`tau_ci95` leaves out one at a time. None where it was not recorded."""
     measured_here: bool
     """False for an arm that was measured elsewhere and is shown for comparison."""
+    speedup_ci95: Interval | None = None
+    """95 % interval of :attr:`speedup` over groups of prompts. None where it was not recorded."""
+    break_even_tau: float | None = None
+    """Tau at which this arm is as fast as plain decoding: the time of a round over that of a plain one, prefill
+    excluded. None for plain decoding, and where it was not recorded."""
 
     @property
     def dense(self) -> tuple[float | None, ...] | None:
@@ -89,6 +95,13 @@ class ArmResult:
     def target_entropy(self) -> float | None:
         """See :attr:`TeacherForced.target_entropy`."""
         return self.teacher_forced.target_entropy
+
+    @property
+    def pays(self) -> Verdict | None:
+        """Whether drafts are shown to pay, at 95 % (``acceptance.speed.pays``); None where no speed was measured."""
+        if self.head is None or self.speedup is None or (self.speedup_ci95 is None and self.break_even_tau is None):
+            return None
+        return pays(self.speedup, self.speedup_ci95, self.tau_ci95, self.break_even_tau)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures by the keys of :func:`json_keys`, in that order."""
@@ -115,6 +128,15 @@ class RunCell(ArmResult):
     decoding, and ``served`` for a server, which does not report its rule."""
 
 
+AnyArm = TypeVar("AnyArm", bound=ArmResult)
+
+
+def recommended(arms: Iterable[AnyArm]) -> AnyArm | None:
+    """Return the figures to serve: the fastest of those whose drafts are shown to pay. None: serve without drafts."""
+    paying = [arm for arm in arms if arm.pays == "above"]
+    return max(paying, key=lambda arm: arm.speedup or 0.0, default=None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lossless:
     """How many outputs of decoding with drafts were compared with plain decoding, and with what result."""
@@ -133,6 +155,17 @@ class Lossless:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SampleText:
+    """A text that the retrained head drafted for, at the report's first setting."""
+
+    prompt_id: str
+    prompt: str
+    """The end of the prompt."""
+    pieces: tuple[tuple[str, bool], ...]
+    """The text in pieces, each with True where it consists of accepted drafts and False where the trunk added it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
     """The report of one run."""
 
@@ -146,6 +179,11 @@ class RunReport:
     """How it was measured: temperature, draft sampling, verify rule, depth, dtype, device, ..."""
     cells: tuple[RunCell, ...] = ()
     """The arms at every setting but the first, which :attr:`arms` shows."""
+    depths: tuple[RunCell, ...] = ()
+    """The retrained head at fewer drafts a round, on some of the prompts, at the first setting. Empty for a study: its
+    cells contain every depth."""
+    samples: tuple[SampleText, ...] = ()
+    """Some texts of the retrained head, for the page."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values; a number that is not finite becomes None."""
@@ -155,10 +193,14 @@ class RunReport:
     def from_json(cls, raw: object, where: str) -> RunReport:
         """Read a report back; ``where`` is the start of error messages."""
         found = _require_fields(raw, cls, where)
-        cells = tuple(
-            build(RunCell, cell, f"{where}: cells.{number}") for number, cell in enumerate(found.get("cells", ()))
+        cells, depths = (
+            tuple(build(RunCell, cell, f"{where}: {key}.{number}") for number, cell in enumerate(found.get(key, ())))
+            for key in ("cells", "depths")
         )
-        return cls(**cls._shared(found, where), cells=cells)
+        samples = tuple(
+            build(SampleText, one, f"{where}: samples.{number}") for number, one in enumerate(found.get("samples", ()))
+        )
+        return cls(**cls._shared(found, where), cells=cells, depths=depths, samples=samples)
 
     @staticmethod
     def _shared(report: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ length for such drafters. Where every round drafts, its figures equal these.
 Speed: tokens per second are all returned tokens over all wall time, prefill included; the time of a round excludes
 prefill. So ``speedup`` is what a user measures, and ``break_even_tau`` depends on the cost of rounds alone.
 
+Whether drafts pay is decided by ``acceptance.speed.pays`` alone.
+
 Shapes: K depths, N target positions, P prompts, G groups of prompts, B bins.
 """
 
@@ -37,6 +39,7 @@ from mtp_train.acceptance.intervals import (
     sum_by_group,
     tau_interval,
 )
+from mtp_train.acceptance.speed import break_even_tau, speed_difference
 from mtp_train.evaluation.cells import ALL_TASKS, Cell, EntropyBin, PositionBin
 from mtp_train.evaluation.dense import DenseRows
 from mtp_train.evaluation.entropy import ENTROPY_EDGES, EntropySums
@@ -182,18 +185,18 @@ def entropy_bins(arm: MeasuredArm) -> tuple[EntropyBin, ...]:
     return tuple(found)
 
 
-def break_even_acceptance(break_even_tau: float, depth: int) -> float | None:
-    """Return the conditional acceptance a in 0..1 with ``1 + a + ... + a ** depth = break_even_tau``.
+def break_even_acceptance(needed_tau: float, depth: int) -> float | None:
+    """Return the conditional acceptance a in 0..1 with ``1 + a + ... + a ** depth = needed_tau``.
 
     0.0 where a round with drafts costs no more than a plain one; None where even ``depth + 1`` tokens a round are too
     few.
     """
-    if break_even_tau > depth + 1:
+    if needed_tau > depth + 1:
         return None
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        enough = sum(middle**power for power in range(depth + 1)) >= break_even_tau
+        enough = sum(middle**power for power in range(depth + 1)) >= needed_tau
         low, high = (low, middle) if enough else (middle, high)
     return high if low else 0.0
 
@@ -214,6 +217,8 @@ def _parts(arm: MeasuredArm, setting: Setting) -> list[_Part]:
 def _result(part: _Part) -> ArmResult:
     arm, setting, _, decoded, counts = part
     drafts = setting.depth > 0
+    mine, plain = _beside_plain(part) if drafts else ([], [])
+    gain = speed_difference(mine, plain)
     dense = arm.dense.get((setting.temperature, setting.context_tokens))
     found = NOT_TEACHER_FORCED if dense is None else _dense_means(dense, setting.depth, part.task)
     return ArmResult(
@@ -232,6 +237,8 @@ def _result(part: _Part) -> ArmResult:
         prompts=len(decoded),
         groups=num_groups(counts),
         measured_here=True,
+        speedup_ci95=None if gain is None or gain.ci95 is None else (1.0 + gain.ci95[0], 1.0 + gain.ci95[1]),
+        break_even_tau=break_even_tau(mine, plain),
     )
 
 
@@ -243,9 +250,10 @@ def _shared(result: ArmResult) -> dict[str, Any]:
 def _cell(part: _Part) -> Cell:
     _, setting, task, decoded, counts = part
     drafts = setting.depth > 0
-    break_even = _over_plain(part, _round_seconds) if drafts else None
+    result = _result(part)
+    break_even = result.break_even_tau
     return Cell(
-        **_shared(_result(part)),
+        **_shared(result),
         arm=part.arm.name,
         task=ALL_TASKS if task is None else task,
         temperature=setting.temperature,
@@ -263,7 +271,6 @@ def _cell(part: _Part) -> Cell:
         mean_prompt_tokens=_mean([float(one.prompt_tokens) for one in decoded]),
         seconds_prefill=_mean([one.seconds_prefill for one in decoded]),
         round_seconds=_round_seconds(decoded),
-        break_even_tau=break_even,
         break_even_acceptance=None if break_even is None else break_even_acceptance(break_even, setting.depth),
     )
 
@@ -291,6 +298,13 @@ def _tokens_per_second(decoded: Sequence[Decoded]) -> float | None:
 def _round_seconds(decoded: Sequence[Decoded]) -> float | None:
     rounds = sum(len(one.accepted) for one in decoded)
     return sum(one.seconds_decode for one in decoded) / rounds if rounds else None
+
+
+def _beside_plain(part: _Part) -> tuple[list[PromptCounts], list[PromptCounts]]:
+    """Return the counts of the part and of plain decoding, on the prompts that both decoded."""
+    plain = {one.prompt_id: one.counts(0) for one in part.arm.decoded.get(part.setting.plain, ())}
+    mine = [one for one in part.counts if one.prompt_id in plain]
+    return mine, [plain[one.prompt_id] for one in mine]
 
 
 def _over_plain(part: _Part, figure: Callable[[Sequence[Decoded]], float | None]) -> float | None:

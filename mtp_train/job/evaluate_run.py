@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
 from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.text import TextStream
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import GateVerdict, Pair, decide_gate
 from mtp_train.acceptance.intervals import marginal_intervals
@@ -21,7 +22,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.decoding import PLAIN, DecodingOptions, Prompts, decode_prompts, num_decodings
 from mtp_train.evaluation.dense import own_text
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Decoded, Setting, TaskPrompt
-from mtp_train.evaluation.results import ArmResult, RunCell, RunReport, TeacherForced
+from mtp_train.evaluation.results import ArmResult, RunCell, RunReport, SampleText, TeacherForced, recommended
 from mtp_train.evaluation.settings import draft_depth, left_out, served_settings
 from mtp_train.evaluation.statistics import MeasuredArm, arm_result, checked_records, lossless, run_cell
 from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
@@ -41,6 +42,10 @@ from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.suggestions import graft_command
 
 RETRAINED, VANILLA = "retrained", "vanilla"
+NUM_SAMPLES, SAMPLE_PROMPT_CHARS = 3, 400
+"""Texts that the report shows, and the most characters of each prompt."""
+DEPTH_PROMPTS = 16
+"""Most prompts that are decoded at each depth below the recipe's: round times vary little between prompts."""
 GRAFT_INSTEAD = "The base's own head is not shown to be worse:"
 """Text of a refusal before the graft command."""
 
@@ -66,6 +71,8 @@ class MeasuredRun:
     """Teacher-forced metrics by arm, at the first setting."""
     facts: dict[str, Any]
     """How everything was measured: the report's settings."""
+    by_depth: Sequence[tuple[MeasuredArm, Setting]] = field(default=())
+    """The retrained head at fewer drafts a round, on :data:`DEPTH_PROMPTS` prompts."""
 
     @property
     def results(self) -> dict[str, ArmResult]:
@@ -84,6 +91,11 @@ class MeasuredRun:
         )
 
     @property
+    def depths(self) -> tuple[RunCell, ...]:
+        """Return the figures of the retrained head at fewer drafts a round."""
+        return tuple(run_cell(arm, setting) for arm, setting in self.by_depth)
+
+    @property
     def outputs(self) -> list[tuple[int, ...]]:
         """Return the plain texts of the run's trunk at the first setting."""
         return outputs(self.arms[0], self.settings[0])
@@ -91,7 +103,8 @@ class MeasuredRun:
     @property
     def checked(self) -> list[Decoded]:
         """Return every record that was compared with plain decoding."""
-        return checked_records(self.arms, self.settings)
+        shallow = [record for arm, setting in self.by_depth for record in checked_records([arm], [setting])]
+        return [*checked_records(self.arms, self.settings), *shallow]
 
     @property
     def marginal_ci95(self) -> dict[str, list[Interval | None]]:
@@ -121,6 +134,8 @@ def evaluate_run(
         gate=gate,
         settings={**measured.facts, HELD_OUT: held_out},
         cells=measured.cells,
+        depths=measured.depths,
+        samples=sample_texts(measured, inputs),
     )
     return Evaluation(report, gate, measured.marginal_ci95)
 
@@ -141,6 +156,7 @@ def measure_arms(
     }
     settings = served_settings(recipe.evaluate, inputs.finetune, draft_depth(recipe))
     arms, captured_rounds = decode(recipe, inputs, trunk, heads, names, settings, progress)
+    by_depth = measure_depths(recipe, inputs, trunk, heads, names, settings[0], progress)
     dense = measure_dense(recipe, inputs, trunk, heads, outputs(arms[0], settings[0]), progress)
     facts = evaluation_settings(recipe, inputs, trunk, settings) | {
         "captured_rounds": captured_rounds,
@@ -154,7 +170,7 @@ def measure_arms(
             recipe, run_dir, inputs, inputs.base, settings[0], dtype, device, progress
         )
         arms.append(vanilla)
-    return MeasuredRun(tuple(arms), tuple(settings), dense, facts)
+    return MeasuredRun(tuple(arms), tuple(settings), dense, facts, by_depth)
 
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
@@ -208,6 +224,24 @@ def decode(
     name, plain = trunk_name or recipe.model.trunk, table.decoded[PLAIN]
     drafted = [MeasuredArm(arm, name, names[arm], {**plain, **table.decoded[arm]}) for arm in drafting]
     return [MeasuredArm(PLAIN, name, None, plain), *drafted], table.captured_rounds
+
+
+def measure_depths(
+    recipe: Recipe,
+    inputs: Inputs,
+    trunk: Trunk,
+    heads: Mapping[str, HeadDrafting],
+    names: Mapping[str, str],
+    setting: Setting,
+    progress: Progress,
+) -> list[tuple[MeasuredArm, Setting]]:
+    """Decode some prompts with the retrained head at every depth below the setting's, for break-even tau by depth."""
+    shallower = [replace(setting, depth=depth) for depth in range(1, setting.depth)]
+    if RETRAINED not in heads or not shallower:
+        return []
+    few = replace(inputs, held_out=inputs.held_out[:DEPTH_PROMPTS])
+    (_, arm), _ = decode(recipe, few, trunk, {RETRAINED: heads[RETRAINED]}, names, shallower, progress)
+    return [(arm, one) for one in shallower]
 
 
 def held_out_prompts(inputs: Inputs) -> Prompts:
@@ -304,11 +338,61 @@ def judge(recipe: Recipe, measured: MeasuredRun) -> GateVerdict:
     refused = changed_output(measured, baseline)
     if refused is not None:
         return refused
-    verdict = decide_gate(measured.pairs(baseline), baseline, recipe.gate.confidence)
+    verdict = decide_gate(
+        measured.pairs(baseline), baseline, recipe.gate.confidence, target_break_even=recipe.gate.break_even_tau
+    )
+    if not verdict.passed and baseline == PLAIN and verdict.settings:
+        return replace(verdict, reason=f"{verdict.reason}. {_faster_depth(measured.depths)}")
     if verdict.passed or baseline != "graft" or recipe.model.head_from is None:
         return verdict
     better = graft_command(recipe.model.trunk, recipe.model.head_from)
     return replace(verdict, reason=f"{verdict.reason}. {GRAFT_INSTEAD} {better}")
+
+
+def _faster_depth(depths: Sequence[RunCell]) -> str:
+    """Return what to do about drafts that do not pay."""
+    best = recommended(depths)
+    if best is not None:
+        return f"Fewer drafts a round are shown to pay: set evaluate.depth to {best.depth}"
+    return (
+        "Serve without drafts, or train for longer. If another engine will serve the head, set gate.break_even_tau to "
+        "that engine's"
+    )
+
+
+def sample_texts(measured: MeasuredRun, inputs: Inputs) -> tuple[SampleText, ...]:
+    """Return texts of the retrained head at the first setting, accepted drafts apart; none without such a head."""
+    first = measured.settings[0]
+    arm = next((arm for arm in measured.arms if arm.name == RETRAINED), None)
+    prompts = {prompt.id: prompt for prompt in inputs.held_out}
+    chosen = arm.decoded[first][:NUM_SAMPLES] if arm is not None else ()
+    return tuple(
+        SampleText(
+            prompt_id=one.prompt_id,
+            prompt=inputs.tokenizer.decode(list(prompts[one.prompt_id].prompt_ids))[-SAMPLE_PROMPT_CHARS:],
+            pieces=draft_pieces(one, prompts[one.prompt_id].prompt_ids, inputs.tokenizer),
+        )
+        for one in chosen
+    )
+
+
+def draft_pieces(decoded: Decoded, prompt_ids: Sequence[int], tokenizer: Any) -> tuple[tuple[str, bool], ...]:
+    """Return a text in pieces of accepted drafts (True) and of the trunk's own tokens (False).
+
+    A character of several tokens belongs to the piece of its last token.
+    """
+    stream = TextStream(tokenizer, prompt_ids)
+    pieces: list[tuple[str, bool]] = []
+    shown = [
+        *((stream.push(token), flag) for token, flag in zip(decoded.token_ids, decoded.from_drafts, strict=True)),
+        (stream.finish(), False),
+    ]
+    for text, flag in shown:
+        if text and pieces and pieces[-1][1] == flag:
+            pieces[-1] = (pieces[-1][0] + text, flag)
+        elif text:
+            pieces.append((text, flag))
+    return tuple(pieces)
 
 
 def changed_output(measured: MeasuredRun, baseline: str) -> GateVerdict | None:

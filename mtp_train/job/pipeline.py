@@ -54,6 +54,7 @@ from mtp_train.report.write import write_report
 from mtp_train.stopping import Stopped, stopped_by_signals
 from mtp_train.train.estimate import memory_is_named
 from mtp_train.train.launch import lost_process_is_named, make_accelerator
+from mtp_train.train.log import read_metrics
 from mtp_train.train.plan import make_plan
 from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.weights.artifact import load_artifact
@@ -212,7 +213,11 @@ def run_stages(
     # Check that no input was changed since the beginning, before anything is exported.
     require_run_inputs(recipe, run_dir, progress)
     write_report(
-        report, run_dir, provenance=read_json(run_dir / PROVENANCE_FILE), marginal_ci95=evaluation.marginal_ci95
+        report,
+        run_dir,
+        provenance=read_json(run_dir / PROVENANCE_FILE),
+        marginal_ci95=evaluation.marginal_ci95,
+        metrics=read_metrics(run_dir),
     )
     console.print(summary(report))
     if not evaluation.gate.passed:

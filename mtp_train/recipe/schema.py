@@ -398,7 +398,11 @@ class GateSection(Section):
     is no such head."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     """Confidence level of the interval of the gain in tau. The interval must be above 0 at one setting of `evaluate` at
-    least, with Holm's correction over the settings, and must not lie below 0 at any setting."""
+    least, with Holm's correction over the settings, and must not lie below 0 at any setting. Against `none` the same
+    holds for the measured speedup above 1, or for tau above `break_even_tau`."""
+    break_even_tau: Annotated[float, Field(ge=1)] | None = None
+    """Tau from which drafts pay in the engine that will serve the head, as the report of `mtp-train compare` or the
+    engine's own benchmark gives it. Then it decides against `none`. Null: the speed measured here decides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

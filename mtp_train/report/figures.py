@@ -10,6 +10,7 @@ A figure of a study shows one slice of the grid through its headline setting.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,15 +101,18 @@ class FigureFile:
     png: bytes
 
 
-FIGURE_STEMS = ("tau", "marginal_acceptance", "speedup")
+FIGURE_STEMS = ("tau", "marginal_acceptance", "speedup", "loss", "held_out")
 
 
-def render_figures(report: RunReport, marginal_ci95: MarginalIntervals) -> list[FigureFile]:
+def render_figures(
+    report: RunReport, marginal_ci95: MarginalIntervals, metrics: Sequence[Mapping[str, Any]] = ()
+) -> list[FigureFile]:
     """Draw every figure of a run that has data.
 
     Args:
         report: The report of the run.
         marginal_ci95: By arm, the interval of the marginal acceptance at each position; arms may be missing.
+        metrics: The lines of ``metrics.jsonl``, for the curves of training.
     """
     drawn = _drawn_arms(group_arms(report))
     with_tau = [d for d in drawn if d.arm.tau is not None]
@@ -125,7 +129,52 @@ def render_figures(report: RunReport, marginal_ci95: MarginalIntervals) -> list[
     if with_speed:
         caption = "Tokens per second, divided by tokens per second of the same trunk and decoder without drafts."
         figures.append(FigureFile(FIGURE_STEMS[2], caption, speedup_figure(with_speed)))
+    return figures + _training_figures(metrics)
+
+
+def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
+    """Draw the curves of training: loss, and tau on the held-out text where it was measured."""
+    depths = sorted({key for line in metrics for key in line if re.fullmatch(r"loss_depth_\d+", key)})
+    names = {"loss": "loss", **{key: f"depth {key.rsplit('_', 1)[1]}" for key in depths}}
+    # The fine-tuning stage logs the losses of trunk and head; a single depth has the curve of the loss itself.
+    losses = curves(metrics, names if len(depths) > 1 else {"loss": "loss"})
+    held_out = curves(metrics, {"held_out_tau": "greedy", "held_out_tau_sampled": "sampled"})
+    figures = []
+    if losses:
+        caption = "Training loss by step: the weighted sum over depths, and each depth's mean over its target tokens."
+        figures.append(FigureFile(FIGURE_STEMS[3], caption, curve_figure(losses, "training loss")))
+    if held_out:
+        caption = "Expected tau on text kept from training, by step, from teacher-forced acceptance."
+        figures.append(FigureFile(FIGURE_STEMS[4], caption, curve_figure(held_out, "tokens per round (tau)")))
     return figures
+
+
+def curves(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[Series]:
+    """Return one line over the training step per logged figure that has two points or more.
+
+    Args:
+        metrics: Lines with ``step`` and figures; a figure may be missing or None.
+        names: By key of a figure, the name of its line.
+    """
+    looks = assign_looks(list(names))
+    lines = []
+    for key, name in names.items():
+        found = [(float(line["step"]), line.get(key)) for line in metrics]
+        points = [(step, float(y), None) for step, y in found if isinstance(y, int | float) and math.isfinite(y)]
+        if len(points) > 1:
+            lines.append(Series(Subject(name, "", looks[key]), points))
+    return lines
+
+
+def curve_figure(series: Sequence[Series], y_label: str) -> bytes:
+    """Draw lines over the training step."""
+    figure, axes = canvas(3.3 + 0.25 * len(series))
+    most = max(len(one.points) for one in series)
+    # About a dozen markers per line tell lines apart without hiding them.
+    draw_series(figure, axes, series, legend=len(series) > 1, every=max(1, most // 12))
+    axes.set_xlabel("training step")
+    axes.set_ylabel(y_label)
+    return png(figure)
 
 
 def tau_figure(drawn: Sequence[Drawn]) -> bytes:
@@ -178,7 +227,13 @@ def speedup_figure(drawn: Sequence[Drawn]) -> bytes:
 
 
 def draw_series(
-    figure: Figure, axes: Axes, series: Sequence[Series], *, shift: float = 0.0, legend: bool = True
+    figure: Figure,
+    axes: Axes,
+    series: Sequence[Series],
+    *,
+    shift: float = 0.0,
+    legend: bool = True,
+    every: int = 1,
 ) -> None:
     """Draw lines with their intervals, and a legend below the plot.
 
@@ -188,6 +243,7 @@ def draw_series(
         series: The lines.
         shift: Horizontal distance between two lines in units of x, which keeps their intervals apart.
         legend: False where another plot of the same figure has the legend.
+        every: Distance of two markers of a line, in points.
     """
     lines = []
     for index, one in enumerate(series):
@@ -200,6 +256,7 @@ def draw_series(
             linestyle=dashes,
             linewidth=1.8,
             markersize=7,
+            markevery=every,
         )
         for x, _, interval in one.points:
             if interval is not None:

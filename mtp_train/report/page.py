@@ -48,11 +48,13 @@ from mtp_train.report.study_wording import (
 )
 from mtp_train.report.wording import (
     COLUMNS,
+    DEPTH_COLUMNS,
     GATE_COLUMNS,
     GLOSSARY,
     apart_sentence,
     arm_cells,
     capitalised,
+    depth_rows,
     flatten,
     format_number,
     gate_rows,
@@ -63,6 +65,7 @@ from mtp_train.report.wording import (
     lossless_sentence,
     power_sentence,
     recorded_sentence,
+    serving_sentence,
 )
 
 
@@ -81,6 +84,10 @@ def render_page(report: RunReport, figures: Sequence[FigureFile], provenance: Ma
         "held_out_sentence": held_out_sentence(report.settings),
         "figures": _embedded(figures),
         "served": _served_groups(report),
+        "samples": report.samples,
+        "serving_sentence": serving_sentence(report),
+        "depth_columns": DEPTH_COLUMNS,
+        "depth_rows": depth_rows(report),
         "gate": report.gate,
         "gate_columns": GATE_COLUMNS,
         "gate_rows": gate_rows(report.gate),

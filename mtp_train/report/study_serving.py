@@ -92,6 +92,6 @@ def _prefill(ratio: float | None, tokens: int | None) -> str:
 
 def _from_length(row: BreakEven) -> str:
     if row.output_tokens is None:
-        return "never"
+        return "not shown to pay"
     length = f"from {row.output_tokens:,} tokens" if row.output_tokens else "always"
     return f"{length}, {depth_words(row.depth)}"

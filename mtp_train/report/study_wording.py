@@ -8,7 +8,7 @@ from mtp_train.acceptance.counts import Interval
 from mtp_train.evaluation.cells import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.report.study_slices import Slices
-from mtp_train.report.wording import GLOSSARY, Headline, format_speedup, format_tau, lossy_headline
+from mtp_train.report.wording import GLOSSARY, Headline, format_speedup, format_tau, lossy_headline, payment
 
 TONES: dict[str, Literal["good", "bad", "neutral"]] = {"good": "good", "bad": "bad"}
 """Tone of a headline by tone of a finding; any other tone is neutral."""
@@ -93,11 +93,11 @@ def _one_arm(name: str, cell: Cell, tau: float) -> Headline:
         return Headline("neutral", f"{name} commits {tau:.2f} tokens a round", f"{detail}.")
     title = f"{name} drafts at {format_speedup(cell.speedup)} the speed without drafts"
     needed = f"; {cell.break_even_tau:.2f} would break even" if cell.break_even_tau is not None else ""
-    return Headline("good" if cell.speedup > 1 else "bad", title, f"{detail}{needed}.")
+    return Headline(*payment(cell, title), f"{detail}{needed}.")
 
 
 def _best_arm(slices: Slices, ranked: list[tuple[str, Cell, float]]) -> Headline:
-    (best, _, tau), *rest = ranked
+    (best, cell, tau), *rest = ranked
     rows = [row for row in slices.comparisons() if row.task == ALL_TASKS]
     against = {row.second: row for row in (*rows, *(row.swapped() for row in rows)) if row.first == best}
     others = ", ".join(f"{name} {its_tau:.2f}" for name, _, its_tau in rest)
@@ -108,7 +108,7 @@ def _best_arm(slices: Slices, ranked: list[tuple[str, Cell, float]]) -> Headline
             "neutral", title, f"Tau {tau:.2f} against {others}. No real difference from {' and '.join(equals)}."
         )
     detail = f"Against {others}; each difference is real. From {rest[0][0]}: {difference_words(against[rest[0][0]])}."
-    return Headline("good", f"{best} has the highest tau: {tau:.2f}", detail)
+    return Headline(*payment(cell, f"{best} has the highest tau: {tau:.2f}"), detail)
 
 
 def pair_words(row: ArmComparison) -> str:

@@ -16,6 +16,7 @@ from mtp_train.report.wording import (
     Headline,
     apart_sentence,
     arm_cells,
+    depth_lines,
     gate_lines,
     group_arms,
     group_sentence,
@@ -23,6 +24,7 @@ from mtp_train.report.wording import (
     held_out_sentence,
     lossless_sentence,
     power_sentence,
+    serving_sentence,
 )
 
 NARROW_COLUMNS = tuple(column for column in COLUMNS if column != GROUPS)
@@ -51,6 +53,8 @@ def arm_table(report: RunReport) -> Table:
 def summary(report: RunReport) -> RenderableType:
     """Return verdict, arms, gate and lossless check as one rich renderable."""
     parts: list[RenderableType] = [verdict_panel(headline(report)), arm_table(report), _gate(report)]
+    if serving := serving_sentence(report):
+        parts.append(Text("\n".join([*depth_lines(report), serving, ""])))
     parts.append(Text(f"Lossless: {lossless_sentence(report.lossless)}"))
     if held_out := held_out_sentence(report.settings):
         parts.append(Text(f"Held out: {held_out}"))

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from mtp_train.acceptance.counts import Interval
-from mtp_train.acceptance.gate import GateVerdict
+from mtp_train.acceptance.gate import PLAIN_BASELINE, GateVerdict
 from mtp_train.acceptance.intervals import POWER
-from mtp_train.evaluation.results import ArmResult, Lossless, RunReport
+from mtp_train.evaluation.results import ArmResult, Lossless, RunReport, recommended
 
 Arms = dict[str, ArmResult]
+Tone = Literal["good", "bad", "neutral"]
 
 GROUPS = "groups"
 COLUMNS = (
@@ -44,6 +45,11 @@ GLOSSARY = (
     ),
     ("groups", "Sets of related prompts (a module, a conversation, a file) that are held out as a whole."),
     ("speedup", "Tokens per second with drafts, divided by tokens per second of the same trunk and decoder without."),
+    (
+        "break-even tau",
+        "The tau from which drafts pay: the time of a round with drafts over that of a plain step, prefill excluded.",
+    ),
+    ("pays", "The interval of the speedup lies above 1; where it is unknown, that of tau above the break-even tau."),
     ("repeats", "Share of 8-grams that already occurred in the same output. Loops are easy to draft and inflate tau."),
     ("entropy", "Entropy of the trunk's next-token distribution, in nats. Text of low entropy is easier to draft."),
     ("graft", "The base model's head, copied to the fine-tune without training."),
@@ -73,7 +79,7 @@ BASELINES = {"graft": "the graft", "native": "the native head", "none": "plain d
 class Headline:
     """The verdict that a report starts with."""
 
-    tone: Literal["good", "bad", "neutral"]
+    tone: Tone
     title: str
     detail: str
 
@@ -117,8 +123,80 @@ def headline(report: RunReport) -> Headline:
     baseline = BASELINES.get(report.gate.baseline, report.gate.baseline)
     detail = capitalised(report.gate.reason)
     if not report.gate.passed:
-        return Headline("bad", f"Refused: no gain shown over {baseline}", detail)
-    return Headline("good", f"The retrained head beats {baseline}", detail)
+        shown = "no speedup" if report.gate.baseline == PLAIN_BASELINE else "no gain"
+        return Headline("bad", f"Refused: {shown} shown over {baseline}", detail)
+    title = f"The retrained head beats {baseline}"
+    retrained = report.arms.get("retrained")
+    # Against plain decoding the gate itself requires that drafts pay, in the engine that serves them.
+    if retrained is None or report.gate.baseline == PLAIN_BASELINE:
+        return Headline("good", title, detail)
+    return Headline(*payment(retrained, title), detail)
+
+
+def payment(arm: ArmResult, title: str) -> tuple[Tone, str]:
+    """Return tone and title of a headline on an arm: green only where its drafts are shown to pay.
+
+    A title stays as it is where no interval of the speed is known, as in older reports.
+    """
+    if arm.pays in (None, "above"):
+        return "good", title
+    if arm.pays == "below":
+        return "bad", f"{title}, and drafts slow decoding down here"
+    return "neutral", f"{title}, and is not shown to decode faster"
+
+
+def serving_sentence(report: RunReport) -> str:
+    """Return what to serve, from the depths measured here; empty where no retrained head was measured."""
+    rows = depth_arms(report)
+    known = {depth: arm for depth, arm in rows.items() if arm.pays is not None}
+    if not known:
+        return ""
+    best = recommended(known.values())
+    depths = ", ".join(str(depth) for depth in known)
+    if best is None:
+        return f"Serve without drafts: none of the depths measured here ({depths}) is shown to pay."
+    depth = next(depth for depth, arm in known.items() if arm is best)
+    speed = format_estimate(best.speedup, best.speedup_ci95)
+    return (
+        f"Serve with {depth} draft{'s' * (depth > 1)} a round, the fastest of the depths measured here ({depths}) "
+        f"that are shown to pay: {speed} times the speed of plain decoding."
+    )
+
+
+def depth_arms(report: RunReport) -> dict[int, ArmResult]:
+    """Return the retrained head's figures by number of drafts, ascending; empty without a retrained head."""
+    retrained, depth = report.arms.get("retrained"), report.settings.get("depth")
+    if retrained is None or not isinstance(depth, int):
+        return {}
+    return dict(sorted({**{cell.depth: cell for cell in report.depths}, depth: retrained}.items()))
+
+
+DEPTH_COLUMNS = ("drafts", "prompts", "tau [95 %]", "break-even tau", "speedup [95 %]", "pays")
+PAYS = {"above": "yes", "below": "no", "neither": "not shown", None: "-"}
+
+
+def depth_rows(report: RunReport) -> list[tuple[str, ...]]:
+    """Return tau, break-even tau and speed at each depth, one row of :data:`DEPTH_COLUMNS` each."""
+    return [
+        (
+            str(depth),
+            format_number(arm.prompts, 0),
+            format_tau(arm),
+            format_number(arm.break_even_tau, 2),
+            format_estimate(arm.speedup, arm.speedup_ci95),
+            PAYS[arm.pays],
+        )
+        for depth, arm in depth_arms(report).items()
+        if arm.break_even_tau is not None
+    ]
+
+
+def depth_lines(report: RunReport) -> list[str]:
+    """Return tau, break-even tau and speed at each depth, one line of text each."""
+    return [
+        f"{drafts} drafts a round: tau {found}, break-even {needed}, speedup {speed}; pays: {pays}"
+        for drafts, _, found, needed, speed, pays in depth_rows(report)
+    ]
 
 
 def kept_headline(report: RunReport) -> Headline:

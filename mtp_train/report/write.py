@@ -26,6 +26,7 @@ def write_report(
     *,
     provenance: Mapping[str, Any] | None = None,
     marginal_ci95: MarginalIntervals | None = None,
+    metrics: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write the report into a run directory, replacing an earlier report.
 
@@ -37,8 +38,9 @@ def write_report(
         run_dir: The run directory; created where it is missing.
         provenance: Origin of the run for the page; nested values are flattened.
         marginal_ci95: By arm, the interval of the marginal acceptance at each position, for the figure.
+        metrics: The lines of the run's ``metrics.jsonl``, for the curves of training.
     """
-    figures = render_figures(report, marginal_ci95 or {})
+    figures = render_figures(report, marginal_ci95 or {}, metrics)
     page = render_page(report, figures, provenance or {})
     replace_report(run_dir, report, page, figures, {"acceptance.csv": csv_text(report)}, FIGURE_STEMS)
 

@@ -39,6 +39,8 @@ ATTACH = {
     "head__num_depths": SUGGESTED_DEPTH,
     "evaluate__arms": ["none", "retrained"],
     "gate__baseline": "none",
+    # By the clock, heads of tiny trunks cost more than they bring. Tau above 1 decides.
+    "gate__break_even_tau": 1.0,
 }
 
 

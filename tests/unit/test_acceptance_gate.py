@@ -119,10 +119,9 @@ def _gain(after: Sequence[PromptCounts], before: Sequence[PromptCounts]) -> floa
     return setting.tau - setting.baseline_tau
 
 
-def test_gate_against_no_drafts_and_without_rounds() -> None:
+def test_gate_without_rounds() -> None:
     after = decoded(difficulty(8), seed=1)
     plain = [counts(prompt.prompt_id, 0) for prompt in after]
-    assert decide_gate({"greedy": (after, plain)}, "none").passed
     empty = gate(plain, after)
     assert not empty.passed
     assert empty.delta_tau_ci95 is None

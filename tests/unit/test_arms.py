@@ -135,3 +135,4 @@ class Recipe:
 
     class gate:
         confidence = 0.95
+        break_even_tau = 1.01

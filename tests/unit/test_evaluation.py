@@ -15,7 +15,7 @@ from mtp_train.evaluation.prompt_records import Decoded
 from mtp_train.evaluation.results import ArmResult, Lossless, TeacherForced
 from mtp_train.evaluation.settings import draft_depth, greedy
 from mtp_train.evaluation.statistics import MeasuredArm, lossless
-from mtp_train.job.evaluate_run import MeasuredRun, judge, run_result
+from mtp_train.job.evaluate_run import MeasuredRun, draft_pieces, judge, run_result
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.teacher_forced import DenseMetrics
 from runs import tiny_recipe
@@ -146,6 +146,64 @@ def test_too_few_prompts_are_refused_however_good_they_look() -> None:
     assert "needs prompts of at least 5 groups. Raise evaluate.prompts" in verdict.reason
 
 
+def timed(name: str, shares: list[tuple[int, int]], seconds: float) -> MeasuredArm:
+    """Return the arm of :func:`planted` with this time per prompt, one new token per round and accepted draft."""
+    arm = planted(name, shares)
+    texts = [(0,) * (1 + ROUNDS + first + second) for first, second in shares]
+    return replace(
+        arm,
+        decoded={
+            setting: [
+                replace(
+                    one,
+                    token_ids=text,
+                    accepted=one.accepted if setting.depth else (0,) * (len(text) - 1),
+                    drafted=one.drafted if setting.depth else (0,) * (len(text) - 1),
+                    seconds_prefill=0.1,
+                    seconds_decode=seconds * (1 + number / 100),
+                )
+                for number, (one, text) in enumerate(zip(records, texts, strict=True))
+            ]
+            for setting, records in arm.decoded.items()
+        },
+    )
+
+
+def test_against_plain_decoding_a_slow_head_is_refused_with_the_depth_that_pays() -> None:
+    ask = recipe(gate__baseline="none")
+    plain, slow = timed(PLAIN, STRONG, 1.0), timed("retrained", STRONG, 1.3)
+    verdict = judge(ask, measured(plain, slow))
+    assert not verdict.passed
+    assert "measured speedup 0.7" in verdict.reason
+    assert verdict.reason.endswith(
+        "Serve without drafts, or train for longer. If another engine will serve the head, set gate.break_even_tau to "
+        "that engine's"
+    )
+    assert judge(ask, measured(plain, timed("retrained", STRONG, 0.6))).passed
+    assert judge(recipe(gate__baseline="none", gate__break_even_tau=1.8), measured(plain, slow)).passed
+
+    shallow = replace(GREEDY, depth=1)
+    fast = replace(slow, decoded={shallow: timed("retrained", STRONG, 0.5).decoded[GREEDY], **plain.decoded})
+    cured = judge(ask, replace(measured(plain, slow), by_depth=[(fast, shallow)]))
+    assert cured.reason.endswith("Fewer drafts a round are shown to pay: set evaluate.depth to 1")
+
+
+def test_tokens_of_accepted_drafts_are_told_apart() -> None:
+    class Letters:
+        """A tokenizer whose token n is the n-th letter."""
+
+        def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+            return "".join(chr(96 + token) for token in tokens)
+
+        def convert_ids_to_tokens(self, token: int) -> str:
+            return chr(96 + token)
+
+    # The first token is of prefill; the last round's bonus token is past the limit.
+    decoded = record("p", (2, 0, 1), tokens=(1, 2, 3, 4, 5, 6))
+    assert decoded.from_drafts == (False, True, True, False, False, True)
+    assert draft_pieces(decoded, (9,), Letters()) == (("a", False), ("bc", True), ("de", False), ("f", True))
+
+
 # The figures
 
 
@@ -172,7 +230,13 @@ def test_figures_of_an_arm_are_pooled_over_its_prompts() -> None:
     interval = result.tau_ci95
     assert interval is not None
     assert interval[0] <= 2.0 <= interval[1]
+    faster = result.speedup_ci95
+    assert faster is not None
+    assert faster[0] <= 2.8 <= faster[1]
     assert result == ArmResult(
+        speedup_ci95=faster,
+        # 0.375 s for 6 rounds, 0.75 s for 8 plain ones.
+        break_even_tau=pytest.approx((0.375 / 6) / (0.75 / 8)),
         trunk="in/finetune",
         head="run/head",
         tau=1 + 6 / 6,

@@ -76,10 +76,10 @@ RECORDS = {
     "PushResult": "export repo files left_out uploaded url",
     "RegenerateResult": "run_dir counts",
     "RescueResult": "out head reason serves",
-    "RunReport": "arms lossless gate settings cells",
+    "RunReport": "arms lossless gate settings cells depths samples",
     "RunResult": "run_dir exit_code reason message stage",
-    "StudyReport": "arms lossless gate settings cells title comparisons positions entropy costs latency break_even "
-    "advice drift findings endpoint",
+    "StudyReport": "arms lossless gate settings cells depths samples title comparisons positions entropy costs latency "
+    "break_even advice drift findings endpoint",
 }
 EXIT_CODES = {
     "ChangedInputError": 2,

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from mtp_train.report.figures import FIGURE_STEMS, FigureFile, render_figures
-from report_samples import EMPTY, PLAIN, RETRAINED, SAMPLE
+from mtp_train.report.figures import FIGURE_STEMS, FigureFile, curves, render_figures
+from report_samples import EMPTY, METRICS, PLAIN, RETRAINED, SAMPLE
 
 
 def pixels(figure: FigureFile) -> Image.Image:
@@ -21,7 +21,7 @@ def by_stem(figures: list[FigureFile]) -> dict[str, FigureFile]:
 
 
 def test_figures_are_png_with_ink_on_white() -> None:
-    figures = render_figures(SAMPLE, {})
+    figures = render_figures(SAMPLE, {}, METRICS)
     assert tuple(figure.stem for figure in figures) == FIGURE_STEMS
     for figure in figures:
         assert figure.png.startswith(b"\x89PNG\r\n\x1a\n")
@@ -57,3 +57,18 @@ def test_names_of_any_kind_are_drawn(name: str) -> None:
     figures = render_figures(replace(SAMPLE, arms={name: RETRAINED, "none": PLAIN}), {})
     assert len(figures) == 3
     assert all(pixels(figure).width == pixels(figures[0]).width for figure in figures)
+
+
+def test_curves_of_training_skip_what_was_not_measured() -> None:
+    found = curves(METRICS, {"loss": "loss", "loss_depth_2": "depth 2", "held_out_tau": "greedy", "absent": "-"})
+    assert {one.subject.name: [(x, y) for x, y, _ in one.points] for one in found} == {
+        "loss": [(10, 2.5), (20, 1.5), (30, 1.2)],
+        "depth 2": [(10, 3.0), (30, 1.9)],
+        "greedy": [(10, 1.5), (20, 1.8)],
+    }
+    assert len({one.subject.look.colour for one in found}) == 3
+
+
+def test_a_single_logged_step_has_no_curve() -> None:
+    drawn = [figure.stem for figure in render_figures(SAMPLE, {}, METRICS[:2])]
+    assert drawn == ["tau", "marginal_acceptance", "speedup"]

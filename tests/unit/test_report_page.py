@@ -12,7 +12,7 @@ from mtp_train.report import GateResult, RunReport
 from mtp_train.report.figures import FigureFile
 from mtp_train.report.page import render_page
 from rendering import HOSTILE, Reader
-from report_samples import EMPTY, RETRAINED, SAMPLE
+from report_samples import EMPTY, RETRAINED, SAMPLE, at_depths
 
 FIGURE = FigureFile("tau", "Tokens per round.", b"\x89PNG fake")
 
@@ -89,3 +89,19 @@ def test_command_in_the_reason_can_be_copied() -> None:
     gate = GateResult(passed=False, baseline="graft", delta_tau_ci95=None, reason=f"no gain. Use: {command}")
     page = page_of(replace(SAMPLE, gate=gate))
     assert page.count(f"No gain. Use: {command}</") == 2
+
+
+def test_accepted_drafts_of_sample_texts_are_marked() -> None:
+    page = page_of(SAMPLE)
+    assert "<span>def add(a, b):</span>\n<mark>    return a</mark> + b\n</pre>" in page
+    hostile = replace(SAMPLE.samples[0], pieces=(("<script>", True),))
+    assert "<mark>&lt;script&gt;</mark>" in page_of(replace(SAMPLE, samples=(hostile,)))
+    assert "Sample texts" not in page_of(replace(SAMPLE, samples=()))
+
+
+def test_page_recommends_one_depth_and_lists_the_break_even_of_each() -> None:
+    text = Reader(page_of(at_depths(SAMPLE, {1: (1.1, 1.3), 3: (0.9, 1.2)}))).text
+    section = text.split("What to serve")[1].split("By position")[0]
+    assert "Serve with 1 draft a round" in section
+    assert "break-even tau" in section
+    assert "not shown" in text

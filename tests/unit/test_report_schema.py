@@ -12,21 +12,24 @@ import pytest
 from mtp_train.errors import DataError
 from mtp_train.evaluation.results import TeacherForced
 from mtp_train.report import Lossless, RunReport, load_report
-from report_samples import EMPTY, PLAIN, SAMPLE
+from report_samples import EMPTY, PLAIN, SAMPLE, at_depths
 
 
 def stored(report: RunReport) -> Any:
     return json.loads(json.dumps(report.to_json(), allow_nan=False))
 
 
-@pytest.mark.parametrize("report", [SAMPLE, EMPTY], ids=["full", "empty"])
+DEEP = at_depths(SAMPLE, {1: (1.1, 1.3), 2: (1.2, 1.6), 3: (0.9, 1.9)})
+
+
+@pytest.mark.parametrize("report", [SAMPLE, DEEP, EMPTY], ids=["full", "depths", "empty"])
 def test_report_reads_back_as_it_was_written(report: RunReport) -> None:
     assert RunReport.from_json(stored(report), "here") == report
 
 
 def test_report_has_the_promised_fields() -> None:
     raw = stored(SAMPLE)
-    assert set(raw) == {"arms", "lossless", "gate", "settings", "cells"}
+    assert set(raw) == {"arms", "lossless", "gate", "settings", "cells", "depths", "samples"}
     assert set(raw["arms"]["retrained"]) == {
         "trunk",
         "head",
@@ -45,6 +48,8 @@ def test_report_has_the_promised_fields() -> None:
         "prompts",
         "groups",
         "measured_here",
+        "speedup_ci95",
+        "break_even_tau",
     }
     setting = {"arm", "temperature", "top_p", "top_k", "rule", "depth"}
     assert [set(cell) for cell in raw["cells"]] == [set(raw["arms"]["retrained"]) | setting] * 3
@@ -60,11 +65,11 @@ def test_report_has_the_promised_fields() -> None:
 
 def test_an_older_report_reads_without_what_came_later() -> None:
     raw = stored(SAMPLE)
-    del raw["cells"]
+    del raw["cells"], raw["depths"], raw["samples"]
     for name in ("groups", "detectable_gain", "settings"):
         del raw["gate"][name]
     for arm in raw["arms"].values():
-        del arm["groups"]
+        del arm["groups"], arm["speedup_ci95"], arm["break_even_tau"]
     read = RunReport.from_json(raw, "old.json")
     assert read.gate is not None
     assert (read.gate.passed, read.gate.groups, read.cells) == (True, None, ())

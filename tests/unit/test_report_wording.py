@@ -13,6 +13,7 @@ from mtp_train.report.wording import (
     ArmGroups,
     apart_sentence,
     arm_cells,
+    depth_rows,
     flatten,
     group_arms,
     headline,
@@ -20,8 +21,9 @@ from mtp_train.report.wording import (
     key_figures,
     lossless_sentence,
     recorded_sentence,
+    serving_sentence,
 )
-from report_samples import CEILING, EMPTY, GRAFT, PASSED, RETRAINED, SAMPLE, VANILLA
+from report_samples import CEILING, EMPTY, GRAFT, PASSED, RETRAINED, SAMPLE, VANILLA, at_depths
 
 
 def test_arms_are_grouped_by_what_they_compare_with() -> None:
@@ -150,3 +152,51 @@ def test_held_out_text_too_short_for_an_eight_gram_is_told_without_shares() -> N
 def test_what_vanilla_decodes_is_told_with_its_repeats(source: str | None, told: str) -> None:
     arms = {"retrained": RETRAINED, "vanilla": replace(VANILLA, repeated_8gram_share=0.4)}
     assert told in apart_sentence(group_arms(replace(SAMPLE, arms=arms)), {"vanilla_prompts": source})
+
+
+PAYING = {1: (1.1, 1.3), 2: (1.2, 1.6), 3: (0.9, 1.9)}
+
+
+def test_one_depth_is_recommended_the_fastest_that_is_shown_to_pay() -> None:
+    """Depth 3 is as fast on average, and no interval shows it."""
+    report = at_depths(SAMPLE, PAYING)
+    assert serving_sentence(report) == (
+        "Serve with 2 drafts a round, the fastest of the depths measured here (1, 2, 3) that are shown to pay: "
+        "1.40 [1.20, 1.60] times the speed of plain decoding."
+    )
+    assert depth_rows(report) == [
+        ("1", "16", "3.44 [3.38, 3.50]", "1.25", "1.20 [1.10, 1.30]", "yes"),
+        ("2", "16", "3.44 [3.38, 3.50]", "1.50", "1.40 [1.20, 1.60]", "yes"),
+        ("3", "16", "3.44 [3.38, 3.50]", "1.75", "1.40 [0.90, 1.90]", "not shown"),
+    ]
+    none = serving_sentence(at_depths(SAMPLE, {1: (0.8, 0.9), 3: (0.9, 1.2)}))
+    assert none == "Serve without drafts: none of the depths measured here (1, 3) is shown to pay."
+
+
+@pytest.mark.parametrize(
+    ("interval", "tone", "title"),
+    [
+        ((1.1, 1.3), "good", "The retrained head beats the graft"),
+        ((0.9, 1.9), "neutral", "The retrained head beats the graft, and is not shown to decode faster"),
+        ((0.8, 0.9), "bad", "The retrained head beats the graft, and drafts slow decoding down here"),
+    ],
+)
+def test_headline_is_green_only_where_drafts_are_shown_to_pay(
+    interval: tuple[float, float], tone: str, title: str
+) -> None:
+    found = headline(at_depths(SAMPLE, {3: interval}))
+    assert (found.tone, found.title) == (tone, title)
+
+
+def test_headline_against_plain_decoding_is_the_gates() -> None:
+    slow = at_depths(SAMPLE, {3: (0.8, 0.9)})
+    refused = headline(replace(slow, gate=replace(PASSED, passed=False, baseline="none")))
+    assert (refused.tone, refused.title) == ("bad", "Refused: no speedup shown over plain decoding")
+    # By the break-even of another engine it may pay there.
+    passed = headline(replace(slow, gate=replace(PASSED, baseline="none")))
+    assert (passed.tone, passed.title) == ("good", "The retrained head beats plain decoding")
+
+
+def test_reports_without_intervals_of_speed_recommend_nothing() -> None:
+    assert (serving_sentence(SAMPLE), depth_rows(SAMPLE), serving_sentence(EMPTY)) == ("", [], "")
+    assert headline(SAMPLE).tone == "good"

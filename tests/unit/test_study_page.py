@@ -133,7 +133,7 @@ def test_costs_and_lengths_are_printed_in_units() -> None:
     assert "421 MB" in section(PAGE, "What it costs")
     assert "0.97x at 2,048 tokens" in section(PAGE, "What it costs")
     assert "663 ms (1.70x)" in section(PAGE, "Time of a reply")
-    for words in ("always, 3 drafts", "never", "from 12 tokens, 3 drafts"):
+    for words in ("always, 3 drafts", "not shown to pay", "from 12 tokens, 3 drafts"):
         assert words in section(PAGE, "From which length on")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.report import Lossless
 from mtp_train.report.study_slices import Slices, slice_report
 from mtp_train.report.study_wording import difference_words, setting_words, study_headline, study_key_figures
+from mtp_train.report.wording import Headline
 from study_samples import BARE, HEADLINE, RATES, STUDY, TASKS, arm_of
 
 UNTESTED = replace(STUDY, findings=())
@@ -103,9 +105,31 @@ def test_headline_of_one_arm_is_what_its_drafts_bring() -> None:
 
 
 def test_headline_of_drafts_that_do_not_pay_is_bad() -> None:
-    slow = tuple(replace(cell, speedup=0.9) for cell in STUDY.cells if cell.arm == BEST)
-    verdict = study_headline(slice_report(replace(UNTESTED, cells=slow, arms={BEST: STUDY.arms[BEST]})))
-    assert verdict.tone == "bad"
+    assert headline_at(speedup=0.9, speedup_ci95=(0.85, 0.95)).tone == "bad"
+
+
+def headline_at(**figures: Any) -> Headline:
+    """Return the headline of a study of one arm with these figures at every setting."""
+    cells = tuple(replace(cell, **figures) for cell in STUDY.cells if cell.arm == BEST)
+    return study_headline(slice_report(replace(UNTESTED, cells=cells, arms={BEST: STUDY.arms[BEST]})))
+
+
+@pytest.mark.parametrize("speed", [None, (0.7, 1.7)])
+def test_headline_is_green_only_where_an_interval_shows_the_speedup(speed: Interval | None) -> None:
+    unsure = {"speedup": 1.2, "speedup_ci95": speed, "tau": 3.0, "tau_ci95": (1.0, 4.0), "break_even_tau": 2.2}
+    verdict = headline_at(**unsure)
+    assert verdict.tone == "neutral"
+    assert verdict.title.endswith("the speed without drafts, and is not shown to decode faster")
+    assert headline_at(**{**unsure, "speedup_ci95": None, "tau_ci95": (2.3, 3.7)}).tone == "good"
+
+
+def test_the_arm_with_the_highest_tau_is_green_only_where_its_drafts_pay() -> None:
+    cells = tuple(replace(c, speedup_ci95=(0.5, 0.9)) if c.arm == BEST else c for c in UNTESTED.cells)
+    verdict = study_headline(slice_report(replace(UNTESTED, cells=cells)))
+    assert (verdict.tone, verdict.title) == (
+        "bad",
+        f"{BEST} has the highest tau: 2.95, and drafts slow decoding down here",
+    )
 
 
 def test_headline_of_an_empty_study() -> None:

@@ -24,7 +24,7 @@ from mtp_train.evaluation.statistics import lossless
 from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, graft_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.hooks.train_beside import trained_weights
-from mtp_train.job.evaluate_run import RETRAINED, MeasuredRun, changed_output, measure_arms
+from mtp_train.job.evaluate_run import RETRAINED, MeasuredRun, changed_output, measure_arms, sample_texts
 from mtp_train.job.held_out import HELD_OUT, held_out_figures
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.job.inputs import Inputs, gather_inputs
@@ -38,6 +38,7 @@ from mtp_train.recipe.schema import Recipe, SftSection
 from mtp_train.report.table import summary
 from mtp_train.report.wording import headline
 from mtp_train.report.write import write_report
+from mtp_train.train.log import read_metrics
 from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk
 from mtp_train.weights.adapter import (
@@ -166,7 +167,13 @@ def measure_tuned(
         "next": retrain_native_command(tuned.recipe.model.trunk),
     }
     report = RunReport(
-        arms=measured.results, lossless=lossless(measured.checked), gate=gate, settings=settings, cells=measured.cells
+        arms=measured.results,
+        lossless=lossless(measured.checked),
+        gate=gate,
+        settings=settings,
+        cells=measured.cells,
+        depths=measured.depths,
+        samples=sample_texts(measured, tuned.inputs),
     )
     return report, measured
 
@@ -220,7 +227,8 @@ def run_sft_stages(
     trunk = load_run_trunk(tuned.recipe, tuned.inputs, accelerator)
     report, measured = measure_tuned(run_dir, sft, tuned, trunk, progress)
     origin = read_json(run_dir / PROVENANCE_FILE)
-    write_report(report, run_dir, provenance=origin, marginal_ci95=measured.marginal_ci95)
+    curves = read_metrics(run_dir)
+    write_report(report, run_dir, provenance=origin, marginal_ci95=measured.marginal_ci95, metrics=curves)
     console.print(summary(report))
     stage.name = "export"
     export_tuned(recipe, run_dir, tuned, report)
