@@ -1,4 +1,4 @@
-"""The commands ``run``, ``check``, ``regenerate`` and ``rescue``."""
+"""The commands ``run``, ``check``, ``recipes``, ``regenerate`` and ``rescue``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def add_check(commands: Any) -> None:
     )
 
 
+def add_recipes(commands: Any) -> None:
+    """Declare ``recipes``."""
+    command = add_command(commands, "recipes", "list the recipes and accelerate files of the package")
+    command.set_defaults(handler=_recipes)
+
+
 def add_regenerate(commands: Any) -> None:
     """Declare ``regenerate``."""
     text = "only generate the trunk's answers to the recipe's prompts"
@@ -56,7 +62,7 @@ def _add_recipe(
     commands: Any, name: str, text: str, handler: Callable[[argparse.Namespace], Result]
 ) -> argparse.ArgumentParser:
     command = add_command(commands, name, text, allow_abbrev=False)
-    command.add_argument("recipe", type=Path)
+    command.add_argument("recipe", type=Path, help="a YAML file, or a name that mtp-train recipes lists")
     command.add_argument("overrides", nargs="*", metavar="section.field=value")
     command.set_defaults(handler=handler)
     return command
@@ -83,6 +89,11 @@ def _run(args: argparse.Namespace) -> Result:
 
 def _check(args: argparse.Namespace) -> Result:
     found = mtp.check(args.recipe, args.overrides, processes=args.processes)
+    return Result(found.to_json(), str(found))
+
+
+def _recipes(args: argparse.Namespace) -> Result:
+    found = mtp.recipes()
     return Result(found.to_json(), str(found))
 
 

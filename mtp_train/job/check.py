@@ -145,7 +145,7 @@ def check(recipe: RecipeLike, overrides: Overrides = (), *, processes: int | Non
     """Check a recipe against its model's config, and estimate what the run needs. Reads no weights.
 
     Args:
-        recipe: A YAML file, or a mapping of the same shape.
+        recipe: A YAML file, the name of a recipe of the package, or a mapping of the same shape.
         overrides: Dotted field to value, as for :func:`run`.
         processes: Processes that will train; None for ``WORLD_SIZE`` of a launcher, else 1.
 
@@ -155,7 +155,7 @@ def check(recipe: RecipeLike, overrides: Overrides = (), *, processes: int | Non
 
     Example:
         >>> import mtp_train as mtp
-        >>> found = mtp.check("recipes/retrain_head.yaml", {"train.max_steps": 50}, processes=2)
+        >>> found = mtp.check("retrain_head", {"train.max_steps": 50}, processes=2)
         >>> found.plan.accumulation, found.memory.total_bytes / 2**30
         (1, 0.31)
     """

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = (
     "run",
     "check",
+    "recipes",
     "regenerate",
     "inspect",
     "graft",
@@ -285,6 +286,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
     argv: dict[str, list[Any]] = {
         "run": ["run", recipe, f"run_dir={tmp_path / 'run'}"],
         "check": ["check", recipe],
+        "recipes": ["recipes"],
         "regenerate": ["regenerate", recipe],
         "inspect": ["inspect", inputs / "finetune", "--base", inputs / "base"],
         "graft": ["graft", inputs / "finetune", "--from", inputs / "base", "--out", tmp_path / "out"],

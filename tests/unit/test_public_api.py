@@ -52,6 +52,7 @@ FUNCTIONS = {
     "progress: Progress | None = None) -> MergeResult",
     "open_report": "(source: str | Path) -> RunReport | StudyReport",
     "push": "(export: str | Path, repo: str, *, dry_run: bool = True, progress: Progress | None = None) -> PushResult",
+    "recipes": "() -> RecipesResult",
     "regenerate": "(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progress | None = None) "
     "-> RegenerateResult",
     "rescue": "(fine_tune: str | Path, base: str | Path, out: str | Path, *, data: Sequence[str | Path] = (), "
@@ -72,6 +73,7 @@ RECORDS = {
     "runs_here note",
     "MergeResult": "out checkpoint adapter merged attached notes",
     "PushResult": "export repo files left_out uploaded url",
+    "RecipesResult": "recipes accelerate",
     "RegenerateResult": "run_dir counts",
     "RescueResult": "out head reason serves",
     "RunReport": "arms lossless gate settings cells",
@@ -127,7 +129,7 @@ def test_every_public_name_is_documented(name: str) -> None:
     assert text.partition("\n")[0].endswith(".")
     if name in FUNCTIONS:
         assert "Raises:" in text
-        assert "Args:" in text or name == "demo_path"
+        assert "Args:" in text or name in ("demo_path", "recipes")
     if name in FUNCTIONS or name in ("KeepHead", "EvaluationGrid", "MtpError"):
         assert "Example:\n    >>> " in text
 
