@@ -20,7 +20,7 @@ from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.module import unroll_of
 from mtp_train.job.input_identity import input_bytes
-from mtp_train.job.inputs import require_attention, require_draft_vocab, require_rows, require_unroll
+from mtp_train.job.inputs import require_attention, require_draft_vocab, require_own_data, require_rows, require_unroll
 from mtp_train.job.run_dir import require_place, with_recorded_precision, with_resolved_precision
 from mtp_train.job.sft.estimate_memory import tuning_cost, tuning_footprint
 from mtp_train.job.sft.tuned_model import require_trainable
@@ -191,6 +191,7 @@ def _checked(recipe: Recipe, world_size: int) -> CheckResult:
     require_draft_vocab(recipe, text_config.vocab_size)
     if recipe.sft is not None:
         require_trainable(family, raw, where=path)
+    require_own_data(recipe, path)
     plan = make_plan(recipe, world_size)
     with named_rejections(path):
         trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
