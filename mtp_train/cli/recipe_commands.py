@@ -1,4 +1,4 @@
-"""The commands ``run``, ``check``, ``recipes``, ``regenerate`` and ``rescue``."""
+"""The commands ``run``, ``check``, ``recipes``, ``init``, ``regenerate`` and ``rescue``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,16 @@ def add_recipes(commands: Any) -> None:
     command.set_defaults(handler=_recipes)
 
 
+def add_init(commands: Any) -> None:
+    """Declare ``init``."""
+    command = add_command(commands, "init", "write a commented recipe for a model")
+    command.add_argument("out", type=Path, metavar="FILE", help="the new recipe, as my-model.yaml")
+    command.add_argument("--trunk", required=True, metavar="CKPT", help="the model, or a peft adapter of the base")
+    command.add_argument("--base", metavar="BASE", help="the checkpoint it was fine-tuned from, with the head")
+    _add_data(command)
+    command.set_defaults(handler=_init)
+
+
 def add_regenerate(commands: Any) -> None:
     """Declare ``regenerate``."""
     text = "only generate the trunk's answers to the recipe's prompts"
@@ -47,6 +57,12 @@ def add_rescue(commands: Any) -> None:
     command.add_argument("finetune", help="a checkpoint, or a peft adapter of the base")
     command.add_argument("--from", dest="base", required=True, metavar="BASE", help="its base, with the head")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run; the checkpoint is DIR/export")
+    _add_data(command)
+    command.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="section.field=value")
+    command.set_defaults(handler=_rescue)
+
+
+def _add_data(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--data",
         nargs="+",
@@ -54,8 +70,6 @@ def add_rescue(commands: Any) -> None:
         metavar="PATH",
         help="prompts like those that the model will serve (default: built-in ones)",
     )
-    command.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="section.field=value")
-    command.set_defaults(handler=_rescue)
 
 
 def _add_recipe(
@@ -95,6 +109,11 @@ def _check(args: argparse.Namespace) -> Result:
 def _recipes(args: argparse.Namespace) -> Result:
     found = mtp.recipes()
     return Result(found.to_json(), str(found))
+
+
+def _init(args: argparse.Namespace) -> Result:
+    done = mtp.write_recipe(args.out, args.trunk, args.base, data=args.data)
+    return Result(done.to_json(), str(done))
 
 
 def _regenerate(args: argparse.Namespace) -> Result:

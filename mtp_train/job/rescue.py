@@ -17,7 +17,6 @@ from rich.console import Console
 
 from mtp_train.errors import GateRefusedError, MtpError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
-from mtp_train.evaluation.suites import BUILTIN_FILE
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.job import pipeline
@@ -27,47 +26,13 @@ from mtp_train.job.evaluate_run import GRAFT_INSTEAD
 from mtp_train.job.model_card import write_graft_card
 from mtp_train.job.run_dir import checkpoint_identity
 from mtp_train.job.start import Overrides, recipe_of
+from mtp_train.job.write_recipe import settings_of
 from mtp_train.recipe.schema import Recipe
-from mtp_train.weights.adapter import is_adapter, locate_adapter
-from mtp_train.weights.demo import PREFIX, resolve
-from mtp_train.weights.files import locate_checkpoint, open_checkpoint
+from mtp_train.weights.adapter import locate_adapter
+from mtp_train.weights.files import open_checkpoint
 from mtp_train.weights.locations import open_location
 from mtp_train.weights.lora_merge import write_adapted
 from mtp_train.weights.writing import removed_on_failure
-
-Plain = dict[str, Any]
-
-# The settings of recipes/retrain_head.yaml, measured on the demo.
-_DEMO: Plain = {
-    "data": {
-        "sources": [{"path": "demo:prompts"}],
-        "regenerate": {"max_prompts": 560, "max_new_tokens": 128, "batch_size": 32},
-        "seq_len_tokens": 512,
-        "holdout": 0.2,
-        "group_field": "group",
-    },
-    "train": {
-        "max_steps": 100,
-        "tokens_per_step": 3072,
-        "micro_batch_sequences": 3,
-        "lr": 6.0e-3,
-        "warmup_steps": 5,
-        "save_steps": 25,
-    },
-    "evaluate": {"prompts": 36, "max_new_tokens": 128},
-}
-# Sampling and learning rate of FastMTP (arXiv:2509.18362, section 3); lengths that one GPU generates within hours.
-_REAL: Plain = {
-    "data": {
-        "regenerate": {"max_prompts": 20000, "max_new_tokens": 1024, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
-        "seq_len_tokens": 4096,
-        "holdout": 0.05,
-    },
-    "train": {"max_steps": 500, "tokens_per_step": 65536, "lr": 5.0e-5, "warmup_steps": 25, "save_steps": 50},
-    "evaluate": {"prompts": 64, "max_new_tokens": 256},
-}
-_OWN_PROMPTS = {"sources": [{"path": str(BUILTIN_FILE)}], "holdout": 0.3}
-"""Hold out 30 of the built-in suite's 100 prompts: 20 would leave the gate too little power."""
 
 
 @dataclass(frozen=True)
@@ -149,21 +114,7 @@ def rescue_recipe(finetune: str, base: str, out: Path, data: Sequence[str], over
     Raises:
         MtpError: A location cannot be opened, or an override is wrong.
     """
-    adapter = finetune if is_adapter(locate_checkpoint(resolve(finetune))) else None
-    trunk = finetune if adapter is None else base
-    is_demo = trunk.startswith(PREFIX)
-    sizes = _DEMO if is_demo else _REAL
-    sources = {"sources": [{"path": path} for path in data]} if data else {} if is_demo else _OWN_PROMPTS
-    return recipe_of(
-        {
-            "run_dir": str(out),
-            "model": {"trunk": trunk, "head_from": base, "adapter": adapter},
-            **sizes,
-            "data": {**sizes["data"], **sources, **({"group_field": None} if data else {})},
-            "evaluate": {**sizes["evaluate"], "arms": ["none", "graft", "retrained"]},
-        },
-        overrides,
-    )
+    return recipe_of(settings_of("graft", finetune, base, str(out), data), overrides)
 
 
 def write_graft(recipe: Recipe, out: Path) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 from mtp_train.errors import MtpError
 
 _PACKAGE = Path(__file__).parents[1]
+SCHEMA_FILE = Path(__file__).with_name("schema.json")
+"""The JSON Schema of recipes, for editors."""
 _HEADLINE = "# Trains: "
 
 

@@ -58,12 +58,15 @@ FUNCTIONS = {
     "rescue": "(fine_tune: str | Path, base: str | Path, out: str | Path, *, data: Sequence[str | Path] = (), "
     "overrides: Overrides = (), console: Console | None = None) -> RescueResult",
     "run": "(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | None = None) -> RunResult",
+    "write_recipe": "(out: str | Path, trunk: str | Path, base: str | Path | None = None, *, "
+    "data: Sequence[str | Path] = ()) -> WriteRecipeResult",
     "train_head_beside": "(trainer: Trainer, base: str | Path | None = None, *, lr: float = 0.0001, "
     "num_depths: int = 3, depth_decay: float = 0.6) -> None",
 }
 RECORDS = {
     "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves",
     "DemoResult": "base finetune prompts",
+    "WriteRecipeResult": "out start family",
     "EvaluationGrid": "suite tasks prompts_per_task temperatures contexts depths rules max_new_tokens batch seed",
     "EvaluationResult": "out report",
     "ExportResult": "out trunk file flag notes",

@@ -14,7 +14,7 @@ from mtp_train.job.start import recipe_of
 from mtp_train.recipe import shipped
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.shipped import accelerate_file, recipe_path
-from runs import document
+from runs import document, refusal, write_inputs
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 Capture = pytest.CaptureFixture[str]
@@ -98,3 +98,25 @@ def test_an_installation_without_recipes_is_named(tmp_path: Path, monkeypatch: p
         mtp.recipes()
     # Recipes by path do not depend on them.
     assert load_recipe(RECIPES / "fastmtp.yaml").run_dir == "runs/fastmtp"
+
+
+def words_for(trunk: object) -> list[str]:
+    return ["check", "attach_head", f"model.trunk={trunk}", "run_dir=run"]
+
+
+def test_the_demos_data_is_for_the_demos_models_alone(tmp_path: Path, capfd: Capture) -> None:
+    write_inputs(tmp_path / "inputs")
+    mtp.demo("demo")
+    for trunk in ("demo:base", tmp_path / "demo" / "finetune"):
+        assert main(words_for(trunk)) == 0
+    other = tmp_path / "inputs" / "finetune"
+    said = refusal(words_for(other), capfd)
+    assert said.startswith(
+        f"mtp-train: data.sources.0.path: demo:prompts, the demo's data, while model.trunk is {other};"
+    )
+    assert "data.sources.0.path=chats.jsonl data.group_field=null" in said
+    # A run refuses it too, before it writes anything.
+    assert refusal(["run", *words_for(other)[1:]], capfd) == said
+    assert [path.name for path in Path("run").iterdir()] == ["outcome.json"]
+    chats = [f"data.sources.0.path={tmp_path / 'inputs' / 'chats.jsonl'}", "data.group_field=null"]
+    assert main([*words_for(other), *chats]) == 0

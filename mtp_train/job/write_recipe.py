@@ -1,0 +1,264 @@
+"""``mtp-train init``: write a commented recipe for a model. ``rescue`` runs the same recipe without a file.
+
+The recipe depends on where the head comes from: the base of the model (``graft``), the model itself (``native``), or
+neither, for a model that never had a head (``attach``).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mtp_train.errors import CheckpointError, MtpError
+from mtp_train.evaluation.suites import BUILTIN_FILE
+from mtp_train.heads.diagnose import diagnose_head
+from mtp_train.job.check import check
+from mtp_train.job.inputs import plan_head
+from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
+from mtp_train.recipe.loading import dump_yaml, recipe_from_mapping
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.shipped import SCHEMA_FILE
+from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, is_adapter
+from mtp_train.weights.demo import PREFIX, resolve
+from mtp_train.weights.files import Checkpoint, locate_checkpoint, read_json
+from mtp_train.weights.locations import open_location
+from mtp_train.weights.suggestions import named_base
+from mtp_train.weights.writing import full_disk_is_named, refuse_existing, write_text
+
+Plain = dict[str, Any]
+Start = Literal["graft", "native", "attach"]
+
+# The settings of recipes/retrain_head.yaml, measured on the demo.
+_DEMO: Plain = {
+    "data": {
+        "sources": [{"path": "demo:prompts"}],
+        "regenerate": {"max_prompts": 560, "max_new_tokens": 128, "batch_size": 32},
+        "seq_len_tokens": 512,
+        "holdout": 0.2,
+        "group_field": "group",
+    },
+    "train": {
+        "max_steps": 100,
+        "tokens_per_step": 3072,
+        "micro_batch_sequences": 3,
+        "lr": 6.0e-3,
+        "warmup_steps": 5,
+        "save_steps": 25,
+    },
+    "evaluate": {"prompts": 36, "max_new_tokens": 128},
+}
+# Sampling and learning rate of FastMTP (arXiv:2509.18362, section 3); lengths that one GPU generates within hours.
+_REAL: Plain = {
+    "data": {
+        "regenerate": {"max_prompts": 20000, "max_new_tokens": 1024, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        "seq_len_tokens": 4096,
+        "holdout": 0.05,
+    },
+    "train": {"max_steps": 500, "tokens_per_step": 65536, "lr": 5.0e-5, "warmup_steps": 25, "save_steps": 50},
+    "evaluate": {"prompts": 64, "max_new_tokens": 256},
+}
+# A new head learns more than one that is retrained. speculators trains MTP heads with this learning rate.
+_NEW_HEAD: Plain = {"max_steps": 2000, "lr": 1.0e-4, "warmup_steps": 100}
+_OWN_PROMPTS = {"sources": [{"path": str(BUILTIN_FILE)}], "holdout": 0.3}
+"""Hold out 30 of the built-in suite's 100 prompts: 20 would leave the gate too little power."""
+
+_TRAINS: Mapping[Start, str] = {
+    "graft": "the MTP head of model.head_from, grafted onto model.trunk, on the responses of model.trunk.",
+    "native": "the MTP head of model.trunk, on the responses of model.trunk.",
+    "attach": "a new MTP head for model.trunk, which has none, on the responses of model.trunk.",
+}
+_NOTES: Mapping[str, str] = {
+    "run_dir": "The directory of all outputs. The same command resumes an interrupted run.",
+    "model.adapter": "The peft adapter whose model the head is trained for. The export contains the merged weights.",
+    "data.sources": "Chats or prompts like those that the model will serve.",
+    "data.regenerate": "The model answers the prompts itself: a head learns best from the text that it will draft.",
+    "data.regenerate.max_prompts": "Number of prompts to respond to, if there are as many.",
+    "train.tokens_per_step": "Tokens of an optimizer step, over all processes. One step has the same size on any "
+    "number of GPUs.",
+    "evaluate.arms": "Decoders to compare on held-out prompts. The head is exported if it drafts better than before.",
+}
+"""Comments that replace the first sentence of a field's description."""
+_BUILTIN_NOTE = "The hundred built-in prompts, which is little. Name a file of your own chats or prompts here."
+_LINE_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class WriteRecipeResult:
+    """The recipe that :func:`write_recipe` wrote."""
+
+    out: Path
+    """The file."""
+    start: Start
+    """Where the head comes from: ``graft`` (the base), ``native`` (the model itself) or ``attach`` (a new head)."""
+    family: str
+    """The model's family."""
+
+    @property
+    def commands(self) -> tuple[str, str]:
+        """The commands to run next: check the recipe, and run it."""
+        path = shlex.quote(str(self.out))
+        return f"mtp-train check {path}", f"accelerate launch -m mtp_train {path}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as ``mtp-train init --json`` prints them."""
+        return {"out": str(self.out), "start": self.start, "family": self.family, "commands": list(self.commands)}
+
+    def __str__(self) -> str:
+        return "\n".join([f"Wrote {self.out} ({self.family}). It trains {_TRAINS[self.start]}", *self.commands])
+
+
+def write_recipe(
+    out: str | Path, trunk: str | Path, base: str | Path | None = None, *, data: Sequence[str | Path] = ()
+) -> WriteRecipeResult:
+    """Write a commented recipe that retrains a model's head, or trains a new one for a model without a head.
+
+    Args:
+        out: The new file.
+        trunk: A checkpoint, or a peft adapter of ``base``: a directory, a hub id or ``demo:NAME``.
+        base: The checkpoint that it was fine-tuned from, whose head is grafted and retrained. None takes the head of
+            ``trunk``, or a new one if ``trunk`` never had one.
+        data: Files of prompts or chats like those that the model will serve; empty for 100 built-in prompts.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        MtpError: The model is unknown or incomplete, does not fit the base, or needs a base; or ``check`` would refuse
+            the recipe.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> mtp.write_recipe("my-27b.yaml", "my-27b", "Qwen/Qwen3.6-27B", data=["chats.jsonl"]).start
+        'graft'
+    """
+    out = Path(out)
+    refuse_existing(out, what="the recipe")
+    if not out.parent.is_dir():
+        raise MtpError(f"{out}: no directory {out.parent}; expected one to write the recipe to. Make it first.")
+    donor = None if base is None else str(base)
+    start = start_of(str(trunk), donor)
+    settings = settings_of(start, str(trunk), donor, f"runs/{out.stem}", [str(path) for path in data])
+    found = check(settings)
+    if donor is not None:
+        # ``check`` reads configs only: this compares the trunk's tensors and those of the head, without their values.
+        plan_head(found.recipe, open_location(found.recipe.model.trunk), open_location(donor))
+    with full_disk_is_named(out, what="the recipe"):
+        write_text(out, _commented(settings, start))
+    return WriteRecipeResult(out, start, found.family)
+
+
+def start_of(trunk: str, base: str | None) -> Start:
+    """Return where the head of a model comes from.
+
+    Raises:
+        CheckpointError: The model's head is missing or incomplete, or the model is an adapter, and there is no base.
+    """
+    if base is not None:
+        return "graft"
+    path = locate_checkpoint(resolve(trunk))
+    if is_adapter(path):
+        named = read_json(path / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
+        raise _lacks_base(trunk, "a peft adapter", str(named) if named else None)
+    checkpoint = open_location(trunk)
+    diagnosis = diagnose_head(checkpoint)
+    if diagnosis.complete:
+        return "native"
+    if diagnosis.found_keys or diagnosis.declared_modules:
+        raise _lacks_base(trunk, diagnosis.describe(), named_base(checkpoint.path))
+    return "attach"
+
+
+def _lacks_base(trunk: str, found: str, named: str | None) -> CheckpointError:
+    base = shlex.quote(named) if named else "BASE"
+    return CheckpointError(
+        f"{trunk}: {found}, and no base is named; expected the checkpoint that it was fine-tuned from, with its head. "
+        f"Add --base {base}; if that has no head either, train a new one with the recipe attach_head."
+    )
+
+
+def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: Sequence[str]) -> Plain:
+    """Return the plain values of the recipe for a model.
+
+    Args:
+        start: Where the head comes from, see :func:`start_of`.
+        trunk: The model, or an adapter of ``base``.
+        base: The checkpoint with the head, for ``graft``.
+        run_dir: The run directory.
+        data: Paths of prompts or chats; empty for the demo's own or the built-in prompts.
+
+    Raises:
+        MtpError: A location cannot be opened.
+    """
+    adapter = None
+    if base is not None and is_adapter(locate_checkpoint(resolve(trunk))):
+        trunk, adapter = base, trunk
+    is_demo = trunk.startswith(PREFIX)
+    sizes = _DEMO if is_demo else _REAL
+    sources = {"sources": [{"path": path} for path in data]} if data else {} if is_demo else _OWN_PROMPTS
+    settings: Plain = {
+        "run_dir": run_dir,
+        "model": {"trunk": trunk},
+        "head": {"init": start},
+        **sizes,
+        "data": {**sources, **sizes["data"], **sources, **({"group_field": None} if data else {})},
+        "evaluate": {"arms": ["none", start, "retrained"], **sizes["evaluate"]},
+    }
+    if start == "graft":
+        settings["model"] |= {"head_from": base, **({} if adapter is None else {"adapter": adapter})}
+    if start == "attach":
+        settings["train"] = {**sizes["train"], **_NEW_HEAD}
+        settings["evaluate"]["arms"] = ["none", "retrained"]
+        settings["head"] = {"init": _new_head(settings, open_location(trunk))}
+    return settings
+
+
+def _new_head(settings: Plain, trunk: Checkpoint) -> str:
+    """Return the initial weights of a new head: a copy of the trunk's last layer if one fits, else random ones."""
+    copied: Recipe = recipe_from_mapping({**settings, "head": {"init": "copy_last_layer"}})
+    try:
+        plan_head(copied, trunk, None)
+    except CheckpointError:
+        return "random"
+    return "copy_last_layer"
+
+
+def _commented(settings: Plain, start: Start) -> str:
+    """Return a recipe as YAML, with a header and a comment above every field."""
+    header = (
+        f"# yaml-language-server: $schema={SCHEMA_FILE}",
+        f"# Trains: {_TRAINS[start]}",
+        "# Check: mtp-train check THIS_FILE prints plan, memory and the engines that serve the result.",
+        "# Launch: accelerate launch -m mtp_train THIS_FILE; mtp-train recipes lists files for several GPUs.",
+        "# Override a field by adding section.field=value to either command. The schema above describes every field.",
+    )
+    notes = {
+        path: _first_sentence(node["description"]) for path, node in walk_fields(schema_tree()) if "description" in node
+    }
+    notes |= _NOTES
+    if settings["data"]["sources"] == _OWN_PROMPTS["sources"]:
+        notes["data.sources"] = _BUILTIN_NOTE
+    return "\n".join([*header, *_lines(settings, notes)]) + "\n"
+
+
+def _lines(section: Plain, notes: Mapping[str, str], prefix: str = "") -> Iterator[str]:
+    indent = "  " * prefix.count(".") + ("  " if prefix else "")
+    for name, value in section.items():
+        path = dotted(prefix, name)
+        if not prefix:
+            yield ""
+        if path in notes:
+            yield from textwrap.wrap(
+                notes[path], _LINE_WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+            )
+        if isinstance(value, dict):
+            yield f"{indent}{name}:"
+            yield from _lines(value, notes, path)
+        else:
+            yield textwrap.indent(dump_yaml({name: value}), indent).rstrip()
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.)\s", text, maxsplit=1)[0]
