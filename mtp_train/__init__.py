@@ -58,6 +58,10 @@ if TYPE_CHECKING:
     from mtp_train.job.start import open_report as open_report
     from mtp_train.job.start import regenerate as regenerate
     from mtp_train.job.start import run as run
+    from mtp_train.job.write_recipe import WriteRecipeResult as WriteRecipeResult
+    from mtp_train.job.write_recipe import write_recipe as write_recipe
+    from mtp_train.recipe.shipped import RecipesResult as RecipesResult
+    from mtp_train.recipe.shipped import recipes as recipes
     from mtp_train.weights.demo import DemoResult as DemoResult
     from mtp_train.weights.demo import demo as demo
     from mtp_train.weights.demo import demo_path as demo_path
@@ -84,6 +88,8 @@ _NAMES_BY_MODULE = {
     "job.generate": ("GenerateResult", "generate"),
     "job.rescue": ("RescueResult", "rescue"),
     "job.start": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),
+    "job.write_recipe": ("WriteRecipeResult", "write_recipe"),
+    "recipe.shipped": ("RecipesResult", "recipes"),
     "weights.demo": ("DemoResult", "demo", "demo_path"),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import logging
 import os
@@ -14,13 +15,15 @@ import mtp_train as mtp
 from mtp_train.cli.checkpoint_commands import add_demo, add_export, add_graft, add_inspect, add_merge, add_push
 from mtp_train.cli.decoding_commands import add_compare, add_evaluate, add_generate
 from mtp_train.cli.output import Result, is_main_process
-from mtp_train.cli.recipe_commands import add_check, add_regenerate, add_rescue, add_run
+from mtp_train.cli.recipe_commands import add_check, add_init, add_recipes, add_regenerate, add_rescue, add_run
 from mtp_train.errors import printable
 from mtp_train.stopping import Stopped, stopped_by_signals
 
 COMMANDS = (
     add_run,
     add_check,
+    add_recipes,
+    add_init,
     add_regenerate,
     add_inspect,
     add_graft,
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: Arguments without the program's name; a recipe as the first one means ``run``.
+        argv: Arguments without the program's name; a recipe's path or name as the first one means ``run``.
 
     Returns:
         0 done, 2 wrong input, 3 the gate refused, 143 or 130 stopped by SIGTERM or SIGINT. A bug leaves as a traceback
@@ -58,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parser = build_parser()
-    if arguments and arguments[0].endswith((".yaml", ".yml")):
+    if arguments and _means_recipe(arguments[0]):
         arguments.insert(0, "run")
     args = parser.parse_args(arguments)
     quieten_libraries()
@@ -74,6 +77,15 @@ def _run(arguments: list[str]) -> int:
         text = result.text if result.styled else printable(result.text)
         print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else text)
     return result.exit_code
+
+
+def _means_recipe(word: str) -> bool:
+    """Return whether the first word is a recipe: a path, or a name, which ``run`` corrects if it is mistyped."""
+    if word.endswith((".yaml", ".yml")):
+        return True
+    names = [recipe.name for recipe in mtp.recipes().recipes]
+    # Close enough that no command is taken for a recipe.
+    return bool(difflib.get_close_matches(word, names, n=1, cutoff=0.8))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""The commands ``run``, ``check``, ``regenerate`` and ``rescue``."""
+"""The commands ``run``, ``check``, ``recipes``, ``init``, ``regenerate`` and ``rescue``."""
 
 from __future__ import annotations
 
@@ -32,6 +32,22 @@ def add_check(commands: Any) -> None:
     )
 
 
+def add_recipes(commands: Any) -> None:
+    """Declare ``recipes``."""
+    command = add_command(commands, "recipes", "list the recipes and accelerate files of the package")
+    command.set_defaults(handler=_recipes)
+
+
+def add_init(commands: Any) -> None:
+    """Declare ``init``."""
+    command = add_command(commands, "init", "write a commented recipe for a model")
+    command.add_argument("out", type=Path, metavar="FILE", help="the new recipe, as my-model.yaml")
+    command.add_argument("--trunk", required=True, metavar="CKPT", help="the model, or a peft adapter of the base")
+    command.add_argument("--base", metavar="BASE", help="the checkpoint it was fine-tuned from, with the head")
+    _add_data(command)
+    command.set_defaults(handler=_init)
+
+
 def add_regenerate(commands: Any) -> None:
     """Declare ``regenerate``."""
     text = "only generate the trunk's answers to the recipe's prompts"
@@ -44,6 +60,12 @@ def add_rescue(commands: Any) -> None:
     command.add_argument("finetune", help="a checkpoint, or a peft adapter of the base")
     command.add_argument("--from", dest="base", required=True, metavar="BASE", help="its base, with the head")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run; the checkpoint is DIR/export")
+    _add_data(command)
+    command.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="section.field=value")
+    command.set_defaults(handler=_rescue)
+
+
+def _add_data(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--data",
         nargs="+",
@@ -51,15 +73,13 @@ def add_rescue(commands: Any) -> None:
         metavar="PATH",
         help="prompts like those that the model will serve (default: built-in ones)",
     )
-    command.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="section.field=value")
-    command.set_defaults(handler=_rescue)
 
 
 def _add_recipe(
     commands: Any, name: str, text: str, handler: Callable[[argparse.Namespace], Result]
 ) -> argparse.ArgumentParser:
     command = add_command(commands, name, text, allow_abbrev=False)
-    command.add_argument("recipe", type=Path)
+    command.add_argument("recipe", type=Path, help="a YAML file, or a name that mtp-train recipes lists")
     command.add_argument("overrides", nargs="*", metavar="section.field=value")
     command.set_defaults(handler=handler)
     return command
@@ -87,6 +107,16 @@ def _run(args: argparse.Namespace) -> Result:
 def _check(args: argparse.Namespace) -> Result:
     found = mtp.check(args.recipe, args.overrides, processes=args.processes, device=args.device)
     return Result(found.to_json(), str(found))
+
+
+def _recipes(args: argparse.Namespace) -> Result:
+    found = mtp.recipes()
+    return Result(found.to_json(), str(found))
+
+
+def _init(args: argparse.Namespace) -> Result:
+    done = mtp.write_recipe(args.out, args.trunk, args.base, data=args.data)
+    return Result(done.to_json(), str(done))
 
 
 def _regenerate(args: argparse.Namespace) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.models.attached import ATTACHED
 from mtp_train.families.spec import RawConfig, raw_text_config
 
 _NONE = "its releases carry no MTP head"
@@ -20,7 +21,7 @@ HEADLESS: Mapping[str, str] = {
 }
 """Value of ``model_type`` to the reason why no head is handled."""
 
-NOT_ATTACHED = "recipes/attach.md lists the models that a head can be attached to."
+NOT_ATTACHED = f"A head can be attached to {', '.join(family.title for family in ATTACHED)}."
 
 
 def refuse_unserved_heads(config: RawConfig, *, where: str) -> None:

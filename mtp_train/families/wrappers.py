@@ -44,7 +44,7 @@ def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
         raise UnsupportedModelError(
             f"{where}: model_type '{wrapper}' around {family.title}: its releases carry no MTP head, and none is "
             f"attached inside of it ({reason}); expected a text-only model, or one of {', '.join(WRAPPERS)}. Use the "
-            "text-only model; recipes/attach.md says how."
+            "text-only model: mtp-train init writes the recipe that attaches a head."
         )
     return replace(
         family,

@@ -151,8 +151,8 @@ def gguf_head_for(family: Family, model_type: str, *, where: str) -> GgufHead:
     if model_type not in GGUF_HEADS:
         reason = family.serving["llama.cpp"].text
         raise UnsupportedModelError(
-            f"{where}: llama.cpp does not draft with a head of {family.title}: {reason}; expected a model with a yes "
-            "under 'GGUF sidecar' in recipes/families.md. Export without --gguf, for another engine."
+            f"{where}: llama.cpp does not draft with a head of {family.title}: {reason}; expected one of "
+            f"{', '.join(GGUF_HEADS)}. Export without --gguf, for another engine."
         )
     return GGUF_HEADS[model_type]
 

@@ -31,6 +31,7 @@ from mtp_train.weights.native import (
     plain_tensor,
     require_same_trunk_shape,
 )
+from mtp_train.weights.suggestions import train_command
 from mtp_train.weights.writing import PendingTensor, held_tensor
 
 FreshStart = Literal["copy_last_layer", "random"]
@@ -91,7 +92,7 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
     if not diagnosis.complete:
         hint = "Point at the base with its original weights."
         if base.family.attached and not diagnosis.found_keys:
-            hint = f"Releases of {base.family.title} have none: attach one with recipes/attach_head.yaml."
+            hint = f"Releases of {base.family.title} have none. Attach one: {train_command(str(finetune.path))}"
         raise CheckpointError(f"{base.path}: {diagnosis.describe()}; expected a complete head. {hint}")
     # Engines read stacked experts and single ones: the head keeps the layout of the base.
     layout = replace(layout, fused_experts=base_layout.fused_experts)

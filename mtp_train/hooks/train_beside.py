@@ -139,7 +139,7 @@ class HeadBeside(TrainerCallback):
         if shards is not None:
             raise UnsupportedModelError(
                 f"train_head_beside: the model is in shards ({shards}); expected it whole in every process. Train the "
-                "head after it: recipes/retrain_head.yaml does so in shards."
+                "head after it, in shards: mtp-train init writes the recipe."
             )
         # A trainer that retries with smaller batches calls on_train_begin again without on_train_end.
         self.release()

@@ -36,7 +36,9 @@ from mtp_train.weights.locations import open_location
 
 SAMPLE_RECORDS = 512
 """Records whose tokens are counted, taken at even distances."""
-LEAST_HELD_OUT, MOST_HELD_OUT, EVALUATION_PROMPTS = 0.05, 0.3, 64
+LEAST_HELD_OUT, MOST_HELD_OUT = 0.05, 0.3
+EVALUATION_PROMPTS, EVALUATION_GROUPS = 64, 12
+"""Prompts and groups to hold out: the gate's intervals are over groups."""
 MOST_PROMPTS = 20_000
 MOST_NEW_TOKENS, LEAST_SEQ_LEN, MOST_SEQ_LEN = 1024, 512, 4096
 STEPS_PER_EPOCH, LEAST_SEQUENCES, MOST_TOKENS_PER_STEP = 20, 4, 65_536
@@ -63,17 +65,20 @@ class Choice:
     value: int | float
     reason: str
 
-    def __str__(self) -> str:
-        return f"{self.field}: {self.value:.3g} ({self.reason})" if isinstance(self.value, float) else self._whole()
+    @property
+    def shown(self) -> str:
+        """The value for a reader."""
+        return f"{self.value:.3g}" if isinstance(self.value, float) else str(self.value)
 
-    def _whole(self) -> str:
-        return f"{self.field}: {self.value} ({self.reason})"
+    def __str__(self) -> str:
+        return f"{self.field}: {self.shown} ({self.reason})"
 
 
 class TextFacts(NamedTuple):
     """Lengths of the records, in tokens; ``long`` is the 95th percentile."""
 
     num_records: int
+    num_groups: int
     prompt_mean: float
     prompt_long: int
     response_mean: float | None
@@ -193,6 +198,7 @@ def text_facts(recipe: Recipe) -> TextFacts:
     responses = [int(document.loss_mask.sum()) for document in documents]
     return TextFacts(
         num_records=len(records),
+        num_groups=len({record.group for record in records}),
         prompt_mean=sum(prompts) / len(prompts),
         prompt_long=_long(prompts),
         response_mean=sum(responses) / len(responses) if responses else None,
@@ -221,10 +227,12 @@ def _power_of_two(least: float) -> int:
 
 
 def _holdout(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
-    share = min(MOST_HELD_OUT, max(LEAST_HELD_OUT, EVALUATION_PROMPTS / text.num_records))
-    return round(
-        share, 3
-    ), f"{EVALUATION_PROMPTS} of {text.num_records} records, from {LEAST_HELD_OUT} to {MOST_HELD_OUT}"
+    wanted = max(EVALUATION_PROMPTS / text.num_records, EVALUATION_GROUPS / text.num_groups)
+    share = min(MOST_HELD_OUT, max(LEAST_HELD_OUT, wanted))
+    return (
+        round(share, 3),
+        f"{EVALUATION_PROMPTS} of {text.num_records} records and {EVALUATION_GROUPS} of {text.num_groups} groups, from {LEAST_HELD_OUT} to {MOST_HELD_OUT}",
+    )
 
 
 def _prompts_to_evaluate(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:

@@ -20,7 +20,7 @@ from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.module import unroll_of
 from mtp_train.job.auto import Choice
 from mtp_train.job.input_identity import input_bytes
-from mtp_train.job.inputs import require_attention, require_draft_vocab, require_rows, require_unroll
+from mtp_train.job.inputs import require_attention, require_draft_vocab, require_own_data, require_rows, require_unroll
 from mtp_train.job.run_dir import require_place, with_recorded_precision, with_resolved_precision
 from mtp_train.job.sft.estimate_memory import tuning_cost, tuning_footprint
 from mtp_train.job.sft.tuned_model import require_trainable
@@ -169,7 +169,7 @@ def check(
     """Check a recipe against its model's config, and estimate what the run needs. Reads no weights.
 
     Args:
-        recipe: A YAML file, or a mapping of the same shape.
+        recipe: A YAML file, the name of a recipe of the package, or a mapping of the same shape.
         overrides: Dotted field to value, as for :func:`run`.
         processes: Processes that will train; None for ``WORLD_SIZE`` of a launcher, else 1.
         device: What each of them will run on, to plan for another machine: ``"h100"``, ``"h200"``, ``"a100"``,
@@ -181,7 +181,7 @@ def check(
 
     Example:
         >>> import mtp_train as mtp
-        >>> found = mtp.check("recipes/retrain_head.yaml", {"train.max_steps": 50}, processes=2)
+        >>> found = mtp.check("retrain_head", {"train.max_steps": 50}, processes=2)
         >>> found.plan.accumulation, found.memory.total_bytes / 2**30
         (1, 0.31)
     """
@@ -224,6 +224,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     require_draft_vocab(recipe, text_config.vocab_size)
     if recipe.sft is not None:
         require_trainable(family, raw, where=path)
+    require_own_data(recipe, path)
     plan = make_plan(recipe, world_size)
     with named_rejections(path):
         trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)

@@ -39,8 +39,8 @@ from mtp_train.trunk.quantise import require_bitsandbytes, require_quantizable
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.trunk.whole import require_whole_trunk
 from mtp_train.weights.adapter import locate_adapter
-from mtp_train.weights.demo import GROUP_FIELD, home_source, resolve
-from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.demo import GROUP_FIELD, PREFIX, demo_path, home_source, resolve
+from mtp_train.weights.files import Checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.identity import Contents
 from mtp_train.weights.locations import open_location
@@ -94,6 +94,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     if recipe.head.lora is not None:
         require_lora_targets(recipe.head.lora, head_plan.family, text_config, head_plan.num_modules, convention)
     require_arms(recipe, finetune)
+    require_own_data(recipe, finetune.path)
     require_rows(recipe)
     require_draft_vocab(recipe, text_config.vocab_size)
     # Raises if the trunk cannot be evaluated at its serving settings: now, not after training.
@@ -200,6 +201,33 @@ def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
             f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its "
             "own. Remove native from evaluate.arms."
         )
+
+
+def require_own_data(recipe: Recipe, trunk: Path) -> None:
+    """Check that a recipe with the demo's data trains a head for a demo model, by the vocabulary of its tokenizer.
+
+    Copies and fine-tunes of the demo's checkpoints pass.
+
+    Raises:
+        RecipeError: The trunk has another vocabulary.
+    """
+    named = [number for number, source in enumerate(recipe.data.sources) if source.path.startswith(PREFIX)]
+    if named and _vocabulary(trunk) != _vocabulary(demo_path("base")):
+        at, found = f"data.sources.{named[0]}.path", recipe.data.sources[named[0]].path
+        raise RecipeError(
+            [
+                f"{at}: {found}, the demo's data, while model.trunk is {recipe.model.trunk}; expected text like the "
+                f"model will serve. Add {at}=chats.jsonl data.group_field=null with a file of your own, or use "
+                "mtp-train init, which fits a recipe to the model."
+            ]
+        )
+
+
+def _vocabulary(checkpoint: Path) -> object:
+    """Return the tokens of a checkpoint's fast tokenizer; None without one."""
+    file = checkpoint / "tokenizer.json"
+    model = read_json(file).get("model") if file.is_file() else None
+    return model.get("vocab") if isinstance(model, dict) else None
 
 
 def require_draft_vocab(recipe: Recipe, vocab_size: int) -> None:

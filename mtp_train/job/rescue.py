@@ -15,10 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from mtp_train.data.sources import load_records
-from mtp_train.errors import DataError, GateRefusedError, MtpError
+from mtp_train.errors import GateRefusedError, MtpError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
-from mtp_train.evaluation.suites import BUILTIN_FILE
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.job import pipeline
@@ -29,38 +27,13 @@ from mtp_train.job.evaluate_run import GRAFT_INSTEAD
 from mtp_train.job.model_card import write_graft_card
 from mtp_train.job.run_dir import checkpoint_identity
 from mtp_train.job.start import Overrides, Settled, settled_recipe
-from mtp_train.recipe.auto import AUTO
+from mtp_train.job.write_recipe import settings_of
 from mtp_train.recipe.schema import Recipe
-from mtp_train.weights.adapter import is_adapter, locate_adapter
-from mtp_train.weights.demo import GROUP_FIELD, PREFIX, resolve
-from mtp_train.weights.files import locate_checkpoint, open_checkpoint
+from mtp_train.weights.adapter import locate_adapter
+from mtp_train.weights.files import open_checkpoint
 from mtp_train.weights.locations import open_location
 from mtp_train.weights.lora_merge import write_adapted
 from mtp_train.weights.writing import removed_on_failure
-
-Plain = dict[str, Any]
-
-# Sampling of FastMTP (arXiv:2509.18362, section 3); the rest follows from model, data and machine.
-_DATA: Plain = {
-    "regenerate": {
-        "max_prompts": AUTO,
-        "max_new_tokens": AUTO,
-        "batch_size": AUTO,
-        "temperature": 0.6,
-        "top_k": 20,
-        "top_p": 0.95,
-    },
-    "seq_len_tokens": AUTO,
-    "holdout": AUTO,
-}
-_TRAIN: Plain = {
-    "max_steps": AUTO,
-    "tokens_per_step": AUTO,
-    "micro_batch_sequences": AUTO,
-    "lr": AUTO,
-    "warmup_steps": AUTO,
-    "save_steps": 50,
-}
 
 
 @dataclass(frozen=True)
@@ -144,30 +117,7 @@ def rescue_recipe(finetune: str, base: str, out: Path, data: Sequence[str], over
     Raises:
         MtpError: A location cannot be opened, or an override is wrong.
     """
-    adapter = finetune if is_adapter(locate_checkpoint(resolve(finetune))) else None
-    trunk = finetune if adapter is None else base
-    prompts = [str(path) for path in data] or ["demo:prompts" if trunk.startswith(PREFIX) else str(BUILTIN_FILE)]
-    return settled_recipe(
-        {
-            "run_dir": str(out),
-            "model": {"trunk": trunk, "head_from": base, "adapter": adapter},
-            "data": {"sources": [{"path": path} for path in prompts], **_DATA, "group_field": _group_field(prompts)},
-            "train": _TRAIN,
-            "evaluate": {"arms": ["none", "graft", "retrained"], "prompts": AUTO},
-        },
-        overrides,
-    )
-
-
-def _group_field(paths: Sequence[str]) -> str | None:
-    """Return the column that groups records if every file has it, as files of prompts for ``evaluate`` may."""
-    try:
-        for path in paths:
-            load_records(resolve(path), group_field=GROUP_FIELD, name=path, max_records=1)
-    except DataError:
-        # No such column; what else is wrong is reported when the run reads the file.
-        return None
-    return GROUP_FIELD
+    return settled_recipe(settings_of("graft", finetune, base, str(out), data), overrides)
 
 
 def write_graft(recipe: Recipe, out: Path) -> None:

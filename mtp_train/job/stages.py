@@ -18,6 +18,7 @@ from mtp_train.job.regeneration import regenerate_stage, stored_documents
 from mtp_train.job.run_dir import FIRST_STAGE, checkpoint_identity, claim, environment_facts
 from mtp_train.job.training import part_documents
 from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.shard import shards_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
@@ -44,7 +45,7 @@ def load_run_trunk(
             raise TrainingError(
                 f"model.offload: {recipe.model.offload}, and the launcher asks for "
                 f"{accelerator.distributed_type.value}; expected one process without a wrapper. Launch with "
-                "recipes/accelerate/single.yaml, or write model.offload: null."
+                f"{accelerate_file('single')}, or write model.offload: null."
             )
         device = "cpu"
     dtype = trunk_dtype(recipe, accelerator.device, inputs.finetune)

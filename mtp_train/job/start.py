@@ -48,7 +48,8 @@ def settled_recipe(
     """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved.
 
     Args:
-        recipe: A YAML file, a mapping of the same shape, or a recipe, which is returned as it is.
+        recipe: A YAML file, the name of a recipe of the package, a mapping of the same shape, or a recipe, which is
+            returned as it is.
         overrides: Dotted field to value, ``{"train.lr": 1e-4}``, or strings ``section.field=value`` with YAML values.
         world_size: Processes that will train; None for ``WORLD_SIZE`` of a launcher, else 1.
         device: What they will run on; None for this machine's.
@@ -155,7 +156,7 @@ def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | Non
     Runs in this process. For several GPUs, use ``accelerate launch -m mtp_train RECIPE``.
 
     Args:
-        recipe: A YAML file, or a mapping of the same shape.
+        recipe: A YAML file, the name of a recipe of the package (see :func:`recipes`), or a mapping of the same shape.
         overrides: Dotted field to value, ``{"train.lr": 1e-4, "data.sources.0.path": "chats.jsonl"}``; a list is
             replaced as a whole. Strings ``"train.lr=1e-4"`` work too.
         console: Where progress bars and the table of results are printed; None prints nothing.
@@ -167,7 +168,7 @@ def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | Non
 
     Example:
         >>> import mtp_train as mtp
-        >>> done = mtp.run("recipes/retrain_head.yaml", {"run_dir": "runs/a", "train.max_steps": 50})
+        >>> done = mtp.run("retrain_head", {"run_dir": "runs/a", "train.max_steps": 50})
         >>> done.report.arms["retrained"].tau
         3.21
         >>> done.export
@@ -219,7 +220,7 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
 
     Example:
         >>> import mtp_train as mtp
-        >>> mtp.regenerate("recipes/retrain_head.yaml", {"data.regenerate.max_prompts": 40}).counts.responses
+        >>> mtp.regenerate("retrain_head", {"data.regenerate.max_prompts": 40}).counts.responses
         40
     """
     checked = recipe_of(recipe, overrides)

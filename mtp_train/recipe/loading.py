@@ -19,6 +19,7 @@ from mtp_train.recipe.decode import decode
 from mtp_train.recipe.json_schema import dotted, shown
 from mtp_train.recipe.rules import contradictions
 from mtp_train.recipe.schema import AUTO, Recipe
+from mtp_train.recipe.shipped import near_names, recipe_names, recipe_path
 
 _TAG = "tag:yaml.org,2002:"
 _NUMBER_TAGS = (_TAG + "bool", _TAG + "int", _TAG + "float")
@@ -183,14 +184,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), settle: Settle 
     """Read a recipe file.
 
     Args:
-        path: A YAML file.
+        path: A YAML file, or the name of a recipe of the package.
         overrides: ``section.field=value`` each, the value in YAML; applied in order, before validation.
         settle: Resolves fields that are ``auto``; None refuses such fields.
 
     Raises:
         RecipeError: The file is missing, not YAML, or not a valid recipe; the message lists all problems.
     """
-    path = Path(path)
+    path = recipe_path(path)
     try:
         if path.exists() and not path.is_dir() and not path.is_file():
             # Opening a FIFO waits for a writer, and reading a device may never end.
@@ -253,17 +254,22 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> RecipeError:
+    expected = "a recipe in YAML"
     if isinstance(error, UnicodeDecodeError):
         found, cure = "not text in UTF-8", "Save it as UTF-8, or check the path."
     elif isinstance(error, FileNotFoundError):
         siblings = [str(file) for file in path.parent.glob("*.yaml")]
         near = difflib.get_close_matches(str(path), siblings, n=1)
-        found, cure = "no such file", f"Did you mean {near[0]}?" if near else "Check the path."
+        if not near:
+            expected += f", or the name of one of the package: {', '.join(recipe_names())}"
+            near = near_names(path)
+        found = "no such file"
+        cure = f"Did you mean {' or '.join(near)}?" if near else "Check the path, or see mtp-train recipes."
     elif isinstance(error, OSError):
         found, cure = f"cannot be read ({error.strerror})", "Check the path and its permissions."
     else:
         # A NUL or an unpaired surrogate in the path.
         found, cure = f"cannot be a path ({error})", "Check the path."
     return RecipeError(
-        [f"{str(path)[:200].encode('ascii', 'backslashreplace').decode()}: {found}; expected a recipe in YAML. {cure}"]
+        [f"{str(path)[:200].encode('ascii', 'backslashreplace').decode()}: {found}; expected {expected}. {cure}"]
     )

@@ -155,8 +155,8 @@ def _sft_has_a_head_to_keep(recipe: Recipe) -> Iterator[str]:
     if recipe.attaches:
         yield (
             f"head.init: {recipe.head.init!r} with sft, which keeps an existing head; expected native (the head of "
-            "model.trunk) or graft (the head of model.head_from). Train a new head afterwards, with "
-            "recipes/attach_head.yaml."
+            "model.trunk) or graft (the head of model.head_from). Train a new head afterwards: "
+            "mtp-train init writes a recipe for the exported checkpoint."
         )
     if recipe.head.init == "native" and recipe.model.head_from is not None:
         yield (

@@ -241,8 +241,8 @@ class DataSection(Section):
     """Whether to pack several documents into a sequence, with attention limited to each document. If false, a sequence
     has one document and padding."""
     holdout: Share = 0.05
-    """Share of the groups of records that is held out of training, for evaluation. `auto`: 64 records, from 5 % to
-    30 %."""
+    """Share of the groups of records that is held out of training, for evaluation. `auto`: 64 records and 12
+    groups, from 5 % to 30 %."""
     group_field: Text | None = None
     """Name of a record field. Records with the same value are one group, and groups are not joined. Null groups chats
     by their first user turn, pairs by their prompt and the paragraphs of a .txt by their file, and joins groups with

@@ -21,6 +21,7 @@ from mtp_train.errors import OutOfMemoryError
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.losses.chunked import CHUNK_ROWS
 from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.plan import Plan
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES, held_dtype
@@ -309,7 +310,7 @@ def cure(recipe: Recipe, stage: str) -> str:
     if stage == "train" and recipe.sft is not None:
         smaller = "'sft.lora={r: 16}', which trains few weights" if recipe.sft.lora is None else "model.dtype: bfloat16"
         return f"Write {smaller}, or lower data.seq_len_tokens ({recipe.data.seq_len_tokens})."
-    shards = "launch with recipes/accelerate/fsdp2.yaml on several GPUs, which puts the trunk in shards"
+    shards = f"launch with {accelerate_file('fsdp2')} on several GPUs, which puts the trunk in shards"
     if stage == "train" and train.hidden_cache is None:
         return f"Write train.hidden_cache: {{}}, which trains without the trunk, or {shards}."
     if stage == "train":

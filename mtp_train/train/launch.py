@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import nn
 
 from mtp_train.errors import LostProcessError, TrainingError
+from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launcher import SHARDING, Request, launcher_request
 from mtp_train.train.moments import ZeroMoments
@@ -43,7 +44,7 @@ def make_accelerator() -> Accelerator:
     if _asked_for("ACCELERATE_USE_DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
         raise TrainingError(
             "launcher: asks for DeepSpeed, which is not installed; expected it to be. Run pip install "
-            '"mtp-train[deepspeed]", or launch with recipes/accelerate/fsdp2.yaml, which needs nothing more.'
+            f'"mtp-train[deepspeed]", or launch with {accelerate_file("fsdp2")}, which needs nothing more.'
         )
     # accelerate sets no backend for DeepSpeed on a machine without an accelerator.
     on_cpu = _asked_for("ACCELERATE_USE_DEEPSPEED") and not torch.accelerator.is_available()
@@ -76,7 +77,7 @@ def require_as_asked(accelerator: Accelerator) -> None:
     if launched != accelerator.num_processes:
         raise TrainingError(
             f"launcher: started {launched} processes, of which accelerate joins {accelerator.num_processes}; expected "
-            "one group. On CPUs set ACCELERATE_USE_CPU=true and use recipes/accelerate/cpu_ddp.yaml."
+            f"one group. On CPUs set ACCELERATE_USE_CPU=true and use {accelerate_file('cpu_ddp')}."
         )
     found = accelerator.distributed_type
     for variable, asked in (
@@ -86,7 +87,7 @@ def require_as_asked(accelerator: Accelerator) -> None:
         if _asked_for(variable) and found is not asked:
             raise TrainingError(
                 f"launcher: asks for {asked.value}, accelerate gives {found.value}; expected what was asked for. "
-                "accelerate shards on GPUs only: on CPUs use recipes/accelerate/cpu_ddp.yaml."
+                f"accelerate shards on GPUs only: on CPUs use {accelerate_file('cpu_ddp')}."
             )
     # accelerate drops some requests before it starts this process, and no environment variable records them.
     request = launcher_request()
@@ -95,16 +96,16 @@ def require_as_asked(accelerator: Accelerator) -> None:
         raise TrainingError(
             f"launcher: asked for {request}, accelerate gives {given}; expected what was asked for. accelerate drops "
             "such a request without a message where it finds no GPU for it. On CPUs, launch several processes with "
-            "ACCELERATE_USE_CPU=true and recipes/accelerate/cpu_ddp.yaml, one with recipes/accelerate/single.yaml."
+            f"ACCELERATE_USE_CPU=true and {accelerate_file('cpu_ddp')}, one with {accelerate_file('single')}."
         )
     if found is DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise TrainingError(
-            "launcher: asks for FSDP 1; expected FSDP 2. Set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does."
+            f"launcher: asks for FSDP 1; expected FSDP 2. Set fsdp_version: 2, as {accelerate_file('fsdp2')} does."
         )
     if found is DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage not in _ZERO_STAGES:
         raise TrainingError(
             f"launcher: asks for ZeRO stage {accelerator.state.deepspeed_plugin.zero_stage}; expected 2 or 3. Use "
-            "recipes/accelerate/zero2.yaml or zero3.yaml."
+            f"{accelerate_file('zero2')} or {accelerate_file('zero3')}."
         )
 
 
@@ -147,7 +148,7 @@ def prepare(
     if accelerator.num_processes > 1 and type(wrapped) is HeadTraining:
         raise TrainingError(
             f"launcher: {accelerator.num_processes} processes ({accelerator.distributed_type.value}), and accelerate "
-            "wrapped nothing: each would train alone. Use a file of recipes/accelerate."
+            "wrapped nothing: each would train alone. Use an accelerate file that mtp-train recipes lists."
         )
     return wrapped, prepared
 

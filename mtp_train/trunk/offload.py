@@ -17,6 +17,7 @@ from accelerate import cpu_offload, disk_offload
 
 from mtp_train.errors import CheckpointError, RecipeError
 from mtp_train.families import RawConfig
+from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.trunk.load import Trunk
 from mtp_train.weights.quantised import quant_method
 
@@ -35,7 +36,7 @@ def require_offload(offload: Offload, world_size: int, config: RawConfig, *, whe
         raise RecipeError(
             [
                 f"model.offload: {offload}, with {world_size} processes; expected one process. Launch with "
-                "recipes/accelerate/single.yaml; or write model.offload: null and use recipes/accelerate/fsdp2.yaml."
+                f"{accelerate_file('single')}; or write model.offload: null and use {accelerate_file('fsdp2')}."
             ]
         )
     method = quant_method(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from mtp_train.weights.files import CONFIG_FILE
@@ -29,21 +30,22 @@ def draft_model_flag(path: str, depth: int) -> str:
 
 def retrain_command(finetune: str, base: str) -> str:
     """Return the command that retrains a stale head."""
-    overrides = f"model.trunk={shlex.quote(finetune)} model.head_from={shlex.quote(base)}"
-    return f"accelerate launch -m mtp_train recipes/retrain_head.yaml {overrides}"
+    out = f"{finetune.rstrip('/').rsplit(':', 1)[-1]}-rescued"
+    return f"mtp-train rescue {shlex.quote(finetune)} --from {shlex.quote(base)} --out {shlex.quote(out)}"
 
 
-def retrain_native_command(checkpoint: str) -> str:
-    """Return the command that retrains the head of a checkpoint on the checkpoint's own outputs."""
+def train_command(checkpoint: str, data: Sequence[str] = ()) -> str:
+    """Return the command that retrains a checkpoint's own head, or trains a new one for a checkpoint without a head.
+
+    Args:
+        checkpoint: A directory or a hub id.
+        data: The data to train on; empty for the built-in prompts.
+    """
+    recipe = shlex.quote(f"{checkpoint.rstrip('/').rsplit('/', 1)[-1]}.yaml")
+    sources = f" --data {shlex.join(data)}" if data else ""
     return (
-        f"accelerate launch -m mtp_train recipes/retrain_head.yaml model.trunk={shlex.quote(checkpoint)} "
-        "model.head_from=null head.init=native 'evaluate.arms=[none, native, retrained]'"
+        f"mtp-train init {recipe} --trunk {shlex.quote(checkpoint)}{sources} && accelerate launch -m mtp_train {recipe}"
     )
-
-
-def attach_command(trunk: str) -> str:
-    """Return the command that trains a new head for a model without one."""
-    return f"accelerate launch -m mtp_train recipes/attach_head.yaml model.trunk={shlex.quote(trunk)}"
 
 
 def named_base(checkpoint: Path) -> str | None:

@@ -198,7 +198,7 @@ def refuse_existing(target: Path, *, what: str) -> None:
     """Raise OutputExistsError where the output path exists."""
     if target.exists() or target.is_symlink():
         raise OutputExistsError(
-            f"{target}: already exists; expected a new path for {what}. Choose another --out or remove it first."
+            f"{target}: already exists; expected a new path for {what}. Choose another path, or remove it first."
         )
 
 

@@ -165,7 +165,7 @@ def test_there_is_nothing_to_graft(family_name: str, tmp_path: Path, capfd: pyte
     assert main(["graft", trunk, "--from", trunk, "--out", str(tmp_path / "out")]) == 2
     said = capfd.readouterr().err
     assert "holds no head tensors" in said
-    assert "attach one with recipes/attach_head.yaml" in said
+    assert f"Attach one: mtp-train init finetune.yaml --trunk {trunk} && accelerate launch" in said
     assert not (tmp_path / "out").exists()
 
 

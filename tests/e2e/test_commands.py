@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = (
     "run",
     "check",
+    "recipes",
+    "init",
     "regenerate",
     "inspect",
     "graft",
@@ -285,6 +287,8 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
     argv: dict[str, list[Any]] = {
         "run": ["run", recipe, f"run_dir={tmp_path / 'run'}"],
         "check": ["check", recipe],
+        "recipes": ["recipes"],
+        "init": ["init", tmp_path / "a.yaml", "--trunk", inputs / "finetune", "--base", inputs / "base"],
         "regenerate": ["regenerate", recipe],
         "inspect": ["inspect", inputs / "finetune", "--base", inputs / "base"],
         "graft": ["graft", inputs / "finetune", "--from", inputs / "base", "--out", tmp_path / "out"],
@@ -311,6 +315,8 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
     fields = {
         "run": {"run_dir", "exit_code", "reason", "message", "stage"},
         "check": {"recipe", "family", "plan", "memory", "memory_in_shards", "cost"},
+        "recipes": {"recipes", "accelerate"},
+        "init": {"out", "start", "family", "commands"},
         "regenerate": {"responses", "documents", "response_tokens", "too_short", "truncated", "unfinished"},
         "inspect": {"family", "status", "stale", "missing_keys", "serves", "cure"},
         "graft": {"out"},

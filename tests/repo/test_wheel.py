@@ -1,8 +1,9 @@
-"""The wheel holds the two packages and the demo checkpoints, and nothing else."""
+"""The wheel holds the two packages, the demo checkpoints and the recipes, and nothing else; the recipes run from it."""
 
 from __future__ import annotations
 
 import configparser
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 ASSETS = Path("mtp_train/demo_assets")
+SHIPPED = Path("mtp_train/shipped_recipes")
 MAX_ASSET_BYTES = 12_000_000
 
 
@@ -52,6 +54,41 @@ def test_the_wheel_holds_every_module_and_type_marker(wheel: zipfile.ZipFile) ->
     assert files_under(Path("mtp_train")) | decoder <= set(wheel.namelist())
     data = {"mtp_train/py.typed", "mtp_inference/py.typed", "mtp_train/recipe/schema.json"}
     assert data <= set(wheel.namelist())
+
+
+def test_the_wheel_holds_the_recipes_and_accelerate_files(wheel: zipfile.ZipFile) -> None:
+    held = {name.removeprefix(f"{SHIPPED}/") for name in names_under(wheel, SHIPPED)}
+    expected = {name.removeprefix("recipes/") for name in files_under(Path("recipes")) if name.endswith(".yaml")}
+    assert held == expected
+    assert {"retrain_head.yaml", "accelerate/ddp.yaml"} <= held
+
+
+PROGRAM = """
+import sys
+from mtp_train.cli.main import main
+from mtp_train.recipe.shipped import accelerate_file
+print(accelerate_file("ddp"))
+sys.exit(main(["check", "retrain_head"]) or main(["check", "recipes/retrain_head.yaml"]))
+"""
+
+
+def test_an_installed_recipe_is_checked_by_name_from_an_empty_directory(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    wheel.extractall(site)
+    empty.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=empty,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # The clone's path of the recipe does not exist here, which its name replaces.
+    assert done.returncode == 2
+    assert "Did you mean retrain_head?" in done.stderr
+    assert done.stdout.startswith(f"{site / SHIPPED / 'accelerate' / 'ddp.yaml'}\nrun_dir: runs/retrain_head\n")
+    assert list(empty.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["base", "finetune"])

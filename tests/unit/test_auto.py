@@ -37,6 +37,7 @@ DEMO = ModelFacts(
 )
 CHATS = TextFacts(
     num_records=50_000,
+    num_groups=40_000,
     prompt_mean=120.0,
     prompt_long=700,
     response_mean=400.0,
@@ -44,7 +45,9 @@ CHATS = TextFacts(
     whole_mean=520.0,
     whole_long=1500,
 )
-FEW = CHATS._replace(num_records=100, prompt_mean=30.0, prompt_long=60, response_mean=None, response_long=None)
+FEW = CHATS._replace(
+    num_records=100, num_groups=100, prompt_mean=30.0, prompt_long=60, response_mean=None, response_long=None
+)
 
 
 def settled(monkeypatch: pytest.MonkeyPatch, model: ModelFacts, text: TextFacts, **overrides: Any) -> dict[str, Any]:
@@ -88,6 +91,12 @@ def test_a_small_model_with_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["train.tokens_per_step"] == 8192
     assert found["train.max_steps"] == 91
     assert found["train.micro_batch_sequences"] == 1
+
+
+def test_few_groups_are_held_out_enough_for_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = settled(monkeypatch, DEMO, CHATS._replace(num_groups=80))
+    assert (found["data.holdout"], found["data.regenerate.max_prompts"]) == (0.15, 20_000)
+    assert settled(monkeypatch, DEMO, CHATS._replace(num_groups=3))["data.holdout"] == 0.3
 
 
 def test_plain_text_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +210,7 @@ def test_lengths_are_counted_in_tokens(tmp_path: Path) -> None:
     # With the end-of-text token; the record without a response counts as a prompt only.
     assert facts == TextFacts(
         num_records=4,
+        num_groups=2,
         prompt_mean=13 / 4,
         prompt_long=4,
         response_mean=3.0,

@@ -74,7 +74,7 @@ def test_pickled_weights_are_refused(checkpoint: Path) -> None:
         open_checkpoint(checkpoint)
 
 
-HEADS_OF_META = r"extra heads of Meta's multi-token prediction \(n_future_tokens 4\), which vLLM, .* recipes/attach.md"
+HEADS_OF_META = r"extra heads of Meta's multi-token prediction \(n_future_tokens 4\), which vLLM, .* attached to Llama"
 
 
 def test_meta_s_multi_token_release_is_recognised_and_not_unpickled(tmp_path: Path) -> None:

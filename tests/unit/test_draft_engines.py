@@ -85,6 +85,7 @@ def test_a_trunk_of_few_layers_is_refused_before_training_but_for_our_own_decode
 ) -> None:
     tiny_trunk("llama", num_layers=6).causal_lm.save_pretrained(tmp_path / "model")
     settings = [f"model.trunk={tmp_path / 'model'}", "head.kind=eagle3", "head.init=random"]
+    settings.append("data.sources.0.path=chats.jsonl")
     check = ["check", str(HOW_TO.with_name("attach_head.yaml")), *settings]
     assert main(check) == 2
     assert "model: 6 layers; expected 7 or more" in capfd.readouterr().err

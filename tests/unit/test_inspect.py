@@ -51,8 +51,7 @@ def test_what_save_pretrained_leaves_is_declared_but_missing_and_the_cure_works(
     cured = inspect(Path(command[-1]), base)
     assert (cured.status, cured.stale) == ("healthy", True)
     assert cured.cure is not None
-    assert f"model.trunk={command[-1]}" in cured.cure
-    assert "retrain_head.yaml" in cured.cure
+    assert cured.cure == f"mtp-train rescue {command[-1]} --from {base} --out {command[-1]}-rescued"
 
 
 def test_tensors_without_a_count_are_undeclared(tmp_path: Path) -> None:
@@ -83,7 +82,8 @@ def test_no_trace_of_a_head_is_stripped_or_none(family_name: str, tmp_path: Path
     assert inspect(finetune, base).status == "stripped"
     alone = inspect(finetune)
     assert (alone.status, alone.head.missing_keys) == ("none", ())
-    assert alone.cure == f"accelerate launch -m mtp_train recipes/attach_head.yaml model.trunk={finetune}"
+    launch = "accelerate launch -m mtp_train finetune.yaml"
+    assert alone.cure == f"mtp-train init finetune.yaml --trunk {finetune} && {launch}"
 
 
 def test_a_retrained_head_on_a_changed_trunk_is_not_stale(tmp_path: Path) -> None:

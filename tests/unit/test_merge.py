@@ -322,10 +322,7 @@ def test_the_head_is_kept_and_said_to_be_stale(tmp_path: Path, capfd: Capture) -
     assert "It was not trained for these weights" in card
     printed = capfd.readouterr().out
     assert "bit for bit, and stale now that the trunk changed" in printed
-    retrain = (
-        "accelerate launch -m mtp_train recipes/retrain_head.yaml "
-        f"model.trunk={tmp_path / 'out'} model.head_from={base}"
-    )
+    retrain = f"mtp-train rescue {tmp_path / 'out'} --from {base} --out {tmp_path / 'out'}-rescued"
     assert retrain in printed
     found = document(["inspect", tmp_path / "out", "--base", base], capfd)
     assert (found["status"], found["stale"], found["cure"]) == ("healthy", True, retrain)

@@ -54,17 +54,21 @@ FUNCTIONS = {
     "progress: Progress | None = None) -> MergeResult",
     "open_report": "(source: str | Path) -> RunReport | StudyReport",
     "push": "(export: str | Path, repo: str, *, dry_run: bool = True, progress: Progress | None = None) -> PushResult",
+    "recipes": "() -> RecipesResult",
     "regenerate": "(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progress | None = None) "
     "-> RegenerateResult",
     "rescue": "(fine_tune: str | Path, base: str | Path, out: str | Path, *, data: Sequence[str | Path] = (), "
     "overrides: Overrides = (), console: Console | None = None) -> RescueResult",
     "run": "(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | None = None) -> RunResult",
+    "write_recipe": "(out: str | Path, trunk: str | Path, base: str | Path | None = None, *, "
+    "data: Sequence[str | Path] = ()) -> WriteRecipeResult",
     "train_head_beside": "(trainer: Trainer, base: str | Path | None = None, *, lr: float = 0.0001, "
     "num_depths: int = 3, depth_decay: float = 0.6) -> None",
 }
 RECORDS = {
     "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves hours choices",
     "DemoResult": "base finetune prompts",
+    "WriteRecipeResult": "out start family",
     "EvaluationGrid": "suite tasks prompts_per_task temperatures contexts depths rules max_new_tokens batch seed",
     "EvaluationResult": "out report",
     "ExportResult": "out trunk file flag notes",
@@ -74,6 +78,7 @@ RECORDS = {
     "runs_here note",
     "MergeResult": "out checkpoint adapter merged attached notes",
     "PushResult": "export repo files left_out uploaded url",
+    "RecipesResult": "recipes accelerate",
     "RegenerateResult": "run_dir counts",
     "RescueResult": "out head reason serves",
     "RunReport": "arms lossless gate settings cells depths samples",
@@ -129,7 +134,7 @@ def test_every_public_name_is_documented(name: str) -> None:
     assert text.partition("\n")[0].endswith(".")
     if name in FUNCTIONS:
         assert "Raises:" in text
-        assert "Args:" in text or name == "demo_path"
+        assert "Args:" in text or name in ("demo_path", "recipes")
     if name in FUNCTIONS or name in ("KeepHead", "EvaluationGrid", "MtpError"):
         assert "Example:\n    >>> " in text
 

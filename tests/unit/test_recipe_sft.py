@@ -124,14 +124,3 @@ def test_a_recipe_of_another_kind_reads_as_it_did() -> None:
     assert (
         plain(head={"init": "native"}, evaluate={"arms": ["native", "retrained", "vanilla"]}).gate_baseline == "native"
     )
-
-
-def test_the_command_that_retrains_an_export_is_a_recipe() -> None:
-    import shlex
-
-    from mtp_train.weights.suggestions import retrain_native_command
-
-    words = shlex.split(retrain_native_command("runs/x y/export"))
-    overrides = [word for word in words if "=" in word]
-    recipe = load_recipe(ROOT / words[4], overrides)
-    assert (recipe.model.trunk, recipe.head.init, recipe.gate_baseline) == ("runs/x y/export", "native", "native")

@@ -28,12 +28,12 @@ from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.locations import open_location
 from mtp_train.weights.native import native_head_of, plain_tensor, require_same_trunk_shape, trunk_tensors
 from mtp_train.weights.suggestions import (
-    attach_command,
     draft_model_flag,
     export_command,
     graft_command,
     named_base,
     retrain_command,
+    train_command,
 )
 from mtp_train.weights.writing import PendingTensor
 
@@ -347,7 +347,7 @@ def find_cure(
     if status == "undeclared":
         return export_command(path)
     if status == "none":
-        return attach_command(path)
+        return train_command(path)
     return retrain_command(path, donor) if stale else None
 
 

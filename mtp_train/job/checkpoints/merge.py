@@ -19,7 +19,7 @@ from mtp_train.weights.files import locate_checkpoint
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.locations import open_location
 from mtp_train.weights.lora_merge import Merged, plan_changes, write_merged
-from mtp_train.weights.suggestions import attach_command, graft_command, retrain_command
+from mtp_train.weights.suggestions import graft_command, retrain_command, train_command
 from mtp_train.weights.writing import refuse_existing, removed_on_failure
 
 
@@ -48,7 +48,7 @@ class MergeResult:
         """
         if self.merged.head_keys:
             return retrain_command(self.out, self.checkpoint)
-        return attach_command(self.out) if self.attached else graft_command(self.out, "BASE")
+        return train_command(self.out) if self.attached else graft_command(self.out, "BASE")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train merge --json`` prints them."""

@@ -56,7 +56,7 @@ from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.lora_merge import plan_changes, write_merged
 from mtp_train.weights.native import NativeHead, trunk_tensors
 from mtp_train.weights.quantised import PLAIN_DTYPES
-from mtp_train.weights.suggestions import retrain_native_command
+from mtp_train.weights.suggestions import train_command
 from mtp_train.weights.writing import new_directory
 
 
@@ -164,7 +164,7 @@ def measure_tuned(
         HELD_OUT: held_out_figures(tuned.inputs, measured.outputs, tuned.inputs.documents),
         "fine_tuned": "all weights" if sft.lora is None else f"LoRA, rank {sft.lora.r}",
         "head": sft.head,
-        "next": retrain_native_command(tuned.recipe.model.trunk),
+        "next": train_command(tuned.recipe.model.trunk, [source.path for source in tuned.recipe.data.sources]),
     }
     report = RunReport(
         arms=measured.results,

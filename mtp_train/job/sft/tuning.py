@@ -29,6 +29,7 @@ from mtp_train.job.sft.estimate_memory import KEPT_CHECKPOINTS
 from mtp_train.job.sft.tuned_model import load_model
 from mtp_train.job.training import STATE
 from mtp_train.recipe.schema import Recipe, SftSection
+from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.stopping import Signals, noted_signal, stopped_after
 from mtp_train.train.launch import run_facts
 from mtp_train.train.log import RunLog
@@ -155,8 +156,8 @@ def require_whole_model(accelerator: Accelerator) -> None:
     if shards is not None:
         raise TrainingError(
             f"sft: the launcher asks for {shards}; expected every process to hold the whole model, so that checkpoints "
-            "can contain its head. Launch with recipes/accelerate/ddp.yaml or zero2.yaml, with sft.lora if memory is "
-            "short; or fine-tune in shards by a script of your own, and use mtp-train graft."
+            f"can contain its head. Launch with {accelerate_file('ddp')} or {accelerate_file('zero2')}, with sft.lora "
+            "if memory is short; or fine-tune in shards by a script of your own, and use mtp-train graft."
         )
 
 

@@ -1,0 +1,127 @@
+"""Find the recipes and accelerate files of the package by name.
+
+A wheel contains them as ``mtp_train/shipped_recipes``. A clone, also one that is installed in editable form, has them
+in ``recipes/`` at its top level.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mtp_train.errors import MtpError
+
+_PACKAGE = Path(__file__).parents[1]
+SCHEMA_FILE = Path(__file__).with_name("schema.json")
+"""The JSON Schema of recipes, for editors."""
+_HEADLINE = "# Trains: "
+
+
+@dataclass(frozen=True)
+class ShippedFile:
+    """A recipe or an accelerate file of the package."""
+
+    name: str
+    """The file's name without its ending; a recipe can be named by it in place of a path."""
+    summary: str
+    """What the recipe trains, or how the accelerate file launches."""
+    path: Path
+
+
+@dataclass(frozen=True)
+class RecipesResult:
+    """The recipes and accelerate files of the package, as :func:`recipes` returns them."""
+
+    recipes: tuple[ShippedFile, ...]
+    """For ``run``, ``check`` and ``regenerate``, by name or by path."""
+    accelerate: tuple[ShippedFile, ...]
+    """For ``accelerate launch --config_file``, by path."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as ``mtp-train recipes --json`` prints them."""
+        return {
+            group: [asdict(file) | {"path": str(file.path)} for file in files] for group, files in vars(self).items()
+        }
+
+    def __str__(self) -> str:
+        tables = _table("recipe", "trains", self.recipes), _table("accelerate file", "launches", self.accelerate)
+        return "\n\n".join(tables) + (
+            "\n\nRun a recipe by its name: mtp-train run NAME, or on several processes "
+            "accelerate launch --config_file PATH -m mtp_train NAME."
+        )
+
+
+def recipes() -> RecipesResult:
+    """Return the recipes and accelerate files that come with the package.
+
+    Raises:
+        MtpError: The installation lacks them.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> [one.name for one in mtp.recipes().recipes][:2]
+        ['attach_head', 'fastmtp']
+    """
+    found = _files(_directory())
+    if not found:
+        raise MtpError(f"{_directory()}: no recipes; expected those of the package. Install mtp-train again.")
+    launches = _files(_directory() / "accelerate")
+    return RecipesResult(
+        tuple(ShippedFile(path.stem, _trains(path), path) for path in found),
+        tuple(ShippedFile(path.stem, _first_sentence(path), path) for path in launches),
+    )
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the package's recipes."""
+    return [path.stem for path in _files(_directory())]
+
+
+def recipe_path(recipe: str | Path) -> Path:
+    """Return the path of a recipe that is given by path or by name. A file of that name comes first."""
+    path = Path(recipe)
+    if str(recipe) not in recipe_names() or (path.exists() and not path.is_dir()):
+        return path
+    return _directory() / f"{recipe}.yaml"
+
+
+def near_names(recipe: str | Path) -> list[str]:
+    """Return the names of the package's recipes that a mistyped path or name may mean, nearest first."""
+    return difflib.get_close_matches(Path(recipe).stem, recipe_names())
+
+
+def accelerate_file(name: str) -> str:
+    """Return the path of an accelerate file of the package, quoted for a shell and relative where that is shorter."""
+    path = _directory() / "accelerate" / f"{name}.yaml"
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+
+
+def _directory() -> Path:
+    installed = _PACKAGE / "shipped_recipes"
+    return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.yaml"))
+
+
+def _trains(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return next((line.removeprefix(_HEADLINE) for line in lines if line.startswith(_HEADLINE)), "")
+
+
+def _first_sentence(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
+    return comment.partition(". ")[0].rstrip(".") + "."
+
+
+def _table(name: str, summary: str, files: Sequence[ShippedFile]) -> str:
+    rows = [(name, "path", summary), *((file.name, str(file.path), file.summary) for file in files)]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return "\n".join(f"{first:{widths[0]}}  {second:{widths[1]}}  {third}" for first, second, third in rows)

@@ -1,0 +1,133 @@
+"""A recipe that is written for a model: its kind, its comments, and that it is what ``rescue`` runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from test_attach_head import write_headless
+
+import mtp_train as mtp
+from adapters import write_adapter
+from checkpoints import set_count
+from mtp_train.cli.main import main
+from mtp_train.job.rescue import rescue_recipe
+from mtp_train.recipe.loading import load_recipe
+from runs import document, refusal, tree, write_inputs
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("with_data", [True, False])
+def test_the_recipe_is_what_rescue_runs(inputs: Path, with_data: bool, capfd: Capture) -> None:
+    finetune, base, data = inputs / "finetune", inputs / "base", [str(inputs / "chats.jsonl")] if with_data else []
+    said = ["--trunk", finetune, "--base", base, *(["--data", *data] if with_data else [])]
+    written = document(["init", "my model.yaml", *said], capfd)
+    assert (written["out"], written["start"]) == ("my model.yaml", "graft")
+    assert load_recipe("my model.yaml") == rescue_recipe(str(finetune), str(base), Path("runs/my model"), data)
+    # Neither command changes anything but the one file.
+    assert tree(Path()).keys() == {"my model.yaml"}
+    for command in written["commands"]:
+        assert load_recipe(shlex.split(command)[-1]).model.head_from == str(base)
+
+
+def test_the_demos_recipe_is_what_rescue_runs() -> None:
+    assert mtp.write_recipe("demo.yaml", "demo:finetune", "demo:base").start == "graft"
+    assert load_recipe("demo.yaml") == rescue_recipe("demo:finetune", "demo:base", Path("runs/demo"), [])
+
+
+def test_an_adapter_is_trained_on_its_base(inputs: Path) -> None:
+    write_adapter(inputs / "base", Path("lora"), target_modules=["q_proj"])
+    data = [inputs / "chats.jsonl"]
+    mtp.write_recipe("lora.yaml", "lora", inputs / "base", data=data)
+    expected = rescue_recipe("lora", str(inputs / "base"), Path("runs/lora"), [str(data[0])])
+    assert load_recipe("lora.yaml") == expected
+    assert (expected.model.trunk, expected.model.adapter) == (str(inputs / "base"), "lora")
+
+
+def test_a_model_with_a_head_retrains_its_own(inputs: Path) -> None:
+    assert mtp.write_recipe("own.yaml", inputs / "base", data=[inputs / "chats.jsonl"]).start == "native"
+    recipe = load_recipe("own.yaml")
+    assert (recipe.head.init, recipe.model.head_from, recipe.gate_baseline) == ("native", None, "native")
+    assert recipe.evaluate.arms == ("none", "native", "retrained")
+
+
+@pytest.mark.parametrize("family_name", ["llama", "qwen3_5"])
+def test_a_model_that_never_had_a_head_gets_a_new_one(family_name: str, inputs: Path, tmp_path: Path) -> None:
+    if family_name == "qwen3_5":
+        trunk = write_inputs(tmp_path / "plain") / "finetune"
+        set_count(trunk, "mtp_num_hidden_layers", 0)
+    else:
+        trunk = write_headless(tmp_path / "plain", family_name)
+    assert mtp.write_recipe("new.yaml", trunk, data=[inputs / "chats.jsonl"]).start == "attach"
+    recipe = load_recipe("new.yaml")
+    assert (recipe.head.init, recipe.gate_baseline) == ("copy_last_layer", "none")
+    assert recipe.evaluate.arms == ("none", "retrained")
+
+
+def test_a_family_whose_head_has_no_counterpart_in_the_trunk_starts_from_random_weights(
+    inputs: Path, tmp_path: Path
+) -> None:
+    trunk = write_inputs(tmp_path / "plain", "longcat_flash") / "finetune"
+    set_count(trunk, "num_nextn_predict_layers", 0)
+    assert mtp.write_recipe("new.yaml", trunk, data=[inputs / "chats.jsonl"]).start == "attach"
+    assert load_recipe("new.yaml").head.init == "random"
+
+
+def test_every_field_of_the_file_has_a_comment_and_the_file_is_checked(inputs: Path, capfd: Capture) -> None:
+    mtp.write_recipe("my.yaml", inputs / "finetune", inputs / "base")
+    lines = Path("my.yaml").read_text(encoding="utf-8").splitlines()
+    assert max(map(len, lines[1:])) <= 120
+    fields = [number for number, line in enumerate(lines) if line.lstrip(" ")[:1].isalpha()]
+    assert len(fields) > 20
+    assert all(lines[number - 1].lstrip(" ").startswith("# ") for number in fields)
+    schema = lines[0].removeprefix("# yaml-language-server: $schema=")
+    assert json.loads(Path(schema).read_text(encoding="utf-8"))["properties"].keys() >= {"model", "head"}
+    assert main(["check", "my.yaml"]) == 0
+    assert "run_dir: runs/my\n" in capfd.readouterr().out
+
+
+def test_an_existing_file_is_refused(inputs: Path, capfd: Capture) -> None:
+    Path("my.yaml").write_text("mine")
+    said = ["--trunk", inputs / "finetune", "--base", inputs / "base"]
+    assert "my.yaml: already exists; expected a new path for the recipe." in refusal(["init", "my.yaml", *said], capfd)
+    assert Path("my.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("out", "trunk", "more", "says"),
+    [
+        ("no/my.yaml", "finetune", ["--base", "base"], "no directory no; expected one to write the recipe to"),
+        ("my.yaml", "nowhere", [], "nowhere"),
+        ("my.yaml", "finetune", [], "Add --base BASE; if that has no head either"),
+        ("my.yaml", "lora", [], "a peft adapter, and no base is named; expected the checkpoint"),
+        ("my.yaml", "finetune", ["--base", "finetune"], "expected a complete head"),
+        ("my.yaml", "finetune", ["--base", "base", "--data", "demo:prompts"], "the demo's data"),
+    ],
+)
+def test_wrong_input_writes_nothing(
+    out: str, trunk: str, more: list[str], says: str, inputs: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    write_adapter(inputs / "base", tmp_path / "adapters" / "lora", target_modules=["q_proj"])
+    places = {"lora": tmp_path / "adapters" / "lora", "base": inputs / "base", "finetune": inputs / "finetune"}
+    argv = ["init", out, "--trunk", places.get(trunk, trunk), *(places.get(word, word) for word in more)]
+    assert says in refusal(argv, capfd)
+    assert list(tmp_path.glob("*.yaml")) == []
+
+
+def test_a_base_that_the_card_names_is_proposed(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    trunk = write_inputs(tmp_path / "named") / "finetune"
+    (trunk / "README.md").write_text("---\nbase_model: Qwen/Some-Model\n---\n")
+    assert "Add --base Qwen/Some-Model; if" in refusal(["init", "my.yaml", "--trunk", trunk], capfd)

@@ -1,0 +1,127 @@
+"""Every command that messages and reports propose runs as it is printed, from an empty directory, on tiny models."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from test_attach_head import write_headless
+
+import mtp_train as mtp
+from adapters import write_adapter
+from checkpoints import set_count
+from mtp_train.cli.main import main
+from mtp_train.weights.suggestions import train_command
+from runs import overrides_of, write_inputs
+
+PACKAGE = Path(mtp.__file__).parent
+# The built-in prompts are long for a tokenizer of bytes; all else is as small as it can be.
+TINY = overrides_of(
+    head__num_depths=1,
+    data__regenerate={"max_prompts": 4, "max_new_tokens": 4, "temperature": 0.0},
+    data__seq_len_tokens=2048,
+    data__holdout=0.3,
+    train__max_steps=1,
+    train__tokens_per_step=2048,
+    train__warmup_steps=0,
+    train__precision="fp32",
+    evaluate__prompts=4,
+    evaluate__max_new_tokens=4,
+    track__wandb="off",
+)
+LAUNCH = ["accelerate", "launch", "-m", "mtp_train"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+
+
+def paste(command: str) -> list[int]:
+    """Run a printed command in this process, a run with tiny settings; return the exit code of each part."""
+    codes = []
+    for part in command.split(" && "):
+        words = shlex.split(part)
+        if words[:4] == LAUNCH:
+            # The gate may refuse a head after one step.
+            codes.append(main([*words[4:], *TINY]))
+        else:
+            assert words[0] == "mtp-train"
+            codes.append(main([*words[1:], *(["--set", *TINY] if words[1] == "rescue" else [])]))
+    return codes
+
+
+def cure(checkpoint: Path, base: Path | None = None) -> str:
+    found = mtp.inspect(checkpoint, base).cure
+    assert found is not None
+    return found
+
+
+def test_a_lost_head_is_grafted_and_then_retrained_as_printed(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "in puts")
+    grafting = cure(inputs / "finetune", inputs / "base")
+    assert paste(grafting) == [0]
+    grafted = Path(shlex.split(grafting)[-1])
+    retraining = cure(grafted, inputs / "base")
+    assert paste(retraining) == [0]
+    assert mtp.inspect(Path(shlex.split(retraining)[-1]) / "export", inputs / "base").status == "healthy"
+
+
+def test_the_retraining_after_a_merge_is_printed_as_it_runs(tmp_path: Path) -> None:
+    base = write_inputs(tmp_path / "inputs") / "base"
+    write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
+    assert paste(mtp.merge(base, tmp_path / "lora", "merged").cure) == [0]
+    assert mtp.inspect("merged-rescued/export", base).status == "healthy"
+
+
+def test_an_undeclared_head_is_declared_as_printed(tmp_path: Path) -> None:
+    base = write_inputs(tmp_path / "inputs") / "base"
+    set_count(base, "mtp_num_hidden_layers", None)
+    command = cure(base)
+    assert paste(command) == [0]
+    assert mtp.inspect(shlex.split(command)[-1]).status == "healthy"
+
+
+def test_a_model_without_a_head_gets_one_as_printed(tmp_path: Path) -> None:
+    assert paste(cure(write_headless(tmp_path / "inputs", "llama"))) in ([0, 0], [0, 3])
+    assert (Path("runs") / "finetune" / "report.json").is_file()
+
+
+def test_a_graft_from_a_model_without_a_head_names_the_command_that_attaches_one(tmp_path: Path) -> None:
+    trunk = write_headless(tmp_path / "inputs", "llama")
+    with pytest.raises(mtp.CheckpointError) as refused:
+        mtp.graft(trunk, trunk, "grafted")
+    (command,) = re.findall(r"Attach one: (mtp-train .*)", str(refused.value))
+    assert paste(command.partition(" && ")[0]) == [0]
+    assert main(["check", "finetune.yaml"]) == 0
+
+
+def test_the_head_of_an_export_is_retrained_as_printed(tmp_path: Path) -> None:
+    """A fine-tune with ``sft`` ends in this command."""
+    inputs = write_inputs(tmp_path / "in puts")
+    command = train_command(str(inputs / "base"), [str(inputs / "chats.jsonl")])
+    assert paste(command) in ([0, 0], [0, 3])
+    assert mtp.open_report("runs/base").arms.keys() == {"none", "native", "retrained"}
+
+
+def messages(source: str) -> list[str]:
+    """Return the texts of a module, docstrings left out."""
+    tree = ast.parse(source)
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+    ]
+
+
+def test_no_message_names_a_file_that_only_a_clone_has() -> None:
+    # It prints a page of the clone, for those who change the package.
+    modules = [path for path in PACKAGE.rglob("*.py") if path.name != "field_reference.py"]
+    named = {path.name: text for path in modules for text in messages(path.read_text("utf-8")) if "recipes/" in text}
+    assert named == {}
+    assert messages('"""recipes/a.md"""\nx = f"see recipes/a.yaml {x}"') == ["see recipes/a.yaml "]
