@@ -229,10 +229,8 @@ def _power_of_two(least: float) -> int:
 def _holdout(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
     wanted = max(EVALUATION_PROMPTS / text.num_records, EVALUATION_GROUPS / text.num_groups)
     share = min(MOST_HELD_OUT, max(LEAST_HELD_OUT, wanted))
-    return (
-        round(share, 3),
-        f"{EVALUATION_PROMPTS} of {text.num_records} records and {EVALUATION_GROUPS} of {text.num_groups} groups, from {LEAST_HELD_OUT} to {MOST_HELD_OUT}",
-    )
+    whole = f"{EVALUATION_PROMPTS} of {text.num_records} records and {EVALUATION_GROUPS} of {text.num_groups} groups"
+    return round(share, 3), f"{whole}, from {LEAST_HELD_OUT} to {MOST_HELD_OUT}"
 
 
 def _prompts_to_evaluate(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:

@@ -39,13 +39,15 @@ def test_every_command_line_parses() -> None:
         assert build_parser().parse_args(command).command == command[0]
 
 
-def test_every_recipe_line_resolves() -> None:
-    launches = [command for command in ours("accelerate") if "-m" in command] + ours("check")
-    assert len(launches) >= 2
-    for command in launches:
-        start = next(index for index, word in enumerate(command) if word.endswith("retrain_head.yaml"))
-        recipe = load_recipe(REPOSITORY / command[start], command[start + 1 :])
-        assert recipe.model.head_from == "Qwen/Qwen3.6-27B"
+def test_the_recipe_that_is_written_is_the_one_that_is_checked_and_launched() -> None:
+    ((_, _, written, *_),) = ours("init")
+    launches = [command for command in ours("accelerate") if "-m" in command]
+    assert [command[command.index("mtp_train") + 1] for command in launches] == [written]
+    assert [command[2] for command in ours("check")] == [written]
+    run = Path(written).stem
+    served = [command for program in ("vllm", "sglang.launch_server") for command in ours(program)]
+    assert len(served) == 2
+    assert all(f"runs/{run}/export" in command for command in served)
 
 
 def test_a_mistyped_recipe_line_would_be_seen() -> None:
