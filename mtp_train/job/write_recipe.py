@@ -134,7 +134,7 @@ def write_recipe(
     settings = settings_of(start, str(trunk), donor, f"runs/{out.stem}", [str(path) for path in data])
     found = check(settings)
     if donor is not None:
-        # ``check`` reads configs only: this compares the trunk's tensors and those of the head, without their values.
+        # ``check`` reads configs only. Planning the head compares keys and shapes of both checkpoints.
         plan_head(found.recipe, open_location(found.recipe.model.trunk), open_location(donor))
     with full_disk_is_named(out, what="the recipe"):
         write_text(out, _commented(settings, start, found.choices))

@@ -83,9 +83,11 @@ def test_a_model_without_a_head_gets_one(
     trunk, run_dir = write_headless(tmp_path / "in", family_name, wrapper=wrapper), tmp_path / "run"
     before = inspected(capfd, trunk)
     assert (before["family"], before["status"]) == (family_name, "none")
-    launch = shlex.split(before["cure"])
+    monkeypatch.chdir(tmp_path)
+    init, launch = (shlex.split(command) for command in before["cure"].split(" && "))
+    document([*init[1:], "--data", tmp_path / "in" / "chats.jsonl"], capfd)
     assert launch[:4] == ["accelerate", "launch", "-m", "mtp_train"]
-    assert load_recipe(ROOT / launch[4], launch[5:]).model.trunk == str(trunk)
+    assert load_recipe(launch[4]).model.trunk == str(trunk)
 
     recipe = write_recipe(tmp_path / "recipe.yaml", tmp_path / "in", run_dir, **ATTACH)
     promised = document(["check", recipe], capfd)["serves"]

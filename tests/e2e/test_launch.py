@@ -20,6 +20,7 @@ from launching import COMMAND_LINE, DEADLINE_SECONDS, environment, head, launch,
 from mtp_train.cli.main import main
 from mtp_train.job.run_dir import PROVENANCE_FILE
 from mtp_train.recipe.loading import RECIPE_FILE
+from mtp_train.recipe.shipped import accelerate_file
 from runs import GETS_NO_BETTER, LEARNS, tree, write_inputs, write_recipe
 
 POLL_SECONDS = 0.01
@@ -86,7 +87,7 @@ def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, tmp_pa
     assert done.returncode == 1
     message = (
         "launcher: started 2 processes, of which accelerate joins 1; expected one group. On CPUs set "
-        "ACCELERATE_USE_CPU=true and use recipes/accelerate/cpu_ddp.yaml."
+        f"ACCELERATE_USE_CPU=true and use {accelerate_file('cpu_ddp')}."
     )
     assert done.stderr.count(f"mtp-train: {message}\n") == 1
     assert done.stdout == ""
