@@ -25,7 +25,7 @@ def add_generate(commands: Any) -> None:
     command.add_argument("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
     command.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
     command.add_argument("--chat", action="store_true", help="put the prompt through the chat template")
-    command.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    command.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
     command.add_argument(
         "--depth", type=int, default=3, metavar="K", help="drafts per round, 0 to 7; 0 is plain decoding"
     )
@@ -108,8 +108,10 @@ def _add_grid(command: argparse.ArgumentParser) -> None:
         help="builtin, demo, mt-bench:LOC, spec-bench:LOC, speed-bench:LOC, humaneval:LOC, gsm8k:LOC, or a file",
     )
     command.add_argument("--tasks", nargs="+", metavar="TASK", help="only these tasks of the suite")
-    command.add_argument("--prompts-per-task", type=int, default=8, metavar="N")
-    command.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0], metavar="T")
+    command.add_argument("--prompts-per-task", type=int, default=8, metavar="N", help="prompts to decode of each task")
+    command.add_argument(
+        "--temperatures", nargs="+", type=float, default=[0.0, 1.0], metavar="T", help="of the trunk; 0 is greedy"
+    )
     command.add_argument(
         "--contexts",
         nargs="+",
@@ -132,9 +134,9 @@ def _add_grid(command: argparse.ArgumentParser) -> None:
         default=list(RULES),
         help="greedy at temperature 0; above: argmax drafts, or sampled ones with rejection",
     )
-    command.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    command.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
     command.add_argument("--batch", type=int, default=1, metavar="N", help="prompts decoded together")
-    command.add_argument("--seed", type=int, default=0, metavar="S")
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and of the choice of prompts")
     command.add_argument("--no-costs", dest="costs", action="store_false", help="leave out latency and prefill")
     command.add_argument("--wandb", choices=("off", "offline", "online"), default="off", help="track the report")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory, or one to resume")

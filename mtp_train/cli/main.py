@@ -8,8 +8,10 @@ import difflib
 import json
 import logging
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import mtp_train as mtp
 from mtp_train.cli.checkpoint_commands import add_demo, add_export, add_graft, add_inspect, add_merge, add_push
@@ -37,6 +39,8 @@ COMMANDS = (
     add_demo,
 )
 """In the order of ``mtp-train --help``."""
+CLOSED_PIPE = 141
+"""Exit code where nobody reads stdout any more, as of a program that SIGPIPE ends."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,12 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; a recipe's path or name as the first one means ``run``.
 
     Returns:
-        0 done, 2 wrong input, 3 the gate refused, 143 or 130 stopped by SIGTERM or SIGINT. A bug leaves as a traceback
-        (exit code 1).
+        0 done, 2 wrong input, 3 the gate refused, 143 or 130 stopped by SIGTERM or SIGINT, 141 stdout was closed. A
+        bug leaves as a traceback (exit code 1).
     """
     try:
         with stopped_by_signals():
             return _run(list(sys.argv[1:] if argv is None else argv))
+    except BrokenPipeError:
+        # The reader of a pipe, such as head, has read enough. Python's own flush at exit must not fail on it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
     except Stopped as stopped:
         if is_main_process():
             again = "Start the same command again; run, regenerate, evaluate and compare go on from what they saved."
@@ -63,7 +71,7 @@ def _run(arguments: list[str]) -> int:
     parser = build_parser()
     if arguments and _means_recipe(arguments[0]):
         arguments.insert(0, "run")
-    args = parser.parse_args(arguments)
+    args = parse(parser, arguments)
     quieten_libraries()
     try:
         # With --json stdout is for the one document: output of libraries goes to stderr.
@@ -75,7 +83,7 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     if is_main_process():
         text = result.text if result.styled else printable(result.text)
-        print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else text)
+        print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else text, flush=True)
     return result.exit_code
 
 
@@ -88,9 +96,36 @@ def _means_recipe(word: str) -> bool:
     return bool(difflib.get_close_matches(word, names, n=1, cutoff=0.8))
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that names the nearest command, choice or option in place of a misspelt one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit with 2."""
+        misspelt = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if misspelt is not None:
+            message += _meant(misspelt[1], re.findall(r"[\w.-]+", misspelt[2]))
+        unknown = re.match(r"unrecognized arguments: (-[^ =]*)", message)
+        if unknown is not None:
+            message += _meant(unknown[1], self._option_string_actions)
+        super().error(message)
+
+
+def _meant(found: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(found, list(names), n=1)
+    return f". Did you mean {near[0]}?" if near else ""
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments. An unknown one is an error of the command that it was given to."""
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser. Each command sets its handler."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mtp-train",
         description="Put the MTP head back on a fine-tuned model, retrain it, prove the gain, and export it. A recipe "
         "in the place of COMMAND is run.",

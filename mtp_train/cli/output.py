@@ -41,14 +41,26 @@ def rendered(renderable: RenderableType) -> str:
     return capture.get().rstrip()
 
 
+class WithDefaults(argparse.HelpFormatter):
+    """Print the default of every option that has one, unless its help already speaks of it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help, action.default
+        if text is None or "default" in text or default in (None, False, True, argparse.SUPPRESS) or default == []:
+            return text
+        shown = " ".join(str(one) for one in default) if isinstance(default, list) else default
+        return f"{text} (default: {shown})"
+
+
 def add_command(commands: Any, name: str, text: str, **settings: Any) -> argparse.ArgumentParser:
     """Add a subcommand with ``--json`` to the parser's commands and return its parser."""
-    command: argparse.ArgumentParser = commands.add_parser(name, help=text, **settings)
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, formatter_class=WithDefaults, **settings)
     command.add_argument("--json", action="store_true", help="print one JSON document and nothing else on stdout")
+    command.set_defaults(parser=command)
     return command
 
 
 def add_output(command: argparse.ArgumentParser) -> None:
     """Declare ``--out`` and ``--copy``."""
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
-    command.add_argument("--copy", action="store_true", help="copy unchanged files instead of hard-linking them")
+    command.add_argument("--copy", action="store_true", help="copy unchanged shards instead of hard-linking them")

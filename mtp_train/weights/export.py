@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 import re
 import shutil
@@ -311,6 +312,11 @@ def _index(
     old_metadata = (source.index or {}).get("metadata")
     metadata = dict(old_metadata) if isinstance(old_metadata, dict) else {}
     metadata["total_size"] = sum(info.num_bytes for info in tensors.values())
+    if isinstance(metadata.get("total_parameters"), int):
+        # Of packed weights the shapes say nothing, so the old count is corrected by what changed.
+        before, after = source.tensors, tensors
+        metadata["total_parameters"] += sum(math.prod(info.shape) for key, info in after.items() if key not in before)
+        metadata["total_parameters"] -= sum(math.prod(info.shape) for key, info in before.items() if key not in after)
     return {
         "metadata": metadata,
         "weight_map": {key: renames.get(info.file, info.file) for key, info in sorted(tensors.items())},
@@ -359,10 +365,10 @@ def _require_known_link(root: Path, link: Path) -> None:
 
 
 def place_file(file: Path, target: Path, link: LinkMode) -> None:
-    """Hard-link or copy a file into a new checkpoint."""
+    """Hard-link a shard of weights, or copy it; every other file is copied, so that it can be edited in the export."""
     # The hub's cache contains symbolic links; the hard link has to be to the file behind them.
     real = file.resolve()
-    if link == "hard":
+    if link == "hard" and target.suffix == ".safetensors":
         try:
             os.link(real, target)
         except OSError:

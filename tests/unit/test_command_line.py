@@ -1,0 +1,79 @@
+"""The command line itself: misspelt words, defaults in help, a closed pipe."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launching import environment
+from mtp_train.cli.main import COMMANDS, build_parser, main, parse
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["inspec", "x"], "Did you mean inspect?"),
+        (["inspect", "x", "--bse", "y"], "unrecognized arguments: --bse y. Did you mean --base?"),
+        (["evaluate", "x", "--out", "y", "--rules", "sample"], "Did you mean sampled?"),
+        (["check", "x", "--procesess=2"], "Did you mean --processes?"),
+    ],
+)
+def test_the_nearest_word_is_named(argv: list[str], says: str, capfd: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert says in capfd.readouterr().err
+
+
+def test_a_word_like_no_other_gets_no_suggestion(capfd: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["inspect", "x", "--zzz"])
+    err = capfd.readouterr().err
+    assert "unrecognized arguments: --zzz" in err
+    assert "Did you mean" not in err
+
+
+def test_help_states_defaults_once(capfd: Capture) -> None:
+    for argv in (["generate", "--help"], ["evaluate", "--help"]):
+        with pytest.raises(SystemExit):
+            main(argv)
+        text = " ".join(capfd.readouterr().out.split())
+        assert "longest response, in tokens (default: 128)" in text
+        assert "default: None" not in text
+        assert "(default: 0.0) (default" not in text
+    assert "of the trunk; 0 is greedy (default: 0.0 1.0)" in text
+
+
+def test_every_command_takes_json() -> None:
+    parser = build_parser()
+    assert parse(parser, ["inspect", "x", "--json"]).json
+    assert len(COMMANDS) > 10
+
+
+def test_a_reader_that_closes_the_pipe_gets_no_traceback() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    ended = subprocess.run(
+        [sys.executable, "-m", "mtp_train", "demo", "--json", os.devnull + "/x"],
+        env=environment(),
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    listed = subprocess.run(
+        [sys.executable, "-m", "mtp_train", "recipes"],
+        env=environment(),
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writes)
+    assert (listed.returncode, listed.stderr) == (141, "")
