@@ -6,7 +6,8 @@
 
 Both sides decode the same prompts from the same checkpoint, greedily, past EOS where the engine can. The verdict in the
 record is ``equal``, ``explained`` (every difference starts at a near tie of two tokens, ``engines/verdict.py``) or
-``different``, which ends in exit code 1. The programs under ``engines/programs/`` document what each engine's
+``different``, which ends in exit code 1. So does a record in which no negative control changed the result: it is no
+evidence. The programs under ``engines/programs/`` document what each engine's
 environment needs and what its counters mean.
 """
 
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.launch import ENGINES, EngineProgramError
-from engines.verdict import RANKING
+from engines.verdict import RANKING, is_evidence
 from engines.witness import DTYPES, Task, record, witness
 from mtp_train.data.prompts import build_prompts, choose_prompts
 from mtp_train.data.sources import load_records
@@ -47,7 +48,16 @@ def main() -> int:
         return 2
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(arguments.out, content)
-    return 1 if content["verdict"] == RANKING[-1] else 0
+    if content["verdict"] == RANKING[-1]:
+        return 1
+    if not is_evidence(content):
+        print(
+            f"{arguments.out}: no evidence: none of {content['controls']['run']} negative controls changed the result; "
+            "expected one at least. Choose texts and a head that can tell, such as those of scripts/make_witness.py.",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
 
 
 def run(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:

@@ -34,13 +34,15 @@ HEADER = (
 
 
 def witnessed() -> set[tuple[str, str]]:
-    """Return the (engine, family) pairs whose record shows output equal to our decoder's."""
+    """Return the (engine, family) pairs whose record shows output equal to our decoder's, and is evidence of it."""
     found = set()
     for path in RECORDS.glob("*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
         # Records of EAGLE and Medusa heads do not count for the family's own MTP head.
         of_the_family = "tokens" in record["compared"] and "draft_model" not in record
-        if record["verdict"] in ("equal", "explained") and of_the_family:
+        # Without a negative control that changed the result, equal output is no evidence.
+        is_evidence = record["verdict"] in ("equal", "explained") and record["controls"]["changed"] > 0
+        if is_evidence and of_the_family:
             found.add((record["engine"], record["checkpoint"]["family"]))
     return found
 

@@ -31,6 +31,7 @@ from mtp_train.report.wording import (
     group_arms,
     held_out_sentence,
     lossless_sentence,
+    serving_depth,
 )
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.demo import PREFIX
@@ -236,7 +237,8 @@ def _section(
         f"Lossless: {lossless_sentence(report.lossless)}",
         *([f"Gate: {capitalised(report.gate.reason)}."] if report.gate else []),
         f"Measured with mtp-train's own decoder: {_settings(report)}.",
-        *_serving(engines, recipe.head.num_depths),
+        # The depth that the report recommends, which the commands must not contradict.
+        *_serving(engines, serving_depth(report) or recipe.head.num_depths),
         f"<details><summary>Recipe</summary>\n\n```yaml\n{_public_recipe(recipe)}```\n\n</details>",
         CLOSING,
     ]

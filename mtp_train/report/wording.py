@@ -145,22 +145,30 @@ def payment(arm: ArmResult, title: str) -> tuple[Tone, str]:
     return "neutral", f"{title}, and is not shown to decode faster"
 
 
+def serving_depth(report: RunReport) -> int | None:
+    """Return the drafts per round to serve with; None where no measured depth is shown to pay, or none was measured."""
+    arms = depth_arms(report)
+    best = recommended(arms.values())
+    return next((depth for depth, arm in arms.items() if arm is best), None)
+
+
 def serving_sentence(report: RunReport) -> str:
-    """Return what to serve, from the depths measured here; empty where no retrained head was measured."""
-    rows = depth_arms(report)
-    known = {depth: arm for depth, arm in rows.items() if arm.pays is not None}
+    """Return what to serve, from the depths measured here; empty where no speed was measured."""
+    known = {depth: arm for depth, arm in depth_arms(report).items() if arm.pays is not None}
     if not known:
         return ""
-    best = recommended(known.values())
-    depths = ", ".join(str(depth) for depth in known)
-    if best is None:
+    depth, depths = serving_depth(report), ", ".join(map(str, known))
+    if depth is None:
         return f"Serve without drafts: none of the depths measured here ({depths}) is shown to pay."
-    depth = next(depth for depth, arm in known.items() if arm is best)
-    speed = format_estimate(best.speedup, best.speedup_ci95)
+    speed = format_estimate(known[depth].speedup, known[depth].speedup_ci95)
     return (
-        f"Serve with {depth} draft{'s' * (depth > 1)} a round, the fastest of the depths measured here ({depths}) "
-        f"that are shown to pay: {speed} times the speed of plain decoding."
+        f"Serve with {_drafts(depth)} a round, the fastest of the depths measured here ({depths}) that are shown to "
+        f"pay: {speed} times the speed of plain decoding."
     )
+
+
+def _drafts(depth: int) -> str:
+    return f"{depth} draft{'s' * (depth > 1)}"
 
 
 def depth_arms(report: RunReport) -> dict[int, ArmResult]:
@@ -194,7 +202,7 @@ def depth_rows(report: RunReport) -> list[tuple[str, ...]]:
 def depth_lines(report: RunReport) -> list[str]:
     """Return tau, break-even tau and speed at each depth, one line of text each."""
     return [
-        f"{drafts} drafts a round: tau {found}, break-even {needed}, speedup {speed}; pays: {pays}"
+        f"{_drafts(int(drafts))} a round: tau {found}, break-even {needed}, speedup {speed}; pays: {pays}"
         for drafts, _, found, needed, speed, pays in depth_rows(report)
     ]
 

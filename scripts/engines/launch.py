@@ -46,6 +46,12 @@ class EngineProgramError(Exception):
     """Raised for a program that ended without its document."""
 
 
+def engine_threads() -> int:
+    """Return the OpenMP threads of an engine's process: ``OMP_NUM_THREADS``, else 1."""
+    # Its first value: OpenMP accepts a list, one value per level of nesting.
+    return int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0])
+
+
 def run_program(engine: EngineUnderTest, python: str, job: Mapping[str, Any], work: Path) -> dict[str, Any]:
     """Run an engine's program and return the document it writes.
 
@@ -64,7 +70,7 @@ def run_program(engine: EngineUnderTest, python: str, job: Mapping[str, Any], wo
     # Variables of our environment must not affect another interpreter.
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     env = {name: value for name, value in os.environ.items() if name not in ours}
-    env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(engine_threads())}
     command = [python, str(PROGRAMS / engine.program), str(job_file), str(out)]
     with log.open("w", encoding="utf-8") as handle:
         done = subprocess.run(command, env=env, stdout=handle, stderr=subprocess.STDOUT, check=False)

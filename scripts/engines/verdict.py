@@ -9,7 +9,7 @@ draft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from engines.traces import Text
@@ -128,3 +128,21 @@ def judge(
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
     """Return the worst of several verdicts."""
     return max(verdicts, key=RANKING.index)
+
+
+def count_controls(entries: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return how many negative controls a record contains, and how many of them changed the result.
+
+    A control has changed the result where its verdict is ``different``. If none has, the texts and the head cannot tell
+    a right wiring from a wrong one, and the record is no evidence (:func:`is_evidence`).
+
+    Args:
+        entries: The record's entries by depth.
+    """
+    verdicts = [one["verdict"] for entry in entries for one in entry.get("controls", {}).values()]
+    return {"run": len(verdicts), "changed": verdicts.count(RANKING[-1])}
+
+
+def is_evidence(record: Mapping[str, Any]) -> bool:
+    """Return whether a record shows that an engine and our decoder agree: by verdict, and by a control that differs."""
+    return record["verdict"] != RANKING[-1] and count_controls(record["depths"].values())["changed"] > 0

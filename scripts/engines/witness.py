@@ -14,12 +14,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from engines.launch import OUT_FILE, EngineUnderTest, Kind, run_program
+from engines.launch import OUT_FILE, EngineUnderTest, Kind, engine_threads, run_program
 from engines.logits import draft_row_logits, judge_logits, own_row_logits, read_logits
 from engines.ours import Subject, decode, load_subject, with_state_before_norm
 from engines.replay import misses
 from engines.traces import Text, after_first_round, count, cut, read_texts
-from engines.verdict import Miss, judge, worst
+from engines.verdict import Miss, count_controls, judge, worst
 from mtp_train import __version__
 from mtp_train.families.mechanisms.residual_streams import Streams
 from mtp_train.weights.files import Checkpoint
@@ -127,17 +127,29 @@ def witness(task: Task, depth: int, *, with_controls: bool) -> tuple[dict[str, A
         document = run_program(task.engine, task.python, job, work)
         entry = compare_decoding(task, depth, document)
         if with_controls:
-            entry["controls"] = controls(task, depth, document)
+            entry["controls"] = controls(task, lambda wrong: compare_decoding(wrong, depth, document))
         return entry, document["versions"]
     texts = [[*text.prompt_ids, *text.token_ids] for text in _decode(task, task.prompts, depth, frozenset())]
     document = run_program(task.engine, task.python, {**job, "texts": texts}, work)
-    row_logits = own_row_logits if task.draft is None else draft_row_logits
-    ours = [row_logits(task.tested, text, depth) for text in texts]
-    return judge_logits(ours, read_logits(work / OUT_FILE)), document["versions"]
+    theirs = read_logits(work / OUT_FILE)
+
+    def compare(one: Task) -> dict[str, Any]:
+        row_logits = own_row_logits if one.draft is None else draft_row_logits
+        return judge_logits([row_logits(one.tested, text, depth) for text in texts], theirs)
+
+    entry = compare(task)
+    if with_controls:
+        entry["controls"] = controls(task, compare)
+    return entry, document["versions"]
 
 
-def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Repeat the comparison with one wrong part of our wiring at a time, to show which parts the texts can test."""
+def controls(task: Task, compare: Callable[[Task], dict[str, Any]]) -> dict[str, Any]:
+    """Repeat the comparison with one wrong part of our wiring at a time, to show which parts the texts can test.
+
+    Args:
+        task: The comparison.
+        compare: Returns the entry of a task, with at least its ``verdict``.
+    """
     found = {}
     head, draft_vocab_R = task.fp32.head, task.fp32.draft_vocab_R
     has_streams = head.family.trunk.streams is not None
@@ -152,8 +164,8 @@ def controls(task: Task, depth: int, document: Mapping[str, Any]) -> dict[str, A
         OTHER_PREFIX: head.unroll in ("chained", "chained_drafts"),
     }
     for control in (*CONTROLS, *(name for name, shows in more.items() if shows)):
-        entry = compare_decoding(replace(task, control=control), depth, document)
-        found[control] = {name: entry[name] for name in ("verdict", "texts_equal")}
+        entry = compare(replace(task, control=control))
+        found[control] = {name: entry[name] for name in ("verdict", "texts_equal") if name in entry}
     return found
 
 
@@ -236,7 +248,12 @@ def record(
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "machine": {"device": "cpu", "architecture": platform.machine()},
+        "machine": {
+            "device": "cpu",
+            "architecture": platform.machine(),
+            "threads": {"ours": torch.get_num_threads(), "engine": engine_threads()},
+        },
+        "controls": count_controls(entries.values()),
         "checkpoint": {
             "name": task.checkpoint.path.name,
             "family": task.checkpoint.family.name,

@@ -104,6 +104,7 @@ def test_the_record_says_what_was_compared_and_what_a_wrong_wiring_gives(
     decoded: tuple[Any, Mapping[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import engine_parity
+    from engines.launch import engine_threads
 
     task, document = decoded
     monkeypatch.setattr("engines.witness.run_program", lambda *_: document)
@@ -118,6 +119,8 @@ def test_the_record_says_what_was_compared_and_what_a_wrong_wiring_gives(
     assert record["versions"].keys() == {"transformers", "torch"}
     asked = {"prompts": len(PROMPTS), "max_new_tokens": NEW_TOKENS, "dtype": "float32"}
     assert asked.items() <= record["settings"].items()
+    assert record["machine"]["threads"] == {"ours": torch.get_num_threads(), "engine": engine_threads()}
+    assert record["controls"] == {"run": 4, "changed": 3}
     found = {name: entry["verdict"] for name, entry in record["depths"]["1"]["controls"].items()}
     # What is recycled is read from depth 2 on.
     assert found == {
@@ -231,12 +234,17 @@ def our_document(task: Any) -> dict[str, Any]:
 
 
 def test_streams_read_in_another_order_or_mixed_as_the_trunk_does_are_seen(tmp_path: Path) -> None:
-    from engines.witness import controls
+    from engines.witness import compare_decoding, controls
 
     save_with_head(tiny_trunk("deepseek_v4"), tiny_head(tiny_trunk("deepseek_v4")), tmp_path / "checkpoint")
     task = task_for("vllm", str(tmp_path / "checkpoint"), tmp_path / "work")
     task = replace(task, prompts=PROMPTS[:1], max_new_tokens=12, dtype="float32")
-    found = {name: entry["verdict"] for name, entry in controls(task, 2, our_document(task)).items()}
+    document = our_document(task)
+
+    def compare(one: Any) -> dict[str, Any]:
+        return compare_decoding(one, 2, document)
+
+    found = {name: entry["verdict"] for name, entry in controls(task, compare).items()}
     assert found.keys() == {"zero_first_embedding", "leading_row", "other_streams", "trunk_mixer"}
     assert found["other_streams"] == found["trunk_mixer"] == "different"
 
@@ -298,11 +306,34 @@ def test_an_installed_engine_drafts_with_a_draft_model_as_we_do(
 # The records
 
 
+# Logits were compared without controls: the records have to be made again where the engine is installed.
+NO_EVIDENCE = {"speculators-base", "speculators-eagle3-llama", "speculators-eagle3-qwen3"}
+
+
+def test_a_record_in_which_no_control_changed_the_result_is_no_evidence() -> None:
+    from engines.verdict import count_controls, is_evidence
+
+    def entries(*controls: str) -> dict[str, Any]:
+        told = {str(number): {"verdict": verdict} for number, verdict in enumerate(controls)}
+        return {"1": {"verdict": "equal"}, "3": {"verdict": "equal", "controls": told}}
+
+    blind, seeing = entries("equal", "explained"), entries("equal", "different", "different")
+    assert count_controls(blind.values()) == {"run": 2, "changed": 0}
+    assert count_controls(seeing.values()) == {"run": 3, "changed": 2}
+    assert not is_evidence({"verdict": "equal", "depths": blind})
+    assert is_evidence({"verdict": "explained", "depths": seeing})
+    assert not is_evidence({"verdict": "different", "depths": seeing})
+    assert not is_evidence({"verdict": "equal", "depths": {"1": {"verdict": "equal"}}})
+
+
 @pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)
 def test_a_record_says_what_its_figures_say(path: Path) -> None:
-    from engines.verdict import worst
+    from engines.verdict import count_controls, is_evidence, worst
 
     record = json.loads(path.read_text(encoding="utf-8"))
+    assert record["controls"] == count_controls(record["depths"].values())
+    assert is_evidence(record) == (path.stem not in NO_EVIDENCE)
+    assert record["machine"]["threads"].keys() == {"ours", "engine"}
     assert record["verdict"] == worst([entry["verdict"] for entry in record["depths"].values()])
     assert record["checkpoint"]["family"] in {family.name for family in FAMILIES}
     for entry in record["depths"].values():

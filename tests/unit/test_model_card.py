@@ -12,7 +12,7 @@ from checkpoints import base_and_finetune
 from mtp_train.job import model_card
 from mtp_train.job.model_card import write_card, write_graft_card, write_merge_card
 from mtp_train.recipe.loading import dump_recipe
-from report_samples import SAMPLE
+from report_samples import SAMPLE, at_depths
 from runs import tiny_recipe
 
 HEADER = """\
@@ -75,6 +75,12 @@ def test_a_card_tells_acceptance_data_engines_and_recipe(directory: Path) -> Non
     assert "to the prompts of `(a file)`" in body
     assert """vllm serve . --speculative-config '{"method":"mtp","num_speculative_tokens":2}'""" in body
     assert "max_steps: 4" in body
+
+
+def test_the_commands_of_a_card_draft_as_many_tokens_as_its_report_recommends(directory: Path) -> None:
+    report = at_depths(SAMPLE, {1: (1.1, 1.3), 3: (0.9, 1.2)})
+    (directory / "report.json").write_text(json.dumps(report.to_json()))
+    assert '"num_speculative_tokens":1}' in written(directory)[2]
 
 
 def test_a_card_says_nothing_of_the_machine(directory: Path) -> None:
