@@ -194,14 +194,8 @@ def check(
 def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool) -> CheckResult:
     recipe = with_recorded_precision(recipe, Path(recipe.run_dir))
     require_place(Path(recipe.run_dir), recipe)
-    if is_here:
-        device = PartialState().device
-        recipe = with_resolved_precision(recipe, device)
-        reason = resolve_precision(recipe.train.precision, device).reason
-    else:
-        device, reason = torch.device(machine.kind), f"{machine.name} multiplies bf16 natively"
-        precision = "bf16" if recipe.train.precision == "auto" else recipe.train.precision
-        recipe = replace(recipe, train=replace(recipe.train, precision=precision))
+    device = PartialState().device if is_here else torch.device(machine.kind)
+    recipe, reason = _with_precision(recipe, None if is_here else machine, device)
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
@@ -252,6 +246,16 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     )
     hashed = input_bytes(recipe)
     return CheckResult(recipe, reason, head_family.title, plan, memory, shards, cost, hashed, serves, hours)
+
+
+def _with_precision(recipe: Recipe, planned: Device | None, device: torch.device) -> tuple[Recipe, str]:
+    """Return the recipe with its precision resolved, and why; all devices that can be planned for have native bf16."""
+    if planned is None:
+        recipe = with_resolved_precision(recipe, device)
+        return recipe, resolve_precision(recipe.train.precision, device).reason
+    precision = "bf16" if recipe.train.precision == "auto" else recipe.train.precision
+    train = replace(recipe.train, precision=precision)
+    return replace(recipe, train=train), f"{planned.name} multiplies bf16 natively"
 
 
 def _sizes(

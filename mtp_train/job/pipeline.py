@@ -17,6 +17,7 @@ from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import Progress
 
+from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
 from mtp_train.heads.flex import require_flex_device
@@ -57,6 +58,7 @@ from mtp_train.train.launch import lost_process_is_named, make_accelerator
 from mtp_train.train.log import read_metrics
 from mtp_train.train.plan import make_plan
 from mtp_train.train.shard import give_up_shards, shards_trunk
+from mtp_train.trunk.load import Trunk
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import read_json
 from mtp_train.weights.writing import full_disk_is_named
@@ -207,6 +209,18 @@ def run_stages(
         gc.collect()
         trunk = load_run_trunk(recipe, inputs, accelerator)
         offload_run_trunk(recipe, run_dir, trunk, accelerator)
+    gate = measure(recipe, run_dir, inputs, trunk, console, progress)
+    if not gate.passed:
+        raise GateRefusedError(gate.reason)
+    stage.name = "export"
+    exported = export_head(recipe, run_dir, inputs, progress) if recipe.export.enabled else ""
+    return Outcome(0, "done", f"{gate.reason}.{exported}", "done")
+
+
+def measure(
+    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, console: Console, progress: Progress
+) -> GateVerdict:
+    """Compare the arms, write and print the report, and return the gate's verdict."""
     training = trained_documents(recipe, run_dir, inputs)
     evaluation = evaluate_run(recipe, run_dir, inputs, trunk, training, progress)
     report = evaluation.report
@@ -220,11 +234,7 @@ def run_stages(
         metrics=read_metrics(run_dir),
     )
     console.print(summary(report))
-    if not evaluation.gate.passed:
-        raise GateRefusedError(evaluation.gate.reason)
-    stage.name = "export"
-    exported = export_head(recipe, run_dir, inputs, progress) if recipe.export.enabled else ""
-    return Outcome(0, "done", f"{evaluation.gate.reason}.{exported}", "done")
+    return evaluation.gate
 
 
 def export_head(recipe: Recipe, run_dir: Path, inputs: Inputs, progress: Progress) -> str:
