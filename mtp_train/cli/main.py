@@ -56,10 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with stopped_by_signals():
             return _run(list(sys.argv[1:] if argv is None else argv))
-    except BrokenPipeError:
-        # The reader of a pipe, such as head, has read enough. Python's own flush at exit must not fail on it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CLOSED_PIPE
     except Stopped as stopped:
         if is_main_process():
             again = "Start the same command again; run, regenerate, evaluate and compare go on from what they saved."
@@ -83,7 +79,12 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     if is_main_process():
         text = result.text if result.styled else printable(result.text)
-        print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else text, flush=True)
+        try:
+            print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else text, flush=True)
+        except BrokenPipeError:
+            # The reader of a pipe, such as head, has read enough. Python's own flush at exit must not fail on it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return CLOSED_PIPE
     return result.exit_code
 
 
@@ -119,7 +120,9 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
     """Parse the arguments. An unknown one is an error of the command that it was given to."""
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        # argparse takes a list of words in one place only.
+        hint = ". Write changes to a recipe in front of the options" if unknown[0][0] != "-" and "=" in unknown[0] else ""
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return args
 
 

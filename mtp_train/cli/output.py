@@ -46,7 +46,8 @@ class WithDefaults(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
-        if text is None or "default" in text or default in (None, False, True, argparse.SUPPRESS) or default == []:
+        says_nothing = default is None or isinstance(default, bool) or default in ([], argparse.SUPPRESS)
+        if text is None or "default" in text or says_nothing:
             return text
         shown = " ".join(str(one) for one in default) if isinstance(default, list) else default
         return f"{text} (default: {shown})"

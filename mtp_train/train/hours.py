@@ -8,13 +8,13 @@ assumed to be reached. They were not measured; a CPU is measured by a probe of a
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from accelerate import PartialState
 
 from mtp_train.errors import DataError
 from mtp_train.recipe.schema import Recipe
@@ -92,15 +92,22 @@ def device_named(name: str | None) -> Device:
         if name not in DEVICES:
             raise DataError(f"--device: {name!r}; expected one of {', '.join(DEVICES)}. Correct it, or leave it out.")
         return DEVICES[name]
-    found = PartialState().device
-    if found.type != "cuda":
-        return Device(found.type, found.type, main_memory_bytes(), None, None, _CPU_LAUNCH)
-    called = torch.cuda.get_device_name(found)
+    kind = _device_type()
+    if kind != "cuda":
+        return Device(kind, kind, main_memory_bytes(), None, None, _CPU_LAUNCH)
+    called = torch.cuda.get_device_name()
     known = next((one for one in DEVICES.values() if one.name in called.lower().replace(" ", "")), None)
-    memory = torch.cuda.get_device_properties(found).total_memory
+    memory = torch.cuda.get_device_properties().total_memory
     if known is None:
         return Device(called, "cuda", memory, None, None, _LAUNCH)
     return known._replace(name=called, memory_bytes=memory)
+
+
+def _device_type() -> str:
+    """Return the type of the device that accelerate will choose, without its state, which joins the processes."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+    return "cpu" if accelerator is None or wants_cpu else accelerator.type
 
 
 def probed(device: Device) -> Device:

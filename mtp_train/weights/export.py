@@ -314,9 +314,9 @@ def _index(
     metadata["total_size"] = sum(info.num_bytes for info in tensors.values())
     if isinstance(metadata.get("total_parameters"), int):
         # Of packed weights the shapes say nothing, so the old count is corrected by what changed.
-        before, after = source.tensors, tensors
-        metadata["total_parameters"] += sum(math.prod(info.shape) for key, info in after.items() if key not in before)
-        metadata["total_parameters"] -= sum(math.prod(info.shape) for key, info in before.items() if key not in after)
+        changed = {key for key in source.tensors.keys() | tensors.keys() if source.tensors.get(key) != tensors.get(key)}
+        for sign, held in ((-1, source.tensors), (1, tensors)):
+            metadata["total_parameters"] += sign * sum(math.prod(held[key].shape) for key in changed & held.keys())
     return {
         "metadata": metadata,
         "weight_map": {key: renames.get(info.file, info.file) for key, info in sorted(tensors.items())},

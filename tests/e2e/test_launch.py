@@ -19,7 +19,7 @@ import torch
 from launching import COMMAND_LINE, DEADLINE_SECONDS, environment, head, launch, metrics, outcome, responses, start
 from mtp_train.cli.main import main
 from mtp_train.job.run_dir import PROVENANCE_FILE
-from mtp_train.recipe.loading import RECIPE_FILE
+from mtp_train.recipe.loading import RECIPE_FILE, load_recipe
 from mtp_train.recipe.shipped import accelerate_file
 from runs import GETS_NO_BETTER, LEARNS, tree, write_inputs, write_recipe
 
@@ -79,6 +79,19 @@ def test_two_processes_train_as_one_does(recipe: Path, unbroken: Path, tmp_path:
     assert first
     assert second
     assert sorted(first + second) == responses(unbroken)
+
+
+def test_two_processes_resolve_auto_alike(recipe: Path, tmp_path: Path) -> None:
+    fields = ("lr", "max_steps", "tokens_per_step", "micro_batch_sequences", "warmup_steps")
+    settings = [*(f"train.{field}=auto" for field in fields), "evaluate.prompts=4", "evaluate.max_new_tokens=8"]
+    run_dir = tmp_path / "run"
+    program = (*COMMAND_LINE, recipe, f"run_dir={run_dir}", "data.seq_len_tokens=auto", *settings, "--json")
+    done = start("cpu_ddp.yaml", *program, ACCELERATE_USE_CPU="true")
+    assert outcome(run_dir)["stage"] == "done", done.stderr
+    train = load_recipe(run_dir / RECIPE_FILE).train
+    lines = metrics(run_dir)
+    assert (lines[-1]["step"], lines[-1]["world_size"]) == (train.max_steps, 2)
+    assert train.tokens_per_step % (2 * train.micro_batch_sequences) == 0
 
 
 def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, tmp_path: Path) -> None:

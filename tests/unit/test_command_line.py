@@ -21,6 +21,7 @@ Capture = pytest.CaptureFixture[str]
         (["inspect", "x", "--bse", "y"], "unrecognized arguments: --bse y. Did you mean --base?"),
         (["evaluate", "x", "--out", "y", "--rules", "sample"], "Did you mean sampled?"),
         (["check", "x", "--procesess=2"], "Did you mean --processes?"),
+        (["run", "x.yaml", "--json", "train.lr=1"], "Write changes to a recipe in front of the options"),
     ],
 )
 def test_the_nearest_word_is_named(argv: list[str], says: str, capfd: Capture) -> None:
@@ -45,8 +46,10 @@ def test_help_states_defaults_once(capfd: Capture) -> None:
         text = " ".join(capfd.readouterr().out.split())
         assert "longest response, in tokens (default: 128)" in text
         assert "default: None" not in text
+        assert "default: False" not in text
         assert "(default: 0.0) (default" not in text
     assert "of the trunk; 0 is greedy (default: 0.0 1.0)" in text
+    assert "prompts decoded together (default: 1)" in text
 
 
 def test_every_command_takes_json() -> None:
