@@ -121,7 +121,9 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         # argparse takes a list of words in one place only.
-        hint = ". Write changes to a recipe in front of the options" if unknown[0][0] != "-" and "=" in unknown[0] else ""
+        hint = (
+            ". Write changes to a recipe in front of the options" if unknown[0][0] != "-" and "=" in unknown[0] else ""
+        )
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return args
 

@@ -27,7 +27,7 @@ from mtp_train.errors import RecipeError
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.job.inputs import load_sources
 from mtp_train.job.run_dir import recorded_recipe
-from mtp_train.recipe.auto import FROM_TEXT
+from mtp_train.recipe.auto_fields import FROM_TEXT
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.estimate import activation_bytes
 from mtp_train.train.hours import Device, device_named

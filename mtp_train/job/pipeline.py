@@ -48,7 +48,7 @@ from mtp_train.job.run_dir import (
 )
 from mtp_train.job.stages import Stage, claim_run, load_run_trunk, make_documents, offload_run_trunk, trained_documents
 from mtp_train.job.training import HEAD, STATE, train_stage
-from mtp_train.recipe.auto import FROM_TEXT
+from mtp_train.recipe.auto_fields import FROM_TEXT
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.table import summary
 from mtp_train.report.write import write_report

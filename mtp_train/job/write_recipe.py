@@ -21,7 +21,7 @@ from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.job.auto import Choice
 from mtp_train.job.check import check
 from mtp_train.job.inputs import plan_head
-from mtp_train.recipe.auto import AUTO, STAND_INS, auto_fields, with_values
+from mtp_train.recipe.auto_fields import AUTO, STAND_INS, auto_fields, with_values
 from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
 from mtp_train.recipe.loading import dump_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from mtp_train.errors import RecipeError
-from mtp_train.recipe.auto import STAND_INS, auto_fields, with_values
+from mtp_train.recipe.auto_fields import STAND_INS, auto_fields, with_values
 from mtp_train.recipe.decode import decode
 from mtp_train.recipe.json_schema import dotted, shown
 from mtp_train.recipe.rules import contradictions
