@@ -49,7 +49,7 @@ LICENCE_FIELDS = ("license", "license_name", "license_link")
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
 _PURPOSE = (
     "The head drafts the next tokens and the model verifies them in one pass. Generation is faster, with an unchanged "
-    "distribution of the output."
+    "distribution of the output; in bf16, near ties between tokens may fall otherwise."
 )
 
 

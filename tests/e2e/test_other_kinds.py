@@ -209,7 +209,8 @@ def test_a_draft_model_for_speculators_names_its_trunk_by_the_hubs_name_where_it
     provenance = json.loads((run_dir / "provenance.json").read_text())
     provenance["trunk"] |= {"name": "someone/model", "revision": revision}
     (run_dir / "provenance.json").write_text(json.dumps(provenance))
-    document(["export", run_dir, "--speculators", "--out", tmp_path / "out"], capfd)
+    written = document(["export", run_dir, "--speculators", "--out", tmp_path / "out"], capfd)
+    assert written["notes"] == ["It reads the hidden states after the layers 2, 4, 5 of its trunk."]
     verifier = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]["verifier"]
     expected = str((inputs / "finetune").resolve()) if revision is None else "someone/model"
     assert verifier["name_or_path"] == expected

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.gguf.sidecar import GgufKind
-from mtp_train.heads.diagnose import layout_of
+from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.job.checkpoints.export_gguf import export_gguf
 from mtp_train.job.checkpoints.head_to_export import head_to_export
 from mtp_train.job.display import quiet_progress
@@ -37,7 +37,8 @@ class ExportResult:
     flag: str | None = None
     """vLLM's flag that drafts with a head-only export; None for other forms."""
     notes: tuple[str, ...] = ()
-    """What to correct in the model card before it is published, a sentence each."""
+    """What to correct in the model card before it is published, and which layers of the trunk a draft model for
+    speculators reads; a sentence each."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train export --json`` prints them."""
@@ -139,6 +140,9 @@ def _as_checkpoint(
         )
         with removed_on_failure(out):
             notes = write_card(source, out)
+        if form == "speculators":
+            layers = found.artifact.family.wiring.trunk_layers(text_config_of(trunk))
+            notes += (f"It reads the hidden states after the layers {', '.join(map(str, layers))} of its trunk.",)
         return ExportResult(out, trunk.path, notes=notes)
     write_adapted(trunk, layout_of(trunk), head, out, adapter=None, link=link, progress=progress)
     return ExportResult(out, trunk.path)
