@@ -18,6 +18,7 @@ from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors, save_with_head, set_fields
 from mtp_train.families import FAMILIES
 from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
+from mtp_train.job.start import recipe_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.weights.locations import open_location
 from runs import BYTE_VOCAB_SIZE, LEARNS, document, overrides_of, run_quietly, write_inputs, write_recipe
@@ -87,7 +88,7 @@ def test_a_model_without_a_head_gets_one(
     init, launch = (shlex.split(command) for command in before["cure"].split(" && "))
     document([*init[1:], "--data", tmp_path / "in" / "chats.jsonl"], capfd)
     assert launch[:4] == ["accelerate", "launch", "-m", "mtp_train"]
-    assert load_recipe(launch[4]).model.trunk == str(trunk)
+    assert recipe_of(launch[4]).model.trunk == str(trunk)
 
     recipe = write_recipe(tmp_path / "recipe.yaml", tmp_path / "in", run_dir, **ATTACH)
     promised = document(["check", recipe], capfd)["serves"]

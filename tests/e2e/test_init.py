@@ -14,7 +14,7 @@ from adapters import write_adapter
 from checkpoints import set_count
 from mtp_train.cli.main import main
 from mtp_train.job.rescue import rescue_recipe
-from mtp_train.recipe.loading import load_recipe
+from mtp_train.job.start import recipe_of
 from runs import document, refusal, tree, write_inputs
 
 Capture = pytest.CaptureFixture[str]
@@ -36,30 +36,30 @@ def test_the_recipe_is_what_rescue_runs(inputs: Path, with_data: bool, capfd: Ca
     said = ["--trunk", finetune, "--base", base, *(["--data", *data] if with_data else [])]
     written = document(["init", "my model.yaml", *said], capfd)
     assert (written["out"], written["start"]) == ("my model.yaml", "graft")
-    assert load_recipe("my model.yaml") == rescue_recipe(str(finetune), str(base), Path("runs/my model"), data)
+    assert recipe_of("my model.yaml") == rescue_recipe(str(finetune), str(base), Path("runs/my model"), data).recipe
     # Neither command changes anything but the one file.
     assert tree(Path()).keys() == {"my model.yaml"}
     for command in written["commands"]:
-        assert load_recipe(shlex.split(command)[-1]).model.head_from == str(base)
+        assert recipe_of(shlex.split(command)[-1]).model.head_from == str(base)
 
 
 def test_the_demos_recipe_is_what_rescue_runs() -> None:
     assert mtp.write_recipe("demo.yaml", "demo:finetune", "demo:base").start == "graft"
-    assert load_recipe("demo.yaml") == rescue_recipe("demo:finetune", "demo:base", Path("runs/demo"), [])
+    assert recipe_of("demo.yaml") == rescue_recipe("demo:finetune", "demo:base", Path("runs/demo"), []).recipe
 
 
 def test_an_adapter_is_trained_on_its_base(inputs: Path) -> None:
     write_adapter(inputs / "base", Path("lora"), target_modules=["q_proj"])
     data = [inputs / "chats.jsonl"]
     mtp.write_recipe("lora.yaml", "lora", inputs / "base", data=data)
-    expected = rescue_recipe("lora", str(inputs / "base"), Path("runs/lora"), [str(data[0])])
-    assert load_recipe("lora.yaml") == expected
+    expected = rescue_recipe("lora", str(inputs / "base"), Path("runs/lora"), [str(data[0])]).recipe
+    assert recipe_of("lora.yaml") == expected
     assert (expected.model.trunk, expected.model.adapter) == (str(inputs / "base"), "lora")
 
 
 def test_a_model_with_a_head_retrains_its_own(inputs: Path) -> None:
     assert mtp.write_recipe("own.yaml", inputs / "base", data=[inputs / "chats.jsonl"]).start == "native"
-    recipe = load_recipe("own.yaml")
+    recipe = recipe_of("own.yaml")
     assert (recipe.head.init, recipe.model.head_from, recipe.gate_baseline) == ("native", None, "native")
     assert recipe.evaluate.arms == ("none", "native", "retrained")
 
@@ -72,7 +72,7 @@ def test_a_model_that_never_had_a_head_gets_a_new_one(family_name: str, inputs: 
     else:
         trunk = write_headless(tmp_path / "plain", family_name)
     assert mtp.write_recipe("new.yaml", trunk, data=[inputs / "chats.jsonl"]).start == "attach"
-    recipe = load_recipe("new.yaml")
+    recipe = recipe_of("new.yaml")
     assert (recipe.head.init, recipe.gate_baseline) == ("copy_last_layer", "none")
     assert recipe.evaluate.arms == ("none", "retrained")
 
@@ -83,7 +83,7 @@ def test_a_family_whose_head_has_no_counterpart_in_the_trunk_starts_from_random_
     trunk = write_inputs(tmp_path / "plain", "longcat_flash") / "finetune"
     set_count(trunk, "num_nextn_predict_layers", 0)
     assert mtp.write_recipe("new.yaml", trunk, data=[inputs / "chats.jsonl"]).start == "attach"
-    assert load_recipe("new.yaml").head.init == "random"
+    assert recipe_of("new.yaml").head.init == "random"
 
 
 def test_every_field_of_the_file_has_a_comment_and_the_file_is_checked(inputs: Path, capfd: Capture) -> None:

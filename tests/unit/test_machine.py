@@ -93,7 +93,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
         claim(run_dir, recipe, {})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline, "stages_of", lambda _recipe: stand_in)
+    monkeypatch.setattr(pipeline, "stages_of", lambda _recipe, _auto: stand_in)
     return seen
 
 
