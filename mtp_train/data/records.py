@@ -16,6 +16,8 @@ from mtp_train.errors import DataError, UnsupportedRecordError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
+"""Columns with what a record refers to beside its text. Tokens of the text alone would not be those that are served."""
 
 Message = dict[str, Any]
 
@@ -180,6 +182,20 @@ def _require_calls(value: object, where: str) -> None:
         raise DataError(
             f"{where}: tool_calls are {_shown(value)}; expected a list of objects. Fix or remove the record."
         )
+
+
+def require_text_only(row: Mapping[str, object], where: str) -> None:
+    """Check that the columns beside a record's text, such as ``images``, hold nothing.
+
+    Raises:
+        UnsupportedRecordError: One of :data:`MEDIA_COLUMNS` does.
+    """
+    for column in MEDIA_COLUMNS:
+        if row.get(column):
+            raise UnsupportedRecordError(
+                f"{where}: {column} has a value; expected text alone. Fix or remove the record (image, audio and video "
+                "are not supported)."
+            )
 
 
 def _has_other_parts(content: object) -> bool:

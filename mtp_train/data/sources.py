@@ -15,15 +15,27 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
 import fsspec
+import pyarrow
+import pyarrow.compute
 from datasets.packaged_modules.json.json import Json as JsonBuilder
 
-from mtp_train.data.records import Content, PlainText, PromptResponse, Record, content_group, parse_messages, parse_text
+from mtp_train.data.records import (
+    MEDIA_COLUMNS,
+    Content,
+    PlainText,
+    PromptResponse,
+    Record,
+    content_group,
+    parse_messages,
+    parse_text,
+    require_text_only,
+)
 from mtp_train.errors import DataError, UnsupportedRecordError
 
 logger = logging.getLogger(__name__)
@@ -151,6 +163,8 @@ COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 KNOWN_FILES = "a .json, .jsonl, .parquet or .txt file (.gz, .xz, .bz2 or .zst too)"
 SMALL_FILE_BYTES = 64
 TEXT_BLOCK_CHARS = 1 << 20
+ARROW_ROWS = 1024
+"""Rows of a column that are examined at a time."""
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 MESSAGE_COLUMNS = ("messages", "conversations")
 RESPONSE_COLUMNS = ("response", "completion")
@@ -199,13 +213,13 @@ def load_records(
             "data.group_field to name a column. Correct it, or leave it out."
         )
     if isinstance(rows, datasets.Dataset):
-        # Other columns may hold images, which take long to read.
-        rows = rows.select_columns(list(dict.fromkeys([*columns, *([group_field] if group_field else [])])))
+        rows = _selected(rows, list(dict.fromkeys([*columns, *([group_field] if group_field else [])])))
     records = []
     skipped = Skipped(name)
     for number, row in enumerate(_readable(rows, name, files), start=1):
         where = f"{name}, record {number}"
         try:
+            require_text_only(row, where)
             content = _parse_content(row, columns, where)
         except UnsupportedRecordError as error:
             skipped.add(error)
@@ -254,6 +268,26 @@ class Skipped:
             len(self.errors) + num_used,
             str(self.errors[0]).partition("; expected")[0],
         )
+
+
+def _selected(table: datasets.Dataset, columns: list[str]) -> Iterator[Row]:
+    """Yield the rows with these columns, and with the media columns as whether they hold something.
+
+    Other columns are not read: images take long to decode.
+    """
+    media = [column for column in MEDIA_COLUMNS if column in table.column_names and column not in columns]
+    held = zip(*(_holds(table, column) for column in media), strict=True) if media else repeat(())
+    for row, flags in zip(table.select_columns(columns), held, strict=False):
+        yield {**row, **dict(zip(media, flags, strict=True))}
+
+
+def _holds(table: datasets.Dataset, column: str) -> Iterator[bool]:
+    """Yield for every row whether the column is neither null nor an empty list. Decodes nothing."""
+    for batch in table.select_columns([column]).with_format("arrow").iter(batch_size=ARROW_ROWS):
+        values = batch[column]
+        is_list = pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type)
+        known = pyarrow.compute.list_value_length(values) if is_list else values.is_valid()
+        yield from (bool(one) for one in known.to_pylist())
 
 
 def load_rows(

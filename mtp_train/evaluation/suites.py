@@ -28,6 +28,7 @@ from mtp_train.data.records import (
     content_group,
     parse_messages,
     parse_text,
+    require_text_only,
 )
 from mtp_train.data.sources import MESSAGE_COLUMNS, Skipped, load_records, load_rows
 from mtp_train.data.split import is_held_out, stable_share
@@ -139,6 +140,7 @@ def _suite_record(task: str, content: Content, id: str, where: str) -> SuiteReco
 
 
 def _own_content(row: Row, where: str) -> Content:
+    require_text_only(row, where)
     for column in MESSAGE_COLUMNS:
         if row.get(column) is not None:
             return _tidied(parse_messages(row[column], where))

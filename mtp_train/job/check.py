@@ -1,4 +1,7 @@
-"""``mtp-train check``: check a recipe and its model's config, and estimate time, memory and disk. Reads no weights."""
+"""``mtp-train check``: check a recipe, its data and its model's config, and estimate time, memory and disk.
+
+Reads no weights.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,20 @@ from transformers import PretrainedConfig
 from mtp_train.data.groups import COST_PER_MILLION
 from mtp_train.families import family_for, of_kind, raw_text_config, require_served_trunk
 from mtp_train.families.engines import engine_commands
+from mtp_train.families.spec import RawConfig
 from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.module import unroll_of
 from mtp_train.job.auto import Choice
 from mtp_train.job.input_identity import input_bytes
-from mtp_train.job.inputs import require_attention, require_draft_vocab, require_own_data, require_rows, require_unroll
+from mtp_train.job.inputs import (
+    gather_text,
+    require_attention,
+    require_draft_vocab,
+    require_own_data,
+    require_rows,
+    require_unroll,
+)
 from mtp_train.job.run_dir import require_place, with_recorded_precision, with_resolved_precision
 from mtp_train.job.sft.estimate_memory import tuning_cost, tuning_footprint
 from mtp_train.job.sft.tuned_model import require_trainable
@@ -45,9 +56,10 @@ from mtp_train.trunk.load import Trunk, empty_trunk
 from mtp_train.trunk.offload import require_offload
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.trunk.quantise import require_quantizable
+from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.weights.demo import resolve
-from mtp_train.weights.files import CONFIG_FILE, locate_checkpoint, read_config
-from mtp_train.weights.identity import HASH_BYTES_PER_SECOND
+from mtp_train.weights.files import CONFIG_FILE, Checkpoint, locate_checkpoint, read_config
+from mtp_train.weights.identity import HASH_BYTES_PER_SECOND, TOKENIZER_PATTERNS
 from mtp_train.weights.quantised import quant_method
 
 _FINE_TUNE_BYTES = 16
@@ -78,6 +90,9 @@ class CheckResult:
     """At most, by stage; None on a device whose speed is unknown, and for studies and fine-tunes."""
     choices: tuple[Choice, ...] = ()
     """Settings that were ``auto``, with the reasons for their values."""
+    data: str | None = None
+    """What is trained on, held out and evaluated on, in words; None if the data was not read, for want of a tokenizer
+    beside the trunk's config."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train check --json`` prints them."""
@@ -88,6 +103,7 @@ class CheckResult:
             "auto": {choice.field: {"value": choice.value, "reason": choice.reason} for choice in self.choices},
             "precision_reason": self.precision_reason,
             "family": self.family,
+            "data": self.data,
             "plan": plan,
             "memory": self.memory.to_json(),
             "memory_in_shards": None if self.memory_in_shards is None else self.memory_in_shards.to_json(),
@@ -115,7 +131,7 @@ class CheckResult:
             f"{self._hours_text()}# identity: {self.hashed_bytes / GIB:.2f} GiB of inputs are hashed once, in about "
             f"{self.hashed_bytes / HASH_BYTES_PER_SECOND:.0f} s at {HASH_BYTES_PER_SECOND / 1e9:g} GB/s (a core); "
             "later starts read what changed"
-            f"{self._kind_text()}{self._holdout_text()}{self._serves_text()}"
+            f"{self._data_text()}{self._kind_text()}{self._holdout_text()}{self._serves_text()}"
         )
 
     def _hours_text(self) -> str:
@@ -127,6 +143,9 @@ class CheckResult:
             f"bytes: answers {_duration(hours.regenerate)}, training {_duration(hours.train)}, evaluation "
             f"{_duration(hours.evaluate)}\n"
         )
+
+    def _data_text(self) -> str:
+        return f"\n# data: {self.data or 'not read, as the trunk has no tokenizer; a run refuses such a trunk'}"
 
     def _holdout_text(self) -> str:
         field = self.recipe.data.group_field
@@ -166,7 +185,9 @@ def _duration(hours: float) -> str:
 def check(
     recipe: RecipeLike, overrides: Overrides = (), *, processes: int | None = None, device: str | None = None
 ) -> CheckResult:
-    """Check a recipe against its model's config, and estimate what the run needs. Reads no weights.
+    """Check a recipe, its data and its model's config, and estimate what the run needs. Reads no weights.
+
+    A directory with a config and no tokenizer is enough for the estimates; the data is not read then.
 
     Args:
         recipe: A YAML file, the name of a recipe of the package, or a mapping of the same shape.
@@ -177,7 +198,8 @@ def check(
 
     Raises:
         RecipeError: The recipe is wrong; the message lists all problems.
-        MtpError: A step does not divide among the processes, or the model is unknown, missing or cannot run.
+        MtpError: A step does not divide among the processes, the model is unknown, missing or cannot run, or the data
+            cannot be read or is too little.
 
     Example:
         >>> import mtp_train as mtp
@@ -244,8 +266,21 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
         num_layers=text_config.num_hidden_layers,
         device=probed(machine),
     )
-    hashed = input_bytes(recipe)
-    return CheckResult(recipe, reason, head_family.title, plan, memory, shards, cost, hashed, serves, hours)
+    hashed, data = input_bytes(recipe), _data(recipe, path, raw, text_config.vocab_size)
+    return CheckResult(recipe, reason, head_family.title, plan, memory, shards, cost, hashed, serves, hours, data=data)
+
+
+def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> str | None:
+    """Read the data as a run does, and return how it is split; None without a tokenizer.
+
+    Raises:
+        MtpError: A run would refuse the data or the tokenizer.
+    """
+    if not any(file for pattern in TOKENIZER_PATTERNS for file in trunk.glob(pattern)):
+        return None
+    without_weights = Checkpoint(trunk, config, None, {})
+    tokenizer = load_tokenizer(without_weights, recipe.model.trust_remote_code)
+    return gather_text(recipe, tokenizer, vocab_size).split
 
 
 def _with_precision(recipe: Recipe, planned: Device | None, device: torch.device) -> tuple[Recipe, str]:

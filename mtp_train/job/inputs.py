@@ -10,12 +10,13 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import PartialState
 from rich.progress import Progress
 from transformers import PretrainedConfig
 
+from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.data.groups import join_near_duplicates
 from mtp_train.data.prompts import Prompt, build_prompts, choose_evenly, choose_prompts, continuation_prompts
 from mtp_train.data.records import PlainText, Record
@@ -73,6 +74,16 @@ class Inputs:
     """Content identity of each input by recipe field; set once the run directory is claimed."""
 
 
+class RunText(NamedTuple):
+    """The text of a run, as :class:`Inputs` has it."""
+
+    documents: Sequence[Document]
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    split: str
+    """What is on each side of the split, in words."""
+
+
 def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs:
     """Open and check everything that a run reads. Writes nothing and does not load the trunk.
 
@@ -100,14 +111,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     # Raises if the trunk cannot be evaluated at its serving settings: now, not after training.
     served_settings(recipe.evaluate, finetune, draft_depth(recipe))
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
-    train_records, held_out_records = split_records(recipe, progress)
-    held_out = evaluation_prompts(recipe, held_out_records, tokenizer)
-    documents: Sequence[Document] = ()
-    prompts: Sequence[Prompt] = ()
-    if recipe.regenerates:
-        prompts = prompts_to_answer(recipe, train_records, tokenizer)
-    else:
-        documents, _ = tokenize_records(train_records, tokenizer, recipe.data.seq_len_tokens)
+    text = gather_text(recipe, tokenizer, text_config.vocab_size, progress)
     adapter = locate_adapter(recipe.model.adapter, recipe.model.trunk) if recipe.model.adapter else None
     if recipe.export.enabled:
         require_exportable(finetune, recipe.head.kind, adapter)
@@ -116,10 +120,9 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     for checkpoint in [finetune] if base is None else [finetune, base]:
         require_finite_checkpoint(checkpoint, progress)
     home = home_prompts(recipe, tokenizer)
-    require_embedded([*prompts, *held_out], documents, text_config.vocab_size, tokenizer)
     # Printed after all checks: a refusal is one message alone.
     if PartialState().is_main_process:
-        progress.console.print(split_sentence(train_records, held_out_records, held_out))
+        progress.console.print(f"data: {text.split}.")
     return Inputs(
         finetune=finetune,
         base=base,
@@ -128,11 +131,53 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         head_plan=head_plan,
         tokenizer=tokenizer,
         eos_ids=eos_token_ids(finetune, tokenizer),
-        documents=documents,
-        prompts=prompts,
-        held_out=held_out,
+        documents=text.documents,
+        prompts=text.prompts,
+        held_out=text.held_out,
         home=home,
     )
+
+
+def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progress | None = None) -> RunText:
+    """Read, split and tokenize everything that a run trains on and evaluates on.
+
+    Args:
+        recipe: The recipe.
+        tokenizer: The trunk's tokenizer.
+        vocab_size: Tokens that the trunk has embeddings for.
+        progress: Shows the search for near-duplicates; None shows nothing.
+
+    Raises:
+        DataError: A source cannot be read, a side of the split is empty or too small, or a token has no embedding.
+    """
+    training, held_out_records = split_records(recipe, progress)
+    held_out = evaluation_prompts(recipe, held_out_records, tokenizer)
+    documents: Sequence[Document] = ()
+    prompts: Sequence[Prompt] = ()
+    if recipe.regenerates:
+        prompts = prompts_to_answer(recipe, training, tokenizer)
+    else:
+        documents, _ = tokenize_records(training, tokenizer, recipe.data.seq_len_tokens)
+    require_embedded([*prompts, *held_out], documents, vocab_size, tokenizer)
+    require_gate_groups(recipe, held_out)
+    return RunText(documents, prompts, held_out, split_sentence(training, held_out_records, held_out))
+
+
+def require_gate_groups(recipe: Recipe, held_out: Sequence[Prompt]) -> None:
+    """Check that the evaluation prompts are of enough groups to show a gain: before training, not after it.
+
+    A study has no gate, and a fine-tune whose head does not pass it keeps the head from before.
+
+    Raises:
+        DataError: They are not.
+    """
+    needed, found = min_gate_groups(recipe.gate.confidence), len({prompt.group for prompt in held_out})
+    if recipe.study is None and recipe.sft is None and found < needed:
+        raise DataError(
+            f"data.holdout: {recipe.data.holdout} gives {len(held_out)} evaluation prompts of {found} groups; expected "
+            f"at least {needed} groups, the fewest that can show a gain at gate.confidence={recipe.gate.confidence:g}. "
+            "Raise data.holdout or evaluate.prompts, or add records of other groups."
+        )
 
 
 def _require_packable(recipe: Recipe, checkpoint: Checkpoint, world_size: int) -> None:
@@ -288,12 +333,10 @@ def split_records(recipe: Recipe, progress: Progress | None = None) -> tuple[lis
 
 
 def split_sentence(training: Sequence[Record], held_out: Sequence[Record], prompts: Sequence[Prompt]) -> str:
-    """Return a sentence with the number of groups on each side, and of the evaluation prompts."""
+    """Return in words the number of groups on each side, and of the evaluation prompts."""
     sides = [f"{len(side)} records in {len({one.group for one in side})} groups" for side in (training, held_out)]
     chosen = len({prompt.group for prompt in prompts})
-    return (
-        f"data: training on {sides[0]}, {sides[1]} held out; evaluating on {len(prompts)} prompts of {chosen} groups."
-    )
+    return f"training on {sides[0]}, {sides[1]} held out; evaluating on {len(prompts)} prompts of {chosen} groups"
 
 
 def load_sources(recipe: Recipe) -> list[list[Record]]:

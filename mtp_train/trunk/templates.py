@@ -7,22 +7,27 @@ that transformers compiled, and reports the errors that a template raises.
 The time limit is a watchdog thread that raises an exception in the rendering thread. A signal would reach the main
 thread only, a trace function would slow every line of every template, and a process per chat would cost more than the
 rendering. The watchdog costs two dictionary updates per chat. It acts between two bytecodes: a single operation that
-runs long inside of C is not interrupted. Sums, products and powers are therefore checked before they are computed.
+runs long inside of C is not interrupted. Operators, methods and filters whose results may be much larger than their
+arguments are therefore checked before they run (``_LIMITED``, ``_METHODS`` and ``_FILTERS``). Nested lists that share
+their elements exponentially often are not.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce, wraps
 from typing import Any
 
 from jinja2 import TemplateError, TemplateRuntimeError, nodes
 from jinja2.sandbox import SandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from mtp_train.errors import DataError
 from mtp_train.upstream.transformers_private import compiled_chat_template
@@ -132,22 +137,71 @@ def _limit_output(template: str) -> None:
     """
     # jinja2 computes constant expressions when it compiles. Parsing does not.
     tree = compiled_chat_template("").environment.parse(template)
-    for node in tree.find_all(nodes.BinExpr):
+    for node in tree.find_all((nodes.BinExpr, nodes.Filter)):
         _constant(node)
     compiled = compiled_chat_template(template)
     environment: Any = compiled.environment
     environment.concat = _joined
     environment.intercepted_binops = frozenset(_LIMITED)
     environment.binop_table |= {operator: partial(_computed, operator) for operator in _LIMITED}
-    # Intercepted operators are calls in the compiled code.
-    fresh = environment.from_string(template)
+    environment.filters |= {name: _checked_filter(name, environment.filters[name]) for name in _FILTERS}
+    environment.call = partial(_called, environment.call)
+    # Intercepted operators are calls in the compiled code; `~` is not among them.
+    fresh = environment.from_string(_SumsOfTexts().visit(environment.parse(template)))
     compiled.root_render_func, compiled.blocks = fresh.root_render_func, fresh.blocks
+
+
+class _SumsOfTexts(NodeTransformer):
+    """Write ``a ~ b`` as ``a | string + b | string``."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        first, *others = (
+            nodes.Filter(self.visit(child), "string", [], [], None, None, lineno=node.lineno) for child in node.nodes
+        )
+        return reduce(lambda left, right: nodes.Add(left, right, lineno=node.lineno), others, first)
+
+
+def _called(call: Callable[..., Any], context: Any, called: Any, *args: Any, **keywords: Any) -> Any:
+    """Call a method or function from a template; ``call`` is the sandbox's own way.
+
+    Raises:
+        TemplateRuntimeError: The result would exceed the limits.
+    """
+    # The sandbox wraps the formatting methods of texts.
+    method = inspect.unwrap(called)
+    owner = getattr(method, "__self__", None)
+    if isinstance(owner, str | bytes | int):
+        args = tuple(list(one) if isinstance(one, Iterator) else one for one in args)
+        _METHODS.get(method.__name__, _limit_numbers)(owner, *args, **keywords)
+    return call(context, called, *args, **keywords)
+
+
+def _checked_filter(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that checks the size of its result first.
+
+    jinja2 marks filters that take its own state as first argument; ``wraps`` keeps the mark.
+    """
+    skipped = int(hasattr(original, "jinja_pass_arg"))
+
+    @wraps(original)
+    def checked(*args: Any, **keywords: Any) -> Any:
+        args = tuple(list(one) if isinstance(one, Iterator) else one for one in args)
+        _FILTERS[name](*args[skipped:], **keywords)
+        return original(*args, **keywords)
+
+    return checked
 
 
 def _constant(node: nodes.Node) -> Any:
     """Return the value of a constant expression within the limits; None for any other expression."""
     if isinstance(node, nodes.Const):
         return node.value
+    if isinstance(node, nodes.Filter) and node.name in _FILTERS and node.node is not None:
+        values = [_constant(one) for one in (node.node, *node.args)]
+        named = {pair.key: _constant(pair.value) for pair in node.kwargs}
+        if None not in (*values, *named.values()):
+            _FILTERS[node.name](*values, **named)
+        return None
     if not isinstance(node, nodes.BinExpr) or node.operator not in _COMPUTE:
         return None
     left, right = _constant(node.left), _constant(node.right)
@@ -209,5 +263,102 @@ def _limit_digits(bits: int) -> None:
         raise TemplateRuntimeError(f"it makes a number of more than {_MAX_BITS} bits")
 
 
+def _limit_percent(text: Any, values: Any) -> None:
+    if isinstance(text, str | bytes):
+        named = values.values() if isinstance(values, Mapping) else values if isinstance(values, tuple) else ()
+        _limit_widths(_PERCENT_WIDTH.findall(str(text)), named if "*" in str(text) else ())
+
+
+def _limit_percent_filter(text: Any, *values: Any, **named: Any) -> None:
+    _limit_percent(str(text), named or values)
+
+
+def _limit_format(text: str, *values: Any, **named: Any) -> None:
+    _limit_widths(_BRACE_WIDTH.findall(text), (*values, *named.values()) if _NESTED_BRACE.search(text) else ())
+
+
+def _limit_format_map(text: str, named: Mapping[str, Any]) -> None:
+    _limit_format(text, *named.values())
+
+
+def _limit_widths(written: Iterable[str], given: Iterable[Any]) -> None:
+    """Limit the widths and precisions that a format has, or takes from its values."""
+    for width in (*map(int, written), *given):
+        if isinstance(width, int):
+            _limit_elements(width)
+
+
+def _limit_replace(text: Any, old: Any, new: Any, count: object = None) -> None:
+    if not isinstance(text, bytes):
+        text, old, new = str(text), str(old), str(new)
+    _limit_elements(len(text) + text.count(old) * len(new))
+
+
+def _limit_join(separator: Any, values: Any) -> None:
+    _limit_elements(sum(len(separator) + len(one) for one in values))
+
+
+def _limit_joined(values: Any, separator: Any = "", attribute: object = None) -> None:
+    if attribute is None:
+        _limit_elements(sum(len(str(separator)) + len(one if isinstance(one, str) else "") for one in values))
+
+
+def _limit_translation(text: Any, table: Any, *others: Any) -> None:
+    values = table.values() if isinstance(table, Mapping) else table
+    _limit_elements(len(text) * max((len(one) for one in values if isinstance(one, str)), default=1))
+
+
+def _limit_tabs(text: Any, tabsize: int = 8) -> None:
+    _limit_elements(len(text) * max(1, tabsize))
+
+
+def _limit_numbers(value: object, *args: object, **keywords: object) -> None:
+    """Limit every number that is given to a filter or a method, as it may be a width or a count."""
+    for number in (*args, *keywords.values()):
+        if isinstance(number, int):
+            _limit_elements(number)
+
+
+def _limit_indents(value: object, *args: object, **keywords: object) -> None:
+    """Limit the indentation of every line; no text has more lines than characters."""
+    for number in (*args, *keywords.values()):
+        if isinstance(number, int) and not isinstance(number, bool):
+            _limit_elements(number * len(str(value)))
+
+
+def _limit_precision(value: object, precision: int = 0, method: str = "common") -> None:
+    _limit_digits(4 * abs(precision))
+
+
+_PERCENT_WIDTH = re.compile(r"%(?:\([^)]*\))?[-+ #0-9.*]*?([0-9]{8,})")
+_BRACE_WIDTH = re.compile(r"\{[^{}]*[:.][^{}]*?([0-9]{8,})")
+_NESTED_BRACE = re.compile(r"\{[^{}]*\{")
 _COMPUTE = SandboxedEnvironment.default_binop_table
-_LIMITED: Mapping[str, Callable[[Any, Any], None]] = {"*": _limit_product, "**": _limit_power, "+": _limit_sum}
+_LIMITED: Mapping[str, Callable[[Any, Any], None]] = {
+    "*": _limit_product,
+    "**": _limit_power,
+    "+": _limit_sum,
+    "%": _limit_percent,
+}
+_METHODS: Mapping[str, Callable[..., None]] = {
+    "replace": _limit_replace,
+    "join": _limit_join,
+    "format": _limit_format,
+    "format_map": _limit_format_map,
+    "translate": _limit_translation,
+    "expandtabs": _limit_tabs,
+}
+"""Methods of texts whose results may be much larger than their arguments; numbers given to others are widths."""
+_FILTERS: Mapping[str, Callable[..., None]] = {
+    "replace": _limit_replace,
+    "join": _limit_joined,
+    "format": _limit_percent_filter,
+    "batch": _limit_numbers,
+    "center": _limit_numbers,
+    "slice": _limit_numbers,
+    "wordwrap": _limit_numbers,
+    "indent": _limit_indents,
+    "tojson": _limit_indents,
+    "round": _limit_precision,
+}
+"""The same of filters."""

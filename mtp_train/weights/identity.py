@@ -47,10 +47,15 @@ HASH_BYTES_PER_SECOND = 1e9
 _BLOCK_BYTES = 1 << 22
 _MAX_THREADS = 8
 _SHOWN_SECONDS = 2.0
+TOKENIZER_PATTERNS = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    "tekken.json",
+)
+"""Files of a checkpoint's tokenizer."""
 CHECKPOINT_PATTERNS = (
     *("config.json", "generation_config.json", "*processor_config.json", "hf_quant_config.json"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
-    *("tekken.json", "chat_template*", "additional_chat_templates/*.jinja"),
+    *TOKENIZER_PATTERNS,
+    *("chat_template*", "additional_chat_templates/*.jinja"),
     # The checkpoint's own code, which trust_remote_code runs.
     "*.py",
 )

@@ -16,6 +16,32 @@ from mtp_train.trunk.tokenizer import render_chat
 MESSAGES = [{"role": "user", "content": "say 1"}, {"role": "assistant", "content": "1"}]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
 ENDLESS = LOOPS.replace("BODY", LOOPS.replace("BODY", ""))
+HUGE = [
+    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    *(
+        f"{{{{ messages[0].content.{call} }}}}"
+        for call in ("ljust(10 ** 11)", "zfill(width=10 ** 11)", "rjust(10 ** 11)")
+    ),
+    "{{ 'a\tb'.expandtabs(tabsize=99999999) }}",
+    "{{ (1).to_bytes(10 ** 11) }}",
+    "{{ ('x' * 9999).replace('x', 'y' * 9999) }}",
+    "{{ ('x' * 9999).translate({120: 'y' * 9999}) }}",
+    "{{ '-'.join(['x' * 60000000, 'x' * 60000000]) }}",
+    "{{ ['x' * 60000000, 'x' * 60000000] | join('-') }}",
+    "{{ messages | map(attribute='content') | join('x' * 67108864) }}",
+    "{{ '%99999999999d' % 1 }}",
+    "{{ messages[0].content[:0] ~ '%*d' % (10 ** 11, 1) }}",
+    "{{ '%(n)99999999999d' | format(n=1) }}",
+    "{{ '{:>99999999999}'.format(1) }}",
+    "{{ '{:>{w}}'.format(1, w=10 ** 11) }}",
+    "{{ '{:>{w}}{n}'.format_map({'w': 10 ** 11, 'n': 1}) }}",
+    "{{ 'x' | center(10 ** 11) }}",
+    "{{ messages[0].content | center(width=10 ** 11) }}",
+    "{{ ('x\n' * 99) | indent(10 ** 7) }}",
+    "{{ messages | tojson(indent=10 ** 9) }}",
+    "{{ [1] | batch(10 ** 11, 0) | list }}",
+    "{{ ('x' * 9999) | replace('x', 'y' * 9999) }}",
+]
 
 
 def rendered(template: str) -> str:
@@ -45,6 +71,10 @@ def rendered(template: str) -> str:
             "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
             "refuses it (it makes a text or list of more than 67108864 elements)",
         ),
+        # A single operation in C cannot be interrupted: it is refused before it runs.
+        *((template, "than 67108864 elements") for template in HUGE),
+        ("{{ 1.5 | round(10 ** 9) }}", "refuses it (it makes a number of more than 65536 bits)"),
+        ("{{ (messages | length) | round(precision=10 ** 9, method='ceil') }}", "of more than 65536 bits"),
         (LOOPS.replace("BODY", "x" * 999), "refuses it (it writes more than 67108864 characters)"),
     ],
 )
@@ -63,6 +93,12 @@ def test_whatever_a_template_raises_is_one_message(template: str, message: str) 
         CHATML_MARKED,
         "{{ '-' * 3 ~ (1 + 2) ** 2 }}{{ [1] + [2] }}{{ messages[0].content + '!' }}{{ 7 // 2 * 1.5 }}",
         "{% set n = namespace(i=0) %}{% for m in messages %}{% set n.i = n.i + 1 %}{{ n.i }}{% endfor %}",
+        "{{ 'a' ~ 1 ~ none ~ missing ~ messages[0].content ~ [1] ~ 1.5 }}{{ 1 ~ (2 + 3) }}",
+        "{{ 'a-b'.replace('-', '+', 1) }}{{ 'a' | replace(1, 2) }}{{ missing | replace('a', 'b') }}{{ 'x'.ljust(5) }}|",
+        "{{ messages | map(attribute='content') | join(', ') }}{{ ','.join(['a', 'b']) }}{{ [1, 2] | join('-') }}",
+        "{{ '%5d|%s' % (10 ** 12, 'x') }}{{ '%s' | format(9) }}{{ 'at:999999999 {} {:>5}'.format(10 ** 12, 1) }}",
+        "{{ messages | tojson(indent=2) }}{{ messages | tojson }}{{ 2.567 | round(2) }}{{ 'a\nb' | indent(4, true) }}",
+        "{{ [1, 2, 3] | batch(2, 0) | list }}{{ [1, 2, 3] | slice(2) | list }}{{ 'x' | center(5) }}{{ 'a' | upper }}",
     ],
 )
 def test_limits_leave_the_text_of_other_templates_as_it_is(template: str) -> None:

@@ -86,7 +86,7 @@ def test_a_directory_of_compressed_files_is_read(tmp_path: Path) -> None:
 
 def test_other_columns_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "a.parquet")
-    datasets.Dataset.from_list([{"text": "a", "image": "b", "module": "m"}]).to_parquet(path)
+    datasets.Dataset.from_list([{"text": "a", "picture": "b", "module": "m"}]).to_parquet(path)
     read: list[list[str]] = []
     select = datasets.Dataset.select_columns
 
@@ -97,6 +97,36 @@ def test_other_columns_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(datasets.Dataset, "select_columns", noted)
     assert len(load_records(path, group_field="module")) == 1
     assert read == [["text", "module"]]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("column", "held", "empty"), [("image", "a.png", None), ("images", ["a.png", "b.png"], []), ("videos", [1], None)]
+)
+def test_records_with_media_in_a_column_of_their_own_are_skipped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str, column: str, held: object, empty: object
+) -> None:
+    path = tmp_path / f"a{suffix}"
+    chat = [{"role": "user", "content": "what is <image>?"}, {"role": "assistant", "content": "a cat"}]
+    rows = [{"messages": chat, column: held}, *({"messages": chat, column: empty} for _ in range(2))]
+    if suffix == ".jsonl":
+        write_lines(path, rows)
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    assert [record.id for record in load_records(str(path))] == [f"{path}#2", f"{path}#3"]
+    assert (
+        f"skipped 1 of 3 records, which have image, audio or other parts that are not text. The first is {path}, "
+        in (caplog.text)
+    )
+    assert f"record 1: {column} has a value" in caplog.text
+
+
+def test_images_are_not_decoded(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    rows = [{"text": "a", "image": {"bytes": b"no image", "path": None}}, {"text": "b", "image": None}]
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    datasets.Dataset.from_list(rows, features=features).to_parquet(path)
+    assert [record.content for record in load_records(str(path))] == [PlainText("b")]
 
 
 def test_the_splits_of_a_directory_are_kept_apart(tmp_path: Path) -> None:
