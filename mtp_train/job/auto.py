@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.data.prompts import build_prompts
 from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
 from mtp_train.data.tokenize import Document, tokenize_records
@@ -228,9 +229,11 @@ def _power_of_two(least: float) -> int:
 
 def _holdout(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
     wanted = max(EVALUATION_PROMPTS / text.num_records, EVALUATION_GROUPS / text.num_groups)
-    share = min(MOST_HELD_OUT, max(LEAST_HELD_OUT, wanted))
+    # Each group is held out by chance: twice the fewest that the gate needs, of very little data up to a half.
+    most = max(MOST_HELD_OUT, min(0.5, 2 * min_gate_groups(recipe.gate.confidence) / text.num_groups))
+    share = min(most, max(LEAST_HELD_OUT, wanted))
     whole = f"{EVALUATION_PROMPTS} of {text.num_records} records and {EVALUATION_GROUPS} of {text.num_groups} groups"
-    return round(share, 3), f"{whole}, from {LEAST_HELD_OUT} to {MOST_HELD_OUT}"
+    return round(share, 3), f"{whole}, from {LEAST_HELD_OUT:g} to {most:.3g}"
 
 
 def _prompts_to_evaluate(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:

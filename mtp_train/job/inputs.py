@@ -174,9 +174,9 @@ def require_gate_groups(recipe: Recipe, held_out: Sequence[Prompt]) -> None:
     needed, found = min_gate_groups(recipe.gate.confidence), len({prompt.group for prompt in held_out})
     if recipe.study is None and recipe.sft is None and found < needed:
         raise DataError(
-            f"data.holdout: {recipe.data.holdout} gives {len(held_out)} evaluation prompts of {found} groups; expected "
-            f"at least {needed} groups, the fewest that can show a gain at gate.confidence={recipe.gate.confidence:g}. "
-            "Raise data.holdout or evaluate.prompts, or add records of other groups."
+            f"data.holdout: {recipe.data.holdout} gives {len(held_out)} evaluation prompts of {found} group(s); "
+            f"expected at least {needed} groups, the fewest that can show a gain at gate.confidence="
+            f"{recipe.gate.confidence:g}. Raise data.holdout or evaluate.prompts, or add records of other groups."
         )
 
 

@@ -186,8 +186,10 @@ def shown(value: object) -> str:
 
 
 def dotted(prefix: str, name: object) -> str:
-    """Join a path and a name."""
-    return f"{prefix}.{name}" if prefix else str(name)
+    """Join a path and a name; characters that cannot be printed are escaped, as messages show the result."""
+    shown = str(name)
+    shown = shown if shown.isprintable() else ascii(shown)
+    return f"{prefix}.{shown}" if prefix else shown
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial, reduce, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 from jinja2 import TemplateError, TemplateRuntimeError, nodes
@@ -155,10 +155,13 @@ class _SumsOfTexts(NodeTransformer):
     """Write ``a ~ b`` as ``a | string + b | string``."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        first, *others = (
+        texts = [
             nodes.Filter(self.visit(child), "string", [], [], None, None, lineno=node.lineno) for child in node.nodes
-        )
-        return reduce(lambda left, right: nodes.Add(left, right, lineno=node.lineno), others, first)
+        ]
+        joined: nodes.Expr = texts[0]
+        for text in texts[1:]:
+            joined = nodes.Add(joined, text, lineno=node.lineno)
+        return joined
 
 
 def _called(call: Callable[..., Any], context: Any, called: Any, *args: Any, **keywords: Any) -> Any:
@@ -198,7 +201,7 @@ def _constant(node: nodes.Node) -> Any:
         return node.value
     if isinstance(node, nodes.Filter) and node.name in _FILTERS and node.node is not None:
         values = [_constant(one) for one in (node.node, *node.args)]
-        named = {pair.key: _constant(pair.value) for pair in node.kwargs}
+        named = {str(pair.key): _constant(pair.value) for pair in node.kwargs}
         if None not in (*values, *named.values()):
             _FILTERS[node.name](*values, **named)
         return None

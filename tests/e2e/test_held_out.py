@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from rich.progress import Progress
 
 from mtp_train import check
 from mtp_train.data.records import PromptResponse, Record
-from mtp_train.errors import GateRefusedError
+from mtp_train.errors import DataError, GateRefusedError
 from mtp_train.job.inputs import Inputs, gather_inputs
 from mtp_train.job.pipeline import run
 from mtp_train.job.study.material import near_trained
@@ -100,6 +102,12 @@ def test_a_suite_s_prompt_that_is_nearly_trained_on_is_found(directory: Path) ->
     assert near_trained(suite, training) == {"same", "near"}
 
 
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return inputs whose chats no test changes."""
+    return write_inputs(tmp_path_factory.mktemp("in"))
+
+
 @pytest.mark.parametrize(
     ("field", "told"),
     [
@@ -111,9 +119,57 @@ def test_a_suite_s_prompt_that_is_nearly_trained_on_is_found(directory: Path) ->
     ],
 )
 def test_check_says_how_groups_are_made_and_what_that_costs(
-    directory: Path, tmp_path: Path, field: str | None, told: str
+    chats: Path, tmp_path: Path, field: str | None, told: str
 ) -> None:
-    assert told in str(check(tiny_recipe(directory, tmp_path, data__group_field=field), processes=1))
+    assert told in str(
+        check(
+            tiny_recipe(chats, tmp_path, data__group_field=field, data__holdout=0.6, gate__confidence=0.6), processes=1
+        )
+    )
+
+
+def few_groups(directory: Path, run_dir: Path, holdout: float) -> Recipe:
+    return tiny_recipe(directory, run_dir, data__holdout=holdout, gate__confidence=0.97)
+
+
+def test_too_few_groups_for_the_gate_are_refused_before_training(chats: Path, tmp_path: Path) -> None:
+    recipe = few_groups(chats, tmp_path / "run", 0.15)
+    for refusing in (lambda: check(recipe, processes=1), lambda: run(recipe, Console(quiet=True))):
+        with pytest.raises(DataError) as caught:
+            refusing()
+        assert "data.holdout: 0.15 gives " in str(caught.value)
+        assert "; expected at least 6 groups, the fewest that can show a gain at gate.confidence=0.97." in str(
+            caught.value
+        )
+    assert not (tmp_path / "run" / "head").exists()
+
+
+def test_check_tells_how_the_data_is_split(chats: Path, tmp_path: Path) -> None:
+    found = check(few_groups(chats, tmp_path / "run", 0.5), processes=1)
+    assert found.data is not None
+    assert re.fullmatch(
+        r"training on \d+ records in \d+ groups, \d+ records in \d+ groups held out; "
+        r"evaluating on \d+ prompts of \d+ groups",
+        found.data,
+    )
+    assert f"\n# data: {found.data}\n" in str(found)
+    assert found.to_json()["data"] == found.data
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_plans_for_a_config_alone_and_says_that_it_read_no_data(chats: Path, tmp_path: Path) -> None:
+    recipe = few_groups(chats, tmp_path / "run", 0.5)
+    (tmp_path / "config").mkdir()
+    shutil.copy(Path(recipe.model.trunk) / "config.json", tmp_path / "config")
+    source = replace(recipe.data.sources[0], path="missing.jsonl")
+    recipe = replace(
+        recipe,
+        model=replace(recipe.model, trunk=str(tmp_path / "config")),
+        data=replace(recipe.data, sources=[source]),
+    )
+    found = check(recipe, processes=1)
+    assert found.data is None
+    assert "# data: not read, as the trunk has no tokenizer; a run refuses such a trunk\n" in str(found)
 
 
 @pytest.mark.parametrize("leak", [False, True])

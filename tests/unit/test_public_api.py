@@ -66,7 +66,8 @@ FUNCTIONS = {
     "num_depths: int = 3, depth_decay: float = 0.6) -> None",
 }
 RECORDS = {
-    "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves hours choices",
+    "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves hours "
+    "choices data",
     "DemoResult": "base finetune prompts",
     "WriteRecipeResult": "out start family",
     "EvaluationGrid": "suite tasks prompts_per_task temperatures contexts depths rules max_new_tokens batch seed",

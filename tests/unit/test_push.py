@@ -2,15 +2,23 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
+from transformers import AutoConfig, AutoProcessor, CLIPImageProcessorPil, GenerationConfig, LlavaProcessor
 
-from checkpoints import base_and_finetune, set_count
+from byte_tokenizer import CHATML, byte_tokenizer
+from checkpoints import base_and_finetune, set_count, wrap_as_vision_language
 from mtp_train.cli.main import main
+from mtp_train.job.checkpoints.push import published_files
+from mtp_train.weights.files import open_checkpoint
 
 
 class Commit:
@@ -154,3 +162,80 @@ def test_only_what_a_model_repository_needs_is_uploaded_and_the_rest_is_named(
     assert main(["push", str(export), "someone/model"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed.split("Left out, as no model needs them: ")[1] for name in private)
+
+
+OPENED: list[str] | None = None
+
+
+def _note_open(event: str, args: tuple[Any, ...]) -> None:
+    if event == "open" and OPENED is not None and isinstance(args[0], str | Path):
+        OPENED.append(str(args[0]))
+
+
+# A hook cannot be removed again.
+sys.addaudithook(_note_open)
+
+
+@contextmanager
+def opened_files() -> Iterator[list[str]]:
+    """Collect the paths of all files that Python opens in the block."""
+    global OPENED
+    OPENED = []
+    try:
+        yield OPENED
+    finally:
+        OPENED = None
+
+
+def write_processor(directory: Path, *, in_one_file: bool) -> None:
+    """Write a processor of images and text: as transformers 5 does, or with the files of older releases."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28, image_mean=[0.1, 0.2, 0.3])
+    if in_one_file:
+        LlavaProcessor(images, tokenizer, patch_size=14, chat_template=CHATML).save_pretrained(directory)
+        return
+    tokenizer.save_pretrained(directory)
+    images.save_pretrained(directory)
+    file = directory / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"processor_class": "LlavaProcessor", "patch_size": 14}))
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+
+
+def loaded(directory: Path) -> dict[str, Any]:
+    """Load all but the weights of a vision-language model."""
+    processor = AutoProcessor.from_pretrained(directory)
+    text = processor.apply_chat_template([{"role": "user", "content": "<image> what?"}], add_generation_prompt=True)
+    return {
+        "images": processor.image_processor.to_dict(),
+        "text": text,
+        "tokens": processor.tokenizer(text)["input_ids"],
+        "config": AutoConfig.from_pretrained(directory).to_dict(),
+        "generation": GenerationConfig.from_pretrained(directory).to_dict(),
+    }
+
+
+@pytest.mark.parametrize("in_one_file", [True, False])
+def test_all_files_that_load_a_vision_language_model_are_uploaded(tmp_path: Path, in_one_file: bool) -> None:
+    export, _ = base_and_finetune(tmp_path, "qwen3_5")
+    wrap_as_vision_language(export)
+    write_processor(export, in_one_file=in_one_file)
+    GenerationConfig(temperature=0.7, do_sample=True).save_pretrained(export)
+    with opened_files() as opened:
+        whole = loaded(export)
+    checkpoint = open_checkpoint(export)
+    sizes = {path.name: path.stat().st_size for path in export.iterdir()}
+    published = published_files(checkpoint, sizes)
+    read = {Path(path).name for path in opened if Path(path).parent == export}
+    processor = "processor_config.json" if in_one_file else "preprocessor_config.json"
+    assert {"config.json", "generation_config.json", processor} <= read
+    assert read <= set(published)
+    # Some readers are not Python's: what was published loads alone, and gives the same.
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in published:
+        shutil.copy(export / name, copy / name)
+    assert loaded(copy) | {"config": None} == whole | {"config": None}
+    (copy / processor).unlink()
+    with pytest.raises((OSError, ValueError)):
+        loaded(copy)

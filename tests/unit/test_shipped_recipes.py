@@ -119,4 +119,4 @@ def test_the_demos_data_is_for_the_demos_models_alone(tmp_path: Path, capfd: Cap
     assert refusal(["run", *words_for(other)[1:]], capfd) == said
     assert [path.name for path in Path("run").iterdir()] == ["outcome.json"]
     chats = [f"data.sources.0.path={tmp_path / 'inputs' / 'chats.jsonl'}", "data.group_field=null"]
-    assert main([*words_for(other), *chats]) == 0
+    assert main([*words_for(other), *chats, "data.holdout=0.6", "gate.confidence=0.6"]) == 0
