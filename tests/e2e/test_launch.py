@@ -83,7 +83,7 @@ def test_two_processes_train_as_one_does(recipe: Path, unbroken: Path, tmp_path:
 
 def test_two_processes_resolve_auto_alike(recipe: Path, tmp_path: Path) -> None:
     fields = ("lr", "max_steps", "tokens_per_step", "micro_batch_sequences", "warmup_steps")
-    settings = [*(f"train.{field}=auto" for field in fields), "evaluate.prompts=4", "evaluate.max_new_tokens=8"]
+    settings = [*(f"train.{field}=auto" for field in fields), "evaluate.prompts=6", "evaluate.max_new_tokens=8"]
     run_dir = tmp_path / "run"
     program = (*COMMAND_LINE, recipe, f"run_dir={run_dir}", "data.seq_len_tokens=auto", *settings, "--json")
     done = start("cpu_ddp.yaml", *program, ACCELERATE_USE_CPU="true")
