@@ -246,9 +246,12 @@ def _enough_prompts(grid: Grid, tokenizer: Any) -> Prompts:
     prompts = grid_prompts(grid, tokenizer, grid.contexts)
     for context, some in prompts.items():
         if len(some) < 2:
+            told, cure = f"--prompts-per-task {grid.prompts_per_task}", "Ask for more prompts, or add some"
+            if context is not None:
+                told, cure = f"--contexts {context}", "Ask for a longer context, or for more prompts"
             raise DataError(
-                f"--contexts {context}: {len(some)} prompts of {grid.suite} fit; expected at least 2, as intervals are "
-                "over groups of prompts. Ask for a longer context, or for more prompts."
+                f"{told}: {len(some)} prompt(s) of {grid.suite} fit; expected at least 2, as intervals are over groups "
+                f"of prompts. {cure}."
             )
     return prompts
 

@@ -90,9 +90,21 @@ def stored_type(tensor: GgufTensor, kind: GgufKind) -> Stored:
 
 
 def _add_description(writer: gguf.GGUFWriter, trunk: Path) -> None:
-    """Add the description from the model card and the directory's name, and the size."""
+    """Add the description from the model card and the directory's name, and the size.
+
+    Raises:
+        CheckpointError: The card cannot be read.
+    """
     counts = writer.get_total_parameter_count()
-    metadata = gguf.Metadata.load(None, trunk, None, counts[0])
+    try:
+        metadata = gguf.Metadata.load(None, trunk, None, counts[0])
+    # gguf does not check the card's fields, which anybody may have written. None of our code runs in it.
+    except Exception as error:
+        raise CheckpointError(
+            f"{trunk / 'README.md'}: cannot be read as a model card ({type(error).__name__}: "
+            f"{' '.join(str(error).split()):.200}); expected UTF-8 text that may begin with YAML fields. Correct or "
+            "remove it."
+        ) from error
     metadata.name = metadata.name or trunk.name
     metadata.size_label = metadata.size_label or gguf.size_label(*counts)
     writer.add_type(gguf.GGUFType.MODEL)

@@ -6,10 +6,12 @@ A head with a draft vocabulary also has ``draft_vocab.safetensors``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, Strict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from mtp_train.errors import CheckpointError
@@ -23,6 +25,29 @@ WEIGHTS_FILE = "head.safetensors"
 HEAD_CONFIG_FILE = "head_config.json"
 VOCAB_FILE, VOCAB_KEY = "draft_vocab.safetensors", "token_ids"
 FORMAT_VERSION = 1
+
+
+Count = Annotated[int, Field(strict=True, ge=1, le=1000)]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The fields of ``head_config.json`` that are read."""
+
+    family: str
+    trunk_prefix: str
+    num_hidden_layers: Count
+    num_sublayers: Count
+    fused_experts: Annotated[bool, Strict()]
+    num_modules: Count
+    num_depths: Count
+    convention: str
+    shared_keys: tuple[str, ...]
+    config_fields: dict[str, Any]
+    notes: dict[str, Any]
+    # Heads of earlier versions lack these.
+    kind: str = "mtp"
+    draft_vocab: Annotated[int, Field(strict=True, ge=1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,33 +111,45 @@ def load_artifact(path: Path) -> Artifact:
             f"{path / HEAD_CONFIG_FILE}: format_version {config.get('format_version')!r}; expected {FORMAT_VERSION}. "
             "Write the head again with this version of mtp-train."
         )
+    written = _checked(config, path / HEAD_CONFIG_FILE)
     try:
-        of_trunk = family_named(config["family"])
-        # Heads written by versions without other kinds have no such field.
-        family = of_kind(of_trunk, config.get("kind", "mtp"))
-        layout = HeadLayout(
-            family,
-            config["trunk_prefix"],
-            config["num_hidden_layers"],
-            config["num_sublayers"],
-            config["fused_experts"],
-        )
-        infos = scan_safetensors(path / WEIGHTS_FILE)
-        tensors = tuple(_pending(path / WEIGHTS_FILE, key, info.dtype, info.shape) for key, info in infos.items())
-        return Artifact(
-            family=family,
-            layout=layout,
-            num_modules=config["num_modules"],
-            num_depths=config["num_depths"],
-            convention=config["convention"],
-            head=NativeHead(tensors, tuple(config["shared_keys"]), config["config_fields"]),
-            notes=config["notes"],
-            draft_vocab=_load_draft_vocab(path, config.get("draft_vocab")),
-        )
+        family = of_kind(family_named(written.family), written.kind)
     except KeyError as error:
         raise CheckpointError(
-            f"{path / HEAD_CONFIG_FILE}: incomplete or of an unknown family ({error}); expected a head that mtp-train "
-            "wrote. Write it again."
+            f"{path / HEAD_CONFIG_FILE}: of an unknown family ({error}); expected a head that mtp-train wrote. Write "
+            "it again."
+        ) from None
+    layout = HeadLayout(
+        family, written.trunk_prefix, written.num_hidden_layers, written.num_sublayers, written.fused_experts
+    )
+    infos = scan_safetensors(path / WEIGHTS_FILE)
+    tensors = tuple(_pending(path / WEIGHTS_FILE, key, info.dtype, info.shape) for key, info in infos.items())
+    return Artifact(
+        family=family,
+        layout=layout,
+        num_modules=written.num_modules,
+        num_depths=written.num_depths,
+        convention=written.convention,
+        head=NativeHead(tensors, written.shared_keys, written.config_fields),
+        notes=written.notes,
+        draft_vocab=_load_draft_vocab(path, written.draft_vocab),
+    )
+
+
+def _checked(config: Mapping[str, Any], file: Path) -> _Written:
+    """Return the fields of a head's config.
+
+    Raises:
+        CheckpointError: A field is missing, or of another type.
+    """
+    try:
+        return TypeAdapter(_Written).validate_python(dict(config))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"{file}: incomplete or damaged: {field}: {first['msg']}; expected a head that mtp-train wrote. Write it "
+            "again."
         ) from None
 
 
