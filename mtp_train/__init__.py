@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from mtp_train.job.evaluate import evaluate as evaluate
     from mtp_train.job.generate import GenerateResult as GenerateResult
     from mtp_train.job.generate import generate as generate
+    from mtp_train.job.probe import ProbeResult as ProbeResult
+    from mtp_train.job.probe import probe as probe
     from mtp_train.job.rescue import RescueResult as RescueResult
     from mtp_train.job.rescue import rescue as rescue
     from mtp_train.job.start import RegenerateResult as RegenerateResult
@@ -86,6 +88,7 @@ _NAMES_BY_MODULE = {
     "job.checkpoints.push": ("PushResult", "push"),
     "job.evaluate": ("EvaluationGrid", "EvaluationResult", "compare", "evaluate"),
     "job.generate": ("GenerateResult", "generate"),
+    "job.probe": ("ProbeResult", "probe"),
     "job.rescue": ("RescueResult", "rescue"),
     "job.start": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),
     "job.write_recipe": ("WriteRecipeResult", "write_recipe"),

@@ -17,7 +17,15 @@ import mtp_train as mtp
 from mtp_train.cli.checkpoint_commands import add_demo, add_export, add_graft, add_inspect, add_merge, add_push
 from mtp_train.cli.decoding_commands import add_compare, add_evaluate, add_generate
 from mtp_train.cli.output import Result, is_main_process
-from mtp_train.cli.recipe_commands import add_check, add_init, add_recipes, add_regenerate, add_rescue, add_run
+from mtp_train.cli.recipe_commands import (
+    add_check,
+    add_init,
+    add_probe,
+    add_recipes,
+    add_regenerate,
+    add_rescue,
+    add_run,
+)
 from mtp_train.errors import printable
 from mtp_train.stopping import Stopped, stopped_by_signals
 
@@ -29,6 +37,7 @@ COMMANDS = (
     add_regenerate,
     add_inspect,
     add_graft,
+    add_probe,
     add_rescue,
     add_merge,
     add_export,

@@ -1,4 +1,4 @@
-"""The commands ``run``, ``check``, ``recipes``, ``init``, ``regenerate`` and ``rescue``."""
+"""The commands ``run``, ``check``, ``recipes``, ``init``, ``regenerate``, ``probe`` and ``rescue``."""
 
 from __future__ import annotations
 
@@ -52,6 +52,16 @@ def add_regenerate(commands: Any) -> None:
     """Declare ``regenerate``."""
     text = "only generate the trunk's answers to the recipe's prompts"
     _add_recipe(commands, "regenerate", text, _regenerate)
+
+
+def add_probe(commands: Any) -> None:
+    """Declare ``probe``."""
+    command = add_command(commands, "probe", "find out in minutes whether a rescue will help")
+    command.add_argument("finetune", help="a checkpoint, or a peft adapter of the base")
+    command.add_argument("--from", dest="base", required=True, metavar="BASE", help="its base, with the head")
+    command.add_argument("--out", type=Path, metavar="DIR", help="the measurements (default: FINETUNE-probe)")
+    _add_data(command)
+    command.set_defaults(handler=_probe)
 
 
 def add_rescue(commands: Any) -> None:
@@ -123,6 +133,12 @@ def _regenerate(args: argparse.Namespace) -> Result:
     with progress_of(args) as progress:
         done = mtp.regenerate(args.recipe, args.overrides, progress=progress)
     return Result(done.to_json(), str(done))
+
+
+def _probe(args: argparse.Namespace) -> Result:
+    console = Console(quiet=args.json or not is_main_process())
+    found = mtp.probe(args.finetune, args.base, args.out, data=args.data, console=console)
+    return Result(found.to_json(), str(found))
 
 
 def _rescue(args: argparse.Namespace) -> Result:

@@ -22,6 +22,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
 from mtp_train.heads.flex import require_flex_device
 from mtp_train.job.auto import settle_training, tell_choices
+from mtp_train.job.display import progress_on
 from mtp_train.job.evaluate_run import evaluate_run
 from mtp_train.job.export_run import write_export
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
@@ -88,7 +89,7 @@ def run(recipe: Recipe, console: Console, auto: Collection[str] = ()) -> Outcome
         earlier = read_outcome(run_dir)
         if earlier is not None and earlier.finished:
             if is_main_process():
-                with _progress(console, is_main=True) as progress:
+                with progress_on(console) as progress:
                     require_run_inputs(recipe, run_dir, progress, finished=True)
             console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do.")
             return earlier
@@ -104,7 +105,7 @@ def _run(recipe: Recipe, run_dir: Path, console: Console, auto: Collection[str])
         accelerator = make_accelerator()
         require_flex_device(recipe.train.attention, accelerator.device)
         recipe = settle(recipe, accelerator)
-        progress_bars = _progress(console, is_main=accelerator.is_main_process)
+        progress_bars = progress_on(console, is_main=accelerator.is_main_process)
         named = memory_is_named(recipe, lambda: stage.name)
         with full_disk_is_named(run_dir, what="the run"), lost_process_is_named(), named, progress_bars as progress:
             if accelerator.is_main_process:
@@ -142,10 +143,6 @@ def settle(recipe: Recipe, accelerator: Accelerator) -> Recipe:
     """Return a recipe with ``precision: auto`` resolved, to the same precision on all machines of a launch."""
     resolved: Recipe = broadcast_object_list([with_resolved_precision(recipe, accelerator.device)])[0]
     return resolved
-
-
-def _progress(console: Console, *, is_main: bool) -> Progress:
-    return Progress(console=console, disable=not console.is_terminal or not is_main, transient=True)
 
 
 def stages_of(

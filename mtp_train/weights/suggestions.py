@@ -13,7 +13,7 @@ from mtp_train.weights.files import CONFIG_FILE
 
 def graft_command(finetune: str, base: str) -> str:
     """Return the command that puts a base's head back on a fine-tune."""
-    out = f"{finetune.rstrip('/').rsplit(':', 1)[-1]}-mtp"
+    out = f"{last_name(finetune)}-mtp"
     return f"mtp-train graft {shlex.quote(finetune)} --from {shlex.quote(base)} --out {shlex.quote(out)}"
 
 
@@ -28,10 +28,21 @@ def draft_model_flag(path: str, depth: int) -> str:
     return f"--speculative-config {shlex.quote(json.dumps(config, separators=(',', ':')))}"
 
 
-def retrain_command(finetune: str, base: str) -> str:
-    """Return the command that retrains a stale head."""
-    out = f"{finetune.rstrip('/').rsplit(':', 1)[-1]}-rescued"
-    return f"mtp-train rescue {shlex.quote(finetune)} --from {shlex.quote(base)} --out {shlex.quote(out)}"
+def retrain_command(finetune: str, base: str, data: Sequence[str] = ()) -> str:
+    """Return the command that retrains a stale head; without data, on the built-in prompts."""
+    sources = f" --data {shlex.join(data)}" if data else ""
+    out = shlex.quote(f"{last_name(finetune)}-rescued")
+    return f"mtp-train rescue {shlex.quote(finetune)} --from {shlex.quote(base)}{sources} --out {out}"
+
+
+def inspect_command(finetune: str, base: str) -> str:
+    """Return the command that examines a fine-tune beside its base."""
+    return f"mtp-train inspect {shlex.quote(finetune)} --base {shlex.quote(base)}"
+
+
+def last_name(location: str) -> str:
+    """Return a checkpoint's path or name as the start of the name of an output beside it."""
+    return location.rstrip("/").rsplit(":", 1)[-1]
 
 
 def train_command(checkpoint: str, data: Sequence[str] = ()) -> str:

@@ -57,6 +57,8 @@ FUNCTIONS = {
     "recipes": "() -> RecipesResult",
     "regenerate": "(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progress | None = None) "
     "-> RegenerateResult",
+    "probe": "(fine_tune: str | Path, base: str | Path, out: str | Path | None = None, *, "
+    "data: Sequence[str | Path] = (), console: Console | None = None) -> ProbeResult",
     "rescue": "(fine_tune: str | Path, base: str | Path, out: str | Path, *, data: Sequence[str | Path] = (), "
     "overrides: Overrides = (), console: Console | None = None) -> RescueResult",
     "run": "(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | None = None) -> RunResult",
@@ -81,6 +83,8 @@ RECORDS = {
     "PushResult": "export repo files left_out uploaded url",
     "RecipesResult": "recipes accelerate",
     "RegenerateResult": "run_dir counts",
+    "ProbeResult": "verdict reason command graft base lost_overlap lost_overlap_ci95 trained_tau gain_ci95 "
+    "trained_steps",
     "RescueResult": "out head reason serves",
     "RunReport": "arms lossless gate settings cells depths samples",
     "RunResult": "run_dir exit_code reason message stage",

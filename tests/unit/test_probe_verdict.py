@@ -1,0 +1,63 @@
+"""The verdict of a probe follows from intervals alone: of the level that was lost, and of what a short training won."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtp_train.job.probe import Level, ProbeResult, judge
+
+OWN = Level(3.0, (2.8, 3.2), 0.70)
+GRAFT = Level(2.0, (1.9, 2.1), 0.50)
+
+
+def found(**figures: Any) -> ProbeResult:
+    values: dict[str, Any] = {
+        "verdict": "undecided",
+        "reason": "",
+        "command": "",
+        "graft": GRAFT,
+        "base": OWN,
+        "lost_overlap": 0.1,
+        "lost_overlap_ci95": (0.05, 0.15),
+        "trained_tau": 2.3,
+        "gain_ci95": (0.2, 0.4),
+        "trained_steps": 20,
+    }
+    return ProbeResult(**(values | figures))
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict", "told"),
+    [
+        ({}, "retrain", "20 steps raised tau from 2.00 by [0.20, 0.40] to 2.30, which a longer training exceeds"),
+        ({"lost_overlap": None, "lost_overlap_ci95": None}, "retrain", "unknown, as the texts of the two models share"),
+        ({"gain_ci95": (-0.1, 0.2)}, "retrain", "0.10 [0.05, 0.15]. 20 steps were too few to win it back"),
+        # 3 % of the base's overlap is 0.021, of the graft's tau 0.06.
+        ({"lost_overlap_ci95": (-0.01, 0.02), "gain_ci95": (-0.1, 0.2)}, "graft", "less than 3 % of the base's 0.70"),
+        ({"lost_overlap_ci95": (-0.01, 0.02), "gain_ci95": (0.01, 0.2)}, "graft", "less than 3 % of the base's 0.70"),
+        ({"lost_overlap_ci95": (-0.01, 0.02), "gain_ci95": (0.07, 0.2)}, "retrain", "20 steps raised tau"),
+        ({"lost_overlap_ci95": (-0.01, 0.03), "gain_ci95": (-0.1, 0.2)}, "undecided", "More prompts in --data would"),
+        ({"lost_overlap_ci95": None, "gain_ci95": None}, "undecided", "changed tau by (no interval)"),
+        ({"base": Level(1.1, (1.0, 1.29), 0.1)}, "fault", "tau 1.10 [1.00, 1.29]; expected more than 1.3."),
+        # Not shown to be at fault.
+        ({"base": Level(1.1, (1.0, 1.31), 0.1)}, "retrain", "20 steps raised tau"),
+    ],
+)
+def test_the_verdict_follows_from_intervals(figures: dict[str, Any], verdict: str, told: str) -> None:
+    said, reason = judge(found(**figures))
+    assert said == verdict
+    assert told in reason
+
+
+def test_it_prints_each_level_the_verdict_and_the_command() -> None:
+    text = str(found(verdict="retrain", reason="Because.", command="mtp-train rescue a"))
+    assert text.splitlines() == [
+        "base's head on the fine-tune: tau 2.00 [1.90, 2.10], overlap 0.50",
+        "base's head on the base: tau 3.00 [2.80, 3.20], overlap 0.70",
+        "overlap lost at equal entropy: 0.10 [0.05, 0.15]",
+        "briefly retrained: 2.30 after 20 steps, gain [0.20, 0.40]",
+        "retrain: Because.",
+        "mtp-train rescue a",
+    ]
