@@ -64,6 +64,6 @@ def places_of(node: Any) -> Iterator[tuple[Any, Any]]:
         yield from places_of(inner)
 
 
-def fuzz(examples: int, cases: st.SearchStrategy[CaseT], check: Callable[[CaseT], object]) -> None:
+def fuzz(examples: int, cases: st.SearchStrategy[CaseT], check: Callable[[CaseT], None]) -> None:
     """Check a number of drawn cases, the same ones in every run."""
     settings(FUZZ, max_examples=examples)(given(cases)(check))()
