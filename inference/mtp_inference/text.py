@@ -152,6 +152,32 @@ class TextStream:
             self._window, self._window_text, self._seen = window, text, text.removesuffix(held)
 
 
+def marked_pieces(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    from_drafts: Sequence[bool],
+    stop: Sequence[str] = (),
+) -> tuple[tuple[str, bool], ...]:
+    """Return a text in pieces of accepted drafts (True) and of the trunk's own tokens (False).
+
+    A character of several tokens belongs to the piece of its last token. The arguments are those of
+    :class:`TextStream`, and for each token whether it was a draft.
+    """
+    stream = TextStream(tokenizer, prompt_ids, stop)
+    pieces: list[tuple[str, bool]] = []
+    shown = [
+        *((stream.push(token), flag) for token, flag in zip(token_ids, from_drafts, strict=True)),
+        (stream.finish(), False),
+    ]
+    for text, flag in shown:
+        if text and pieces and pieces[-1][1] == flag:
+            pieces[-1] = (pieces[-1][0] + text, flag)
+        elif text:
+            pieces.append((text, flag))
+    return tuple(pieces)
+
+
 def _added(before: str, after: str) -> str:
     """Return the rest of ``after`` behind its common prefix with ``before``."""
     differs = (index for index, (old, new) in enumerate(zip(before, after, strict=False)) if old != new)

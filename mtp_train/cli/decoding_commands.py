@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 import mtp_train as mtp
 from mtp_train.cli.output import Result, add_command, progress_of, rendered
+from mtp_train.errors import printable
 
 RULES = ("greedy", "argmax", "sampled")
 PACKINGS = ("none", "8bit", "4bit")
@@ -47,6 +51,9 @@ def add_generate(commands: Any) -> None:
         choices=("argmax", "sampled"),
         default="sampled",
         help="how drafts are chosen above temperature 0; sampled drafts are accepted more often",
+    )
+    command.add_argument(
+        "--show-drafts", action="store_true", help="mark accepted drafts: green, or in brackets without a terminal"
     )
     command.set_defaults(handler=_generate)
 
@@ -161,6 +168,7 @@ def _generate(args: argparse.Namespace) -> Result:
         repetition_penalty=args.repetition_penalty,
         seed=args.seed,
     )
+    streams = not (args.json or args.show_drafts or len(args.prompt) > 1)
     with progress_of(args) as progress:
         done = mtp.generate(
             args.checkpoint,
@@ -174,9 +182,21 @@ def _generate(args: argparse.Namespace) -> Result:
             sampling=sampling,
             stop=args.stop,
             draft_sampling=args.draft_sampling,
+            on_text=_print_piece if streams else None,
             progress=progress,
         )
-    return Result(done.to_json(), str(done))
+    if not args.json:
+        print(f"{chr(10) * streams}{done.summary}", file=sys.stderr)
+    if args.show_drafts:
+        console = Console(soft_wrap=True)
+        with console.capture() as capture:
+            console.print(done.marked(brackets=not console.is_terminal), end="")
+        return Result(done.to_json(), capture.get(), styled=True)
+    return Result(done.to_json(), "" if streams else str(done))
+
+
+def _print_piece(text: str) -> None:
+    print(printable(text), end="", flush=True)
 
 
 def grid_of(args: argparse.Namespace) -> mtp.EvaluationGrid:

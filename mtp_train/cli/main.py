@@ -70,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             again = "Start the same command again; run, regenerate, evaluate and compare go on from what they saved."
             print(f"mtp-train: stopped by {stopped.name}.\n{again}", file=sys.stderr)
         return stopped.exit_code
+    except BrokenPipeError:
+        # The reader of a pipe, such as head, has read enough. Python's own flush at exit must not fail on it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
 
 
 def _run(arguments: list[str]) -> int:
@@ -88,12 +92,7 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     if is_main_process():
         text = result.text if result.styled else printable(result.text)
-        try:
-            print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else text, flush=True)
-        except BrokenPipeError:
-            # The reader of a pipe, such as head, has read enough. Python's own flush at exit must not fail on it.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return CLOSED_PIPE
+        print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else text, flush=True)
     return result.exit_code
 
 

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
 from mtp_inference.drafters.drafter import DrafterMaker
-from mtp_inference.text import TextStream
+from mtp_inference.text import marked_pieces
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import GateVerdict, Pair, decide_gate
 from mtp_train.acceptance.intervals import marginal_intervals
@@ -377,22 +377,8 @@ def sample_texts(measured: MeasuredRun, inputs: Inputs) -> tuple[SampleText, ...
 
 
 def draft_pieces(decoded: Decoded, prompt_ids: Sequence[int], tokenizer: Any) -> tuple[tuple[str, bool], ...]:
-    """Return a text in pieces of accepted drafts (True) and of the trunk's own tokens (False).
-
-    A character of several tokens belongs to the piece of its last token.
-    """
-    stream = TextStream(tokenizer, prompt_ids)
-    pieces: list[tuple[str, bool]] = []
-    shown = [
-        *((stream.push(token), flag) for token, flag in zip(decoded.token_ids, decoded.from_drafts, strict=True)),
-        (stream.finish(), False),
-    ]
-    for text, flag in shown:
-        if text and pieces and pieces[-1][1] == flag:
-            pieces[-1] = (pieces[-1][0] + text, flag)
-        elif text:
-            pieces.append((text, flag))
-    return tuple(pieces)
+    """Return a text in pieces, see :func:`mtp_inference.text.marked_pieces`."""
+    return marked_pieces(tokenizer, prompt_ids, decoded.token_ids, decoded.from_drafts)
 
 
 def changed_output(measured: MeasuredRun, baseline: str) -> GateVerdict | None:

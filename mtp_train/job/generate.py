@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
+from rich.text import Text
 
 from mtp_inference import MAX_DEPTH, GenerationResult, Request, Sampling, SpeculativeDecoder
 from mtp_inference.opening import OWN, OpenModel, open_model, prompt_tokens, refuse_images
 from mtp_inference.requests import MtpMode
 from mtp_inference.sampling.chooser import DraftSampling
-from mtp_train.errors import DataError
+from mtp_inference.text import marked_pieces
+from mtp_train.errors import DataError, printable
 from mtp_train.evaluation.arms import local_device
 from mtp_train.job.display import html_table, quiet_progress
 from mtp_train.train.threads import use_threads
@@ -30,13 +32,46 @@ class GenerateResult:
     """One result per prompt: ``text``, ``token_ids``, ``num_drafts`` (rounds), ``accepted_per_pos``, ``tau``."""
     settings: dict[str, Any]
     """Checkpoint, head, depth, sampling, dtype, device and the like."""
+    pieces: tuple[tuple[tuple[str, bool], ...], ...] = field(default=(), repr=False)
+    """Each text in pieces, with True for accepted drafts and False for the trunk's own tokens."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train generate --json`` prints them; counters have vLLM's names."""
         return {"requests": [_document(one) for one in self.requests], "settings": self.settings}
 
+    @property
+    def tau(self) -> float:
+        """Mean tokens per round of all prompts, 1 for plain decoding."""
+        rounds = sum(one.rounds for one in self.requests)
+        return 1.0 + sum(one.num_accepted_tokens for one in self.requests) / max(1, rounds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all prompts, which are decoded together, per second of the longest, prefill included."""
+        seconds = max(one.seconds_prefill + one.seconds_decode for one in self.requests)
+        return sum(len(one.token_ids) for one in self.requests) / max(seconds, 1e-9)
+
+    @property
+    def summary(self) -> str:
+        """Tau and speed in a line."""
+        tokens, rounds = (sum(len(one.token_ids) for one in self.requests), sum(one.rounds for one in self.requests))
+        return f"{tokens} tokens in {rounds} rounds: tau {self.tau:.2f}, {self.tokens_per_second:.1f} tokens/s"
+
     def __str__(self) -> str:
-        return "\n\n".join(one.text for one in self.requests)
+        if len(self.requests) == 1:
+            return self.requests[0].text
+        return "\n".join(f"--- prompt {number}\n{one.text}" for number, one in enumerate(self.requests, start=1))
+
+    def marked(self, *, brackets: bool = False) -> Text:
+        """Return the texts for a rich console, with accepted drafts in green; also between brackets on request."""
+        marked = Text()
+        for number, pieces in enumerate(self.pieces, start=1):
+            if len(self.pieces) > 1:
+                marked.append(f"{chr(10) * (number > 1)}--- prompt {number}\n")
+            for text, is_draft in pieces:
+                shown = printable(text)
+                marked.append(f"[{shown}]" if is_draft and brackets else shown, "green" if is_draft else "")
+        return marked
 
     def _repr_html_(self) -> str:
         columns = ("text", "new tokens", "rounds", "accepted drafts", "tokens per round")
@@ -60,6 +95,7 @@ def generate(
     sampling: Sampling | None = None,
     stop: Sequence[str] = (),
     draft_sampling: DraftSampling = "sampled",
+    on_text: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> GenerateResult:
     """Load a checkpoint and decode prompts together with speculative decoding. The text equals plain decoding.
@@ -79,6 +115,8 @@ def generate(
         sampling: Temperature, top-k, top-p, min-p, repetition penalty and seed; None is greedy. Prompt i has seed + i.
         stop: Strings that end the text; it is cut before them.
         draft_sampling: ``"argmax"`` or ``"sampled"`` drafts above temperature 0; sampled ones are accepted more often.
+        on_text: Called with the text of a single prompt piece by piece, as it becomes certain; the pieces joined are
+            the result's text. Not called for several prompts.
         progress: A started rich progress bar; None shows nothing.
 
     Raises:
@@ -104,7 +142,7 @@ def generate(
         draft_sampling=draft_sampling,
     )
     _require_numbers(depth, max_new_tokens)
-    return _decode(options, progress or quiet_progress())
+    return _decode(options, on_text, progress or quiet_progress())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +187,7 @@ class _Options:
         )
 
 
-def _decode(options: _Options, progress: Progress) -> GenerateResult:
+def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: Progress) -> GenerateResult:
     depth = options.depth
     # Depth 0 needs no head. A named external drafter is opened all the same: its record loads the trunk.
     head = OWN if options.head is None and depth else options.head
@@ -171,14 +209,25 @@ def _decode(options: _Options, progress: Progress) -> GenerateResult:
     decoder = SpeculativeDecoder.from_open_model(
         model, tokenizer, depth=depth, device=device, draft_sampling=options.draft_sampling
     )
-    results = decoder.decode([options.request(number, prompt_ids) for number, prompt_ids in enumerate(prompts)])
+    requests = [options.request(number, prompt_ids) for number, prompt_ids in enumerate(prompts)]
+    results: dict[int, GenerationResult] = {}
+    for chunk in decoder.decode_chunks(requests):
+        if on_text is not None and chunk.text and len(requests) == 1:
+            on_text(chunk.text)
+        if chunk.result is not None:
+            results[chunk.index] = chunk.result
+    ordered = tuple(results[index] for index in range(len(requests)))
+    pieces = tuple(
+        marked_pieces(tokenizer, prompt_ids, one.token_ids, one.from_drafts, options.stop)
+        for prompt_ids, one in zip(prompts, ordered, strict=True)
+    )
     settings = options.settings() | {
         "external_drafter": None if model.external is None else model.external.title,
         "dtype": str(decoder.trunk.lm_head_VD.dtype).removeprefix("torch."),
         "device": str(device),
         "captured_rounds": decoder.captured_rounds,
     }
-    return GenerateResult(tuple(results), settings)
+    return GenerateResult(ordered, settings, pieces)
 
 
 def _require_numbers(depth: int, max_new_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+import mtp_train as mtp
 from byte_tokenizer import byte_tokenizer
 from checkpoints import wrap_as_vision_language
 from mtp_inference.reference import plain_greedy
+from mtp_train.cli import decoding_commands
 from mtp_train.cli.main import main
+from mtp_train.errors import printable
 from mtp_train.families import FAMILIES
 from mtp_train.trunk.load import load_trunk
 from mtp_train.weights.artifact import load_artifact
@@ -21,6 +25,7 @@ from runs import LEARNS, document, write_recipe
 
 # What the head of the run was trained for: its recipe's chats, through the template.
 PROMPTS = tuple(f"<|im_start|>user\nsay {number}<|im_end|>\n<|im_start|>assistant\n" for number in (1, 4))
+UNMARKED = str.maketrans("", "", "[]")
 COUNTERS = {"num_draft_tokens", "num_accepted_tokens", "accepted_per_pos"}
 REQUEST_FIELDS = {"text", "token_ids", "finish_reason", "num_drafts", *COUNTERS}
 Capture = pytest.CaptureFixture[str]
@@ -199,3 +204,47 @@ def test_generate_decodes_the_text_path_of_a_vision_language_checkpoint_and_refu
     assert texts(requests([wrapped], capfd)) == texts(requests([inputs / "base"], capfd))
     assert main(["generate", str(wrapped), "--prompt", "x", "--prompt", "a#b"]) == 2
     assert f"--prompt 2: holds image or video token {image}; expected text, as only" in capfd.readouterr().err
+
+
+def printed(argv: list[Any], prompts: tuple[str, ...], capfd: Capture) -> tuple[str, str]:
+    """Generate 24 tokens for each prompt; return what goes to stdout and to stderr."""
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    capfd.readouterr()
+    assert main(["generate", *map(str, argv), *words, "--max-new-tokens", "24"]) == 0
+    captured = capfd.readouterr()
+    return captured.out, captured.err
+
+
+def test_a_text_is_printed_as_it_is_decoded_and_then_tau_and_speed(
+    run_dir: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: list[str] = []
+    monkeypatch.setattr(decoding_commands, "_print_piece", pieces.append)
+    first, second = requests([run_dir / "export"], capfd)
+    out, err = printed([run_dir / "export"], PROMPTS[:1], capfd)
+    assert "".join(pieces) == first["text"]
+    assert len(pieces) > 1
+    assert out == "\n"
+    rounds, accepted = first["num_drafts"], first["num_accepted_tokens"]
+    told = f"{len(first['token_ids'])} tokens in {rounds} rounds: tau {1 + accepted / rounds:.2f}, "
+    assert re.fullmatch(rf"\n{re.escape(told)}\d+\.\d tokens/s\n", err)
+    pieces.clear()
+    out, _ = printed([run_dir / "export"], PROMPTS, capfd)
+    assert out == printable(f"--- prompt 1\n{first['text']}\n--- prompt 2\n{second['text']}") + "\n"
+    assert not pieces, "several texts at once cannot be followed"
+
+
+def test_accepted_drafts_are_marked_on_request(run_dir: Path, capfd: Capture) -> None:
+    first, _ = requests([run_dir / "export"], capfd)
+    out, _ = printed([run_dir / "export", "--show-drafts"], PROMPTS[:1], capfd)
+    assert out.translate(UNMARKED) == printable(first["text"]).translate(UNMARKED) + "\n"
+    plain, _ = printed([run_dir / "export", "--show-drafts", "--depth", 0], PROMPTS[:1], capfd)
+    assert plain == printable(first["text"]) + "\n"
+    result = mtp.generate(run_dir / "export", PROMPTS[0], max_new_tokens=24)
+    (pieces,) = result.pieces
+    assert "".join(text for text, _ in pieces) == first["text"]
+    drafted = [flag for flag in result.requests[0].from_drafts if flag]
+    # Drafts past the limit are accepted and not returned.
+    assert 0 < len(drafted) <= first["num_accepted_tokens"]
+    styles = {str(span.style) for span in result.marked().spans}
+    assert styles == {"green"}

@@ -44,7 +44,8 @@ FUNCTIONS = {
     "generate": "(checkpoint: str | Path, prompts: str | Sequence[str], *, head: str | Path | None = None, "
     "adapter: str | Path | None = None, chat: bool = False, max_new_tokens: int = 128, depth: int = 3, "
     "mtp: MtpMode = 'on', sampling: Sampling | None = None, stop: Sequence[str] = (), "
-    "draft_sampling: DraftSampling = 'sampled', progress: Progress | None = None) -> GenerateResult",
+    "draft_sampling: DraftSampling = 'sampled', on_text: Callable[[str], None] | None = None, "
+    "progress: Progress | None = None) -> GenerateResult",
     "graft": "(fine_tune: str | Path, base: str | Path, out: str | Path, *, copy: bool = False, "
     "progress: Progress | None = None) -> GraftResult",
     "inspect": "(checkpoint: str | Path, base: str | Path | None = None, *, progress: Progress | None = None) "
@@ -75,7 +76,7 @@ RECORDS = {
     "EvaluationGrid": "suite tasks prompts_per_task temperatures contexts depths rules max_new_tokens batch seed",
     "EvaluationResult": "out report",
     "ExportResult": "out trunk file flag notes",
-    "GenerateResult": "requests settings",
+    "GenerateResult": "requests settings pieces",
     "GraftResult": "out fine_tune base notes",
     "Inspection": "checkpoint family status stale head trunk trunk_changed non_finite_keys problems serves cure "
     "runs_here note",
