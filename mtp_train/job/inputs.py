@@ -256,14 +256,23 @@ def require_own_data(recipe: Recipe, trunk: Path) -> None:
     Raises:
         RecipeError: The trunk has another vocabulary.
     """
-    named = [number for number, source in enumerate(recipe.data.sources) if source.path.startswith(PREFIX)]
+    sources = [
+        (f"data.sources.{number}.path", source.path, f"data.sources.{number}.path=chats.jsonl data.group_field=null")
+        for number, source in enumerate(recipe.data.sources)
+    ]
+    if recipe.study is not None:
+        sources += [
+            (f"study.vanilla_sources.{number}", path, "study.vanilla_sources=[chats.jsonl]")
+            for number, path in enumerate(recipe.study.vanilla_sources)
+        ]
+    named = [source for source in sources if source[1].startswith(PREFIX)]
     if named and _vocabulary(trunk) != _vocabulary(demo_path("base")):
-        at, found = f"data.sources.{named[0]}.path", recipe.data.sources[named[0]].path
+        at, found, instead = named[0]
         raise RecipeError(
             [
                 f"{at}: {found}, the demo's data, while model.trunk is {recipe.model.trunk}; expected text like the "
-                f"model will serve. Add {at}=chats.jsonl data.group_field=null with a file of your own, or use "
-                "mtp-train init, which fits a recipe to the model."
+                f"model will serve. Add {instead} with a file of your own, or use mtp-train init, which fits a recipe "
+                "to the model."
             ]
         )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
 from mtp_train.evaluation.decoding import (
@@ -20,9 +22,11 @@ from mtp_train.evaluation.decoding import (
 from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
 from mtp_train.evaluation.settings import greedy
 from mtp_train.evaluation.statistics import MeasuredArm, checked_records, lossless, run_cell
-from mtp_train.job.evaluate_run import MeasuredRun, judge
+from mtp_train.job.evaluate_run import DEPTH_PROMPTS, MeasuredRun, judge, measure_depths
+from mtp_train.job.inputs import Inputs
 from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk
+from runs import tiny_recipe
 from tiny import tiny_head, tiny_trunk
 
 DEPTH, TOKENS = 2, 16
@@ -126,6 +130,27 @@ def test_a_cell_is_what_an_arm_did_at_a_setting(served: MeasuredRun) -> None:
     assert [(one.arm, one.rule) for one in served.cells] == [
         (arm, setting.rule) for setting in SETTINGS[1:] for arm in (PLAIN, "retrained")
     ]
+
+
+def test_shallower_depths_are_measured_on_some_prompts_of_the_retrained_head(trunk: Trunk) -> None:
+    nothing: Any = None
+    held_out = [replace(one, id=f"{one.id}-{n}") for n in range(5) for one in prompts()]
+    inputs = Inputs(nothing, nothing, nothing, nothing, nothing, nothing, frozenset(), (), (), held_out)
+    assert len(held_out) > DEPTH_PROMPTS
+    recipe = tiny_recipe(Path("in"), Path("run"), evaluate__max_new_tokens=4)
+    heads = {name: HeadDrafting(tiny_head(trunk)) for name in ("graft", "retrained")}
+    names, deep, quiet = {"retrained": "run/head"}, replace(WARM, depth=3), Progress(disable=True)
+    found = measure_depths(recipe, inputs, trunk, heads, names, deep, quiet)
+    assert [setting for _, setting in found] == [replace(WARM, depth=1), replace(WARM, depth=2)]
+    for arm, setting in found:
+        assert (arm.name, arm.head) == ("retrained", "run/head")
+        assert [one.prompt_id for one in arm.decoded[setting]] == [one.id for one in held_out[:DEPTH_PROMPTS]]
+        assert {drafts for one in arm.decoded[setting] for drafts in one.drafted} == {setting.depth}
+        # Speedups by depth need the plain texts of the same prompts.
+        assert len(arm.decoded[setting.plain]) == DEPTH_PROMPTS
+    # Nothing is measured below one draft a round, or without a retrained head.
+    assert measure_depths(recipe, inputs, trunk, heads, names, replace(WARM, depth=1), quiet) == []
+    assert measure_depths(recipe, inputs, trunk, {"graft": heads["graft"]}, names, deep, quiet) == []
 
 
 class Recipe:

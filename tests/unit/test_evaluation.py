@@ -15,7 +15,15 @@ from mtp_train.evaluation.prompt_records import Decoded
 from mtp_train.evaluation.results import ArmResult, Lossless, TeacherForced
 from mtp_train.evaluation.settings import draft_depth, greedy
 from mtp_train.evaluation.statistics import MeasuredArm, lossless
-from mtp_train.job.evaluate_run import MeasuredRun, draft_pieces, judge, run_result
+from mtp_train.job.evaluate_run import (
+    NUM_SAMPLES,
+    SAMPLE_PROMPT_CHARS,
+    MeasuredRun,
+    draft_pieces,
+    judge,
+    run_result,
+    sample_texts,
+)
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.teacher_forced import DenseMetrics
 from runs import tiny_recipe
@@ -188,16 +196,42 @@ def test_against_plain_decoding_a_slow_head_is_refused_with_the_depth_that_pays(
     assert cured.reason.endswith("Fewer drafts a round are shown to pay: set evaluate.depth to 1")
 
 
+class Letters:
+    """A tokenizer whose token n is the n-th letter."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(96 + token) for token in tokens)
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return chr(96 + token)
+
+
+class HeldOut:
+    """The fields of inputs that :func:`sample_texts` reads."""
+
+    tokenizer = Letters()
+    # Another order than the records', and one prompt longer than the report shows.
+    held_out = (Prompt("p3", "p3", (6,)), Prompt("p1", "p1", (1,) * 500 + (2,)), Prompt("p0", "p0", (5, 6)))
+
+
+def test_sample_texts_are_the_retrained_heads_first_at_the_first_setting() -> None:
+    held_out: Any = HeldOut()
+    records = [record("p0", (1,), tokens=(1, 2, 3)), record("p1", (0,), tokens=(4,))]
+    other = replace(GREEDY, temperature=0.5)
+    arm = MeasuredArm(
+        "retrained", "in/finetune", "run/head", {other: [record("p3", (0,), tokens=(9,))], GREEDY: records}
+    )
+    first, second = sample_texts(measured(planted("graft", WEAK), arm), held_out)
+    assert (first.prompt_id, first.prompt) == ("p0", "ef")
+    assert first.pieces == (("a", False), ("b", True), ("c", False))
+    # The end of a long prompt is shown.
+    assert (second.prompt_id, second.prompt) == ("p1", "a" * (SAMPLE_PROMPT_CHARS - 1) + "b")
+    many = replace(arm, decoded={GREEDY: records * NUM_SAMPLES})
+    assert len(sample_texts(measured(many), held_out)) == NUM_SAMPLES
+    assert sample_texts(measured(planted("graft", WEAK)), held_out) == ()
+
+
 def test_tokens_of_accepted_drafts_are_told_apart() -> None:
-    class Letters:
-        """A tokenizer whose token n is the n-th letter."""
-
-        def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-            return "".join(chr(96 + token) for token in tokens)
-
-        def convert_ids_to_tokens(self, token: int) -> str:
-            return chr(96 + token)
-
     # The first token is of prefill; the last round's bonus token is past the limit.
     decoded = record("p", (2, 0, 1), tokens=(1, 2, 3, 4, 5, 6))
     assert decoded.from_drafts == (False, True, True, False, False, True)
