@@ -156,10 +156,13 @@ def quieten_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("WANDB_SILENT", "true")
-    import datasets
-    from transformers.utils import logging as transformers_logging
+    # datasets takes a second to import, and most commands do without it. It reads the variable at import.
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    if "datasets" in sys.modules:
+        import datasets
 
-    datasets.disable_progress_bars()
+        datasets.disable_progress_bars()
+    from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -35,7 +35,8 @@ class RowLoss(NamedTuple):
 
 
 if TYPE_CHECKING:
-    RowsFn = Callable[[Tensor, Tensor | None, Tensor, float], RowLoss]
+    RowsFn = Callable[[Tensor, Any, Tensor, float], RowLoss]
+    PrepareFn = Callable[[Tensor, float], Any]
     CombineFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     RowWork = Callable[[Tensor, Tensor], RowLoss]
     KernelsFn = Callable[[str, Tensor | None, float], RowWork]
@@ -49,14 +50,16 @@ class Loss:
 
     Attributes:
         name: The value of ``objective.loss``.
-        rows: ``(logits_CV, teacher_logits_CV, targets_C, temperature)`` to a :class:`RowLoss` in fp32: the head's
-            logits, the trunk's (None where ``distils`` is false), the target tokens (int64) and T.
+        rows: ``(logits_CV, teacher, targets_C, temperature)`` to a :class:`RowLoss` in fp32: the head's logits, the
+            trunk's (None where ``distils`` is false) or the result of ``prepare``, the target tokens (int64) and T.
         combine: ``(loss_KN, row_weight_KN)`` to ``(loss_KN, slope_KN)``: the final loss of each row where it also
             depends on the row's other depths, and the derivative of ``sum(row_weight * final loss)`` with respect to
             each row's own loss. None: the losses of rows are final, and the slope is ``row_weight``.
         kernels: The same as ``rows`` in Triton: ``(name, teacher_logits_CV, temperature)`` to a function of
             ``(logits_CV, targets_C)`` that may write the gradient into the logits. None: ``objective.rows: triton`` is
             refused.
+        prepare: ``(teacher_logits_CV, temperature)`` to what ``rows`` reads in place of the trunk's logits, without
+            overwriting it. It runs once for all depths of a chunk. None: ``rows`` reads the logits.
         distils: Whether the loss compares q with the trunk's distribution p. If not, the trunk's logits are not
             computed and ``objective.temperature`` has to be 1.
     """
@@ -65,11 +68,18 @@ class Loss:
     rows: str | RowsFn
     combine: str | CombineFn | None = None
     kernels: str | KernelsFn | None = None
+    prepare: str | PrepareFn | None = None
     distils: bool = True
 
     def rows_fn(self) -> RowsFn:
         """Return the function that computes rows."""
         return _resolved(self.rows)
+
+    def prepared(self, teacher_logits_CV: Tensor | None, temperature: float) -> Any:
+        """Return what ``rows`` reads of the trunk, for all depths of a chunk."""
+        if self.prepare is None or teacher_logits_CV is None:
+            return teacher_logits_CV
+        return _resolved(self.prepare)(teacher_logits_CV, temperature)
 
     def combine_fn(self) -> CombineFn | None:
         """Return the function that combines the depths of a start; None where rows are independent."""
@@ -95,15 +105,18 @@ DEFAULT_LOSS = "kl"
 """``objective.loss: auto``. Of the six losses below, none drafts better both greedily and sampled
 (``inference/benchmarks/objectives.md``)."""
 _ROWS, _KERNELS = "mtp_train.losses.rows", "mtp_train.losses.triton_rows:row_work"
+_P, _LOG_P = f"{_ROWS}:probabilities", f"{_ROWS}:log_probabilities"
 _LOSSES = {
     loss.name: loss
     for loss in (
         Loss("ce", f"{_ROWS}:cross_entropy", kernels=_KERNELS, distils=False),
-        Loss("kl", f"{_ROWS}:kl", kernels=_KERNELS),
-        Loss("reverse_kl", f"{_ROWS}:reverse_kl", kernels=_KERNELS),
-        Loss("tv", f"{_ROWS}:total_variation", kernels=_KERNELS),
-        Loss("lk", f"{_ROWS}:lk", kernels=_KERNELS),
-        Loss("e2e_tv", f"{_ROWS}:total_variation", "mtp_train.losses.chunked:chain_losses", kernels=_KERNELS),
+        Loss("kl", f"{_ROWS}:kl", kernels=_KERNELS, prepare=_P),
+        Loss("reverse_kl", f"{_ROWS}:reverse_kl", kernels=_KERNELS, prepare=_LOG_P),
+        Loss("tv", f"{_ROWS}:total_variation", kernels=_KERNELS, prepare=_P),
+        Loss("lk", f"{_ROWS}:lk", kernels=_KERNELS, prepare=_P),
+        Loss(
+            "e2e_tv", f"{_ROWS}:total_variation", "mtp_train.losses.chunked:chain_losses", kernels=_KERNELS, prepare=_P
+        ),
     )
 }
 

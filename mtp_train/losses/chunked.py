@@ -18,12 +18,14 @@ from torch import Tensor
 
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.losses.rows import RowsIn as RowsIn
-from mtp_train.losses.rows import row_losses
 
 if TYPE_CHECKING:
     from mtp_train.losses.catalogue import RowWork
 
 CHUNK_ROWS = 256
+CHUNK_TENSORS = 5
+"""Largest number of fp32 tensors of shape (C, V) that the losses of ``losses/catalogue.py`` hold at once: p, the head's
+logits, q, the gradient, and the products that ``torch.linalg.vecdot`` sums. ``kl`` holds four."""
 
 
 class LossTerms(NamedTuple):
@@ -136,9 +138,11 @@ def row_work(rows_in: RowsIn, kind: str, teacher_logits_CV: Tensor | None, tempe
         teacher_logits_CV: Likewise.
         temperature: Likewise.
     """
+    loss = find_loss(kind)
     if rows_in == "torch":
-        return lambda logits_CV, targets_C: row_losses(kind, logits_CV, teacher_logits_CV, targets_C, temperature)
-    return find_loss(kind).kernels_fn()(kind, teacher_logits_CV, temperature)
+        rows_fn, teacher = loss.rows_fn(), loss.prepared(teacher_logits_CV, temperature)
+        return lambda logits_CV, targets_C: rows_fn(logits_CV, teacher, targets_C, temperature)
+    return loss.kernels_fn()(kind, teacher_logits_CV, temperature)
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -171,6 +175,8 @@ class _FrozenHeadLoss(torch.autograd.Function):
             for rows_C in used_N.split(CHUNK_ROWS):
                 teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
                 work = row_work(rows_in, kind, teacher_CV, temperature)
+                # The work keeps what it reads of them.
+                del teacher_CV
                 for depth in range(len(student_KND)):
                     output_VD = lm_head_VD if own_heads is None else own_heads[depth]
                     logits_CV = student_KND[depth, rows_C].to(compute_dtype) @ output_VD.T
@@ -181,6 +187,8 @@ class _FrozenHeadLoss(torch.autograd.Function):
                     step_CD = row.gradient_CV.to(compute_dtype) @ output_VD
                     gradient_KND[depth, rows_C] = step_CD.to(student_KND.dtype)
                     del logits_CV, row
+                # Before the next chunk's teacher logits are computed.
+                del work
         if on_policy:
             row_weight_KN = row_weight_KN * survivors(hit_KN)
         slope_KN = row_weight_KN

@@ -17,14 +17,15 @@ With temperature T, q = softmax(z / T) and p = softmax(t / T) of the head's logi
 - ``e2e_tv`` combines the ``tv`` of a start's depths (:func:`mtp_train.losses.chunked.chain_losses`).
 
 The functions of the losses are listed in ``losses/catalogue.py``. They overwrite their tensors where possible, because
-every further tensor of shape (C, V) adds to the peak of memory.
+every further tensor of shape (C, V) adds to the peak of memory. All depths of a chunk share
+the result of ``prepare``, which they do not overwrite.
 
 Shapes: C rows of a chunk, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,14 @@ from mtp_train.losses.catalogue import find_loss
 RowsIn = Literal["torch", "triton"]
 """The implementation of a loss: its function of ``rows``, or its Triton kernels (``losses/triton_rows.py``)."""
 LK_RATE = 3.0
+
+
+class Teacher(NamedTuple):
+    """The trunk's distribution over a chunk of rows in fp32, computed once and read by every depth."""
+
+    p_CV: Tensor
+    negative_entropy_C: Tensor
+    """``sum_v p log p``."""
 
 
 def row_losses(
@@ -55,64 +64,83 @@ def row_losses(
     loss = find_loss(kind)
     if loss.distils and teacher_logits_CV is None:
         raise ValueError(f"{kind}: no teacher logits; expected the trunk's. Give them, or use ce.")
-    return loss.rows_fn()(logits_CV, teacher_logits_CV, targets_C, temperature)
+    return loss.rows_fn()(logits_CV, loss.prepared(teacher_logits_CV, temperature), targets_C, temperature)
 
 
 def softened(logits_CV: Tensor, teacher_logits_CV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return log q and log p of a chunk at a temperature, as new tensors in fp32 that the caller may overwrite."""
-    log_q_CV = torch.log_softmax(logits_CV.float() / temperature, dim=-1)
-    log_p_CV = torch.log_softmax(teacher_logits_CV.float() / temperature, dim=-1)
-    return log_q_CV, log_p_CV
+    return log_probabilities(logits_CV, temperature), log_probabilities(teacher_logits_CV, temperature)
+
+
+def log_probabilities(logits_CV: Tensor, temperature: float) -> Tensor:
+    """Return ``log softmax(logits / T)``, as a new tensor in fp32 that the caller may overwrite."""
+    logits_CV = logits_CV.float()
+    return torch.log_softmax(logits_CV if temperature == 1 else logits_CV / temperature, dim=-1)
+
+
+def probabilities(teacher_logits_CV: Tensor, temperature: float) -> Teacher:
+    """Return p at a temperature with its negative entropy."""
+    log_p_CV = log_probabilities(teacher_logits_CV, temperature)
+    p_CV = log_p_CV.exp()
+    return Teacher(p_CV, torch.linalg.vecdot(p_CV, log_p_CV))
 
 
 def cross_entropy(logits_CV: Tensor, _teacher: Tensor | None, targets_C: Tensor, _temperature: float) -> RowLoss:
     """Compute ``ce``."""
-    log_q_CV = torch.log_softmax(logits_CV.float(), dim=-1)
+    log_q_CV = log_probabilities(logits_CV, 1.0)
     loss_C = -log_q_CV.gather(1, targets_C[:, None]).squeeze(1)
     gradient_CV = log_q_CV.exp_()
     gradient_CV.scatter_add_(1, targets_C[:, None], gradient_CV.new_full((len(targets_C), 1), -1.0))
     return RowLoss(loss_C, gradient_CV)
 
 
-def kl(logits_CV: Tensor, teacher_logits_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
+def kl(logits_CV: Tensor, teacher: Teacher, _targets: Tensor, temperature: float) -> RowLoss:
     """Compute ``kl``."""
-    return _kl(*softened(logits_CV, teacher_logits_CV, temperature), temperature)
+    log_q_CV = log_probabilities(logits_CV, temperature)
+    loss_C = _kl(log_q_CV, teacher, temperature)
+    return RowLoss(loss_C, _scaled(log_q_CV.exp_().sub_(teacher.p_CV), temperature))
 
 
-def reverse_kl(logits_CV: Tensor, teacher_logits_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
+def reverse_kl(logits_CV: Tensor, log_p_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
     """Compute ``reverse_kl``."""
-    log_q_CV, log_p_CV = softened(logits_CV, teacher_logits_CV, temperature)
+    log_q_CV = log_probabilities(logits_CV, temperature)
     q_CV = log_q_CV.exp()
     ratio_CV = log_q_CV.sub_(log_p_CV)
     mean_C = torch.linalg.vecdot(q_CV, ratio_CV)
-    return RowLoss(temperature**2 * mean_C, ratio_CV.sub_(mean_C[:, None]).mul_(q_CV).mul_(temperature))
+    gradient_CV = ratio_CV.sub_(mean_C[:, None]).mul_(q_CV)
+    return RowLoss(temperature**2 * mean_C, _scaled(gradient_CV, temperature))
 
 
-def total_variation(logits_CV: Tensor, teacher_logits_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
+def total_variation(logits_CV: Tensor, teacher: Teacher, _targets: Tensor, temperature: float) -> RowLoss:
     """Compute ``tv``."""
-    log_q_CV, log_p_CV = softened(logits_CV, teacher_logits_CV, temperature)
-    return _total_variation(log_q_CV.exp_(), log_p_CV.exp_(), temperature)
+    return _total_variation(log_probabilities(logits_CV, temperature).exp_(), teacher.p_CV, temperature)
 
 
-def lk(logits_CV: Tensor, teacher_logits_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
+def lk(logits_CV: Tensor, teacher: Teacher, _targets: Tensor, temperature: float) -> RowLoss:
     """Compute ``lk``."""
-    log_q_CV, log_p_CV = softened(logits_CV, teacher_logits_CV, temperature)
-    tv = _total_variation(log_q_CV.exp(), log_p_CV.exp(), temperature)
-    forward = _kl(log_q_CV, log_p_CV, temperature)
+    log_q_CV = log_probabilities(logits_CV, temperature)
+    forward_C = _kl(log_q_CV, teacher, temperature)
+    q_CV = log_q_CV.exp_()
+    tv = _total_variation(q_CV, teacher.p_CV, temperature)
     share_C = (-LK_RATE * (1 - tv.loss_C)).exp()
-    gradient_CV = forward.gradient_CV.mul_(share_C[:, None]).addcmul_(tv.gradient_CV, (1 - share_C)[:, None])
-    return RowLoss(share_C * forward.loss_C + (1 - share_C) * tv.loss_C, gradient_CV)
+    gradient_CV = _scaled(q_CV.sub_(teacher.p_CV), temperature).mul_(share_C[:, None])
+    gradient_CV.addcmul_(tv.gradient_CV, (1 - share_C)[:, None])
+    return RowLoss(share_C * forward_C + (1 - share_C) * tv.loss_C, gradient_CV)
 
 
-def _kl(log_q_CV: Tensor, log_p_CV: Tensor, temperature: float) -> RowLoss:
-    p_CV = log_p_CV.exp()
-    loss_C = temperature**2 * torch.linalg.vecdot(p_CV, log_p_CV.sub_(log_q_CV))
-    return RowLoss(loss_C, log_q_CV.exp_().sub_(p_CV).mul_(temperature))
+def _kl(log_q_CV: Tensor, teacher: Teacher, temperature: float) -> Tensor:
+    # sum p (log p - log q) needs one more tensor of shape (C, V). The rounding of this difference is absolute, and the
+    # gradient, q - p, does not contain it.
+    return temperature**2 * (teacher.negative_entropy_C - torch.linalg.vecdot(teacher.p_CV, log_q_CV))
 
 
 def _total_variation(q_CV: Tensor, p_CV: Tensor, temperature: float) -> RowLoss:
-    sign_CV = p_CV.sub_(q_CV).neg_()
-    loss_C = sign_CV.abs().sum(-1) / 2
-    sign_CV.sign_().div_(2)
+    # 1 - sum min(p, q) = sum (q - p) s.
+    sign_CV = (q_CV - p_CV).sign_().div_(2)
     mean_C = torch.linalg.vecdot(q_CV, sign_CV)
-    return RowLoss(loss_C, sign_CV.sub_(mean_C[:, None]).mul_(q_CV).div_(temperature))
+    loss_C = mean_C - torch.linalg.vecdot(p_CV, sign_CV)
+    return RowLoss(loss_C, _scaled(sign_CV.sub_(mean_C[:, None]).mul_(q_CV), 1 / temperature))
+
+
+def _scaled(gradient_CV: Tensor, factor: float) -> Tensor:
+    return gradient_CV if factor == 1 else gradient_CV.mul_(factor)

@@ -19,7 +19,7 @@ from torch import Size
 
 from mtp_train.errors import OutOfMemoryError
 from mtp_train.losses.catalogue import find_loss
-from mtp_train.losses.chunked import CHUNK_ROWS
+from mtp_train.losses.chunked import CHUNK_ROWS, CHUNK_TENSORS
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.plan import Plan
@@ -195,8 +195,7 @@ def estimate_footprint(
         trunk_bytes=on_device,
         # Weights, gradients and AdamW's two moments, all in fp32.
         head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
-        # Teacher, student, gradient and one temporary of a chunk, in fp32.
-        loss_bytes=CHUNK_ROWS * vocab * 4 * 4,
+        loss_bytes=CHUNK_ROWS * vocab * CHUNK_TENSORS * 4,
         activation_bytes=activation_bytes(recipe, hidden, rows, plan.seq_len_tokens),
         converted_bytes=_converted_bytes(recipe, trunk, trunk_itemsize, vocab),
         offloaded_bytes=offloaded,

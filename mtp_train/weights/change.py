@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import trunk_tensors
 from mtp_train.weights.quantised import is_scale, read_plain_in_blocks
+
+_PIECE = 1 << 18
+"""Numbers that are compared at once: few enough for the cache of a processor."""
+_IN_FP32 = {torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
+"""Types whose numbers fp32 holds exactly."""
+_RUN = 256
+"""Squares that are summed in fp32."""
+_SMALLEST = 1e-31
+"""Mean square above which the squares that underflow change the sum by less than 1e-6 of it."""
 
 
 def shared_tensors(
@@ -32,9 +42,23 @@ def squared_change(checkpoint: Checkpoint, key: str, base: Checkpoint, base_key:
     """Return ``|W - W0|^2`` and ``|W0|^2`` over the rows that both tensors have, whatever their stored dtypes."""
     change, size = 0.0, 0.0
     for new, old in paired_rows(read_plain_in_blocks(checkpoint, key), read_plain_in_blocks(base, base_key)):
-        change += float((new.double() - old.double()).square().sum())
-        size += float(old.double().square().sum())
+        for new_X, old_X in zip(*(torch.split(one.reshape(-1), _PIECE) for one in (new, old)), strict=True):
+            wide = torch.float32 if {new_X.dtype, old_X.dtype} <= _IN_FP32 else torch.float64
+            new_X, old_X = new_X.to(wide), old_X.to(wide)
+            change += _squared_norm(new_X - old_X)
+            size += _squared_norm(old_X)
     return change, size
+
+
+def _squared_norm(values_X: Tensor) -> float:
+    """Return ``|x|^2``: products in fp32, short sums in fp32, and their sum in fp64."""
+    squared = values_X.square()
+    whole = len(values_X) // _RUN * _RUN
+    total = float(squared[:whole].view(-1, _RUN).sum(dim=1).double().sum() + squared[whole:].double().sum())
+    # The square of a number above 1e19 overflows, and one below 1e-19 loses digits. Weights seldom have such sizes.
+    if _SMALLEST * len(values_X) < total < float("inf") or not values_X.any():
+        return total
+    return float(values_X.double().square().sum())
 
 
 def paired_rows(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from checkpoints import all_tensors, base_and_finetune, save_stripped
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.job.study.drift import stored_change
-from mtp_train.weights.change import paired_rows, shared_tensors
-from mtp_train.weights.files import open_checkpoint
+from mtp_train.weights.change import paired_rows, shared_tensors, squared_change
+from mtp_train.weights.files import Checkpoint, open_checkpoint
 from tiny import tiny_trunk
 
 
@@ -28,6 +30,52 @@ def test_rows_meet_however_each_side_is_cut_up(ours: list[int], theirs: list[int
 def test_a_number_is_one_row() -> None:
     ((new_1, old_1),) = paired_rows(iter([torch.tensor(2.0)]), iter([torch.tensor(3.0)]))
     assert (new_1.tolist(), old_1.tolist()) == ([2.0], [3.0])
+
+
+def stored(folder: Path, tensor: torch.Tensor) -> Checkpoint:
+    folder.mkdir()
+    save_file({"w": tensor}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return open_checkpoint(folder)
+
+
+def exact_change(new: torch.Tensor, old: torch.Tensor) -> tuple[float, float]:
+    return float((new.double() - old.double()).square().sum()), float(old.double().square().sum())
+
+
+FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("new_dtype", "old_dtype", "size"),
+    [
+        *((dtype, dtype, size) for dtype in (FP32, BF16) for size in (1.0, 1e-25, 1e25)),
+        (FP16, FP32, 1.0),
+        (torch.float64, FP32, 1.0),
+        (FP8, BF16, 1.0),
+    ],
+)
+@pytest.mark.parametrize("relative", [1.0, 1e-4])
+def test_a_change_is_right_to_six_digits(
+    new_dtype: torch.dtype, old_dtype: torch.dtype, size: float, relative: float, tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    old = size * torch.randn(601, 500, generator=generator)
+    new = (old * (1 + relative * torch.randn(old.shape, generator=generator))).to(new_dtype)
+    old = old.to(old_dtype)
+    found = squared_change(stored(tmp_path / "new", new), "w", stored(tmp_path / "old", old), "w")
+    assert found == pytest.approx(exact_change(new, old), rel=1e-6)
+    assert found[0] > 0
+
+
+def test_nan_is_seen_and_equal_tensors_have_no_change(tmp_path: Path) -> None:
+    old = torch.full((300, 7), 3.0)
+    new = old.clone()
+    new[5, 2] = torch.nan
+    base = stored(tmp_path / "old", old)
+    assert squared_change(base, "w", base, "w") == (0.0, 9.0 * 2100)
+    change, size = squared_change(stored(tmp_path / "new", new), "w", base, "w")
+    assert (math.isnan(change), size) == (True, 9.0 * 2100)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -16,13 +16,16 @@ from mtp_inference.bench.memory import PeakMemory
 from mtp_train.losses import chunked as losses
 from mtp_train.losses.chunked import (
     CHUNK_ROWS,
+    CHUNK_TENSORS,
     LossTerms,
     align_to_targets,
     chain_losses,
     depth_weights,
     frozen_head_loss,
+    row_work,
 )
 from mtp_train.losses.rows import row_losses
+from tolerances import assert_same, rounding
 
 KINDS: tuple[str, ...] = ("ce", "kl", "reverse_kl", "tv", "lk", "e2e_tv")
 DISTILLING = tuple(kind for kind in KINDS if kind != "ce")
@@ -271,12 +274,12 @@ VOCAB = 1000
 CHUNK_BYTES = 4 * CHUNK_ROWS * VOCAB
 
 
-def extra_bytes(num_rows: int, kind: str, lm_head_dtype: torch.dtype = torch.float32) -> int:
+def extra_bytes(num_rows: int, kind: str, lm_head_dtype: torch.dtype = torch.float32, temperature: float = 1.0) -> int:
     """Return the peak of the forward pass beyond the gradient that it must keep."""
     rows = random_rows(num_rows, vocab=VOCAB)
     rows = rows._replace(lm_head_VD=rows.lm_head_VD.to(lm_head_dtype))
     with PeakMemory(rows) as memory:
-        ours(rows, kind)
+        ours(rows, kind, temperature)
     return memory.peak_bytes - rows.student_KND.nbytes
 
 
@@ -287,6 +290,62 @@ def test_memory_does_not_grow_with_the_rows(kind: str, lm_head_dtype: torch.dtyp
     # Row numbers and masks grow, by a few bytes a row; logits would by 4,000.
     assert few <= many < few + 6 * CHUNK_ROWS * 64
     assert CHUNK_BYTES <= many < 9 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("lm_head_dtype", [torch.float32, torch.bfloat16])
+def test_as_many_tensors_of_a_chunk_are_held_as_the_footprint_counts(
+    lm_head_dtype: torch.dtype, temperature: float
+) -> None:
+    num_rows = 2 * CHUNK_ROWS
+    peaks = [extra_bytes(num_rows, kind, lm_head_dtype, temperature) for kind in KINDS]
+    # Hidden states, their gradient, losses and row numbers: at most 64 numbers of 8 bytes a row.
+    beside = num_rows * 64 * 8
+    assert (CHUNK_TENSORS - 1) * CHUNK_BYTES < max(peaks) <= CHUNK_TENSORS * CHUNK_BYTES + beside
+    assert beside < CHUNK_BYTES
+
+
+@pytest.mark.parametrize("kind", DISTILLING)
+def test_depths_read_the_teacher_without_changing_it(kind: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits_CV, other_CV, teacher_CV = torch.randn(3, 5, 31, generator=generator)
+    targets_C = torch.zeros(5, dtype=torch.long)
+    work = row_work("torch", kind, teacher_CV, 2.0)
+    first = work(logits_CV.clone(), targets_C)
+    work(other_CV.clone(), targets_C)
+    again = work(logits_CV.clone(), targets_C)
+    assert torch.equal(first.loss_C, again.loss_C)
+    assert torch.equal(first.gradient_CV, again.gradient_CV)
+
+
+def test_the_teachers_softmax_is_computed_once_for_all_depths(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    log_softmax = torch.log_softmax
+    monkeypatch.setattr(torch, "log_softmax", lambda *args, **named: calls.append(1) or log_softmax(*args, **named))
+    ours(random_rows(2 * CHUNK_ROWS, num_depths=3), "kl")
+    assert len(calls) == 2 * (1 + 3)
+
+
+@pytest.mark.parametrize("kind", DISTILLING)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_rows_of_a_wide_vocabulary_are_off_by_rounding_alone(kind: str, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    vocab = 4000
+    logits_CV, teacher_CV = 3 * torch.randn(2, 6, vocab, generator=generator)
+    # Near p, kl is a small difference of two large sums.
+    logits_CV[:3] = teacher_CV[:3] + 1e-3 * logits_CV[:3]
+    exact_CV = logits_CV.double().requires_grad_()
+    log_q_CV, log_p_CV = (torch.log_softmax(one / temperature, dim=-1) for one in (exact_CV, teacher_CV.double()))
+    loss_C = divergence(kind, log_q_CV, log_p_CV, temperature)
+    (gradient_CV,) = torch.autograd.grad(loss_C.sum(), exact_CV)
+    row = row_losses(kind, logits_CV, teacher_CV, torch.zeros(6, dtype=torch.long), temperature)
+    # Sums of V terms that weigh 1 together, over logarithms of this size.
+    largest = float(log_q_CV.detach().abs().max()) * max(1.0, temperature**2)
+    terms = round(vocab**0.5)
+    assert float((row.loss_C - loss_C.detach()).abs().max()) < rounding(largest, terms)
+    near = (log_q_CV - log_p_CV).abs() > 1e-6 if kind in ("tv", "lk", "e2e_tv") else torch.ones(6, vocab).bool()
+    found_CV, expected_CV = (torch.where(near, one, 0.0) for one in (row.gradient_CV.double(), gradient_CV))
+    assert_same(found_CV, expected_CV, terms, torch.float32)
 
 
 def test_the_measure_sees_logits_that_are_held_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

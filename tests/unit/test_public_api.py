@@ -198,6 +198,11 @@ def test_a_command_that_runs_is_seen_to_load_torch() -> None:
     assert {"torch", "transformers"} <= imported(["inspect", "nowhere"])
 
 
+def test_a_command_without_data_does_not_import_datasets(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert "datasets" not in imported(["inspect", str(tmp_path)])
+
+
 def imports_of_ours(path: Path) -> set[str]:
     """Return the modules of our two packages that a file imports."""
     found: set[str] = set()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Size
 
 from mtp_train.job.sft.tuned_model import lora_weights
-from mtp_train.losses.chunked import CHUNK_ROWS
+from mtp_train.losses.chunked import CHUNK_ROWS, CHUNK_TENSORS
 from mtp_train.recipe.schema import Recipe, SftSection
 from mtp_train.train.estimate import GIB, Cost, Footprint, Sizes
 from mtp_train.train.plan import Plan
@@ -75,7 +75,8 @@ def tuning_footprint(
         trained_parameters=trained + beside,
         trunk_bytes=parameters * itemsize,
         head_and_optimizer_bytes=beside * 16,
-        loss_bytes=rows * config.vocab_size * _LOGIT_BYTES + (CHUNK_ROWS * config.vocab_size * 16 if beside else 0),
+        loss_bytes=rows * config.vocab_size * _LOGIT_BYTES
+        + (CHUNK_ROWS * config.vocab_size * CHUNK_TENSORS * 4 if beside else 0),
         activation_bytes=activations + of_head,
         learning_bytes=learning,
     )
