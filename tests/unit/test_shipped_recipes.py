@@ -127,7 +127,7 @@ def test_the_demos_data_is_no_home_of_another_vanilla_model(tmp_path: Path, capf
     inputs = tmp_path / "inputs"
     other, chats = inputs / "finetune", inputs / "chats.jsonl"
     words = ["check", "vanilla_vs_distill", f"model.trunk={other}", f"model.head_from={inputs / 'base'}", "run_dir=run"]
-    words += [f"data.sources.0.path={chats}", "data.group_field=null"]
+    words += [f"data.sources.0.path={chats}", "data.group_field=null", "data.holdout=0.6"]
     said = refusal([*words, f"study.vanilla_sources=[{chats}, demo:code]"], capfd)
     assert said.startswith(
         f"mtp-train: study.vanilla_sources.1: demo:code, the demo's data, while model.trunk is {other};"
