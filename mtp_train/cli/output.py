@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from rich.console import Console, RenderableType
 from rich.progress import Progress
 
+from mtp_train.progress import progress_on
+
 
 class Result(NamedTuple):
     """Output of a command."""
@@ -28,9 +30,8 @@ def is_main_process() -> bool:
 
 
 def progress_of(args: argparse.Namespace) -> Progress:
-    """Return a progress bar on stderr; hidden with ``--json`` and outside a terminal."""
-    console = Console(stderr=True)
-    return Progress(console=console, disable=args.json or not console.is_terminal, transient=True)
+    """Return progress on stderr, bars on a terminal and lines in a log; hidden with ``--json``."""
+    return progress_on(Console(stderr=True, quiet=args.json))
 
 
 def rendered(renderable: RenderableType) -> str:

@@ -106,11 +106,12 @@ def _run(args: argparse.Namespace) -> Result:
     try:
         done = mtp.run(args.recipe, args.overrides, console=Console(quiet=not is_main_process()))
     except mtp.GateRefusedError as error:
+        done = mtp.RunResult(error.run_dir or Path(), error.exit_code, error.reason, str(error), "done")
         if not args.json:
+            if is_main_process() and done.page is not None:
+                print(f"report: {done.page}")
             raise
         # With --json a refusal is a result like any other: a script reads the verdict from the document.
-        run_dir = error.run_dir or Path()
-        done = mtp.RunResult(run_dir, error.exit_code, error.reason, str(error), "done")
     return Result(done.to_json(), str(done), done.exit_code)
 
 

@@ -19,11 +19,6 @@ def quiet_progress() -> Progress:
     return Progress(console=Console(quiet=True), disable=True)
 
 
-def progress_on(console: Console, *, is_main: bool = True) -> Progress:
-    """Return progress bars on a console, hidden outside a terminal and on processes other than the main one."""
-    return Progress(console=console, disable=not console.is_terminal or not is_main, transient=True)
-
-
 def rich_to_text(renderable: RenderableType) -> str:
     """Return a rich renderable as plain text, at most 100 columns wide and without colours."""
     # Without force_jupyter=False rich displays the table in a notebook instead of writing it to the file.

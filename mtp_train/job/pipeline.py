@@ -22,7 +22,6 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
 from mtp_train.heads.flex import require_flex_device
 from mtp_train.job.auto import settle_training, tell_choices
-from mtp_train.job.display import progress_on
 from mtp_train.job.evaluate_run import evaluate_run
 from mtp_train.job.export_run import write_export
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
@@ -49,6 +48,7 @@ from mtp_train.job.run_dir import (
 )
 from mtp_train.job.stages import Stage, claim_run, load_run_trunk, make_documents, offload_run_trunk, trained_documents
 from mtp_train.job.training import HEAD, STATE, train_stage
+from mtp_train.progress import progress_on
 from mtp_train.recipe.auto_fields import FROM_TEXT
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.table import summary

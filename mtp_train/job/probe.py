@@ -33,12 +33,13 @@ from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.evaluation.run import run_study
 from mtp_train.job import pipeline
 from mtp_train.job.auto import tell_choices
-from mtp_train.job.display import html_table, progress_on
+from mtp_train.job.display import html_table
 from mtp_train.job.evaluate import EvaluationGrid
 from mtp_train.job.evaluate_run import RETRAINED
 from mtp_train.job.inputs import split_records
 from mtp_train.job.rescue import rescue_recipe
 from mtp_train.job.run_dir import RECIPE_FILE, held_by_one_run
+from mtp_train.progress import progress_on
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.adapter import merge_command

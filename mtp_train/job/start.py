@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,14 +18,18 @@ from mtp_train.data.responses import ResponseCounts
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation.cells import StudyReport
 from mtp_train.evaluation.results import REPORT_FILE, RunReport, read_report
+from mtp_train.families.engines import engine_commands
 from mtp_train.job import pipeline
 from mtp_train.job.auto import Choice, settle_values, tell_choices
 from mtp_train.job.display import quiet_progress, rich_to_html
+from mtp_train.job.training import HEAD
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.table import summary
+from mtp_train.report.write import PAGE_FILE
 from mtp_train.train.hours import Device, device_named
+from mtp_train.weights.artifact import load_artifact
 
 RecipeLike = Recipe | str | Path | Mapping[str, Any]
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -135,12 +140,30 @@ class RunResult:
         path = self.run_dir / pipeline.EXPORT
         return path if path.is_dir() else None
 
+    @property
+    def page(self) -> str | None:
+        """URI of the report for people, which terminals open; None where there is no report."""
+        path = self.run_dir / PAGE_FILE
+        return path.resolve().as_uri() if path.is_file() else None
+
+    @property
+    def serves(self) -> dict[str, str]:
+        """Engine to the command that serves the export, or ``no: REASON``; empty without an export."""
+        if self.export is None or not (self.run_dir / HEAD).is_dir():
+            return {}
+        head = load_artifact(self.run_dir / HEAD)
+        return engine_commands(head.family.serving, str(self.export), head.num_depths)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train run --json`` prints them."""
         return {**asdict(self), "run_dir": str(self.run_dir)}
 
     def __str__(self) -> str:
-        return self.message
+        lines = [self.message, *([] if self.page is None else [f"report: {self.page}"])]
+        lines += [f"{engine}: {text}" for engine, text in self.serves.items()]
+        if self.export is not None:
+            lines.append(f"next: mtp-train push {shlex.quote(str(self.export))} OWNER/NAME lists what an upload holds")
+        return "\n".join(lines)
 
     def __rich__(self) -> RenderableType:
         return Group(report_table(self.report), Text(f"\n{self.message}"))

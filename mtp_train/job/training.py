@@ -7,11 +7,11 @@ held out to select the best head, and the log. :func:`mtp_train.train.loop.train
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -223,6 +223,7 @@ def train_stage(
             project=recipe.track.project,
             config=asdict(recipe),
             resume_step=resume_step,
+            on_log=lambda metrics: progress.update(task, description=described(metrics)),
         )
 
     weights = train_head(
@@ -239,6 +240,18 @@ def train_stage(
     )
     if accelerator.is_main_process:
         save_artifact(trained_artifact(recipe, inputs, weights, draft_vocab), run_dir / HEAD)
+
+
+def described(metrics: Mapping[str, Any]) -> str:
+    """Return the numbers of a step as the description of the training's progress."""
+    shown = (
+        ("loss", "loss {:.3f}"),
+        ("held_out_tau", "held-out tau {:.2f}"),
+        ("tokens_per_second", "{:,.0f} tokens/s"),
+    )
+    return ", ".join(
+        ["training the head", *(text.format(metrics[name]) for name, text in shown if metrics.get(name) is not None)]
+    )
 
 
 def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torch.Tensor | None) -> HeadTraining:

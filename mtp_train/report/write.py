@@ -16,6 +16,7 @@ from mtp_train.report.figures import FIGURE_STEMS, FigureFile, MarginalIntervals
 from mtp_train.report.page import render_page
 
 MARGINAL_CI95 = "marginal_ci95"
+PAGE_FILE = "report.html"
 SAMPLING = ("temperature", "top_p", "top_k", "draft_sampling")
 PER_POSITION = ("marginal", "conditional", "dense", "overlap")
 
@@ -64,7 +65,7 @@ def replace_report(
         stems: Stems of figures that an earlier report may have; files that this report does not write are removed.
     """
     files = {Path("figures") / f"{figure.stem}.png": figure.png for figure in figures}
-    files[Path("report.html")] = page.encode()
+    files[Path(PAGE_FILE)] = page.encode()
     files |= {Path(name): text.encode() for name, text in tables.items()}
     encoded = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
     files[Path(REPORT_FILE)] = f"{encoded}\n".encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ class RunLog:
         project: The Weights & Biases project.
         config: The resolved recipe, for Weights & Biases.
         resume_step: Lines after this step are dropped: a killed run may have logged steps that will be repeated.
+        on_log: Called with the numbers of every step that is logged.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class RunLog:
         project: str,
         config: Mapping[str, Any],
         resume_step: int,
+        on_log: Callable[[Mapping[str, Any]], None] = lambda metrics: None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / METRICS_FILE
         kept = [line for line in read_metrics(run_dir) if line["step"] <= resume_step]
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._on_log = on_log
         self._wandb: Any = None
         if wandb != "off":
             import wandb as wandb_package
@@ -48,6 +51,7 @@ class RunLog:
         """Record numbers of an optimiser step (counted from 1)."""
         with self.path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._on_log(metrics)
         if self._wandb is not None:
             self._wandb.log({name: value for name, value in metrics.items() if not isinstance(value, str)}, step=step)
 

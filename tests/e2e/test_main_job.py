@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.drafters.drafter import Drafter, Place, Size
 from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError, MtpError
 from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
@@ -23,7 +24,7 @@ from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import open_checkpoint
 from mtp_train.weights.identity import RECORD_FILE
 from mtp_train.weights.native import NativeHead
-from runs import LEARNS, run_quietly, tiny_recipe, write_inputs
+from runs import GETS_NO_BETTER, LEARNS, run_quietly, tiny_recipe, write_inputs, write_recipe
 
 
 def test_glm_drafts_equal_those_of_transformers_own_mtp_decoding(
@@ -203,3 +204,28 @@ def test_a_run_killed_in_training_ends_with_the_same_head(
     assert head_bytes(tmp_path / "killed") == head_bytes(tmp_path / "unbroken")
     steps = [json.loads(line)["step"] for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [10, 20, 30]
+
+
+def test_a_run_ends_with_its_report_the_commands_that_serve_it_and_the_next_step(
+    recipe: Path, run_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    assert main(["run", str(recipe)]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    page = (run_dir / "report.html").resolve()
+    assert f"report: {page.as_uri()}" in lines
+    export = run_dir / "export"
+    served = [line for line in lines if line.startswith(("vllm: ", "sglang: ", "llama.cpp: "))]
+    assert len(served) == 3
+    assert sum(str(export) in line for line in served) >= 2
+    assert lines[-1] == f"next: mtp-train push {export} OWNER/NAME lists what an upload holds"
+    assert main(["push", str(export), "OWNER/NAME"]) == 0
+
+
+def test_a_refused_run_ends_with_its_report_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_inputs(tmp_path / "in")
+    recipe = write_recipe(tmp_path / "recipe.yaml", tmp_path / "in", tmp_path / "run", **GETS_NO_BETTER)
+    assert main(["run", str(recipe)]) == 3
+    printed = capfd.readouterr()
+    assert printed.out.splitlines()[-1] == f"report: {(tmp_path / 'run' / 'report.html').as_uri()}"
+    assert printed.err.startswith("mtp-train: ")

@@ -18,6 +18,7 @@ SOURCE_ROOTS = (REPOSITORY, REPOSITORY / "inference")
 ORDER = (
     "mtp_train.errors",
     "mtp_train.stopping",
+    "mtp_train.progress",
     "mtp_train.upstream",
     "mtp_train.losses",
     "mtp_train.recipe",

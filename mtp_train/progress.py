@@ -1,0 +1,62 @@
+"""Show how far a command is: bars on a terminal, and a line from time to time in a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+LINE_SECONDS = 30.0
+"""Time between two lines of a task in a log."""
+
+
+class LoggedProgress(Progress):
+    """Progress in a log: a line for a task that has run for another 30 s, in place of bars that overwrite themselves.
+
+    Args:
+        console: Where the lines are printed.
+        clock: Seconds from any point in time.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        # Disabled: rich draws nothing, and keeps count all the same.
+        super().__init__(console=console, disable=True, get_time=clock)
+        self._printed: dict[TaskID, float] = {}
+
+    def add_task(self, *args: Any, **fields: Any) -> TaskID:
+        """Add a task, as rich does."""
+        task_id = super().add_task(*args, **fields)
+        self._printed[task_id] = self.get_time()
+        return task_id
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Change a task, as rich does."""
+        super().update(task_id, **changes)
+        self._print_if_due(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Advance a task, as rich does."""
+        super().advance(task_id, advance)
+        self._print_if_due(task_id)
+
+    def _print_if_due(self, task_id: TaskID) -> None:
+        now = self.get_time()
+        if now - self._printed.setdefault(task_id, now) < LINE_SECONDS:
+            return
+        self._printed[task_id] = now
+        task = next(task for task in self.tasks if task.id == task_id)
+        total = "" if task.total is None else f" of {task.total:g}"
+        left = "" if task.time_remaining is None else f", {timedelta(seconds=round(task.time_remaining))} left"
+        self.console.print(f"{task.description}: {task.completed:g}{total}{left}", highlight=False, markup=False)
+
+
+def progress_on(console: Console, *, is_main: bool = True) -> Progress:
+    """Return progress bars on a terminal, and lines in a log; neither on processes other than the main one."""
+    if is_main and not console.is_terminal and not console.quiet:
+        return LoggedProgress(console)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal or not is_main, transient=True)

@@ -1,0 +1,64 @@
+"""Progress in a log is a line for a task that takes long; on a terminal it is bars, and elsewhere nothing."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mtp_train.job.training import described
+from mtp_train.progress import LINE_SECONDS, LoggedProgress, progress_on
+
+
+class Hand:
+    """A clock that is moved by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_log_gets_a_line_for_a_task_every_thirty_seconds() -> None:
+    file, clock = io.StringIO(), Hand()
+    with LoggedProgress(Console(file=file, width=200), clock) as progress:
+        task = progress.add_task("answering [1]", total=100)
+        for second in range(1, 71):
+            clock.now = float(second)
+            progress.advance(task)
+        other = progress.add_task("looking", total=None)
+        clock.now += LINE_SECONDS
+        progress.update(other, completed=5, description="looking on")
+        progress.update(task, completed=100)
+    assert file.getvalue().splitlines() == [
+        "answering [1]: 30 of 100, 0:01:10 left",
+        "answering [1]: 60 of 100, 0:00:40 left",
+        "looking on: 5",
+        "answering [1]: 100 of 100, 0:00:00 left",
+    ]
+
+
+def test_a_short_task_prints_nothing() -> None:
+    file = io.StringIO()
+    with LoggedProgress(Console(file=file), Hand()) as progress:
+        assert list(progress.track(range(3))) == [0, 1, 2]
+    assert file.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "is_main", "quiet"), [(True, False, False), (False, False, False), (False, True, True)]
+)
+def test_other_processes_and_quiet_consoles_show_nothing(terminal: bool, is_main: bool, quiet: bool) -> None:
+    progress = progress_on(Console(force_terminal=terminal, quiet=quiet, file=io.StringIO()), is_main=is_main)
+    assert progress.disable
+    assert not isinstance(progress, LoggedProgress)
+    assert not progress_on(Console(force_terminal=True, file=io.StringIO())).disable, "the control"
+
+
+def test_training_tells_its_figures_as_far_as_they_are_known() -> None:
+    assert (
+        described({"loss": 1.23456, "tokens_per_second": 12345.6}) == "training the head, loss 1.235, 12,346 tokens/s"
+    )
+    told = described({"loss": 1.0, "held_out_tau": 2.345, "tokens_per_second": 10.0})
+    assert told == "training the head, loss 1.000, held-out tau 2.35, 10 tokens/s"
