@@ -219,7 +219,9 @@ def test_the_command_line_uses_the_public_api_alone() -> None:
     for path in (package / "cli").glob("*.py"):
         deep = {name for name in imports_of_ours(path) if not name.startswith("mtp_train.cli")}
         # Signals and the terminal belong to the process.
-        assert deep <= {"mtp_train", "mtp_inference", "mtp_train.stopping", "mtp_train.errors"}, path.name
+        assert deep <= {"mtp_train", "mtp_inference", "mtp_train.progress", "mtp_train.stopping", "mtp_train.errors"}, (
+            path.name
+        )
     assert "mtp_train.job" in {name.rpartition(".")[0] for name in imports_of_ours(package / "job" / "check.py")}
 
 
