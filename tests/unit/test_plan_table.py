@@ -1,0 +1,85 @@
+"""The plans for released models' shapes, against hand arithmetic and the sizes that their makers state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.plan_table import BEGIN, END, PAGE, RECIPE, planned, row, table
+
+# Qwen3.5 9B: 32 layers, every fourth with full attention, the others with Gated DeltaNet.
+VOCAB, WIDTH, LAYERS, FULL = 248_320, 4096, 32, 8
+MLP = 3 * WIDTH * 12_288
+ATTENTION = WIDTH * 2 * 16 * 256 + 2 * WIDTH * 4 * 256 + 16 * 256 * WIDTH + 2 * 256
+"""Queries with their gate, keys and values, output, two norms of 256 channels."""
+DELTA = WIDTH * (2 * 2048 + 4096) + WIDTH * 4096 + 2 * WIDTH * 32 + 4 * 8192 + 4096 * WIDTH + 2 * 32 + 128
+"""Queries, keys and values; gate; decay and beta; convolution of four taps; output; decay's parameters; norm."""
+OUTSIDE = 2 * VOCAB * WIDTH + WIDTH
+"""Embedding, output matrix and the last norm."""
+TRUNK = OUTSIDE + LAYERS * (MLP + 2 * WIDTH) + FULL * ATTENTION + (LAYERS - FULL) * DELTA
+HEAD = 2 * WIDTH * WIDTH + MLP + ATTENTION + 5 * WIDTH
+"""A layer with full attention, the projection of two states, and its three norms."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plans")
+
+
+def test_memory_of_nine_billion_parameters_on_one_gpu(directory: Path) -> None:
+    memory = planned("Qwen3.5 9B", 1, directory).memory
+    assert memory.trunk_parameters == TRUNK == 8_953_803_264
+    assert memory.trunk_bytes == 2 * TRUNK
+    assert memory.head_parameters == memory.trained_parameters == HEAD
+    # Weights, gradients and two moments in fp32.
+    assert memory.head_and_optimizer_bytes == 16 * HEAD
+    # Five tensors of 256 rows.
+    assert memory.loss_bytes == 5 * 256 * VOCAB * 4
+
+
+def test_memory_of_nine_billion_parameters_in_eight_shards(directory: Path) -> None:
+    memory = planned("Qwen3.5 9B", 8, directory).memory_in_shards
+    assert memory is not None
+    # A shard, and beside it what is whole during a step: everything outside of the layers, and the two largest layers.
+    largest = MLP + 2 * WIDTH + DELTA
+    assert memory.trunk_bytes == 2 * TRUNK // 8 + 2 * (OUTSIDE + 2 * largest)
+    assert memory.head_and_optimizer_bytes == 16 * HEAD // 8 + 8 * HEAD
+
+
+def test_hours_of_training_of_twenty_seven_billion_parameters(directory: Path) -> None:
+    found = planned("Qwen3.6 27B", 1, directory)
+    tokens = 500 * 65_536
+    in_layers = found.memory.trunk_parameters - 2 * VOCAB * 5120
+    # Norms and other vectors, a few numbers in a hundred thousand, are in no product.
+    assert found.cost.trunk_flops == pytest.approx(2 * in_layers * tokens, rel=5e-5)
+    flops = found.cost.trunk_flops + found.cost.head_flops + found.cost.loss_flops
+    # 40 % of 989 TFLOP/s; 16,000 forward and backward passes of 64 layers, each of 100 kernels, with 2 us a kernel.
+    seconds = flops / (0.4 * 989e12) + 16_000 * 3 * 64 * 100 * 2e-6
+    assert found.hours is not None
+    assert found.hours.train == pytest.approx(seconds / 3600, rel=1e-9)
+    on_eight = planned("Qwen3.6 27B", 8, directory).hours
+    assert on_eight is not None
+    assert on_eight.train == pytest.approx(found.hours.train / 8, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("Qwen3.6 27B", 26.9), ("Qwen3 235B-A22B, EAGLE-3", 235.1), ("DeepSeek V3 671B", 671.0)]
+)
+def test_the_shapes_are_those_of_the_models(name: str, billions: float, directory: Path) -> None:
+    """The sizes that the model cards state; DeepSeek's without the head."""
+    assert round(planned(name, 1, directory).memory.trunk_parameters / 1e9, 1) == billions
+
+
+def test_what_does_not_fit_is_crossed_out(directory: Path) -> None:
+    cells = row("DeepSeek V3 671B", 8, planned("DeepSeek V3 671B", 8, directory))
+    assert cells[:2] == ["DeepSeek V3 671B", "8"]
+    assert all(cell.startswith("~~") for cell in cells[2:4])
+    assert "~~" not in "".join(row("Qwen3.6 27B", 1, planned("Qwen3.6 27B", 1, directory)))
+
+
+def test_the_page_has_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = PAGE.read_text(encoding="utf-8").partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
+    assert shown == table()
+    monkeypatch.setitem(RECIPE["train"], "max_steps", 600)
+    assert shown != table(), "the control"
