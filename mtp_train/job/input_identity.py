@@ -13,7 +13,7 @@ from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError, MtpError
 from mtp_train.evaluation.suites import suite_location
 from mtp_train.job.run_dir import PROVENANCE_FILE
-from mtp_train.recipe.loading import RECIPE_FILE, is_run
+from mtp_train.recipe.loading import RECIPE_FILE, exported_of, is_run
 from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.demo import resolve
 from mtp_train.weights.files import locate_checkpoint, read_json
@@ -115,7 +115,7 @@ def data_files(label: str, path: str) -> InputFiles:
 def input_bytes(recipe: Recipe) -> int:
     """Return the size in bytes of a run's recorded inputs that are on this machine, without opening them."""
     model = recipe.model
-    named = [Path(resolve(name)).expanduser() for name in (model.head_from, model.adapter) if name]
+    named = [exported_of(Path(resolve(name)).expanduser()) for name in (model.head_from, model.adapter) if name]
     total = sum(stored_bytes(path) for path in (locate_checkpoint(resolve(model.trunk)), *named))
     for source in recipe.data.sources:
         # Missing files are refused when they are read.

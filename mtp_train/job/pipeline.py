@@ -50,6 +50,7 @@ from mtp_train.job.stages import Stage, claim_run, load_run_trunk, make_document
 from mtp_train.job.training import HEAD, STATE, train_stage
 from mtp_train.progress import progress_on
 from mtp_train.recipe.auto_fields import FROM_TEXT
+from mtp_train.recipe.loading import EXPORT
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.table import summary
 from mtp_train.report.write import write_report
@@ -63,8 +64,6 @@ from mtp_train.trunk.load import Trunk
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import read_json
 from mtp_train.weights.writing import full_disk_is_named
-
-EXPORT = "export"
 
 
 def run(recipe: Recipe, console: Console, auto: Collection[str] = ()) -> Outcome:

@@ -28,6 +28,7 @@ from mtp_train.job.model_card import write_graft_card
 from mtp_train.job.run_dir import checkpoint_identity
 from mtp_train.job.start import Overrides, Settled, settled_recipe
 from mtp_train.job.write_recipe import settings_of
+from mtp_train.recipe.loading import EXPORT
 from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.adapter import locate_adapter
 from mtp_train.weights.files import open_checkpoint
@@ -101,7 +102,7 @@ def rescue(
         pipeline.run(recipe, console, auto=[choice.field for choice in choices])
     gate = load_report(out / REPORT_FILE).gate
     refused = gate is not None and not gate.passed
-    export = out / pipeline.EXPORT
+    export = out / EXPORT
     if refused and not export.exists():
         write_graft(recipe, export)
     checkpoint = open_checkpoint(export)

@@ -23,7 +23,7 @@ from mtp_train.job import pipeline
 from mtp_train.job.auto import Choice, settle_values, tell_choices
 from mtp_train.job.display import quiet_progress, rich_to_html
 from mtp_train.job.training import HEAD
-from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
+from mtp_train.recipe.loading import EXPORT, dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.table import summary
@@ -137,7 +137,7 @@ class RunResult:
     @property
     def export(self) -> Path | None:
         """The exported checkpoint; None for a recipe that exports nothing."""
-        path = self.run_dir / pipeline.EXPORT
+        path = self.run_dir / EXPORT
         return path if path.is_dir() else None
 
     @property

@@ -7,13 +7,14 @@ import dataclasses
 import difflib
 import json
 import re
+import shlex
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mtp_train.errors import RecipeError
+from mtp_train.errors import CheckpointError, RecipeError
 from mtp_train.recipe.auto_fields import STAND_INS, auto_fields, with_values
 from mtp_train.recipe.decode import decode
 from mtp_train.recipe.json_schema import dotted, shown
@@ -168,7 +169,26 @@ def _unparsable(where: str, found: str) -> RecipeError:
 
 
 RECIPE_FILE = "recipe.yaml"
+EXPORT = "export"
+"""Directory of the exported checkpoint in a run directory."""
 """File name of the resolved recipe in a run directory."""
+
+
+def exported_of(directory: Path) -> Path:
+    """Return the checkpoint that the run in a directory exported; another directory as it is.
+
+    Raises:
+        CheckpointError: The run has not exported one.
+    """
+    if not is_run(directory):
+        return directory
+    if not (directory / EXPORT).is_dir():
+        again = shlex.quote(str(directory / RECIPE_FILE))
+        raise CheckpointError(
+            f"{directory}: the directory of a run that has exported no checkpoint; expected a checkpoint, or a run "
+            f"that passed its gate. Finish it with 'mtp-train run {again}', or name its trunk."
+        )
+    return directory / EXPORT
 
 
 def is_run(directory: Path) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 from mtp_train.errors import CheckpointError
 from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config, refuse_unserved_heads
 from mtp_train.families.engines import EngineSupport
+from mtp_train.recipe.loading import exported_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -606,14 +607,14 @@ def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]
 
 
 def locate_checkpoint(name: str) -> Path:
-    """Return the directory of a checkpoint: a local path unchanged, or a hub id downloaded into the hub's cache.
+    """Return the directory of a checkpoint: a local path, the export of a run, or a hub id in the hub's cache.
 
     Raises:
-        CheckpointError: It is neither a directory nor a hub id that can be downloaded.
+        CheckpointError: It is neither a directory nor a hub id that can be downloaded, or a run without an export.
     """
     path = Path(name).expanduser()
     if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
-        return path
+        return exported_of(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -19,7 +19,7 @@ from mtp_train.job.display import quiet_progress
 from mtp_train.job.model_card import CARD_FILE
 from mtp_train.trunk.whole import holds_trunk, require_whole_trunk
 from mtp_train.weights.export import source_files
-from mtp_train.weights.files import CONFIG_FILE, Checkpoint, open_checkpoint, read_json
+from mtp_train.weights.files import CONFIG_FILE, Checkpoint, locate_checkpoint, open_checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.locations import refuse_adapter
 from mtp_train.weights.suggestions import export_command, graft_command, named_base
@@ -97,7 +97,8 @@ def push(export: str | Path, repo: str, *, dry_run: bool = True, progress: Progr
         validate_repo_id(repo)
     except HFValidationError as error:
         raise MtpError(f"{repo}: {error}; expected the name of a repository. Write OWNER/NAME.") from None
-    checkpoint = _require_healthy(export, progress)
+    checkpoint = _require_healthy(locate_checkpoint(str(export)), progress)
+    export = checkpoint.path
     sizes = {file.relative_to(export).as_posix(): file.stat().st_size for file in source_files(checkpoint)}
     published = published_files(checkpoint, sizes)
     files = {name: size for name, size in sizes.items() if name in published}

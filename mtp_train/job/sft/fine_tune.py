@@ -34,6 +34,7 @@ from mtp_train.job.sft.tuned_model import lora_layers, require_trainable, unload
 from mtp_train.job.sft.tuning import fine_tune_stage, is_trained, newest_checkpoint, require_whole_model
 from mtp_train.job.stages import Stage, claim_run, load_run_trunk
 from mtp_train.job.training import HEAD, STATE, trained_artifact
+from mtp_train.recipe.loading import EXPORT
 from mtp_train.recipe.schema import Recipe, SftSection
 from mtp_train.report.table import summary
 from mtp_train.report.wording import headline
@@ -188,7 +189,7 @@ def judge_beside(measured: MeasuredRun, confidence: float) -> GateVerdict:
     return replace(verdict, reason=f"{verdict.reason}. The export has the head {told}")
 
 
-EXPORT, TUNED, ADAPTER = "export", "tuned", "adapter"
+TUNED, ADAPTER = "tuned", "adapter"
 
 
 def run_sft_stages(

@@ -1,0 +1,95 @@
+"""The directory of a run is taken for the checkpoint that it exported, wherever a checkpoint is expected."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters import write_adapter
+from mtp_train.cli.main import main
+from runs import document, tree, write_recipe
+
+Capture = pytest.CaptureFixture[str]
+READING = (
+    "inspect RUN",
+    "inspect FINE --base RUN",
+    "generate RUN --prompt x --max-new-tokens 4",
+    "generate FINE --head RUN --prompt x --max-new-tokens 4",
+    "graft FINE --from RUN --out OUT",
+    "merge RUN --adapter LORA --out OUT",
+    "push RUN me/model",
+    "init OUT --trunk RUN --data CHATS",
+)
+
+
+def words(command: str, run: Path, inputs: Path, out: Path) -> list[str]:
+    names = {
+        "RUN": run,
+        "FINE": inputs / "finetune",
+        "LORA": inputs / "lora",
+        "CHATS": inputs / "chats.jsonl",
+        "OUT": out,
+    }
+    return [str(names.get(word, word)) for word in command.split(" ")]
+
+
+@pytest.fixture
+def adapted(inputs: Path, run_dir: Path, tmp_path: Path) -> Path:
+    """Inputs with an adapter of the run's export."""
+    copy = Path(shutil.copytree(inputs, tmp_path / "in", ignore=shutil.ignore_patterns("run")))
+    write_adapter(run_dir / "export", copy / "lora", target_modules=["q_proj"])
+    return copy
+
+
+@pytest.mark.parametrize("command", READING)
+def test_a_run_stands_for_its_export(
+    command: str, run_dir: Path, adapted: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: list[dict[str, Any]] = []
+    written = []
+    for run in (run_dir, run_dir / "export"):
+        out = tmp_path / run.name / "out.yaml"
+        out.parent.mkdir()
+        found.append(document(words(command, run, adapted, out), capfd))
+        written.append(tree(out) if out.is_dir() else {})
+    if command.startswith("generate"):
+        assert found[0]["requests"] == found[1]["requests"]
+    assert written[0].keys() == written[1].keys()
+    weights = [{key: value for key, value in one.items() if key.endswith(".safetensors")} for one in written]
+    assert weights[0] == weights[1]
+
+
+def test_a_recipe_trains_on_the_export_of_a_run(run_dir: Path, inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    model = {"trunk": str(run_dir), "head_from": str(run_dir)}
+    recipe = write_recipe(tmp_path / "again.yaml", inputs, tmp_path / "again", model=model)
+    plan = document(["check", recipe], capfd)
+    model = {name: str(run_dir / "export") for name in model}
+    direct = document(["check", write_recipe(tmp_path / "a.yaml", inputs, tmp_path / "again", model=model)], capfd)
+    assert (plan["memory"], plan["identity"]["bytes"]) == (direct["memory"], direct["identity"]["bytes"])
+
+
+@pytest.mark.parametrize("command", READING)
+def test_a_run_without_an_export_is_one_message(
+    command: str, run_dir: Path, adapted: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    refused = tmp_path / "refused"
+    refused.mkdir()
+    shutil.copy(run_dir / "recipe.yaml", refused)
+    capfd.readouterr()
+    assert main(words(command, refused, adapted, tmp_path / "out")) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"mtp-train: {refused}: the directory of a run that has exported no checkpoint; expected ")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_with_a_directory_of_that_name_stays_a_checkpoint(
+    inputs: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    copy = Path(shutil.copytree(inputs / "base", tmp_path / "base"))
+    (copy / "export").mkdir()
+    assert document(["inspect", copy], capfd)["status"] == "healthy"
