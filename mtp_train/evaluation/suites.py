@@ -36,7 +36,7 @@ from mtp_train.errors import DataError, UnsupportedRecordError
 from mtp_train.evaluation.cells import ALL_TASKS
 from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.trunk.tokenizer import raw_tokens
-from mtp_train.weights.demo import demo_path
+from mtp_train.weights.demo import GROUP_FIELD, demo_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,7 +109,8 @@ def read_own(location: str) -> list[SuiteRecord]:
     """Return the records of the user's own file: each is a chat, a prompt or a text, with its task.
 
     If a record has several of ``messages`` (or ``conversations``), ``prompt`` and ``text``, the first in this order is
-    read. ``task`` or ``category`` names the task; for records without either it is the stem of the file.
+    read. ``task`` or ``category`` names the task; for records without either it is the stem of the file. Records with the
+    same ``group`` are one group for the intervals; for those without, their content decides (:func:`content_group`).
 
     Raises:
         DataError: The file does not exist, or a record has none of these fields.
@@ -125,18 +126,20 @@ def read_own(location: str) -> list[SuiteRecord]:
         except UnsupportedRecordError as error:
             skipped.add(error)
             continue
-        records.append(_suite_record(task, content, f"{stem}#{number}", where))
+        group = row.get(GROUP_FIELD)
+        named = None if group is None else parse_text(str(group), GROUP_FIELD, where)
+        records.append(_suite_record(task, content, f"{stem}#{number}", where, named))
     skipped.report(len(records))
     return records
 
 
-def _suite_record(task: str, content: Content, id: str, where: str) -> SuiteRecord:
+def _suite_record(task: str, content: Content, id: str, where: str, group: str | None = None) -> SuiteRecord:
     if task == ALL_TASKS:
         raise DataError(
             f"{where}: the task {task!r}; expected another name, as reports use it for all tasks together. Rename it."
         )
     parse_text(task, "the task", where)
-    return SuiteRecord(task, Record(id, content_group(content), content))
+    return SuiteRecord(task, Record(id, group or content_group(content), content))
 
 
 def _own_content(row: Row, where: str) -> Content:

@@ -13,6 +13,7 @@ Three measurements, on text that the fine-tune writes itself:
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -43,6 +44,7 @@ from mtp_train.progress import progress_on
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.adapter import merge_command
+from mtp_train.weights.demo import GROUP_FIELD
 from mtp_train.weights.suggestions import graft_command, inspect_command, last_name, retrain_command
 from mtp_train.weights.writing import full_disk_is_named, write_text
 
@@ -96,7 +98,7 @@ class ProbeResult:
     """What the head lost at depth 1 at equal target entropy; None if the texts share too few entropies."""
     lost_overlap_ci95: Interval | None
     trained_tau: float | None = None
-    """Tau after the short training, a lower bound of what a rescue reaches; None if nothing was trained."""
+    """Tau after the short training; a rescue trains for longer. None if nothing was trained."""
     gain_ci95: Interval | None = None
     """Paired interval of the gain in tau over the graft."""
     trained_steps: int | None = None
@@ -157,6 +159,8 @@ def probe(
     found = ProbeResult("undecided", "", "", _level(report, GRAFT), _level(report, OWN_BASE), *_lost_overlap(report))
     if not is_at_fault(found.base):
         tell_choices(choices, console)
+        # Two models were loaded before this one.
+        gc.collect()
         with contextlib.suppress(GateRefusedError):
             pipeline.run(recipe, console, auto=[choice.field for choice in choices])
         found = _with_training(found, out / TRAINING)
@@ -187,7 +191,7 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
     lost_text = f"Overlap lost at equal target entropy: {_lost_text(found)}"
     trained = (
         f"{found.trained_steps} steps raised tau from {_number(graft.tau)} by {_interval(gain)} to "
-        f"{_number(found.trained_tau)}, which a longer training exceeds"
+        f"{_number(found.trained_tau)}, and a rescue trains for longer"
     )
     if intact and not helps_much:
         return "graft", f"{lost_text}, less than {100 * MARGIN:g} % of the base's {_number(own.overlap)}"
@@ -246,15 +250,16 @@ def _write_prompts(recipe: Recipe, file: Path) -> None:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    """Return a record as a row of a file of prompts."""
+    """Return a record as a row of a file of prompts, with its group."""
+    row: dict[str, Any] = {"task": HELD_OUT_TASK, GROUP_FIELD: record.group}
     content = record.content
     match content:
         case Chat():
-            return {"task": HELD_OUT_TASK, "messages": list(content.prompt_messages())}
+            return row | {"messages": list(content.prompt_messages())}
         case PromptResponse():
-            return {"task": HELD_OUT_TASK, "prompt": content.prompt}
+            return row | {"prompt": content.prompt}
         case PlainText():
-            return {"task": HELD_OUT_TASK, "text": content.text}
+            return row | {"text": content.text}
 
 
 def _level(report: StudyReport, name: str) -> Level:

@@ -72,9 +72,9 @@ def test_a_probe_trains_and_goes_on_where_it_was_stopped(
         patch.setattr(probing.pipeline, "run", killed)
         with pytest.raises(Killed):
             probe()
-    measured = tree(Path("found/comparison"))
+    measured = tree(Path("found/comparison/measured"))
     first = probe()
-    assert tree(Path("found/comparison")) == measured
+    assert tree(Path("found/comparison/measured")) == measured
     assert first.trained_steps == 1
     assert first.trained_tau is not None
     assert first.gain_ci95 is not None
@@ -108,4 +108,4 @@ def test_the_proposed_command_runs(verdict: str, adapted: bool, inputs: Path, mo
 def test_the_out_directory_has_a_name_by_default(inputs: Path, monkeypatch: Monkey) -> None:
     shutil.copytree(inputs / "finetune", "mine")
     mtp.probe("mine", inputs / "base", data=[inputs / "chats.jsonl"])
-    assert Path("mine-probe/comparison/report.json").is_file()
+    assert Path("mine-probe/comparison/inputs.json").is_file()

@@ -31,7 +31,7 @@ def found(**figures: Any) -> ProbeResult:
 @pytest.mark.parametrize(
     ("figures", "verdict", "told"),
     [
-        ({}, "retrain", "20 steps raised tau from 2.00 by [0.20, 0.40] to 2.30, which a longer training exceeds"),
+        ({}, "retrain", "20 steps raised tau from 2.00 by [0.20, 0.40] to 2.30, and a rescue trains for longer"),
         ({"lost_overlap": None, "lost_overlap_ci95": None}, "retrain", "unknown, as the texts of the two models share"),
         ({"gain_ci95": (-0.1, 0.2)}, "retrain", "0.10 [0.05, 0.15]. 20 steps were too few to win it back"),
         # 3 % of the base's overlap is 0.021, of the graft's tau 0.06.

@@ -11,7 +11,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from mtp_train.data.records import Chat, PlainText, PromptResponse
 from mtp_train.errors import DataError
-from mtp_train.evaluation.suites import Suite, load_suite, suite_prompts
+from mtp_train.evaluation.suites import Suite, load_suite, read_own, suite_prompts
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 TURNS = {"question_id": 81, "category": "writing", "turns": [" Write. ", "Rewrite."]}
@@ -134,3 +134,11 @@ def test_a_record_of_another_form_is_named(tmp_path: Path, kind: str, row: objec
     good = {"": {"text": "x"}, "humaneval:": {"prompt": "x"}, "gsm8k:": {"question": "x"}}.get(kind, TURNS)
     with pytest.raises(DataError, match=message):
         load_suite(kind + write(tmp_path / "a.jsonl", good, row))
+
+
+def test_records_of_one_group_are_one_group_for_the_intervals(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "group": "one"}, {"prompt": "b", "group": "one"}, {"prompt": "c", "group": 7}]
+    location = write(tmp_path / "own.jsonl", *rows, {"prompt": "d"})
+    first, second, third, fourth = (one.record.group for one in read_own(location))
+    assert (first, second, third) == ("one", "one", "7")
+    assert fourth not in (first, third)
