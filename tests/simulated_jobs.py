@@ -28,7 +28,7 @@ from runs import run_quietly, tiny_recipe, write_inputs
 from simulated_device import simulated_device
 from tiny import CACHE_KINDS, tiny_head, tiny_trunk
 
-SHORT = {"train__max_steps": 2, "evaluate__prompts": 2, "evaluate__max_new_tokens": 6}
+SHORT = {"train__max_steps": 2, "evaluate__prompts": 2, "gate__confidence": 0.6, "evaluate__max_new_tokens": 6}
 _SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=3)
 
 

@@ -115,8 +115,7 @@ def generate(
         sampling: Temperature, top-k, top-p, min-p, repetition penalty and seed; None is greedy. Prompt i has seed + i.
         stop: Strings that end the text; it is cut before them.
         draft_sampling: ``"argmax"`` or ``"sampled"`` drafts above temperature 0; sampled ones are accepted more often.
-        on_text: Called with the text of a single prompt piece by piece, as it becomes certain; the pieces joined are
-            the result's text. Not called for several prompts.
+        on_text: Called with the text of a single prompt piece by piece, as it becomes certain; not for several.
         progress: A started rich progress bar; None shows nothing.
 
     Raises:

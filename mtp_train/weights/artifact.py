@@ -36,7 +36,8 @@ class _Written:
 
     family: str
     trunk_prefix: str
-    num_hidden_layers: Count
+    num_hidden_layers: Annotated[int, Field(strict=True, ge=0, le=1000)]
+    """0 in layouts whose head keys do not count the trunk's layers."""
     num_sublayers: Count
     fused_experts: Annotated[bool, Strict()]
     num_modules: Count

@@ -33,6 +33,7 @@ COMMANDS = (
     "regenerate",
     "inspect",
     "graft",
+    "probe",
     "rescue",
     "merge",
     "export",

@@ -145,9 +145,12 @@ def test_the_how_to_runs_as_it_is_written(
     """On tiny models, with settings that suit them."""
     monkeypatch.chdir(tmp_path)
     names = {"my-model": "finetune", "BASE": "base", "chats.jsonl": "chats.jsonl"}
-    (block,) = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
+    block, probing = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
     lines = [shlex.split(line)[1:] for line in block.splitlines()]
     assert [line[0] for line in lines] == ["inspect", "rescue", "inspect"]
+    (probe,) = [[names.get(word, word) for word in shlex.split(line)[1:]] for line in probing.splitlines()]
+    said = [str(inputs / word) if word in names.values() else word for word in probe]
+    assert document([*said, "--out", "probed"], capfd)["verdict"] == "fault", "the heads of tiny models are random"
     found = []
     for line in lines:
         said = [str(inputs / names[word]) if word in names else word for word in line]
