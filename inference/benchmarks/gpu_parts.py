@@ -41,7 +41,7 @@ MACHINE = "machine"
 NO_FLEX = "torch has no backward pass of flex_attention on a CPU"
 LEAST_RUN = (
     "train.max_steps=2 train.warmup_steps=1 data.regenerate.max_prompts=24 data.regenerate.max_new_tokens=16 "
-    "evaluate.prompts=2 evaluate.max_new_tokens=8 evaluate.arms=[graft,retrained]"
+    "evaluate.prompts=5 evaluate.max_new_tokens=8 evaluate.arms=[graft,retrained]"
 )
 """Overrides for a short run of every stage of a recipe on a CPU."""
 DATA = ("datasets", "dill", "multiprocess")

@@ -109,8 +109,9 @@ def read_own(location: str) -> list[SuiteRecord]:
     """Return the records of the user's own file: each is a chat, a prompt or a text, with its task.
 
     If a record has several of ``messages`` (or ``conversations``), ``prompt`` and ``text``, the first in this order is
-    read. ``task`` or ``category`` names the task; for records without either it is the stem of the file. Records with the
-    same ``group`` are one group for the intervals; for those without, their content decides (:func:`content_group`).
+    read. ``task`` or ``category`` names the task; for records without either it is the stem of the file. Records with
+    the same ``group`` are one group for the intervals; for those without, their content decides
+    (:func:`content_group`).
 
     Raises:
         DataError: The file does not exist, or a record has none of these fields.

@@ -285,6 +285,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
     monkeypatch.setattr("mtp_train.weights.demo.demo_path", lambda name: small_demo.get(name, inputs / name))
     small: list[Any] = ["--suite", inputs / "chats.jsonl", "--prompts-per-task", 2, "--depths", 1]
     small += ["--temperatures", 0, "--max-new-tokens", 4, "--no-costs", "--out"]
+    out = ("--out", tmp_path / "out")
     argv: dict[str, list[Any]] = {
         "run": ["run", recipe, f"run_dir={tmp_path / 'run'}"],
         "check": ["check", recipe],
@@ -292,21 +293,21 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "init": ["init", tmp_path / "a.yaml", "--trunk", inputs / "finetune", "--base", inputs / "base"],
         "regenerate": ["regenerate", recipe],
         "inspect": ["inspect", inputs / "finetune", "--base", inputs / "base"],
-        "graft": ["graft", inputs / "finetune", "--from", inputs / "base", "--out", tmp_path / "out"],
+        "graft": ["graft", inputs / "finetune", "--from", inputs / "base", *out],
+        "probe": ["probe", inputs / "finetune", "--from", inputs / "base", "--data", inputs / "chats.jsonl", *out],
         "rescue": [
             "rescue",
             inputs / "finetune",
             "--from",
             inputs / "base",
-            "--out",
-            tmp_path / "out",
+            *out,
             "--data",
             inputs / "chats.jsonl",
             "--set",
             *TINY_RESCUE,
         ],
-        "merge": ["merge", inputs / "base", "--adapter", tmp_path / "lora", "--out", tmp_path / "out"],
-        "export": ["export", recipe.parent / "run", "--out", tmp_path / "out"],
+        "merge": ["merge", inputs / "base", "--adapter", tmp_path / "lora", *out],
+        "export": ["export", recipe.parent / "run", *out],
         "generate": ["generate", inputs / "base", "--prompt", "x", "--max-new-tokens", "2"],
         "evaluate": ["evaluate", inputs / "base", *small, tmp_path / "out"],
         "compare": ["compare", inputs / "base", *small, tmp_path / "out"],
@@ -321,6 +322,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "regenerate": {"responses", "documents", "response_tokens", "too_short", "truncated", "unfinished"},
         "inspect": {"family", "status", "stale", "missing_keys", "serves", "cure"},
         "graft": {"out"},
+        "probe": {"verdict", "reason", "command", "graft", "base", "lost_overlap", "trained_tau", "gain_ci95"},
         "rescue": {"out", "head", "reason", "serves"},
         "merge": {"out", "checkpoint", "adapter", "num_tensors", "head_keys", "cure"},
         "export": {"out"},

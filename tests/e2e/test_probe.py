@@ -100,8 +100,9 @@ def test_the_proposed_command_runs(verdict: str, adapted: bool, inputs: Path, mo
     program, *words = shlex.split(command)
     assert program == "mtp-train"
     if verdict == "retrain":
-        short = {"train.max_steps": 1, "data.regenerate.max_prompts": 4, "evaluate.prompts": 8}
-        words += ["--set", *(f"{field}={value}" for field, value in short.items()), "data.regenerate.max_new_tokens=8"]
+        short = {"train.max_steps": 1, "data.regenerate.max_prompts": 4, "data.regenerate.max_new_tokens": 8}
+        short |= {"evaluate.prompts": 8, "evaluate.max_new_tokens": 8}
+        words += ["--set", *(f"{field}={value}" for field, value in short.items())]
     assert main(words) == 0
 
 
