@@ -121,6 +121,17 @@ def decode_prompts(
     return table
 
 
+def joined(tables: Sequence[RecordTable], order: Sequence[str]) -> RecordTable:
+    """Return the records of all processes, each of which decoded some of the prompts, in the order of prompt ids."""
+    whole = RecordTable({arm: {} for arm in tables[0].decoded})
+    for arm, settings in tables[0].decoded.items():
+        for setting in settings:
+            by_prompt = {one.prompt_id: one for table in tables for one in table.decoded[arm][setting]}
+            whole.decoded[arm][setting] = [by_prompt[prompt_id] for prompt_id in order]
+    whole.captured_rounds = sum(table.captured_rounds for table in tables)
+    return whole
+
+
 def num_decodings(num_arms: int, prompts: Prompts, settings: Sequence[Setting]) -> int:
     """Return how often :func:`decode_prompts` calls ``on_prompt`` for so many drafting arms and plain decoding."""
     return sum(

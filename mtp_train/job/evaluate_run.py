@@ -19,7 +19,7 @@ from mtp_train.acceptance.gate import GateVerdict, Pair, decide_gate
 from mtp_train.acceptance.intervals import marginal_intervals
 from mtp_train.data.pack import collate, full_batches, pack_documents
 from mtp_train.data.tokenize import Document
-from mtp_train.evaluation.decoding import PLAIN, DecodingOptions, Prompts, decode_prompts, num_decodings
+from mtp_train.evaluation.decoding import PLAIN, DecodingOptions, Prompts, decode_prompts, joined, num_decodings
 from mtp_train.evaluation.dense import own_text
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Decoded, Setting, TaskPrompt
 from mtp_train.evaluation.results import ArmResult, RunCell, RunReport, SampleText, TeacherForced, recommended
@@ -32,6 +32,7 @@ from mtp_train.job.inputs import Inputs
 from mtp_train.job.training import measured_together
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.aligned import Batch
+from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.teacher_forced import DenseMetrics, dense_metrics
 from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk, load_trunk
@@ -120,10 +121,20 @@ class MeasuredRun:
 
 
 def evaluate_run(
-    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, training: Sequence[Document], progress: Progress
+    recipe: Recipe,
+    run_dir: Path,
+    inputs: Inputs,
+    trunk: Trunk,
+    training: Sequence[Document],
+    accelerator: RunAccelerator,
+    progress: Progress,
 ) -> Evaluation:
-    """Measure the arms and apply the gate. The trunk's weights may be freed to make room for the vanilla model's."""
-    measured = measure_arms(recipe, run_dir, inputs, trunk, head_plans(recipe, run_dir, inputs), progress)
+    """Measure the arms and apply the gate. The trunk's weights may be freed to make room for the vanilla model's.
+
+    Every process must call it, and returns the same.
+    """
+    plans = head_plans(recipe, run_dir, inputs)
+    measured = measure_arms(recipe, run_dir, inputs, trunk, plans, accelerator, progress)
     held_out = held_out_figures(inputs, measured.outputs, training)
     # The recorded arms are heads of the trunk's own kind.
     recorded = recorded_arms(recipe.model.trunk) if recipe.head.kind == "mtp" else {}
@@ -141,11 +152,18 @@ def evaluate_run(
 
 
 def measure_arms(
-    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, plans: Mapping[str, HeadPlan], progress: Progress
+    recipe: Recipe,
+    run_dir: Path,
+    inputs: Inputs,
+    trunk: Trunk,
+    plans: Mapping[str, HeadPlan],
+    accelerator: RunAccelerator,
+    progress: Progress,
 ) -> MeasuredRun:
     """Decode with every planned head, and with the vanilla model where the recipe names it.
 
-    The arms on the run's trunk decode at every setting of the recipe, the vanilla model at the first one only.
+    The arms on the run's trunk decode at every setting of the recipe, the vanilla model at the first one only. The
+    processes share the prompts, and each has all records in the end.
     """
     settle_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, progress.console)
     heads = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
@@ -155,19 +173,20 @@ def measure_arms(
         RETRAINED: str(run_dir / "head"),
     }
     settings = served_settings(recipe.evaluate, inputs.finetune, draft_depth(recipe))
-    arms, captured_rounds = decode(recipe, inputs, trunk, heads, names, settings, progress)
-    by_depth = measure_depths(recipe, inputs, trunk, heads, names, settings[0], progress)
+    arms, captured_rounds = decode(recipe, inputs, trunk, heads, names, settings, accelerator, progress)
+    by_depth = measure_depths(recipe, inputs, trunk, heads, names, settings[0], accelerator, progress)
     dense = measure_dense(recipe, inputs, trunk, heads, outputs(arms[0], settings[0]), progress)
     facts = evaluation_settings(recipe, inputs, trunk, settings) | {
+        "processes": accelerator.num_processes,
         "captured_rounds": captured_rounds,
         "target_entropy_median": dense[PLAIN].median_entropy,
     }
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
-        dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
+        dtype = trunk.lm_head_VD.dtype
         trunk.drop_layers()
         trunk.to("meta")
         vanilla, dense[VANILLA] = measure_vanilla(
-            recipe, run_dir, inputs, inputs.base, settings[0], dtype, device, progress
+            recipe, run_dir, inputs, inputs.base, settings[0], dtype, accelerator, progress
         )
         arms.append(vanilla)
     return MeasuredRun(tuple(arms), tuple(settings), dense, facts, by_depth)
@@ -198,10 +217,11 @@ def decode(
     drafting: Mapping[str, DrafterMaker],
     names: Mapping[str, str],
     settings: Sequence[Setting],
+    accelerator: RunAccelerator,
     progress: Progress,
     trunk_name: str | None = None,
 ) -> tuple[list[MeasuredArm], int]:
-    """Decode the held-out prompts plainly and with every drafter.
+    """Decode the held-out prompts plainly and with every drafter; the processes take every n-th prompt each.
 
     Args:
         recipe: Limits and seed.
@@ -210,17 +230,21 @@ def decode(
         drafting: The drafters, by arm.
         names: The drafters as the report names them, by arm.
         settings: The settings with drafts.
-        progress: Shows how many prompts are decoded.
+        accelerator: The processes; every one must call this.
+        progress: Shows how many of this process's prompts are decoded.
         trunk_name: The trunk as the report names it; None for the recipe's.
 
     Returns:
-        The arms, plain decoding first, and the number of captured rounds.
+        The arms, plain decoding first, and the number of captured rounds. Every process returns the same.
     """
-    prompts = held_out_prompts(inputs)
+    order = [prompt.id for prompt in inputs.held_out]
+    own = inputs.held_out[accelerator.process_index :: accelerator.num_processes]
+    prompts = held_out_prompts(replace(inputs, held_out=own))
     total = num_decodings(len(drafting), prompts, settings)
     task = progress.add_task(f"decoding held-out prompts ({', '.join(one.name for one in settings)})", total=total)
     options = DecodingOptions(max_new_tokens=recipe.evaluate.max_new_tokens, eos_ids=inputs.eos_ids, seed=recipe.seed)
-    table = decode_prompts(trunk, drafting, prompts, settings, options, on_prompt=lambda: progress.advance(task))
+    found = decode_prompts(trunk, drafting, prompts, settings, options, on_prompt=lambda: progress.advance(task))
+    table = joined(accelerator.gather_items([found]), order)
     name, plain = trunk_name or recipe.model.trunk, table.decoded[PLAIN]
     drafted = [MeasuredArm(arm, name, names[arm], {**plain, **table.decoded[arm]}) for arm in drafting]
     return [MeasuredArm(PLAIN, name, None, plain), *drafted], table.captured_rounds
@@ -233,6 +257,7 @@ def measure_depths(
     heads: Mapping[str, HeadDrafting],
     names: Mapping[str, str],
     setting: Setting,
+    accelerator: RunAccelerator,
     progress: Progress,
 ) -> list[tuple[MeasuredArm, Setting]]:
     """Decode some prompts with the retrained head at every depth below the setting's, for break-even tau by depth."""
@@ -240,7 +265,8 @@ def measure_depths(
     if RETRAINED not in heads or not shallower:
         return []
     few = replace(inputs, held_out=inputs.held_out[:DEPTH_PROMPTS])
-    (_, arm), _ = decode(recipe, few, trunk, {RETRAINED: heads[RETRAINED]}, names, shallower, progress)
+    drafting = {RETRAINED: heads[RETRAINED]}
+    (_, arm), _ = decode(recipe, few, trunk, drafting, names, shallower, accelerator, progress)
     return [(arm, one) for one in shallower]
 
 
@@ -308,7 +334,7 @@ def measure_vanilla(
     base: Checkpoint,
     setting: Setting,
     dtype: torch.dtype,
-    device: torch.device,
+    accelerator: RunAccelerator,
     progress: Progress,
 ) -> tuple[MeasuredArm, DenseMetrics]:
     """Measure the base with its own head: on prompts of the base's own domain where it has any, else on the run's.
@@ -319,16 +345,18 @@ def measure_vanilla(
         base.path,
         base.family,
         dtype=dtype,
-        device=device if recipe.model.offload is None else "cpu",
+        device=accelerator.device if recipe.model.offload is None else "cpu",
         quantization=recipe.model.quantization,
         trust_remote_code=recipe.model.trust_remote_code,
     )
     if recipe.model.offload is not None:
-        offload_layers(trunk, recipe.model.offload, device, run_dir)
+        offload_layers(trunk, recipe.model.offload, accelerator.device, run_dir)
     heads = {VANILLA: _drafting(native_plan(base, recipe.head.convention), base, trunk)}
     own = replace(inputs, held_out=inputs.home or inputs.held_out)
     name = recipe.model.head_from or str(base.path)
-    (plain, vanilla), _ = decode(recipe, own, trunk, heads, {VANILLA: name}, [setting], progress, trunk_name=name)
+    (plain, vanilla), _ = decode(
+        recipe, own, trunk, heads, {VANILLA: name}, [setting], accelerator, progress, trunk_name=name
+    )
     return vanilla, measure_dense(recipe, own, trunk, heads, outputs(plain, setting), progress)[VANILLA]
 
 

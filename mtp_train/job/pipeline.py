@@ -17,12 +17,11 @@ from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import Progress
 
-from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
 from mtp_train.heads.flex import require_flex_device
 from mtp_train.job.auto import settle_training, tell_choices
-from mtp_train.job.evaluate_run import evaluate_run
+from mtp_train.job.evaluate_run import Evaluation, evaluate_run
 from mtp_train.job.export_run import write_export
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.job.inputs import Inputs, gather_inputs
@@ -46,6 +45,7 @@ from mtp_train.job.run_dir import (
     with_resolved_precision,
     write_outcome,
 )
+from mtp_train.job.shared_files import require_shared
 from mtp_train.job.stages import Stage, claim_run, load_run_trunk, make_documents, offload_run_trunk, trained_documents
 from mtp_train.job.training import HEAD, STATE, train_stage
 from mtp_train.progress import progress_on
@@ -56,11 +56,10 @@ from mtp_train.report.table import summary
 from mtp_train.report.write import write_report
 from mtp_train.stopping import Stopped, stopped_by_signals
 from mtp_train.train.estimate import memory_is_named
-from mtp_train.train.launch import lost_process_is_named, make_accelerator
+from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator
 from mtp_train.train.log import read_metrics
 from mtp_train.train.plan import make_plan
 from mtp_train.train.shard import give_up_shards, shards_trunk
-from mtp_train.trunk.load import Trunk
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import read_json
 from mtp_train.weights.writing import full_disk_is_named
@@ -146,7 +145,7 @@ def settle(recipe: Recipe, accelerator: Accelerator) -> Recipe:
 
 def stages_of(
     recipe: Recipe, auto: Collection[str] = ()
-) -> Callable[[Recipe, Path, Accelerator, Console, Progress, Stage], Outcome]:
+) -> Callable[[Recipe, Path, RunAccelerator, Console, Progress, Stage], Outcome]:
     """Return the function that runs the stages of a run, a study or a fine-tune.
 
     Imports are local: studies and fine-tunes import transformers' Trainer, which other runs do not need.
@@ -165,14 +164,14 @@ def stages_of(
 def run_stages(
     recipe: Recipe,
     run_dir: Path,
-    accelerator: Accelerator,
+    accelerator: RunAccelerator,
     console: Console,
     progress: Progress,
     stage: Stage,
     *,
     auto: Collection[str] = (),
 ) -> Outcome:
-    """Run all stages. Only the main process evaluates, exports and prints."""
+    """Run all stages. The processes share all but the report and the export, which are the main process's."""
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     tell_precision(recipe, accelerator.device, progress.console)
     trained = (run_dir / HEAD).is_dir()
@@ -192,20 +191,22 @@ def run_stages(
         recipe, inputs = settle_length(recipe, run_dir, inputs, documents, accelerator, auto, progress)
         stage.name = "train"
         train_stage(recipe, run_dir, inputs, trunk, documents, accelerator, progress)
-    accelerator.wait_for_everyone()
-    if not main:
-        return Outcome(0, "done", "", "done")
+    require_shared(run_dir, [HEAD], accelerator)
     stage.name = "evaluate"
     if not trained and (in_shards or recipe.train.hidden_cache is not None):
-        # The shards of the other processes, or the layers released for a hidden-state cache, are gone: load the trunk
-        # again.
+        # A trunk in shards, or without the layers that a hidden-state cache replaced, cannot decode: load it again.
         if in_shards:
             give_up_shards(trunk, accelerator)
         del trunk
         gc.collect()
         trunk = load_run_trunk(recipe, inputs, accelerator)
         offload_run_trunk(recipe, run_dir, trunk, accelerator)
-    gate = measure(recipe, run_dir, inputs, trunk, console, progress)
+    training = trained_documents(recipe, run_dir, inputs)
+    evaluation = evaluate_run(recipe, run_dir, inputs, trunk, training, accelerator, progress)
+    if not main:
+        return Outcome(0, "done", "", "done")
+    report_on(evaluation, recipe, run_dir, console, progress)
+    gate = evaluation.gate
     if not gate.passed:
         raise GateRefusedError(gate.reason)
     stage.name = "export"
@@ -213,24 +214,17 @@ def run_stages(
     return Outcome(0, "done", f"{gate.reason}.{exported}", "done")
 
 
-def measure(
-    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, console: Console, progress: Progress
-) -> GateVerdict:
-    """Compare the arms, write and print the report, and return the gate's verdict."""
-    training = trained_documents(recipe, run_dir, inputs)
-    evaluation = evaluate_run(recipe, run_dir, inputs, trunk, training, progress)
-    report = evaluation.report
-    # Check that no input was changed since the beginning, before anything is exported.
+def report_on(evaluation: Evaluation, recipe: Recipe, run_dir: Path, console: Console, progress: Progress) -> None:
+    """Write and print the report, after a check that no input was changed since the beginning."""
     require_run_inputs(recipe, run_dir, progress)
     write_report(
-        report,
+        evaluation.report,
         run_dir,
         provenance=read_json(run_dir / PROVENANCE_FILE),
         marginal_ci95=evaluation.marginal_ci95,
         metrics=read_metrics(run_dir),
     )
-    console.print(summary(report))
-    return evaluation.gate
+    console.print(summary(evaluation.report))
 
 
 def export_head(recipe: Recipe, run_dir: Path, inputs: Inputs, progress: Progress) -> str:

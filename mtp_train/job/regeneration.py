@@ -22,7 +22,9 @@ from mtp_train.data.tokenize import Document
 from mtp_train.job.input_identity import ADAPTER, TRUNK
 from mtp_train.job.inputs import Inputs
 from mtp_train.job.run_dir import checkpoint_identity
+from mtp_train.job.shared_files import require_shared
 from mtp_train.recipe.schema import Recipe, RegenerateSpec
+from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk
 from mtp_train.weights.writing import write_json
@@ -39,7 +41,7 @@ def regenerate_stage(
     run_dir: Path,
     inputs: Inputs,
     trunk: Trunk,
-    accelerator: Accelerator,
+    accelerator: RunAccelerator,
     progress: Progress,
 ) -> tuple[list[Document], ResponseCounts]:
     """Generate responses to the training prompts, and return the documents made from them.
@@ -48,6 +50,7 @@ def regenerate_stage(
 
     Raises:
         DataError: No prompt leaves room for a response, or no response can be trained on.
+        TrainingError: The processes do not share the run directory.
     """
     deciding = deciding_settings(recipe, settings, inputs)
     directory = responses_directory(run_dir, deciding, recipe, inputs)
@@ -67,7 +70,7 @@ def regenerate_stage(
         said = answer_by_server(recipe, settings, inputs, trunk, store, accelerator, on_progress)
         if said and accelerator.is_main_process:
             progress.console.print(said)
-    accelerator.wait_for_everyone()
+    require_shared(directory, ["."], accelerator)
     documents, counts = learnt_from(recipe, settings, inputs, store)
     if accelerator.is_main_process:
         write_json(directory / COUNTS_FILE, asdict(counts))

@@ -16,14 +16,17 @@ from mtp_train.job.input_identity import record_run_inputs, require_run_inputs, 
 from mtp_train.job.inputs import Inputs
 from mtp_train.job.regeneration import regenerate_stage, stored_documents
 from mtp_train.job.run_dir import FIRST_STAGE, checkpoint_identity, claim, environment_facts
+from mtp_train.job.shared_files import require_shared
 from mtp_train.job.training import part_documents
+from mtp_train.recipe.loading import RECIPE_FILE
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
+from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.shard import shards_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.precision import trunk_dtype
-from mtp_train.weights.identity import Records
+from mtp_train.weights.identity import RECORD_FILE, Records
 
 
 class Stage:
@@ -81,7 +84,7 @@ def provenance(recipe: Recipe, inputs: Inputs) -> dict[str, object]:
 
 
 def claim_run(
-    recipe: Recipe, run_dir: Path, inputs: Inputs, records: Records, accelerator: Accelerator, progress: Progress
+    recipe: Recipe, run_dir: Path, inputs: Inputs, records: Records, accelerator: RunAccelerator, progress: Progress
 ) -> Inputs:
     """Claim the run directory for a recipe and its inputs, and return the inputs with their identities.
 
@@ -95,17 +98,18 @@ def claim_run(
 
     Raises:
         ChangedInputError: An input changed while it was loaded.
+        TrainingError: The processes do not share the directory.
     """
     if accelerator.is_main_process:
         record_run_inputs(run_dir, records)
         claim(run_dir, recipe, provenance(recipe, inputs))
         require_run_inputs(recipe, run_dir, progress)
-    accelerator.wait_for_everyone()
+    require_shared(run_dir, [RECIPE_FILE, RECORD_FILE], accelerator)
     return replace(inputs, contents=run_contents(run_dir))
 
 
 def make_documents(
-    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, accelerator: Accelerator, progress: Progress
+    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, accelerator: RunAccelerator, progress: Progress
 ) -> list[Document]:
     """Return the documents to train on: the trunk's own responses, or the sources' text."""
     if recipe.data.regenerate is None or not recipe.data.regenerate.enabled:

@@ -174,5 +174,6 @@ def estimate_hours(
     evaluate = recipe.evaluate
     # With `auto`, greedy decoding and the checkpoint's own sampling.
     settings = len(evaluate.temperature) if isinstance(evaluate.temperature, tuple) else 2
-    decoded = len(evaluate.arms) * settings * evaluate.prompts * evaluate.max_new_tokens
+    prompts = math.ceil(evaluate.prompts / plan.world_size)
+    decoded = len(evaluate.arms) * settings * prompts * evaluate.max_new_tokens
     return Hours(device.name, regenerate / 3600, train / 3600, decoded * step(1) / 3600)

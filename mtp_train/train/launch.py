@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -27,12 +27,43 @@ from mtp_train.train.plan import Plan
 from mtp_train.train.shard import shard_layers, shards_trunk
 from mtp_train.upstream.transformers_private import forget_deepspeed
 
-# Collectives must not time out while the main process evaluates and the others wait.
+_STALLED = timedelta(minutes=30)
+"""A collective of training that takes longer fails: a process hangs."""
 _PATIENCE = timedelta(hours=24)
+"""A process waits so long between two stages: for the slowest one's answers, or while the first hashes the inputs."""
 _ZERO_STAGES = (2, 3)
 
+Item = TypeVar("Item")
 
-def make_accelerator() -> Accelerator:
+
+class RunAccelerator(Accelerator):
+    """accelerate's accelerator, whose processes wait for one another between stages for as long as a stage may take.
+
+    These waits have a gloo group of their own, so that the collectives of training keep a short time limit.
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        group = InitProcessGroupKwargs(backend=backend, timeout=_STALLED)
+        super().__init__(mixed_precision="no", kwargs_handlers=[group])
+        self._waiting: torch.distributed.ProcessGroup | None = None
+        if self.num_processes > 1:
+            self._waiting = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process gets here."""
+        if self._waiting is not None:
+            torch.distributed.barrier(self._waiting)
+
+    def gather_items(self, own: Sequence[Item]) -> list[Item]:
+        """Return the items of all processes, in the order of the processes; every process must call it."""
+        if self._waiting is None:
+            return list(own)
+        found: list[Sequence[Item]] = [()] * self.num_processes
+        torch.distributed.all_gather_object(found, own, group=self._waiting)
+        return [item for items in found for item in items]
+
+
+def make_accelerator() -> RunAccelerator:
     """Build the accelerator that the launcher's settings ask for.
 
     It sets no precision: :class:`HeadTraining` casts by itself, alike under every wrapper. The mixed precision of FSDP2
@@ -48,8 +79,7 @@ def make_accelerator() -> Accelerator:
         )
     # accelerate sets no backend for DeepSpeed on a machine without an accelerator.
     on_cpu = _asked_for("ACCELERATE_USE_DEEPSPEED") and not torch.accelerator.is_available()
-    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=_PATIENCE)
-    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[group])
+    accelerator = RunAccelerator(backend="gloo" if on_cpu else None)
     require_as_asked(accelerator)
     if accelerator.distributed_type is DistributedType.FSDP:
         from accelerate.utils import disable_fsdp_ram_efficient_loading

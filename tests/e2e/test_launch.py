@@ -6,12 +6,14 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +81,37 @@ def test_two_processes_train_as_one_does(recipe: Path, unbroken: Path, tmp_path:
     assert first
     assert second
     assert sorted(first + second) == responses(unbroken)
+
+
+def test_two_processes_measure_a_head_as_one_does(recipe: Path, unbroken: Path, tmp_path: Path) -> None:
+    """Each decodes half of the prompts."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(unbroken, run_dir)
+    recorded = run_dir / RECIPE_FILE
+    recorded.write_text(recorded.read_text().replace(str(unbroken), str(run_dir)))
+    for path in ("report.json", "outcome.json"):
+        (run_dir / path).unlink()
+    shutil.rmtree(run_dir / "export")
+    done = launch("cpu_ddp.yaml", recipe, run_dir, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    found, expected = (
+        json.loads((path / "report.json").read_text().replace(str(path), "RUN")) for path in (run_dir, unbroken)
+    )
+    assert (found["settings"].pop("processes"), expected["settings"].pop("processes")) == (2, 1)
+    assert [without_speed(found[part]) for part in FIGURES] == [without_speed(expected[part]) for part in FIGURES]
+
+
+FIGURES = ("arms", "cells", "depths", "lossless", "samples", "settings")
+SPEEDS = ("speed", "second", "round", "break_even", "cost")
+
+
+def without_speed(found: Any) -> Any:
+    """Return the part of a report that no clock decides."""
+    if isinstance(found, list):
+        return [without_speed(one) for one in found]
+    if not isinstance(found, dict):
+        return found
+    return {key: without_speed(one) for key, one in found.items() if not any(word in key for word in SPEEDS)}
 
 
 def test_two_processes_resolve_auto_alike(recipe: Path, tmp_path: Path) -> None:

@@ -22,7 +22,13 @@ FAMILY = "glm4_moe"
 with_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed: not installed")
 PROGRAM = ROOT / "tests" / "cpu_shards.py"
 RUN: dict[str, Any] = {**LEARNS, "head__lora": {"r": 8, "alpha": 16}}
-SHORT = {**RUN, "train__max_steps": 6, "evaluate__prompts": 2, "evaluate__max_new_tokens": 8}
+SHORT = {
+    **RUN,
+    "train__max_steps": 6,
+    "evaluate__prompts": 2,
+    "gate__confidence": 0.6,
+    "evaluate__max_new_tokens": 8,
+}
 
 
 @pytest.fixture(scope="module")

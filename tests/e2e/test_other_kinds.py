@@ -184,7 +184,8 @@ def test_states_on_disk_give_the_same_head_and_serve_no_other_kind(inputs: Path,
     ],
 )
 def test_two_processes_learn_between_the_layers_what_one_does(machine: str, inputs: Path, tmp_path: Path) -> None:
-    short = {"train__max_steps": 6, "evaluate__prompts": 2, "evaluate__max_new_tokens": 8, "head__kind": "eagle3"}
+    short = {"train__max_steps": 6, "evaluate__prompts": 2, "gate__confidence": 0.6, "evaluate__max_new_tokens": 8}
+    short["head__kind"] = "eagle3"
     recipes = {}
     for name in ("one", "two"):
         path, run_dir = tmp_path / f"{name}.yaml", tmp_path / name

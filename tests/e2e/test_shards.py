@@ -40,6 +40,7 @@ SHORT = {
     "train__lr": 1e-2,
     "train__tokens_per_step": 384,
     "evaluate__prompts": 2,
+    "gate__confidence": 0.6,
     "evaluate__max_new_tokens": 8,
 }
 
@@ -234,9 +235,10 @@ def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_p
 @pytest.mark.parametrize(
     ("place", "stage"),
     [
-        pytest.param("mtp_train.job.pipeline:claim_run", "check", marks=pytest.mark.slow),
+        ("mtp_train.job.pipeline:claim_run", "check"),
         ("mtp_train.job.regeneration:answer_by_decoder", "data"),
-        pytest.param("mtp_train.job.training:build_cache", "train", marks=pytest.mark.slow),
+        ("mtp_train.job.training:build_cache", "train"),
+        ("mtp_train.job.evaluate_run:decode_prompts", "evaluate"),
     ],
 )
 def test_a_process_that_is_lost_in_any_stage_is_named(place: str, stage: str, inputs: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from mtp_train.evaluation.settings import greedy
 from mtp_train.evaluation.statistics import MeasuredArm, checked_records, lossless, run_cell
 from mtp_train.job.evaluate_run import DEPTH_PROMPTS, MeasuredRun, judge, measure_depths
 from mtp_train.job.inputs import Inputs
+from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk
 from runs import tiny_recipe
@@ -140,7 +141,8 @@ def test_shallower_depths_are_measured_on_some_prompts_of_the_retrained_head(tru
     recipe = tiny_recipe(Path("in"), Path("run"), evaluate__max_new_tokens=4)
     heads = {name: HeadDrafting(tiny_head(trunk)) for name in ("graft", "retrained")}
     names, deep, quiet = {"retrained": "run/head"}, replace(WARM, depth=3), Progress(disable=True)
-    found = measure_depths(recipe, inputs, trunk, heads, names, deep, quiet)
+    alone = RunAccelerator()
+    found = measure_depths(recipe, inputs, trunk, heads, names, deep, alone, quiet)
     assert [setting for _, setting in found] == [replace(WARM, depth=1), replace(WARM, depth=2)]
     for arm, setting in found:
         assert (arm.name, arm.head) == ("retrained", "run/head")
@@ -149,8 +151,8 @@ def test_shallower_depths_are_measured_on_some_prompts_of_the_retrained_head(tru
         # Speedups by depth need the plain texts of the same prompts.
         assert len(arm.decoded[setting.plain]) == DEPTH_PROMPTS
     # Nothing is measured below one draft a round, or without a retrained head.
-    assert measure_depths(recipe, inputs, trunk, heads, names, replace(WARM, depth=1), quiet) == []
-    assert measure_depths(recipe, inputs, trunk, {"graft": heads["graft"]}, names, deep, quiet) == []
+    assert measure_depths(recipe, inputs, trunk, heads, names, replace(WARM, depth=1), alone, quiet) == []
+    assert measure_depths(recipe, inputs, trunk, {"graft": heads["graft"]}, names, deep, alone, quiet) == []
 
 
 class Recipe:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import Progress
 
@@ -32,6 +31,7 @@ from mtp_train.job.model_card import write_card
 from mtp_train.job.run_dir import PROVENANCE_FILE, Outcome, clear_leftovers, tell_precision
 from mtp_train.job.sft.tuned_model import lora_layers, require_trainable, unloaded_trunk
 from mtp_train.job.sft.tuning import fine_tune_stage, is_trained, newest_checkpoint, require_whole_model
+from mtp_train.job.shared_files import require_shared
 from mtp_train.job.stages import Stage, claim_run, load_run_trunk
 from mtp_train.job.training import HEAD, STATE, trained_artifact
 from mtp_train.recipe.loading import EXPORT
@@ -39,6 +39,7 @@ from mtp_train.recipe.schema import Recipe, SftSection
 from mtp_train.report.table import summary
 from mtp_train.report.wording import headline
 from mtp_train.report.write import write_report
+from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.log import read_metrics
 from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk
@@ -149,14 +150,14 @@ def tuned_plans(run_dir: Path, sft: SftSection, tuned: Tuned) -> dict[str, HeadP
 
 
 def measure_tuned(
-    run_dir: Path, sft: SftSection, tuned: Tuned, trunk: Trunk, progress: Progress
+    run_dir: Path, sft: SftSection, tuned: Tuned, trunk: Trunk, accelerator: RunAccelerator, progress: Progress
 ) -> tuple[RunReport, MeasuredRun]:
-    """Decode with every head and judge; the trunk may lose its layers at the end.
+    """Decode with every head and judge; the trunk may lose its layers at the end. Every process must call it.
 
     Without a head beside there is nothing to compare, and the report has no gate.
     """
     plans = tuned_plans(run_dir, sft, tuned)
-    measured = measure_arms(tuned.recipe, run_dir, tuned.inputs, trunk, plans, progress)
+    measured = measure_arms(tuned.recipe, run_dir, tuned.inputs, trunk, plans, accelerator, progress)
     gate = None
     if sft.head == "beside":
         gate = judge_beside(measured, tuned.recipe.gate.confidence)
@@ -193,9 +194,9 @@ TUNED, ADAPTER = "tuned", "adapter"
 
 
 def run_sft_stages(
-    recipe: Recipe, run_dir: Path, accelerator: Accelerator, console: Console, progress: Progress, stage: Stage
+    recipe: Recipe, run_dir: Path, accelerator: RunAccelerator, console: Console, progress: Progress, stage: Stage
 ) -> Outcome:
-    """Run all stages. Only the main process writes the checkpoint, measures and prints."""
+    """Run all stages. Only the main process writes the checkpoint and the report."""
     sft = section_of(recipe)
     require_whole_model(accelerator)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
@@ -214,19 +215,21 @@ def run_sft_stages(
         stage.name = "train"
         fine_tune_stage(recipe, sft, run_dir, inputs, accelerator, progress)
     accelerator.wait_for_everyone()
-    if not main:
-        return Outcome(0, "done", "", "done")
     # Free the trained model before its checkpoint is loaded.
     gc.collect()
     stage.name = "write"
-    # Check that the trunk's checkpoint has not changed since the run began, before its files are copied.
-    require_run_inputs(recipe, run_dir, progress)
-    write_trained(recipe, sft, run_dir, inputs, progress)
+    if main:
+        # Check that the trunk's checkpoint has not changed since the run began, before its files are copied.
+        require_run_inputs(recipe, run_dir, progress)
+        write_trained(recipe, sft, run_dir, inputs, progress)
+    require_shared(run_dir, [TUNED, HEAD], accelerator)
     stage.name = "evaluate"
     name = str(run_dir / EXPORT)
     tuned = after_tuning(recipe, inputs, open_checkpoint(run_dir / TUNED), name)
     trunk = load_run_trunk(tuned.recipe, tuned.inputs, accelerator)
-    report, measured = measure_tuned(run_dir, sft, tuned, trunk, progress)
+    report, measured = measure_tuned(run_dir, sft, tuned, trunk, accelerator, progress)
+    if not main:
+        return Outcome(0, "done", "", "done")
     origin = read_json(run_dir / PROVENANCE_FILE)
     curves = read_metrics(run_dir)
     write_report(report, run_dir, provenance=origin, marginal_ci95=measured.marginal_ci95, metrics=curves)

@@ -42,6 +42,7 @@ from mtp_train.report.study_table import study_summary
 from mtp_train.report.study_wording import verdict_title
 from mtp_train.report.study_write import log_study, write_study
 from mtp_train.report.wording import lossless_sentence
+from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.weights.files import read_json
 
@@ -49,7 +50,7 @@ HEADS, GRID_DIR, HOME_DIR = "heads", "grid", "home"
 
 
 def run_study_stages(
-    recipe: Recipe, run_dir: Path, accelerator: Accelerator, console: Console, progress: Progress, stage: Stage
+    recipe: Recipe, run_dir: Path, accelerator: RunAccelerator, console: Console, progress: Progress, stage: Stage
 ) -> Outcome:
     """Run all stages. Only the main process measures the drift curve and the arms, and prints."""
     study = section_of(recipe)
@@ -101,7 +102,7 @@ def train_heads(
     study: StudySection,
     run_dir: Path,
     inputs: Inputs,
-    accelerator: Accelerator,
+    accelerator: RunAccelerator,
     progress: Progress,
     stage: Stage,
 ) -> None:

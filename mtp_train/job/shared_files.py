@@ -1,0 +1,52 @@
+"""Check that all processes see the same files: each reads what the others wrote, also on another machine."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtp_train.errors import TrainingError
+from mtp_train.train.launch import RunAccelerator
+
+ATTEMPTS, PAUSE_SECONDS = 60, 1.0
+"""A network file system may show new files only after its cache's time, by default up to a minute for NFS."""
+SMALL_BYTES = 1 << 16
+
+
+def require_shared(directory: Path, names: Sequence[str], accelerator: RunAccelerator) -> None:
+    """Wait for all processes, then until every one sees the same files; every process must call it.
+
+    Args:
+        directory: The directory that they share.
+        names: Files in it, or directories with all their files; they may be missing, but then for all processes.
+        accelerator: The processes.
+
+    Raises:
+        TrainingError: The files differ between processes, as on machines without a common file system.
+    """
+    for _ in range(ATTEMPTS):
+        first, *others = accelerator.gather_items([files_in(directory, names)])
+        odd = [rank for rank, seen in enumerate(others, start=1) if seen != first]
+        if not odd:
+            return
+        time.sleep(PAUSE_SECONDS)
+    differing = sorted({path for path, _ in first.items() ^ others[odd[0] - 1].items()})
+    raise TrainingError(
+        f"run_dir: {directory}: processes 0 and {odd[0]} see different files ({', '.join(differing[:3])}); expected "
+        "one directory for all machines. Put run_dir on a file system that they share."
+    )
+
+
+def files_in(directory: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the size of every file by its path, and of small ones a hash of the content."""
+    found = {}
+    for name in names:
+        top = directory / name
+        for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
+            if path.is_file():
+                size = path.stat().st_size
+                content = hashlib.sha256(path.read_bytes()).hexdigest() if size <= SMALL_BYTES else ""
+                found[str(path.relative_to(directory))] = f"{size} {content}"
+    return found
