@@ -16,7 +16,7 @@ from torch import Size
 from transformers import PretrainedConfig
 
 from mtp_train.data.groups import COST_PER_MILLION
-from mtp_train.families import family_for, of_kind, raw_text_config, require_served_trunk
+from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config, require_served_trunk
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
 from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
@@ -86,6 +86,8 @@ class CheckResult:
     """Bytes of local inputs that the first start reads to identify them by content."""
     serves: Mapping[str, str]
     """Engine to the command that serves the export, or ``no: REASON``."""
+    kinds: Mapping[str, tuple[str, ...]]
+    """For a new head, the kinds that the trunk can be given, each with the engines that draft with it; else empty."""
     hours: Hours | None = None
     """At most, by stage; None on a device whose speed is unknown, and for studies and fine-tunes."""
     choices: tuple[Choice, ...] = ()
@@ -111,6 +113,7 @@ class CheckResult:
             "hours": None if self.hours is None else {**asdict(self.hours), "total": self.hours.total},
             "identity": {"bytes": self.hashed_bytes, "seconds": self.hashed_bytes / HASH_BYTES_PER_SECOND},
             "serves": dict(self.serves),
+            "kinds": dict(self.kinds),
         }
 
     def __str__(self) -> str:
@@ -158,7 +161,15 @@ class CheckResult:
             return ""
         exported = "with its head" if self.recipe.head.kind == "mtp" else "a draft model beside its TRUNK"
         engines = "\n".join(f"# {engine}: {text}" for engine, text in self.serves.items())
-        return f"\n# the export, {exported}, in\n{engines}"
+        return f"\n# the export, {exported}, in\n{engines}{self._kinds_text()}"
+
+    def _kinds_text(self) -> str:
+        others = [
+            f"\n# head.kind={kind}{'' if kind == 'mtp' else ' head.init=random'}: {', '.join(engines) or 'no engine'}"
+            for kind, engines in self.kinds.items()
+            if kind != self.recipe.head.kind
+        ]
+        return f"\n# engines that draft with other kinds of head on this trunk{''.join(others)}" if others else ""
 
     def _kind_text(self) -> str:
         study, sft = self.recipe.study, self.recipe.sft
@@ -267,7 +278,10 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
         device=probed(machine),
     )
     hashed, data = input_bytes(recipe), _data(recipe, path, raw, text_config.vocab_size)
-    return CheckResult(recipe, reason, head_family.title, plan, memory, shards, cost, hashed, serves, hours, data=data)
+    kinds = kinds_served(family, raw_text_config(raw)) if recipe.attaches else {}
+    return CheckResult(
+        recipe, reason, head_family.title, plan, memory, shards, cost, hashed, serves, kinds, hours, data=data
+    )
 
 
 def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> str | None:

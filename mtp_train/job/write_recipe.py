@@ -17,6 +17,7 @@ from typing import Any, Literal
 from mtp_train.data.sources import load_records
 from mtp_train.errors import CheckpointError, DataError, MtpError
 from mtp_train.evaluation.suites import BUILTIN_FILE
+from mtp_train.families import most_served_kind, raw_text_config
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.job.auto import Choice
 from mtp_train.job.check import check
@@ -61,11 +62,12 @@ _TRAIN: Plain = {
 _TRAINS: Mapping[Start, str] = {
     "graft": "the MTP head of model.head_from, grafted onto model.trunk, on the responses of model.trunk.",
     "native": "the MTP head of model.trunk, on the responses of model.trunk.",
-    "attach": "a new MTP head for model.trunk, which has none, on the responses of model.trunk.",
+    "attach": "a new head for model.trunk, which has none, on the responses of model.trunk.",
 }
 _NOTES: Mapping[str, str] = {
     "run_dir": "The directory of all outputs. The same command resumes an interrupted run.",
     "model.adapter": "The peft adapter whose model the head is trained for. The export contains the merged weights.",
+    "head.kind": "The kind that most servers draft with on this model. mtp-train check lists the others.",
     "data.sources": "Chats or prompts like those that the model will serve.",
     "data.regenerate": "The model answers the prompts itself: a head learns best from the text that it will draft.",
     "data.regenerate.max_prompts": "Number of prompts to respond to, if there are as many.",
@@ -76,6 +78,9 @@ _NOTES: Mapping[str, str] = {
 """Comments that replace the first sentence of a field's description."""
 _BUILTIN_NOTE = "The hundred built-in prompts, which is little. Name a file of your own chats or prompts here."
 _LINE_WIDTH = 120
+_DRAFT_VOCAB = 32_000
+"""Tokens that an EAGLE-3 head drafts from if the model has many more, as in the heads released with the paper
+(arXiv:2503.01840)."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +204,7 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
         settings["model"] |= {"head_from": base, **({} if adapter is None else {"adapter": adapter})}
     if start == "attach":
         settings["evaluate"]["arms"] = ["none", "retrained"]
-        settings["head"] = {"init": _new_head(settings, open_location(trunk))}
+        settings["head"] = _new_head(settings, open_location(trunk))
     return settings
 
 
@@ -214,15 +219,24 @@ def _group_field(paths: Sequence[str]) -> str | None:
     return GROUP_FIELD
 
 
-def _new_head(settings: Plain, trunk: Checkpoint) -> str:
-    """Return the initial weights of a new head: a copy of the trunk's last layer if one fits, else random ones."""
+def _new_head(settings: Plain, trunk: Checkpoint) -> Plain:
+    """Return the ``head`` section of a new head, of the kind that most servers draft with.
+
+    An MTP head starts from a copy of the trunk's last layer if one fits, else from random weights.
+    """
+    kind = most_served_kind(trunk.family, raw_text_config(trunk.config))
+    if kind != "mtp":
+        vocab_size = int(raw_text_config(trunk.config)["vocab_size"])
+        return {"kind": kind, "init": "random"} | (
+            {"draft_vocab": _DRAFT_VOCAB} if vocab_size > 2 * _DRAFT_VOCAB else {}
+        )
     stood_in = with_values(settings, {field: STAND_INS[field] for field in auto_fields(settings)})
     copied: Recipe = recipe_from_mapping({**stood_in, "head": {"init": "copy_last_layer"}})
     try:
         plan_head(copied, trunk, None)
     except CheckpointError:
-        return "random"
-    return "copy_last_layer"
+        return {"kind": kind, "init": "random"}
+    return {"kind": kind, "init": "copy_last_layer"}
 
 
 def _commented(settings: Plain, start: Start, choices: Sequence[Choice]) -> str:

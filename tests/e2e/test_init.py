@@ -64,17 +64,48 @@ def test_a_model_with_a_head_retrains_its_own(inputs: Path) -> None:
     assert recipe.evaluate.arms == ("none", "native", "retrained")
 
 
-@pytest.mark.parametrize("family_name", ["llama", "qwen3_5"])
-def test_a_model_that_never_had_a_head_gets_a_new_one(family_name: str, inputs: Path, tmp_path: Path) -> None:
+# Llama's MTP head is drafted with by transformers only, EAGLE-3 by three servers, but not on a trunk of few layers.
+@pytest.mark.parametrize(
+    ("family_name", "num_layers", "kind", "init"),
+    [
+        ("qwen3_5", None, "mtp", "copy_last_layer"),
+        # As many servers draft with the one as with the other.
+        ("qwen2", 8, "mtp", "copy_last_layer"),
+        ("llama", None, "mtp", "copy_last_layer"),
+        ("llama", 8, "eagle3", "random"),
+        ("qwen3_moe", 8, "eagle3", "random"),
+    ],
+)
+def test_a_model_that_never_had_a_head_gets_one_that_servers_draft_with(
+    family_name: str, num_layers: int | None, kind: str, init: str, inputs: Path, tmp_path: Path
+) -> None:
     if family_name == "qwen3_5":
         trunk = write_inputs(tmp_path / "plain") / "finetune"
         set_count(trunk, "mtp_num_hidden_layers", 0)
     else:
-        trunk = write_headless(tmp_path / "plain", family_name)
+        trunk = write_headless(tmp_path / "plain", family_name, num_layers)
     assert mtp.write_recipe("new.yaml", trunk, data=[inputs / "chats.jsonl"]).start == "attach"
     recipe = recipe_of("new.yaml")
-    assert (recipe.head.init, recipe.gate_baseline) == ("copy_last_layer", "none")
-    assert recipe.evaluate.arms == ("none", "retrained")
+    assert (recipe.head.kind, recipe.head.init, recipe.head.draft_vocab) == (kind, init, None)
+    assert (recipe.gate_baseline, recipe.evaluate.arms) == ("none", ("none", "retrained"))
+
+
+def test_a_new_head_of_a_large_vocabulary_drafts_a_part_of_it(inputs: Path, tmp_path: Path) -> None:
+    trunk = write_headless(tmp_path / "plain", "llama", 8)
+    set_count(trunk, "vocab_size", 128_256)
+    mtp.write_recipe("new.yaml", trunk, data=[inputs / "chats.jsonl"])
+    assert recipe_of("new.yaml").head.draft_vocab == 32_000
+
+
+def test_check_lists_the_kinds_of_a_new_head(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    trunk = write_headless(tmp_path / "plain", "olmo2")
+    mtp.write_recipe("new.yaml", trunk, data=[inputs / "chats.jsonl"])
+    found = mtp.check("new.yaml")
+    assert found.kinds == {"mtp": ("transformers",), "eagle": ("vllm",), "medusa": ("vllm",)}
+    assert "\n# head.kind=eagle head.init=random: vllm\n" in str(found)
+    assert "head.kind=mtp" not in str(found)
+    # A head that is grafted has the kind that it has.
+    assert mtp.check("retrain_head").kinds == {}
 
 
 def test_a_family_whose_head_has_no_counterpart_in_the_trunk_starts_from_random_weights(

@@ -53,11 +53,13 @@ def test_hours_are_those_worked_out_by_hand() -> None:
     assert found.total == pytest.approx(found.regenerate + found.train + found.evaluate)
 
 
-def test_processes_share_answers_and_training_alone() -> None:
+def test_processes_share_answers_training_and_evaluation() -> None:
     one, four = hours(), hours(world_size=4)
     assert four.regenerate == pytest.approx(one.regenerate / 4)
     assert four.train == pytest.approx(one.train / 4)
-    assert four.evaluate == one.evaluate
+    assert four.evaluate == pytest.approx(one.evaluate / 4)
+    # A process decodes whole prompts.
+    assert hours(world_size=8, evaluate__prompts=9).evaluate == hours(world_size=8, evaluate__prompts=16).evaluate
 
 
 def test_many_rows_take_the_time_of_their_operations() -> None:

@@ -69,7 +69,7 @@ FUNCTIONS = {
     "num_depths: int = 3, depth_decay: float = 0.6) -> None",
 }
 RECORDS = {
-    "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves hours "
+    "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves kinds hours "
     "choices data",
     "DemoResult": "base finetune prompts",
     "WriteRecipeResult": "out start family",

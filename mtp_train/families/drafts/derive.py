@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -9,10 +10,13 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.drafts.record import parts_of
 from mtp_train.families.engines import EngineSupport, complete
 from mtp_train.families.spec import Declaration, Engines, Family, RawConfig, Wiring
-from mtp_train.recipe.head_kinds import HeadKind, draft_kinds, find_head_kind
+from mtp_train.recipe.head_kinds import HeadKind, draft_kinds, find_head_kind, head_kind_names
 
 _BEYOND_ATTACHED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families whose releases have an MTP head, and whose trunks may get a head of another kind too."""
+
+_SERVERS = ("vllm", "sglang", "llama.cpp")
+"""Engines that count in the choice of a kind: transformers decodes one request at a time."""
 
 
 def draft_kind(config: RawConfig) -> HeadKind | None:
@@ -79,3 +83,24 @@ def require_served_trunk(kind: str, text_config: RawConfig, *, where: str) -> No
     reason = None if found.draft_parts is None else parts_of(found).unserved_trunk(text_config)
     if reason is not None:
         raise UnsupportedModelError(f"{where}: {reason}. Attach a head of another kind.")
+
+
+def kinds_served(family: Family, text_config: RawConfig) -> dict[str, tuple[str, ...]]:
+    """Return the kinds of heads that a trunk can be given, each with the engines that draft with it."""
+    found = {}
+    for kind in head_kind_names():
+        with contextlib.suppress(UnsupportedModelError):
+            support = of_kind(family, kind).serving
+            require_served_trunk(kind, text_config, where=family.title)
+            found[kind] = tuple(engine for engine, one in support.items() if one.supported)
+    return found
+
+
+def most_served_kind(family: Family, text_config: RawConfig) -> str:
+    """Return ``eagle3`` if more servers draft with it on this trunk than with an MTP head, else ``mtp``.
+
+    The other kinds accept less (Medusa), or are served by a part of the servers that EAGLE-3 is.
+    """
+    served = kinds_served(family, text_config)
+    # The first of equals.
+    return max(("mtp", "eagle3"), key=lambda kind: len({*served.get(kind, ())} & {*_SERVERS}))
