@@ -14,6 +14,7 @@ from rich.console import Console
 from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
 from mtp_train.cli.main import main
+from mtp_train.job import probe
 from mtp_train.job.pipeline import run
 from mtp_train.job.run_dir import Outcome
 from mtp_train.recipe.loading import recipe_from_mapping
@@ -117,7 +118,14 @@ TINY_RESCUE = overrides_of(
     evaluate__max_new_tokens=12,
     track__wandb="off",
 )
-"""A rescue on ``write_inputs`` in a few seconds."""
+"""A rescue on ``write_inputs`` in a few seconds; it sets the steps, so that no probe goes before it."""
+
+
+def shorten_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a probe take a few seconds on tiny models."""
+    monkeypatch.setattr(probe, "PROMPTS_PER_MODEL", 8)
+    short = {"data.regenerate.max_prompts": 4, "data.regenerate.max_new_tokens": 8, "evaluate.max_new_tokens": 8}
+    monkeypatch.setattr(probe, "SHORT", probe.SHORT | short | {"evaluate.prompts": 8, "train.max_steps": 1})
 
 
 def refusal(argv: list[Any], capfd: pytest.CaptureFixture[str]) -> str:

@@ -38,8 +38,9 @@ from mtp_train.job.display import html_table
 from mtp_train.job.evaluate import EvaluationGrid
 from mtp_train.job.evaluate_run import RETRAINED
 from mtp_train.job.inputs import split_records
-from mtp_train.job.rescue import rescue_recipe
 from mtp_train.job.run_dir import RECIPE_FILE, held_by_one_run
+from mtp_train.job.start import Overrides, override_texts, require_one_process
+from mtp_train.job.write_recipe import rescue_recipe
 from mtp_train.progress import progress_on
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
@@ -152,9 +153,18 @@ def probe(
         >>> found.verdict, found.graft.tau, found.base.tau
         ('retrain', 2.04, 3.31)
     """
-    tuned, donor, paths = str(fine_tune), str(base), [str(path) for path in data]
-    out, console = Path(f"{last_name(tuned)}-probe" if out is None else out), console or Console(quiet=True)
-    recipe, choices = rescue_recipe(tuned, donor, out / TRAINING, paths, SHORT)
+    require_one_process("probe")
+    paths = [str(path) for path in data]
+    out = Path(f"{last_name(str(fine_tune))}-probe" if out is None else out)
+    return probe_with(str(fine_tune), str(base), out, paths, (), console or Console(quiet=True))
+
+
+def probe_with(
+    tuned: str, donor: str, out: Path, paths: Sequence[str], overrides: Overrides, console: Console
+) -> ProbeResult:
+    """Probe with changes to the recipe of the short training; its length is the probe's. See :func:`probe`."""
+    short = [*override_texts(overrides), *override_texts(SHORT)]
+    recipe, choices = rescue_recipe(tuned, donor, out / TRAINING, paths, short)
     report = _compare(recipe, donor, out, console)
     found = ProbeResult("undecided", "", "", _level(report, GRAFT), _level(report, OWN_BASE), *_lost_overlap(report))
     if not is_at_fault(found.base):

@@ -2,7 +2,8 @@
 
 A rescue is one recipe with defaults for everything: the fine-tune answers prompts, the base's head is retrained on the
 answers, both heads are measured on held-out prompts, and the better one is exported. If retraining does not measurably
-help, the base's head is exported as it is, as by ``mtp-train graft``.
+help, the base's head is exported as it is, as by ``mtp-train graft``. A probe goes before it (``mtp_train.job.probe``):
+where it finds the base's head good enough nothing is trained, and where it finds a fault nothing is written.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mtp_train.errors import GateRefusedError, MtpError
+from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
@@ -25,16 +26,17 @@ from mtp_train.job.checkpoints.inspect import serving_commands
 from mtp_train.job.display import html_table, quiet_progress
 from mtp_train.job.evaluate_run import GRAFT_INSTEAD
 from mtp_train.job.model_card import write_graft_card
-from mtp_train.job.run_dir import checkpoint_identity
-from mtp_train.job.start import Overrides, Settled, settled_recipe
-from mtp_train.job.write_recipe import settings_of
-from mtp_train.recipe.loading import EXPORT
+from mtp_train.job.probe import ProbeResult, probe_with
+from mtp_train.job.run_dir import PROBE, checkpoint_identity, held_by_one_run, require_ours
+from mtp_train.job.start import Overrides, require_one_process
+from mtp_train.job.write_recipe import rescue_recipe
+from mtp_train.recipe.loading import EXPORT, is_run
 from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.adapter import locate_adapter
 from mtp_train.weights.files import open_checkpoint
 from mtp_train.weights.locations import open_location
 from mtp_train.weights.lora_merge import write_adapted
-from mtp_train.weights.writing import removed_on_failure
+from mtp_train.weights.writing import full_disk_is_named, removed_on_failure
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,10 @@ class RescueResult:
     out: str
     """The exported checkpoint."""
     head: str
-    """``retrained``, or ``graft`` if the retrained head is not measurably better."""
+    """``retrained``, or ``graft`` if the retrained head is not measurably better, or the probe found that none is
+    needed."""
     reason: str
-    """The gate's verdict."""
+    """The verdict of the gate, or of the probe."""
     serves: dict[str, str]
     """Engine to the command that serves ``out``."""
 
@@ -73,7 +76,8 @@ def rescue(
 ) -> RescueResult:
     """Put a head on a fine-tune, or on a LoRA adapter's merged model, retrained if that measurably helps.
 
-    The same call resumes a rescue that was interrupted.
+    A probe goes first, unless ``overrides`` sets ``train.max_steps``: see :func:`probe`. If the base's head is good
+    enough as it is, it is exported without training. The same call resumes a rescue that was interrupted.
 
     Args:
         fine_tune: A checkpoint, or a peft adapter of ``base``: a directory, a hub id or ``demo:NAME``.
@@ -85,7 +89,8 @@ def rescue(
 
     Raises:
         RecipeError: An override is wrong.
-        MtpError: The two checkpoints do not fit, the data cannot be read, or ``out`` holds something else.
+        MtpError: The two checkpoints do not fit, the data cannot be read, or ``out`` holds something else; or the probe
+            finds a fault.
 
     Example:
         >>> import mtp_train as mtp
@@ -93,32 +98,53 @@ def rescue(
         >>> rescued.head, rescued.out
         ('retrained', 'rescued/export')
     """
-    out = Path(out)
-    recipe, choices = rescue_recipe(str(fine_tune), str(base), out, [str(path) for path in data], overrides)
+    require_one_process("rescue")
+    tuned, donor, out, paths = str(fine_tune), str(base), Path(out), [str(path) for path in data]
+    recipe, choices = rescue_recipe(tuned, donor, out, paths, overrides)
     console = console or Console(quiet=True)
+    # A user who sets the length of the training has decided to train; a run that has begun goes on.
+    if any(choice.field == "train.max_steps" for choice in choices) and not is_run(out):
+        if not (out / PROBE).exists():
+            require_ours(out, recipe)
+        found = probe_with(tuned, donor, out / PROBE, paths, overrides, console)
+        console.print(f"probe: {found}", highlight=False)
+        if found.verdict == "fault":
+            raise _at_fault(donor, found)
+        if found.verdict == "graft":
+            return _grafted(recipe, found, console)
     tell_choices(choices, console)
     # After a refusal the base's head is exported below.
     with contextlib.suppress(GateRefusedError):
         pipeline.run(recipe, console, auto=[choice.field for choice in choices])
     gate = load_report(out / REPORT_FILE).gate
     refused = gate is not None and not gate.passed
-    export = out / EXPORT
-    if refused and not export.exists():
-        write_graft(recipe, export)
-    checkpoint = open_checkpoint(export)
-    serves = serving_commands(checkpoint, diagnose_head(checkpoint), "healthy")
+    if refused and not (out / EXPORT).exists():
+        write_graft(recipe, out / EXPORT)
     # The refusal ends in the command for a graft, which has been written above.
     reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
-    return RescueResult(str(export), "graft" if refused else "retrained", reason, serves)
+    return _result(out / EXPORT, "graft" if refused else "retrained", reason)
 
 
-def rescue_recipe(finetune: str, base: str, out: Path, data: Sequence[str], overrides: Overrides = ()) -> Settled:
-    """Return the recipe of a rescue, and how its settings were chosen.
+def _at_fault(donor: str, found: ProbeResult) -> CheckpointError:
+    return CheckpointError(
+        f"{donor}: {found.reason}; nothing was trained. Look at it with {found.command}, or train all the same with "
+        "--set train.max_steps=500."
+    )
 
-    Raises:
-        MtpError: A location cannot be opened, or an override is wrong.
-    """
-    return settled_recipe(settings_of("graft", finetune, base, str(out), data), overrides)
+
+def _grafted(recipe: Recipe, found: ProbeResult, console: Console) -> RescueResult:
+    """Export the base's head as it is, as the probe advises."""
+    out = Path(recipe.run_dir)
+    with full_disk_is_named(out, what="the rescue"), held_by_one_run(out, console):
+        if not (out / EXPORT).exists():
+            write_graft(recipe, out / EXPORT)
+    again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
+    return _result(out / EXPORT, "graft", f"{found.reason}. {again}")
+
+
+def _result(export: Path, head: str, reason: str) -> RescueResult:
+    checkpoint = open_checkpoint(export)
+    return RescueResult(str(export), head, reason, serving_commands(checkpoint, diagnose_head(checkpoint), "healthy"))
 
 
 def write_graft(recipe: Recipe, out: Path) -> None:

@@ -44,6 +44,8 @@ from mtp_train.weights.writing import LOCK_FILE, write_json, write_text
 
 FIRST_STAGE = "check"
 OUTCOME_FILE, PROVENANCE_FILE = "outcome.json", "provenance.json"
+PROBE = "probe"
+"""The directory of the probe that goes before a rescue."""
 LEASE_SECONDS = 30.0
 """A lock of another machine is taken over after this time without a sign of life from its process."""
 _PACKAGES = ("mtp-train", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
@@ -202,7 +204,7 @@ def require_ours(run_dir: Path, recipe: Recipe) -> None:
     entries = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
     # Files of a refused run, and of a claim that was killed.
     claims = {OUTCOME_FILE, PROVENANCE_FILE, RECORD_FILE, LOCK_FILE}
-    if entries <= claims | {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}:
+    if entries <= {PROBE} | claims | {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}:
         return
     recorded = run_dir / RECIPE_FILE
     if not recorded.is_file():

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from mtp_train.data.responses import ResponseCounts
-from mtp_train.errors import GateRefusedError
+from mtp_train.errors import GateRefusedError, RecipeError
 from mtp_train.evaluation.cells import StudyReport
 from mtp_train.evaluation.results import REPORT_FILE, RunReport, read_report
 from mtp_train.families.engines import engine_commands
@@ -70,9 +70,7 @@ def settled_recipe(
         choices = settle_values(stood_in, fields, world_size or launched_processes(), device or device_named(None))
         return {choice.field: choice.value for choice in choices}
 
-    if isinstance(overrides, Mapping):
-        texts = {field: json.dumps(value, default=str, ensure_ascii=False) for field, value in overrides.items()}
-        overrides = [f"{field}={text}" for field, text in texts.items()]
+    overrides = override_texts(overrides)
     if isinstance(recipe, Recipe):
         if not overrides:
             return Settled(recipe, ())
@@ -81,6 +79,27 @@ def settled_recipe(
     if isinstance(recipe, Mapping):
         return Settled(recipe_from_mapping(recipe, overrides, settle), choices)
     return Settled(load_recipe(recipe, overrides, settle), choices)
+
+
+def override_texts(overrides: Overrides) -> list[str]:
+    """Return overrides as ``section.field=value`` with YAML values."""
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    texts = {field: json.dumps(value, default=str, ensure_ascii=False) for field, value in overrides.items()}
+    return [f"{field}={text}" for field, text in texts.items()]
+
+
+def require_one_process(command: str) -> None:
+    """Refuse a launch of several processes for a command that runs on one.
+
+    Raises:
+        RecipeError: There are several.
+    """
+    if launched_processes() > 1:
+        found = f"mtp-train {command}: launched with {launched_processes()} processes"
+        raise RecipeError(
+            [f"{found}; expected one. For several, write the recipe with mtp-train init, and launch that."]
+        )
 
 
 def launched_processes() -> int:

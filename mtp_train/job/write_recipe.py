@@ -22,6 +22,7 @@ from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.job.auto import Choice
 from mtp_train.job.check import check
 from mtp_train.job.inputs import plan_head
+from mtp_train.job.start import Overrides, Settled, settled_recipe
 from mtp_train.recipe.auto_fields import AUTO, STAND_INS, auto_fields, with_values
 from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
 from mtp_train.recipe.loading import dump_yaml, recipe_from_mapping
@@ -206,6 +207,15 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
         settings["evaluate"]["arms"] = ["none", "retrained"]
         settings["head"] = _new_head(settings, open_location(trunk))
     return settings
+
+
+def rescue_recipe(finetune: str, base: str, out: Path, data: Sequence[str], overrides: Overrides = ()) -> Settled:
+    """Return the recipe of a rescue, and how its settings were chosen.
+
+    Raises:
+        MtpError: A location cannot be opened, or an override is wrong.
+    """
+    return settled_recipe(settings_of("graft", finetune, base, str(out), data), overrides)
 
 
 def _group_field(paths: Sequence[str]) -> str | None:

@@ -169,19 +169,22 @@ def _unparsable(where: str, found: str) -> RecipeError:
 
 
 RECIPE_FILE = "recipe.yaml"
+"""File name of the resolved recipe in a run directory."""
 EXPORT = "export"
 """Directory of the exported checkpoint in a run directory."""
-"""File name of the resolved recipe in a run directory."""
+_CONFIG_FILE = "config.json"
 
 
 def exported_of(directory: Path) -> Path:
-    """Return the checkpoint that the run in a directory exported; another directory as it is.
+    """Return the checkpoint that the run, or the rescue, in a directory exported; another directory as it is.
 
     Raises:
         CheckpointError: The run has not exported one.
     """
     if not is_run(directory):
-        return directory
+        # A rescue whose probe advised a graft has no recipe.
+        is_rescue = not (directory / _CONFIG_FILE).exists() and (directory / EXPORT / _CONFIG_FILE).is_file()
+        return directory / EXPORT if is_rescue else directory
     if not (directory / EXPORT).is_dir():
         again = shlex.quote(str(directory / RECIPE_FILE))
         raise CheckpointError(

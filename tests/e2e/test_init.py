@@ -13,8 +13,8 @@ import mtp_train as mtp
 from adapters import write_adapter
 from checkpoints import set_count
 from mtp_train.cli.main import main
-from mtp_train.job.rescue import rescue_recipe
 from mtp_train.job.start import recipe_of
+from mtp_train.job.write_recipe import rescue_recipe
 from runs import document, refusal, tree, write_inputs
 
 Capture = pytest.CaptureFixture[str]

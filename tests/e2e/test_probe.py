@@ -13,7 +13,7 @@ import mtp_train as mtp
 from adapters import write_adapter
 from mtp_train.cli.main import main
 from mtp_train.job import probe as probing
-from runs import tree, write_inputs
+from runs import shorten_probes, tree, write_inputs
 
 Capture = pytest.CaptureFixture[str]
 Monkey = pytest.MonkeyPatch
@@ -22,9 +22,7 @@ Monkey = pytest.MonkeyPatch
 @pytest.fixture
 def inputs(tmp_path: Path, monkeypatch: Monkey) -> Path:
     """Inputs with chats of 24 groups, from an empty directory, and a probe as short as it can be."""
-    monkeypatch.setattr(probing, "PROMPTS_PER_MODEL", 8)
-    short = {"data.regenerate.max_prompts": 4, "data.regenerate.max_new_tokens": 8, "evaluate.max_new_tokens": 8}
-    monkeypatch.setattr(probing, "SHORT", probing.SHORT | short | {"evaluate.prompts": 8, "train.max_steps": 1})
+    shorten_probes(monkeypatch)
     directory = write_inputs(tmp_path / "in")
     rows = [json.loads(line) for line in (directory / "chats.jsonl").read_text().splitlines()]
     for number, row in enumerate(rows):

@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from adapters import write_adapter
 from checkpoints import all_tensors, set_fields
 from mtp_train.cli.main import main
-from mtp_train.job.rescue import rescue_recipe
+from mtp_train.job import rescue as rescue_module
+from mtp_train.job.probe import Level, ProbeResult
+from mtp_train.job.write_recipe import rescue_recipe
 from mtp_train.recipe.loading import load_recipe
-from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, write_inputs
+from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, shorten_probes, write_inputs
 
 HOW_TO = Path(__file__).parents[2] / "recipes" / "rescue.md"
 Capture = pytest.CaptureFixture[str]
@@ -88,7 +90,92 @@ def test_added_tokens_do_not_stand_in_the_way(inputs: Path, tmp_path: Path, capf
     assert status(capfd, rescued["out"]) == "healthy"
 
 
-def test_a_rescue_sets_what_the_text_decides_once_it_exists(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+def probed(monkeypatch: pytest.MonkeyPatch, verdict: Any) -> list[Path]:
+    """Let every probe find a verdict, and return where they were asked for."""
+    asked: list[Path] = []
+
+    def found(tuned: str, donor: str, out: Path, *_: Any) -> ProbeResult:
+        asked.append(out)
+        out.mkdir(parents=True, exist_ok=True)
+        level = Level(2.0, (1.9, 2.1), 0.5)
+        return ProbeResult(verdict, "tau is what it is", "mtp-train inspect x", level, level, None, None)
+
+    monkeypatch.setattr(rescue_module, "probe_with", found)
+    return asked
+
+
+def test_a_rescue_probes_first_and_stops_where_the_head_is_good_enough(
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = probed(monkeypatch, "graft")
+    out = tmp_path / "out"
+    argv = ["rescue", inputs / "finetune", "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl"]
+    rescued = document(argv, capfd)
+    assert asked == [out / "probe"]
+    assert (rescued["head"], status(capfd, str(out))) == ("graft", "healthy")
+    assert rescued["reason"].startswith("tau is what it is. To retrain the head all the same, choose another --out")
+    assert sorted(path.name for path in out.iterdir()) == ["export", "probe"]
+    base, export = all_tensors(inputs / "base"), all_tensors(out / "export")
+    assert all(torch.equal(export[key], value) for key, value in base.items() if key.startswith("mtp."))
+    # Again: the same, and the export is not written twice.
+    assert document(argv, capfd) == rescued
+
+
+@pytest.mark.parametrize("verdict", ["retrain", "undecided"])
+def test_a_rescue_trains_after_a_probe_that_does_not_advise_against_it(
+    verdict: str, inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = probed(monkeypatch, verdict)
+    short = [word for word in TINY_RESCUE if "max_steps" not in word]
+    out = tmp_path / "out"
+    argv = ["rescue", inputs / "finetune", "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl"]
+    rescued = document([*argv, "--set", *short], capfd)
+    assert asked == [out / "probe"]
+    assert (out / "report.json").is_file()
+    # A run that has begun goes on without another probe.
+    assert document([*argv, "--set", *short], capfd) == rescued
+    assert asked == [out / "probe"]
+
+
+def test_a_rescue_trains_nothing_where_the_probe_finds_a_fault(
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = probed(monkeypatch, "fault")
+    out = tmp_path / "out"
+    argv = ["rescue", inputs / "finetune", "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl"]
+    assert main([str(word) for word in argv]) == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert "tau is what it is; nothing was trained. Look at it with mtp-train inspect x, or train all the same" in said
+    assert [path.name for path in out.iterdir()] == ["probe"]
+    # The cure: who sets the length has decided to train.
+    rescued = document([*argv, "--set", *TINY_RESCUE], capfd)
+    assert (len(asked), status(capfd, rescued["out"])) == (1, "healthy")
+
+
+def test_the_probe_of_a_rescue_has_its_settings(
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_probes(monkeypatch)
+    out = tmp_path / "out"
+    argv = ["rescue", inputs / "finetune", "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl"]
+    # Random heads draft badly for their own base.
+    assert main([str(word) for word in [*argv, "--set", "head.num_depths=2", "data.group_field=group"]]) == 2
+    assert "The base's head drafts for the base itself with tau" in " ".join(capfd.readouterr().err.split())
+    assert json.loads((out / "probe" / "comparison" / "study.json").read_text())["grid"]["depths"] == [2]
+
+
+def test_several_processes_are_refused(
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([str(word) for word in command(inputs, tmp_path / "out", inputs / "finetune")]) == 2
+    assert "mtp-train rescue: launched with 2 processes; expected one" in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_rescue_sets_what_the_text_decides_once_it_exists(
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed(monkeypatch, "retrain")
     short = ["data.regenerate.max_new_tokens=12", "evaluate.max_new_tokens=8", "head.num_depths=2", "track.wandb=off"]
     out = tmp_path / "out"
     argv = ["rescue", inputs / "finetune", "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl"]
@@ -144,6 +231,7 @@ def test_the_how_to_runs_as_it_is_written(
 ) -> None:
     """On tiny models, with settings that suit them."""
     monkeypatch.chdir(tmp_path)
+    shorten_probes(monkeypatch)
     names = {"my-model": "finetune", "BASE": "base", "chats.jsonl": "chats.jsonl"}
     block, probing = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
     lines = [shlex.split(line)[1:] for line in block.splitlines()]
