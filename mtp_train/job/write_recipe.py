@@ -78,6 +78,9 @@ _NOTES: Mapping[str, str] = {
 }
 """Comments that replace the first sentence of a field's description."""
 _BUILTIN_NOTE = "The hundred built-in prompts, which is little. Name a file of your own chats or prompts here."
+_MAY_BE_LOST = (
+    "Releases of this family have a head. If the base of this model has one, write the recipe with --base BASE."
+)
 _LINE_WIDTH = 120
 _DRAFT_VOCAB = 32_000
 """Tokens that an EAGLE-3 head drafts from if the model has many more, as in the heads released with the paper
@@ -94,6 +97,8 @@ class WriteRecipeResult:
     """Where the head comes from: ``graft`` (the base), ``native`` (the model itself) or ``attach`` (a new head)."""
     family: str
     """The model's family."""
+    note: str | None = None
+    """For a new head, that the base may have one, as releases of this family do."""
 
     @property
     def commands(self) -> tuple[str, str]:
@@ -103,10 +108,12 @@ class WriteRecipeResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train init --json`` prints them."""
-        return {"out": str(self.out), "start": self.start, "family": self.family, "commands": list(self.commands)}
+        found = {"out": str(self.out), "start": self.start, "family": self.family, "note": self.note}
+        return {**found, "commands": list(self.commands)}
 
     def __str__(self) -> str:
-        return "\n".join([f"Wrote {self.out} ({self.family}). It trains {_TRAINS[self.start]}", *self.commands])
+        said = [f"Wrote {self.out} ({self.family}). It trains {_TRAINS[self.start]}", self.note]
+        return "\n".join([*filter(None, said), *self.commands])
 
 
 def write_recipe(
@@ -144,7 +151,8 @@ def write_recipe(
         plan_head(found.recipe, open_location(found.recipe.model.trunk), open_location(donor))
     with full_disk_is_named(out, what="the recipe"):
         write_text(out, _commented(settings, start, found.choices))
-    return WriteRecipeResult(out, start, found.family)
+    may_be_lost = start == "attach" and not open_location(str(trunk)).family.attached
+    return WriteRecipeResult(out, start, found.family, _MAY_BE_LOST if may_be_lost else None)
 
 
 def start_of(trunk: str, base: str | None) -> Start:

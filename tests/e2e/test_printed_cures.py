@@ -61,6 +61,21 @@ def cure(checkpoint: Path, base: Path | None = None) -> str:
     return found
 
 
+def test_a_head_that_a_tool_dropped_with_its_declaration_is_found_by_the_base(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "in")
+    set_count(inputs / "finetune", "mtp_num_hidden_layers", 0)
+    proposed = cure(inputs / "finetune")
+    assert proposed == f"mtp-train inspect {inputs / 'finetune'} --base BASE"
+    assert paste(proposed.replace("BASE", str(inputs / "base"))) == [0]
+    assert cure(inputs / "finetune", inputs / "base").startswith("mtp-train graft ")
+    # A new head would be second best, and the recipe for it says so.
+    written = mtp.write_recipe("new.yaml", inputs / "finetune", data=[inputs / "chats.jsonl"])
+    assert "If this model's base has one, write the recipe with --base BASE." in str(written)
+    headless = write_headless(tmp_path / "llama", "llama")
+    assert mtp.write_recipe("llama.yaml", headless, data=[inputs / "chats.jsonl"]).note is None
+    assert cure(headless).startswith("mtp-train init ")
+
+
 def test_a_lost_head_is_grafted_and_then_retrained_as_printed(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "in puts")
     grafting = cure(inputs / "finetune", inputs / "base")

@@ -72,7 +72,7 @@ RECORDS = {
     "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves kinds hours "
     "choices data",
     "DemoResult": "base finetune prompts",
-    "WriteRecipeResult": "out start family",
+    "WriteRecipeResult": "out start family note",
     "EvaluationGrid": "suite tasks prompts_per_task temperatures contexts depths rules max_new_tokens batch seed",
     "EvaluationResult": "out report",
     "ExportResult": "out trunk file flag notes",

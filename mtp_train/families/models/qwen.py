@@ -60,7 +60,7 @@ def _head_layer_config_next(text_config: PretrainedConfig, num_modules: int) -> 
 
 QWEN3_5 = Family(
     name="qwen3_5",
-    title="Qwen3.5 / Qwen3.6 dense",
+    title="Qwen3.5 / 3.6 / 3.8 dense",
     model_types=("qwen3_5_text",),
     declaration=Declaration(count="mtp_num_hidden_layers", others=("mtp_use_dedicated_embeddings", _INTERVAL)),
     keys=Keys(trunk_prefixes=("model.language_model.", "model."), head_prefixes=("mtp.",), rules=beside_the_trunk()),
@@ -81,7 +81,7 @@ QWEN3_5 = Family(
 
 QWEN3_5_MOE = Family(
     name="qwen3_5_moe",
-    title="Qwen3.5 / Qwen3.6 MoE",
+    title="Qwen3.5 / 3.6 / 3.8 MoE",
     model_types=("qwen3_5_moe_text",),
     declaration=Declaration(count="mtp_num_hidden_layers", others=("mtp_use_dedicated_embeddings", _INTERVAL)),
     keys=Keys(
@@ -155,7 +155,7 @@ def _choose_pools(decoder: Any) -> None:
 
 QWEN4_EXP = Family(
     name="qwen4_exp",
-    title="Qwen4-Exp",
+    title="Qwen4-Exp (Qwen3.8 Flash-Next)",
     model_types=("qwen4_exp_text",),
     declaration=Declaration(
         count="mtp_num_hidden_layers", others=("mtp_use_dedicated_embeddings", "full_attention_interval")

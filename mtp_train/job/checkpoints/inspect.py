@@ -31,6 +31,7 @@ from mtp_train.weights.suggestions import (
     draft_model_flag,
     export_command,
     graft_command,
+    inspect_command,
     named_base,
     retrain_command,
     train_command,
@@ -347,7 +348,9 @@ def find_cure(
     if status == "undeclared":
         return export_command(path)
     if status == "none":
-        return train_command(path)
+        # If releases of this family have a head, it was probably dropped: Unsloth removes its count from the config too.
+        lost = base is None and not checkpoint.family.attached
+        return inspect_command(path, donor) if lost else train_command(path)
     return retrain_command(path, donor) if stale else None
 
 
