@@ -78,9 +78,7 @@ _NOTES: Mapping[str, str] = {
 }
 """Comments that replace the first sentence of a field's description."""
 _BUILTIN_NOTE = "The hundred built-in prompts, which is little. Name a file of your own chats or prompts here."
-_MAY_BE_LOST = (
-    "Releases of this family have a head. If the base of this model has one, write the recipe with --base BASE."
-)
+_MAY_BE_LOST = "Releases of this family have a head. If this model's base has one, write the recipe with --base BASE."
 _LINE_WIDTH = 120
 _DRAFT_VOCAB = 32_000
 """Tokens that an EAGLE-3 head drafts from if the model has many more, as in the heads released with the paper

@@ -348,7 +348,7 @@ def find_cure(
     if status == "undeclared":
         return export_command(path)
     if status == "none":
-        # If releases of this family have a head, it was probably dropped: Unsloth removes its count from the config too.
+        # Releases of such a family have a head. It was probably dropped: Unsloth drops its count in the config too.
         lost = base is None and not checkpoint.family.attached
         return inspect_command(path, donor) if lost else train_command(path)
     return retrain_command(path, donor) if stale else None
