@@ -27,7 +27,9 @@ SETTINGS = {
     "train__log_steps": 1,
     "export__link": "copy",
 }
-LAUNCHERS = ("accelerate", "torchrun")
+DDP, NODES, TORCHRUN = "cpu_ddp.yaml", "fsdp2_nodes.yaml", "torchrun"
+# As recipes/README.md has them.
+SHARDS_BY_TORCHRUN = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 Done = subprocess.CompletedProcess[str]
 
 
@@ -53,13 +55,15 @@ def command_of(launcher: str, node: int, port: int) -> list[str]:
         place = ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         return [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *place]
     place = ["--machine_rank", str(node), "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
-    size = ["--num_machines", "2", "--num_processes", "2"]
-    words = ["-m", "accelerate.commands.launch", "--config_file", str(MACHINES / "cpu_ddp.yaml"), *size, *place]
-    return [sys.executable, *words]
+    words = ["--config_file", str(MACHINES / launcher), "--num_machines", "2", "--num_processes", "2", *place]
+    return [sys.executable, "-m", "accelerate.commands.launch", *words]
 
 
 def launch_nodes(launcher: str, recipe: Path, run_dirs: Sequence[Path], *words: str, **variables: str) -> list[Done]:
-    """Start a recipe by two launchers, each in the parent of its run directory, and wait for both."""
+    """Start a recipe by two launchers, each in the parent of its run directory, and wait for both.
+
+    ``launcher`` is torchrun, or the file that accelerate's launcher reads.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
@@ -99,7 +103,7 @@ def assert_same_run(run_dir: Path, expected: Path) -> None:
     assert exports[0] == exports[1]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", [DDP, TORCHRUN])
 def test_two_launchers_give_the_run_of_one(launcher: str, recipe: Path, one_node: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     first, second = launch_nodes(launcher, recipe, [run_dir, run_dir])
@@ -111,14 +115,16 @@ def test_two_launchers_give_the_run_of_one(launcher: str, recipe: Path, one_node
         assert responses(run_dir, rank, world=2) == responses(one_node, rank, world=2) != []
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(("launcher", "lost"), [(DDP, 1), (TORCHRUN, 0)])
 def test_a_lost_node_ends_the_run_and_the_same_commands_resume_it(
-    launcher: str, recipe: Path, one_node: Path, tmp_path: Path
+    launcher: str, lost: int, recipe: Path, one_node: Path, tmp_path: Path
 ) -> None:
+    """Each node has one process, which no launcher of its own ends when the process of the other node is killed."""
     run_dir = tmp_path / "run"
-    first, second = launch_nodes(launcher, recipe, [run_dir, run_dir], DIES=f"1:{DIES_BEFORE}")
-    assert (first.returncode, second.returncode) == (1, 1), first.stderr + second.stderr
-    assert first.stderr.count("mtp-train: launcher: another process of this run is gone") == 1, first.stderr
+    both = launch_nodes(launcher, recipe, [run_dir, run_dir], DIES=f"{lost}:{DIES_BEFORE}")
+    assert [done.returncode for done in both] == [1, 1], both
+    said = [done.stderr.count("mtp-train: launcher: another process of this run is gone") for done in both]
+    assert said == [int(node != lost) for node in (0, 1)], both
     found = outcome(run_dir)
     assert (found["exit_code"], found["reason"], found["stage"]) == (1, "lost_process", "train")
     again = launch_nodes(launcher, recipe, [run_dir, run_dir])
@@ -126,10 +132,23 @@ def test_a_lost_node_ends_the_run_and_the_same_commands_resume_it(
     assert_same_run(run_dir, one_node)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_nodes_that_do_not_share_the_run_directory_are_refused(launcher: str, recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("launcher", "variables"), [(NODES, {}), (TORCHRUN, SHARDS_BY_TORCHRUN)])
+def test_nodes_share_one_trunk_in_shards(
+    launcher: str, variables: dict[str, str], recipe: Path, one_node: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    both = launch_nodes(launcher, recipe, [run_dir, run_dir], **variables)
+    assert [done.returncode for done in both] == [0, 0], both
+    lines = metrics(run_dir)
+    assert {(line["world_size"], line["wrapper"]) for line in lines} == {(2, "FSDPHeadTraining")}
+    expected = [line["loss"] for line in metrics(one_node)]
+    assert [line["loss"] for line in lines] == pytest.approx(expected, abs=1e-4)
+    torch.testing.assert_close(head(run_dir), head(one_node), atol=1e-3, rtol=1e-3)
+
+
+def test_nodes_that_do_not_share_the_run_directory_are_refused(recipe: Path, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "a", tmp_path / "b"
-    both = launch_nodes(launcher, recipe, [ours, theirs], ATTEMPTS="1")
+    both = launch_nodes(DDP, recipe, [ours, theirs], ATTEMPTS="1")
     assert [done.returncode for done in both] == [1, 1], both
     message = f"run_dir: {ours}: processes 0 and 1 see different files (run.lock); expected one directory"
     assert both[0].stderr.count(f"mtp-train: {message}") == 1, both[0].stderr
@@ -147,7 +166,7 @@ def test_nodes_with_other_data_are_refused(recipe: Path, tmp_path: Path) -> None
     text = (recipe.parent / "chats.jsonl").read_text()
     (run_dir.parent / "chats.jsonl").write_text(text)
     (seen_as.parent / "chats.jsonl").write_text(text.replace("say 0", "tell 0"))
-    both = launch_nodes("torchrun", recipe, [run_dir, seen_as], "data.sources.0.path=chats.jsonl")
+    both = launch_nodes(TORCHRUN, recipe, [run_dir, seen_as], "data.sources.0.path=chats.jsonl")
     assert [done.returncode for done in both] == [1, 1], both
     message = f"data: the files of process 1 on {socket.gethostname()} differ from those of process 0;"
     assert both[0].stderr.count(f"mtp-train: {message}") == 1, both[0].stderr
@@ -175,7 +194,7 @@ def test_a_directory_that_another_run_holds_is_left_alone_by_every_node(recipe: 
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         before = tree(run_dir)
-        both = launch_nodes("accelerate", recipe, [run_dir, run_dir])
+        both = launch_nodes(DDP, recipe, [run_dir, run_dir])
         assert tree(run_dir) == before
     finally:
         holder.communicate()
