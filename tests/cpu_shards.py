@@ -3,7 +3,8 @@
 accelerate shards on no CPU under FSDP2: it takes processes there for plain data-parallel ones. Told that they are what
 processes on GPUs are, it does everything else as it does there. ``DIES=RANK:STEP`` in the environment makes a process
 kill itself before that step, ``DIES_IN=RANK:MODULE:FUNCTION`` when it calls a function. ``SHARD_BYTES`` is the size of
-the files of hidden states; ``FULL=RANK:NUMBER`` leaves a process no room for those behind so many.
+the files of hidden states; ``FULL=RANK:NUMBER`` leaves a process no room for those behind so many. ``ATTEMPTS`` is how
+often processes look for one another's files.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from mtp_train.cli.main import main
+from mtp_train.job import shared_files
 from mtp_train.train import hidden_cache, loop
 
 
@@ -75,4 +77,5 @@ if __name__ == "__main__":
     if (files := asked_of_this_process("FULL")) is not None:
         fill_disk_after(files)
     hidden_cache.SHARD_BYTES = int(os.environ.get("SHARD_BYTES", hidden_cache.SHARD_BYTES))
+    shared_files.ATTEMPTS = int(os.environ.get("ATTEMPTS", shared_files.ATTEMPTS))
     sys.exit(main(["run", *sys.argv[1:]]))

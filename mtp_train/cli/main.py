@@ -87,13 +87,18 @@ def _run(arguments: list[str]) -> int:
         with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
             result: Result = args.handler(args)
     except mtp.MtpError as error:
-        if is_main_process() or error.of_one_process:
+        if is_main_process() or error.of_one_process or _ends_this_node(error):
             print(f"mtp-train: {error}", file=sys.stderr)
         return error.exit_code
     if is_main_process():
         text = result.text if result.styled else printable(result.text)
         print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else text, flush=True)
     return result.exit_code
+
+
+def _ends_this_node(error: mtp.MtpError) -> bool:
+    """Return whether a node prints that a process is lost: the main process of another node may be that process."""
+    return isinstance(error, mtp.LostProcessError) and os.environ.get("LOCAL_RANK") == "0"
 
 
 def _means_recipe(word: str) -> bool:

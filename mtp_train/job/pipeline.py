@@ -62,7 +62,7 @@ from mtp_train.train.plan import make_plan
 from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import read_json
-from mtp_train.weights.writing import full_disk_is_named
+from mtp_train.weights.writing import LOCK_FILE, full_disk_is_named
 
 
 def run(recipe: Recipe, console: Console, auto: Collection[str] = ()) -> Outcome:
@@ -100,7 +100,7 @@ def _run(recipe: Recipe, run_dir: Path, console: Console, auto: Collection[str])
     forget_outcome(run_dir)
     stage = Stage()
     try:
-        accelerator = make_accelerator()
+        accelerator = join_processes(run_dir, stage)
         require_flex_device(recipe.train.attention, accelerator.device)
         recipe = settle(recipe, accelerator)
         progress_bars = progress_on(console, is_main=accelerator.is_main_process)
@@ -113,7 +113,9 @@ def _run(recipe: Recipe, run_dir: Path, console: Console, auto: Collection[str])
     except MtpError as error:
         require_still_held(run_dir)
         reached = "done" if isinstance(error, GateRefusedError) else stage.name
-        if not isinstance(error, OutputExistsError):
+        # A process that never joined the others may belong to a launch that was refused the directory.
+        unjoined = isinstance(error, LostProcessError) and not (stage.joined or is_main_process())
+        if not (isinstance(error, OutputExistsError) or unjoined):
             said = record_failure(run_dir, Outcome(error.exit_code, error.reason, str(error), reached))
             if said is not None and isinstance(error, LostProcessError):
                 raise LostProcessError(f"launcher: another process of this run is gone. {said.message}") from error
@@ -135,6 +137,21 @@ def _run(recipe: Recipe, run_dir: Path, console: Console, auto: Collection[str])
     if accelerator.is_main_process:
         write_outcome(run_dir, outcome)
     return outcome
+
+
+def join_processes(run_dir: Path, stage: Stage) -> RunAccelerator:
+    """Join the processes of the launch, and check that all nodes share the run directory.
+
+    Raises:
+        TrainingError: They do not, or accelerate's state differs from the launcher's settings.
+        LostProcessError: Another process ended before all had joined.
+    """
+    with lost_process_is_named():
+        accelerator = make_accelerator()
+        stage.joined = True
+        # The main process holds the lock. Machines without a common file system are found before any trunk is loaded.
+        require_shared(run_dir, [LOCK_FILE], accelerator)
+    return accelerator
 
 
 def settle(recipe: Recipe, accelerator: Accelerator) -> Recipe:
@@ -174,7 +191,8 @@ def run_stages(
     """Run all stages. The processes share all but the report and the export, which are the main process's."""
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     tell_precision(recipe, accelerator.device, progress.console)
-    trained = (run_dir / HEAD).is_dir()
+    # As the main process finds it: a network file system may show a new directory to other machines later.
+    trained = accelerator.gather_items([(run_dir / HEAD).is_dir()])[0]
     in_shards = shards_trunk(accelerator) and not trained
     main = accelerator.is_main_process
     records = hash_run_inputs(recipe, run_dir, progress) if main else {}
@@ -247,7 +265,7 @@ def settle_length(
 ) -> tuple[Recipe, Inputs]:
     """Resolve the length of training for its text, if it is ``auto``, and record it, unless training had begun."""
     fields = [field for field in auto if field in FROM_TEXT]
-    if not fields or (run_dir / STATE).exists():
+    if not fields or broadcast_object_list([(run_dir / STATE).exists()])[0]:
         return recipe, inputs
     settled = settle_training(recipe, fields, documents, accelerator.num_processes)
     recipe, choices = broadcast_object_list([settled])[0]
@@ -270,7 +288,7 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
     recipe = with_recorded_precision(recipe, run_dir)
     require_ours(run_dir, recipe)
     with full_disk_is_named(run_dir, what="the responses"), held_by_one_run(run_dir, progress.console):
-        accelerator = make_accelerator()
+        accelerator = join_processes(run_dir, Stage())
         recipe = settle(recipe, accelerator)
         main = accelerator.is_main_process
         if main:

@@ -93,8 +93,8 @@ def is_main_process() -> bool:
 
 
 def forget_outcome(run_dir: Path) -> None:
-    """Remove the outcome of an earlier attempt."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    """Remove the outcome of an earlier attempt. Only the main process does, as it holds the directory of all nodes."""
+    if is_main_process():
         (run_dir / OUTCOME_FILE).unlink(missing_ok=True)
 
 

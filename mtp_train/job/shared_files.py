@@ -1,14 +1,22 @@
-"""Check that all processes see the same files: each reads what the others wrote, also on another machine."""
+"""Check that all processes see the same files: each reads what the others wrote, also on another machine.
+
+Inputs may be copies on each machine, which must not differ.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from mtp_train.data.prompts import Prompt
+from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
+from mtp_train.job.run_dir import checkpoint_identity
 from mtp_train.train.launch import RunAccelerator
+from mtp_train.weights.files import Checkpoint
 
 ATTEMPTS, PAUSE_SECONDS = 60, 1.0
 """A network file system may show new files only after its cache's time, by default up to a minute for NFS."""
@@ -50,3 +58,41 @@ def files_in(directory: Path, names: Sequence[str]) -> dict[str, str]:
                 content = hashlib.sha256(path.read_bytes()).hexdigest() if size <= SMALL_BYTES else ""
                 found[str(path.relative_to(directory))] = f"{size} {content}"
     return found
+
+
+def require_alike(what: str, checksum: str, accelerator: RunAccelerator) -> None:
+    """Check that all processes read the same inputs; every process must call it.
+
+    Args:
+        what: The recipe's section that names the inputs, for the message.
+        checksum: Checksum of this process's inputs.
+        accelerator: The processes.
+
+    Raises:
+        TrainingError: A process reads others than the main process.
+    """
+    (first, _), *others = accelerator.gather_items([(checksum, socket.gethostname())])
+    for rank, (other, host) in enumerate(others, start=1):
+        if other != first:
+            raise TrainingError(
+                f"{what}: the files of process {rank} on {host} differ from those of process 0; expected the same on "
+                "all machines. Put them on a file system that the machines share, or copy them again."
+            )
+
+
+def checkpoints_checksum(checkpoints: Iterable[Checkpoint | None]) -> str:
+    """Return a checksum of the configs and indices of checkpoints; weights are not read."""
+    found = [checkpoint_identity("", one)["sha256"] for one in checkpoints if one is not None]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def text_checksum(documents: Iterable[Document], prompts: Iterable[Prompt]) -> str:
+    """Return a checksum of tokens, targets and groups of documents, and of tokens and groups of prompts."""
+    checksum = hashlib.sha256()
+    for document in documents:
+        checksum.update(repr((document.id, document.group, len(document.input_ids))).encode())
+        checksum.update(document.input_ids.tobytes())
+        checksum.update(document.loss_mask.tobytes())
+    for prompt in prompts:
+        checksum.update(repr((prompt.id, prompt.group, list(prompt.prompt_ids))).encode())
+    return checksum.hexdigest()

@@ -16,7 +16,7 @@ from mtp_train.job.input_identity import record_run_inputs, require_run_inputs, 
 from mtp_train.job.inputs import Inputs
 from mtp_train.job.regeneration import regenerate_stage, stored_documents
 from mtp_train.job.run_dir import FIRST_STAGE, checkpoint_identity, claim, environment_facts
-from mtp_train.job.shared_files import require_shared
+from mtp_train.job.shared_files import checkpoints_checksum, require_alike, require_shared, text_checksum
 from mtp_train.job.training import part_documents
 from mtp_train.recipe.loading import RECIPE_FILE
 from mtp_train.recipe.schema import Recipe
@@ -33,6 +33,8 @@ class Stage:
     """The stage that the run has reached, for the outcome of a failure."""
 
     name = FIRST_STAGE
+    joined = False
+    """Whether this process has joined the others of its launch."""
 
 
 def load_run_trunk(
@@ -98,8 +100,12 @@ def claim_run(
 
     Raises:
         ChangedInputError: An input changed while it was loaded.
-        TrainingError: The processes do not share the directory.
+        TrainingError: The processes do not share the directory, or read other inputs than the main process.
     """
+    if accelerator.num_processes > 1:
+        require_alike("model", checkpoints_checksum([inputs.finetune, inputs.base]), accelerator)
+        text = text_checksum(inputs.documents, [*inputs.prompts, *inputs.held_out])
+        require_alike("data", text, accelerator)
     if accelerator.is_main_process:
         record_run_inputs(run_dir, records)
         claim(run_dir, recipe, provenance(recipe, inputs))

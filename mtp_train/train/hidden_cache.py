@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -235,8 +236,8 @@ def _write(states_SD: Tensor, dtype: torch.dtype, path: Path) -> None:
         # fp8 has a small range: scale every token to the whole of it.
         scales_S1 = states_SD.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / _FP8_MAX
         tensors = {STATES: states_SD.float() / scales_S1, SCALES: scales_S1}
-    # Two runs may build the same cache: each writes under a name of its own, then renames.
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    # Two runs may build the same cache, also on two machines: each writes under a name of its own, then renames.
+    partial = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.partial")
     stored = {STATES: SAFETENSORS_DTYPES[dtype], SCALES: SAFETENSORS_DTYPES[torch.float32]}
     write_safetensors(partial, [held_tensor(name, stored[name], values) for name, values in tensors.items()])
     partial.replace(path)

@@ -21,6 +21,8 @@ from mtp_train.upstream.accelerate_private import default_config_path, launch_pa
 
 # accelerate's launcher sets it for every process. A process without it was not launched by accelerate.
 _MARK = "ACCELERATE_MIXED_PRECISION"
+_TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"
+_TORCHRUN_PROGRAMS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _PROGRAMS = ("accelerate-launch", "accelerate.commands.launch")
 _PROGRAMS_OF_COMMANDS = ("accelerate", "accelerate.commands.accelerate_cli")
 _FLAGS: dict[str, DistributedType] = {
@@ -30,7 +32,7 @@ _FLAGS: dict[str, DistributedType] = {
 }
 SHARDING = frozenset(_FLAGS.values())
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-"""The variable by which accelerate's launcher sets the number of threads of its processes."""
+"""The variable by which accelerate's launcher and torchrun set the number of threads of their processes."""
 
 
 class Request(NamedTuple):
@@ -56,13 +58,23 @@ NOTHING = Request(None, None)
 
 
 def launcher_request() -> Request:
-    """Return the request of the launcher above this process; an empty one if no launcher is found or readable."""
+    """Return the request of the launcher above this process; an empty one if no launcher is found or readable.
+
+    Of torchrun only the threads are read: it drops no request.
+    """
     if _MARK not in os.environ:
-        return NOTHING
+        return _torchrun_request() if _TORCHRUN_MARK in os.environ else NOTHING
     for command, directory, environment in _ancestors():
         arguments = launch_arguments(command)
         if arguments is not None:
             return read_request(arguments, directory, environment)
+    return NOTHING
+
+
+def _torchrun_request() -> Request:
+    for command, _, environment in _ancestors():
+        if any(Path(word).name.removesuffix(".exe") in _TORCHRUN_PROGRAMS for word in command):
+            return Request(None, None, default_threads=THREADS_VARIABLE not in environment)
     return NOTHING
 
 

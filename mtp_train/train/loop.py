@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -158,6 +159,8 @@ def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelera
     Broken states are removed, and named in a warning.
     """
     done, broken = newest_whole_step(state_dir)
+    # As the main process finds it, which also waits until all processes have looked: states are removed below.
+    done = broadcast_object_list([done])[0]
     accelerator.wait_for_everyone()
     if broken and accelerator.is_main_process:
         remove_states(broken)

@@ -37,7 +37,8 @@ def use_threads(text_config: Mapping[str, Any], rows: int = 1) -> str:
     """Set the number of threads for a model, unless the user has set it; return a clause with the number in use.
 
     Small products take less time than synchronising threads; large ones gain from every core. Without a number from the
-    user, ``accelerate launch`` sets OMP_NUM_THREADS=1 for its processes, which leaves all cores but one idle.
+    user, ``accelerate launch`` and ``torchrun`` set OMP_NUM_THREADS=1 for their processes, which leaves all cores but
+    one idle.
 
     Args:
         text_config: The trunk's text config as stored, not validated yet.

@@ -11,13 +11,18 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.utils import DistributedType
+from torch.distributed.run import get_args_parser
 
 from mtp_train.recipe.loading import dump_recipe, load_recipe
+from mtp_train.train.launcher import read_request
+from mtp_train.upstream.accelerate_private import launch_parser
 
 ROOT = Path(__file__).parents[2]
 MACHINES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path not in MACHINES)
 README = ROOT / "recipes" / "README.md"
+SLURM = ROOT / "recipes" / "slurm" / "nodes.sh"
 SCHEMA = ROOT / "mtp_train" / "recipe" / "schema.json"
 
 LOAD = """
@@ -123,7 +128,73 @@ def test_import_check_sees_a_heavy_import() -> None:
 def test_machine_settings_are_known_to_accelerate_and_leave_precision_alone(path: Path) -> None:
     settings = ClusterConfig.from_yaml_file(path)
     assert settings.mixed_precision == "no"
-    assert settings.num_machines == 1
+    assert settings.num_machines == (2 if path.stem.endswith("_nodes") else 1)
+
+
+# Several nodes
+
+
+def accelerate_words(text: str) -> list[list[str]]:
+    """Return the arguments of each ``accelerate launch`` of a text."""
+    lines = [line for line in text.splitlines() if line.startswith("accelerate launch")]
+    return [shlex.split(line)[2:] for line in lines]
+
+
+def assert_two_nodes(words: list[str], node: int, address: str) -> None:
+    """Check that accelerate's launcher reads a node of two with 8 GPUs each, and shards."""
+    args = launch_parser().parse_args(words)
+    assert (args.machine_rank, args.main_process_ip, args.module) == (node, address, True)
+    assert read_request(words, ROOT, {})[:2] == (16, DistributedType.FSDP)
+    assert ClusterConfig.from_yaml_file(ROOT / args.config_file).num_machines == 2
+    assert args.num_machines in (None, 2)
+    assert [args.training_script, *args.training_script_args][:2] == ["mtp_train", "my-27b.yaml"]
+
+
+def test_the_commands_for_several_nodes_are_ones_that_the_launchers_read() -> None:
+    section = README.read_text(encoding="utf-8").split("\n# Several nodes\n")[1].split("\n# ")[0]
+    text = section.replace("\\\n", " ").replace("$NODE", "1")
+    (words,) = accelerate_words(text)
+    assert_two_nodes(words, 1, "node-0")
+    (line,) = [line for line in text.splitlines() if " torchrun " in line]
+    variables, command = line.split(" torchrun ")
+    assert variables.split() == ["ACCELERATE_USE_FSDP=true", "FSDP_VERSION=2"]
+    args = get_args_parser().parse_args(shlex.split(command))
+    assert (args.nnodes, args.nproc_per_node, args.node_rank, args.master_port) == ("2", "8", 1, 29500)
+    assert (args.master_addr, args.module, args.training_script) == ("node-0", True, "mtp_train")
+    (script,) = [line.split()[1] for line in text.splitlines() if line.startswith("sbatch ")]
+    assert ROOT / script == SLURM
+
+
+# Each stands in for a program of Slurm, or prints how accelerate would be started.
+PROGRAMS = {
+    "scontrol": "printf 'node-a\\nnode-b\\n'",
+    "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; for id in 0 1; do SLURM_NODEID=$id "$@" || exit; done',
+    "accelerate": "echo accelerate $*",
+}
+
+
+def test_the_slurm_script_starts_one_launcher_on_each_node(tmp_path: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(SLURM)], check=False).returncode == 0
+    assert os.access(SLURM, os.X_OK)
+    for name, script in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", str(SLURM), "my-27b.yaml", "train.lr=1e-4"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, **job},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    nodes = accelerate_words(done.stdout)
+    assert len(nodes) == 2
+    for node, words in enumerate(nodes):
+        assert_two_nodes(words, node, "node-a")
+        assert launch_parser().parse_args(words).main_process_port == 23456
+        assert words[-1] == "train.lr=1e-4"
 
 
 PROBE = """

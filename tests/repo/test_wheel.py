@@ -56,11 +56,12 @@ def test_the_wheel_holds_every_module_and_type_marker(wheel: zipfile.ZipFile) ->
     assert data <= set(wheel.namelist())
 
 
-def test_the_wheel_holds_the_recipes_and_accelerate_files(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_the_recipes_and_launch_files(wheel: zipfile.ZipFile) -> None:
     held = {name.removeprefix(f"{SHIPPED}/") for name in names_under(wheel, SHIPPED)}
-    expected = {name.removeprefix("recipes/") for name in files_under(Path("recipes")) if name.endswith(".yaml")}
+    files = {name.removeprefix("recipes/") for name in files_under(Path("recipes"))}
+    expected = {name for name in files if name.endswith((".yaml", ".sh"))}
     assert held == expected
-    assert {"retrain_head.yaml", "accelerate/ddp.yaml"} <= held
+    assert {"retrain_head.yaml", "accelerate/ddp.yaml", "slurm/nodes.sh"} <= held
 
 
 PROGRAM = """

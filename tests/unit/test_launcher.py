@@ -127,6 +127,20 @@ def test_a_process_that_no_launcher_gave_its_environment_has_no_request(monkeypa
     assert launcher_request() == NOTHING
 
 
+@pytest.mark.parametrize("command", ["/venv/bin/python /venv/bin/torchrun", "python -m torch.distributed.run"])
+def test_threads_that_torchrun_set_by_itself_are_its_default(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = process(f"{command} --nproc-per-node 8 -m mtp_train recipe.yaml")
+    launched_by(monkeypatch, process("bash run.sh"), parent)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert launcher_request() == NOTHING
+    parent.environ = lambda: {"PATH": "/bin"}
+    assert launcher_request() == Request(None, None, default_threads=True)
+    launched_by(monkeypatch, process("bash run.sh"))
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    assert launcher_request() == NOTHING
+
+
 def test_a_real_parent_is_read(tmp_path: Path) -> None:
     """A program under the launcher's name starts another with a relative file; nothing of accelerate runs."""
     (tmp_path / "machine.yaml").write_text((MACHINES / "zero2.yaml").read_text())

@@ -149,7 +149,7 @@ def test_the_outcome_is_that_of_the_process_that_failed_first(
 ) -> None:
     write_outcome(tmp_path, dataclasses.replace(REFUSED, message="of an earlier attempt"))
     for rank in (0, 1):
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("RANK", str(rank))
         forget_outcome(tmp_path)
     for rank, outcome in failures:
         monkeypatch.setenv("RANK", str(rank))
@@ -160,14 +160,16 @@ def test_the_outcome_is_that_of_the_process_that_failed_first(
     assert read_outcome(tmp_path) == kept
 
 
-def test_only_the_first_process_of_a_machine_forgets_an_outcome(
+def test_only_the_first_process_of_all_nodes_forgets_an_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_outcome(tmp_path, REFUSED)
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    # The first process of a second node.
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "8")
     forget_outcome(tmp_path)
     assert read_outcome(tmp_path) == REFUSED
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "0")
     forget_outcome(tmp_path)
     forget_outcome(tmp_path)
     assert read_outcome(tmp_path) is None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mtp_train.data.prompts import Prompt
+from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.job import shared_files
-from mtp_train.job.shared_files import files_in, require_shared
+from mtp_train.job.shared_files import files_in, require_alike, require_shared, text_checksum
 
 
 class Launch:
@@ -79,3 +82,41 @@ def test_a_file_system_that_shows_files_late_is_waited_for(
     monkeypatch.setattr(shared_files.time, "sleep", lambda _: shutil.copy(mine / "recipe.yaml", theirs / "recipe.yaml"))
     require_shared(mine, NAMES, launch)
     assert launch.calls == 2
+
+
+class TwoMachines:
+    """Two processes, of which the second has other inputs, or the same."""
+
+    def __init__(self, second: str) -> None:
+        self.second = second
+
+    def gather_items(self, own: list[Any]) -> list[Any]:
+        return [*own, (self.second, "node-1")]
+
+
+def test_inputs_that_differ_between_machines_are_named() -> None:
+    alike: Any = TwoMachines("abc")
+    require_alike("data", "abc", alike)
+    with pytest.raises(TrainingError, match=r"^data: the files of process 1 on node-1 differ .*; expected the same on"):
+        require_alike("data", "abd", alike)
+
+
+DOCUMENT = Document([1, 2, 3], [False, True, True], "g", "a")
+PROMPT = Prompt("a", "g", (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("changed", "values"),
+    [
+        (DOCUMENT, {"input_ids": [1, 2, 4]}),
+        (DOCUMENT, {"loss_mask": [True, True, True]}),
+        (DOCUMENT, {"group": "h"}),
+        (PROMPT, {"prompt_ids": (1, 3)}),
+        (PROMPT, {"id": "b"}),
+    ],
+)
+def test_the_checksum_of_text_depends_on_everything_that_is_trained_on(changed: Any, values: dict[str, Any]) -> None:
+    other = dataclasses.replace(changed, **values)
+    texts = [DOCUMENT if changed is PROMPT else other], [PROMPT if changed is DOCUMENT else other]
+    assert text_checksum(*texts) != text_checksum([DOCUMENT], [PROMPT])
+    assert text_checksum([DOCUMENT], [PROMPT]) == text_checksum([dataclasses.replace(DOCUMENT)], [PROMPT])

@@ -211,7 +211,7 @@ def run_sft_stages(
     if main:
         clear_leftovers(run_dir)
     inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
-    if not is_trained(run_dir, recipe):
+    if not accelerator.gather_items([is_trained(run_dir, recipe)])[0]:
         stage.name = "train"
         fine_tune_stage(recipe, sft, run_dir, inputs, accelerator, progress)
     accelerator.wait_for_everyone()

@@ -111,7 +111,7 @@ def train_heads(
     in_shards = shards_trunk(accelerator)
     for objective in study.objectives:
         directory = head_dir(run_dir, objective)
-        if (directory / HEAD).is_dir():
+        if accelerator.gather_items([(directory / HEAD).is_dir()])[0]:
             continue
         writes = documents is None and recipe.regenerates
         # A trunk that was sharded, or whose layers were dropped for a hidden-state cache, is gone: load it again.

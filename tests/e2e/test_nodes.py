@@ -1,0 +1,203 @@
+"""Several nodes: two launchers over loopback, as two machines of a cluster start them, give the run that one gives."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from launching import DEADLINE_SECONDS, MACHINES, ROOT, environment, head, launch, metrics, outcome, responses
+from runs import LEARNS, tree, write_inputs, write_recipe
+
+pytestmark = pytest.mark.slow
+PROGRAM = ROOT / "tests" / "cpu_shards.py"
+DIES_BEFORE = 5
+# Greedy answers in batches of two prompts, so that both processes have some.
+SETTINGS = {
+    **LEARNS,
+    "data__regenerate": {**LEARNS["data__regenerate"], "batch_size": 2},
+    "train__save_steps": 3,
+    "train__log_steps": 1,
+    "export__link": "copy",
+}
+DDP, NODES, TORCHRUN = "cpu_ddp.yaml", "fsdp2_nodes.yaml", "torchrun"
+# As recipes/README.md has them.
+SHARDS_BY_TORCHRUN = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+Done = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe that regenerates and passes the gate; every test gives it a run directory of its own."""
+    inputs = write_inputs(tmp_path_factory.mktemp("nodes") / "in", num_records=48)
+    return write_recipe(inputs / "recipe.yaml", inputs, inputs / "run", **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def one_node(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of two processes under one launcher."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    done = launch("cpu_ddp.yaml", recipe, run_dir, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+def command_of(launcher: str, node: int, port: int) -> list[str]:
+    """Return the launcher of one of two nodes with one process each, without the program."""
+    if launcher == "torchrun":
+        place = ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        return [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *place]
+    place = ["--machine_rank", str(node), "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+    words = ["--config_file", str(MACHINES / launcher), "--num_machines", "2", "--num_processes", "2", *place]
+    return [sys.executable, "-m", "accelerate.commands.launch", *words]
+
+
+def launch_nodes(launcher: str, recipe: Path, run_dirs: Sequence[Path], *words: str, **variables: str) -> list[Done]:
+    """Start a recipe by two launchers, each in the parent of its run directory, and wait for both.
+
+    ``launcher`` is torchrun, or the file that accelerate's launcher reads.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    nodes = [
+        subprocess.Popen(
+            [*command_of(launcher, node, port), str(PROGRAM), str(recipe), f"run_dir={run_dir}", *words, "--json"],
+            env=environment(ACCELERATE_USE_CPU="true", **variables),
+            cwd=run_dir.parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node, run_dir in enumerate(run_dirs)
+    ]
+    try:
+        said = [node.communicate(timeout=DEADLINE_SECONDS) for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                node.send_signal(signal.SIGTERM)
+    return [Done(node.args, node.returncode, *texts) for node, texts in zip(nodes, said, strict=True)]
+
+
+def assert_same_run(run_dir: Path, expected: Path) -> None:
+    """Check that log, head and export are those of another run."""
+    fields = ("step", "loss", "loss_depth_1", "loss_depth_2", "lr", "tokens", "world_size", "wrapper")
+    ours, theirs = ([[line[field] for field in fields] for line in metrics(path)] for path in (run_dir, expected))
+    assert ours == theirs
+    found, kept = head(run_dir), head(expected)
+    assert found.keys() == kept.keys()
+    assert all(torch.equal(found[key], kept[key]) for key in kept)
+    reports = [json.loads((path / "report.json").read_text()) for path in (run_dir, expected)]
+    assert [one["arms"]["retrained"]["tau"] for one in reports] == [reports[0]["arms"]["retrained"]["tau"]] * 2
+    exports = [tree(path / "export") for path in (run_dir, expected)]
+    # The model card has speeds, which differ from run to run.
+    assert all(export.pop("README.md") is not None for export in exports)
+    assert exports[0] == exports[1]
+
+
+@pytest.mark.parametrize("launcher", [DDP, TORCHRUN])
+def test_two_launchers_give_the_run_of_one(launcher: str, recipe: Path, one_node: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    first, second = launch_nodes(launcher, recipe, [run_dir, run_dir])
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert json.loads(first.stdout) == {"run_dir": str(run_dir), **outcome(run_dir)}
+    assert second.stdout == ""
+    assert_same_run(run_dir, one_node)
+    for rank in (0, 1):
+        assert responses(run_dir, rank, world=2) == responses(one_node, rank, world=2) != []
+
+
+@pytest.mark.parametrize(("launcher", "lost"), [(DDP, 1), (TORCHRUN, 0)])
+def test_a_lost_node_ends_the_run_and_the_same_commands_resume_it(
+    launcher: str, lost: int, recipe: Path, one_node: Path, tmp_path: Path
+) -> None:
+    """Each node has one process, which no launcher of its own ends when the process of the other node is killed."""
+    run_dir = tmp_path / "run"
+    both = launch_nodes(launcher, recipe, [run_dir, run_dir], DIES=f"{lost}:{DIES_BEFORE}")
+    assert [done.returncode for done in both] == [1, 1], both
+    said = [done.stderr.count("mtp-train: launcher: another process of this run is gone") for done in both]
+    assert said == [int(node != lost) for node in (0, 1)], both
+    found = outcome(run_dir)
+    assert (found["exit_code"], found["reason"], found["stage"]) == (1, "lost_process", "train")
+    again = launch_nodes(launcher, recipe, [run_dir, run_dir])
+    assert [done.returncode for done in again] == [0, 0], again
+    assert_same_run(run_dir, one_node)
+
+
+@pytest.mark.parametrize(("launcher", "variables"), [(NODES, {}), (TORCHRUN, SHARDS_BY_TORCHRUN)])
+def test_nodes_share_one_trunk_in_shards(
+    launcher: str, variables: dict[str, str], recipe: Path, one_node: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    both = launch_nodes(launcher, recipe, [run_dir, run_dir], **variables)
+    assert [done.returncode for done in both] == [0, 0], both
+    lines = metrics(run_dir)
+    assert {(line["world_size"], line["wrapper"]) for line in lines} == {(2, "FSDPHeadTraining")}
+    expected = [line["loss"] for line in metrics(one_node)]
+    assert [line["loss"] for line in lines] == pytest.approx(expected, abs=1e-4)
+    torch.testing.assert_close(head(run_dir), head(one_node), atol=1e-3, rtol=1e-3)
+
+
+def test_nodes_that_do_not_share_the_run_directory_are_refused(recipe: Path, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "a", tmp_path / "b"
+    both = launch_nodes(DDP, recipe, [ours, theirs], ATTEMPTS="1")
+    assert [done.returncode for done in both] == [1, 1], both
+    message = f"run_dir: {ours}: processes 0 and 1 see different files (run.lock); expected one directory"
+    assert both[0].stderr.count(f"mtp-train: {message}") == 1, both[0].stderr
+    found = outcome(ours)
+    assert (found["exit_code"], found["reason"], found["stage"]) == (2, "bad_input", "check")
+    assert found["message"].startswith(message)
+    assert list(tree(ours)) == ["outcome.json"]
+
+
+def test_nodes_with_other_data_are_refused(recipe: Path, tmp_path: Path) -> None:
+    run_dir, seen_as = tmp_path / "first" / "run", tmp_path / "second" / "run"
+    run_dir.mkdir(parents=True)
+    seen_as.parent.mkdir()
+    seen_as.symlink_to(run_dir)
+    text = (recipe.parent / "chats.jsonl").read_text()
+    (run_dir.parent / "chats.jsonl").write_text(text)
+    (seen_as.parent / "chats.jsonl").write_text(text.replace("say 0", "tell 0"))
+    both = launch_nodes(TORCHRUN, recipe, [run_dir, seen_as], "data.sources.0.path=chats.jsonl")
+    assert [done.returncode for done in both] == [1, 1], both
+    message = f"data: the files of process 1 on {socket.gethostname()} differ from those of process 0;"
+    assert both[0].stderr.count(f"mtp-train: {message}") == 1, both[0].stderr
+    assert list(tree(run_dir)) == ["outcome.json"]
+
+
+HOLD = """
+import sys
+from filelock import SoftFileLease
+from mtp_train.job.run_dir import LEASE_SECONDS
+lock = SoftFileLease(sys.argv[1], lease_duration=LEASE_SECONDS)
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_directory_that_another_run_holds_is_left_alone_by_every_node(recipe: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "outcome.json").write_text(json.dumps({"message": "of the other run"}))
+    command = [sys.executable, "-c", HOLD, str(run_dir / "run.lock")]
+    holder = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        before = tree(run_dir)
+        both = launch_nodes(DDP, recipe, [run_dir, run_dir])
+        assert tree(run_dir) == before
+    finally:
+        holder.communicate()
+    assert [done.returncode for done in both] == [1, 1], both
+    assert f"is in use by process {holder.pid} on {socket.gethostname()}" in both[0].stderr
+    assert "Traceback" not in both[1].stderr.partition("torch/distributed/elastic")[0]

@@ -1,0 +1,133 @@
+"""recipes/rescue.ipynb runs from top to bottom by the public API, and is stored without outputs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import mtp_train as mtp
+from runs import LEARNS, TINY_RESCUE, overrides_of, write_inputs
+
+NOTEBOOK = Path(__file__).parents[2] / "recipes" / "rescue.ipynb"
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|work|tmp|mnt|Users|private)/\w|[A-Z]:\\\\")
+
+
+def cells(kind: str) -> list[dict[str, Any]]:
+    found = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    return [cell for cell in found["cells"] if cell["cell_type"] == kind]
+
+
+def sources() -> dict[str, str]:
+    """Return the source of each code cell by its id."""
+    return {cell["id"]: "".join(cell["source"]) for cell in cells("code")}
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Yield what code uses beyond the public API: other modules of ours, private names, and names that mtp lacks."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            yield from (name for name in modules if name.startswith(("mtp_train.", "mtp_inference.", "_")))
+            if modules[0] == "mtp_train":
+                yield from (name for name in modules[1:] if name not in mtp.__all__)
+        elif isinstance(node, ast.Name) and node.id.startswith("_"):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            of_ours = isinstance(node.value, ast.Name) and node.value.id == "mtp"
+            if node.attr.startswith("_") or (of_ours and node.attr not in mtp.__all__):
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize(("name", "source"), sources().items(), ids=list(sources()))
+def test_every_code_cell_compiles_and_uses_public_names_only(name: str, source: str) -> None:
+    compile(source, name, "exec")
+    assert list(private_names(source)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from mtp_train.job import rescue",
+        "from mtp_train import job",
+        "import mtp_train.job",
+        "mtp._MODULES",
+        "mtp.rescued(1)",
+        "from x import _y",
+    ],
+)
+def test_a_private_name_would_be_found(source: str) -> None:
+    assert list(private_names(source)) != []
+
+
+def test_the_notebook_is_stored_without_outputs_and_machine_paths() -> None:
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells("code"))
+    assert MACHINE_PATH.search(NOTEBOOK.read_text(encoding="utf-8")) is None
+    assert NOTEBOOK.stat().st_size < 20_000
+
+
+def test_links_of_the_notebook_exist() -> None:
+    text = "".join(line for cell in cells("markdown") for line in cell["source"])
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    assert len(links) > 2
+    assert all((NOTEBOOK.parent / link).is_file() for link in links)
+
+
+def tiny_demo(out: Path) -> None:
+    """Write tiny models in place of the demo's."""
+    out.mkdir()
+    write_inputs(out)
+    (out / "chats.jsonl").rename(out / "prompts.jsonl")
+
+
+def display_module(shown: list[Any]) -> ModuleType:
+    """Return a stand-in for IPython's module, which tests do without."""
+    module: Any = ModuleType("IPython.display")
+    module.HTML = lambda text: shown.append(text)
+    module.Image = lambda path, width: Path(path).read_bytes()
+    module.display = lambda *found: shown.extend(found)
+    return module
+
+
+def run_cell(source: str, names: dict[str, Any], shown: list[Any]) -> None:
+    """Run a cell as a notebook does: the value of its last line is shown."""
+    tree = ast.parse(source)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, NOTEBOOK.name, "exec"), names)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), NOTEBOOK.name, "eval"), names)
+        shown.extend([] if value is None else [value._repr_html_()])
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On tiny models, with settings that suit them; the second time it shows finished work."""
+    monkeypatch.chdir(tmp_path)
+    shown: list[Any] = []
+    monkeypatch.setitem(vars(mtp), "demo", tiny_demo)
+    monkeypatch.setitem(sys.modules, "IPython.display", display_module(shown))
+    for variable in re.findall(r'"([A-Z_]+)": "', sources()["setup"]):
+        monkeypatch.setenv(variable, "1")
+    for _ in range(2):
+        shown.clear()
+        names: dict[str, Any] = {"tiny": [*TINY_RESCUE, *overrides_of(**LEARNS)]}
+        for source in sources().values():
+            run_cell(source.replace("overrides=settings", "overrides=tiny"), names, shown)
+        assert names["rescued"].head == "retrained"
+        assert names["probed"].verdict == "fault", "the heads of tiny models are random"
+        texts = [one for one in shown if isinstance(one, str)]
+        assert len(texts) == 5
+        assert any("<mark>" in text for text in texts)
+        assert [one[:4] for one in shown if isinstance(one, bytes)] == [b"\x89PNG"] * 3
+        printed = capsys.readouterr().out
+        assert "gate passed: True" in printed
+        assert "vllm: vllm serve rescue-demo/rescued/export" in printed
