@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 LINE_SECONDS = 30.0
 """Time between two lines of a task in a log."""
+LARGE_BYTES = 1 << 30
+"""A model of so many bytes takes long enough to load for a line in a log."""
 
 
 class LoggedProgress(Progress):
@@ -60,3 +63,16 @@ def progress_on(console: Console, *, is_main: bool = True) -> Progress:
         return LoggedProgress(console)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, disable=not console.is_terminal or not is_main, transient=True)
+
+
+@contextlib.contextmanager
+def shown_loading(progress: Progress, name: str, num_bytes: int) -> Iterator[None]:
+    """Show within the block that a model is loaded: a bar on a terminal, and in a log a line for a large one."""
+    description = f"loading {name}, {num_bytes / 1e9:.1f} GB"
+    if isinstance(progress, LoggedProgress) and num_bytes >= LARGE_BYTES:
+        progress.console.print(description, highlight=False, markup=False)
+    task = progress.add_task(description, total=None)
+    try:
+        yield
+    finally:
+        progress.remove_task(task)

@@ -38,6 +38,7 @@ from mtp_train.evaluation.statistics import MeasuredArm
 from mtp_train.evaluation.store import Store
 from mtp_train.evaluation.suites import load_suite
 from mtp_train.heads.module import MtpHead
+from mtp_train.progress import shown_loading
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.trunk.whole import require_whole_trunk
@@ -228,7 +229,8 @@ def _load(study: _Study, group: Sequence[OpenArm], plain_name: str) -> _Loaded:
     first = group[0]
     tokenizer = load_tokenizer(first.model.checkpoint, trust_remote_code=False)
     prompts: Prompts = {None: study.given} if study.given is not None else _enough_prompts(study.grid, tokenizer)
-    trunk = load_arm_trunk(first, local_device())
+    with shown_loading(study.progress, first.spec.trunk_name, first.model.checkpoint.num_bytes):
+        trunk = load_arm_trunk(first, local_device())
     drafting: dict[str, DrafterMaker] = {}
     heads: dict[str, MtpHead] = {}
     for arm in group:

@@ -30,6 +30,7 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.job.held_out import HELD_OUT, held_out_figures
 from mtp_train.job.inputs import Inputs
 from mtp_train.job.training import measured_together
+from mtp_train.progress import shown_loading
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.aligned import Batch
 from mtp_train.train.launch import RunAccelerator
@@ -341,19 +342,20 @@ def measure_vanilla(
 
     Its speedup is relative to its own trunk without drafts.
     """
-    trunk = load_trunk(
-        base.path,
-        base.family,
-        dtype=dtype,
-        device=accelerator.device if recipe.model.offload is None else "cpu",
-        quantization=recipe.model.quantization,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
+    name = recipe.model.head_from or str(base.path)
+    with shown_loading(progress, name, base.num_bytes):
+        trunk = load_trunk(
+            base.path,
+            base.family,
+            dtype=dtype,
+            device=accelerator.device if recipe.model.offload is None else "cpu",
+            quantization=recipe.model.quantization,
+            trust_remote_code=recipe.model.trust_remote_code,
+        )
     if recipe.model.offload is not None:
         offload_layers(trunk, recipe.model.offload, accelerator.device, run_dir)
     heads = {VANILLA: _drafting(native_plan(base, recipe.head.convention), base, trunk)}
     own = replace(inputs, held_out=inputs.home or inputs.held_out)
-    name = recipe.model.head_from or str(base.path)
     (plain, vanilla), _ = decode(
         recipe, own, trunk, heads, {VANILLA: name}, [setting], accelerator, progress, trunk_name=name
     )

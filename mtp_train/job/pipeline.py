@@ -197,7 +197,9 @@ def run_stages(
     main = accelerator.is_main_process
     records = hash_run_inputs(recipe, run_dir, progress) if main else {}
     # A trunk that is only going to be sharded is loaded into main memory; its shards go to the device.
-    trunk = load_run_trunk(recipe, inputs, accelerator, "cpu" if in_shards and not recipe.regenerates else None)
+    trunk = load_run_trunk(
+        recipe, inputs, accelerator, progress, "cpu" if in_shards and not recipe.regenerates else None
+    )
     # Nothing is written before all inputs are checked, so that a corrected recipe can use the same directory.
     if main:
         clear_leftovers(run_dir)
@@ -217,7 +219,7 @@ def run_stages(
             give_up_shards(trunk, accelerator)
         del trunk
         gc.collect()
-        trunk = load_run_trunk(recipe, inputs, accelerator)
+        trunk = load_run_trunk(recipe, inputs, accelerator, progress)
         offload_run_trunk(recipe, run_dir, trunk, accelerator)
     training = trained_documents(recipe, run_dir, inputs)
     evaluation = evaluate_run(recipe, run_dir, inputs, trunk, training, accelerator, progress)
@@ -295,7 +297,7 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
             require_run_inputs(recipe, run_dir, progress, anew=True)
         inputs = gather_inputs(recipe, accelerator.num_processes, progress)
         records = hash_run_inputs(recipe, run_dir, progress) if main else {}
-        trunk = load_run_trunk(recipe, inputs, accelerator)
+        trunk = load_run_trunk(recipe, inputs, accelerator, progress)
         inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
         offload_run_trunk(recipe, run_dir, trunk, accelerator)
         _, counts = regenerate_stage(recipe, settings, run_dir, inputs, trunk, accelerator, progress)

@@ -18,6 +18,7 @@ from mtp_train.job.regeneration import regenerate_stage, stored_documents
 from mtp_train.job.run_dir import FIRST_STAGE, checkpoint_identity, claim, environment_facts
 from mtp_train.job.shared_files import checkpoints_checksum, require_alike, require_shared, text_checksum
 from mtp_train.job.training import part_documents
+from mtp_train.progress import shown_loading
 from mtp_train.recipe.loading import RECIPE_FILE
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
@@ -38,7 +39,11 @@ class Stage:
 
 
 def load_run_trunk(
-    recipe: Recipe, inputs: Inputs, accelerator: Accelerator, device: torch.device | str | None = None
+    recipe: Recipe,
+    inputs: Inputs,
+    accelerator: Accelerator,
+    progress: Progress,
+    device: torch.device | str | None = None,
 ) -> Trunk:
     """Load the whole trunk: on the given device, else on the process's own; into main memory if it is offloaded.
 
@@ -57,15 +62,16 @@ def load_run_trunk(
     if shards_trunk(accelerator) and recipe.train.precision == "fp32":
         # Shards are gathered in the dtype that they are held in, and no hook can convert them.
         dtype = torch.float32
-    return load_trunk(
-        inputs.finetune.path,
-        inputs.finetune.family,
-        dtype=dtype,
-        device=accelerator.device if device is None else device,
-        adapter=inputs.adapter,
-        quantization=recipe.model.quantization,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
+    with shown_loading(progress, recipe.model.trunk, inputs.finetune.num_bytes):
+        return load_trunk(
+            inputs.finetune.path,
+            inputs.finetune.family,
+            dtype=dtype,
+            device=accelerator.device if device is None else device,
+            adapter=inputs.adapter,
+            quantization=recipe.model.quantization,
+            trust_remote_code=recipe.model.trust_remote_code,
+        )
 
 
 def offload_run_trunk(recipe: Recipe, run_dir: Path, trunk: Trunk, accelerator: Accelerator) -> None:

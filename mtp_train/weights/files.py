@@ -111,6 +111,11 @@ class Checkpoint:
         return raw_text_config(self.config)
 
     @property
+    def num_bytes(self) -> int:
+        """Size of all stored tensors."""
+        return sum(info.num_bytes for info in self.tensors.values())
+
+    @property
     def engines(self) -> Mapping[str, EngineSupport]:
         """The support of each engine for this checkpoint, given the stored dtypes of its tensors."""
         return self.family.serving_of({key: info.dtype for key, info in self.tensors.items()})

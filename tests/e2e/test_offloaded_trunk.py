@@ -23,7 +23,8 @@ RUN: dict[str, Any] = {
     "evaluate__arms": ["none", "graft", "retrained", "vanilla"],
     "train__select": {"every_steps": 10, "share": 0.3},
 }
-OF_ITS_OWN = {"tokens_per_second", "speedup", "head"}
+# What a clock decides, and a path.
+OF_ITS_OWN = {"tokens_per_second", "speedup", "speedup_ci95", "break_even_tau", "head"}
 
 
 @pytest.fixture(scope="module")

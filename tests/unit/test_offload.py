@@ -119,7 +119,7 @@ def test_a_wrapper_around_one_process_is_refused_too(tmp_path: Path) -> None:
     recipe, launched = tiny_recipe(tmp_path, tmp_path / "run", model__offload="cpu"), Mock()
     launched.distributed_type = DistributedType.DEEPSPEED
     with pytest.raises(TrainingError, match=r"model\.offload: cpu, and the launcher asks for DEEPSPEED; expected one"):
-        load_run_trunk(recipe, Mock(), launched)
+        load_run_trunk(recipe, Mock(), launched, Mock())
 
 
 def test_several_processes_and_quantised_weights_are_refused(tmp_path: Path) -> None:

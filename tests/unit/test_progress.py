@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from mtp_train.job.training import described
-from mtp_train.progress import LINE_SECONDS, LoggedProgress, progress_on
+from mtp_train.progress import LINE_SECONDS, LoggedProgress, progress_on, shown_loading
 
 
 class Hand:
@@ -37,6 +37,19 @@ def test_a_log_gets_a_line_for_a_task_every_thirty_seconds() -> None:
         "looking on: 5",
         "answering [1]: 100 of 100, 0:00:00 left",
     ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_large_model_is_said_to_load(terminal: bool) -> None:
+    file = io.StringIO()
+    with progress_on(Console(file=file, width=200, force_terminal=terminal)) as progress:
+        with shown_loading(progress, "my-27b", 54_000_000_000):
+            (task,) = progress.tasks
+            assert task.description == "loading my-27b, 54.0 GB"
+        with shown_loading(progress, "small", 1000), pytest.raises(ZeroDivisionError):
+            raise ZeroDivisionError
+        assert progress.tasks == []
+    assert file.getvalue() == "loading my-27b, 54.0 GB\n" or terminal
 
 
 def test_a_short_task_prints_nothing() -> None:

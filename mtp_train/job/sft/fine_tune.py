@@ -226,7 +226,7 @@ def run_sft_stages(
     stage.name = "evaluate"
     name = str(run_dir / EXPORT)
     tuned = after_tuning(recipe, inputs, open_checkpoint(run_dir / TUNED), name)
-    trunk = load_run_trunk(tuned.recipe, tuned.inputs, accelerator)
+    trunk = load_run_trunk(tuned.recipe, tuned.inputs, accelerator, progress)
     report, measured = measure_tuned(run_dir, sft, tuned, trunk, accelerator, progress)
     if not main:
         return Outcome(0, "done", "", "done")
