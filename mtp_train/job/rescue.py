@@ -9,6 +9,7 @@ where it finds the base's head good enough nothing is trained, and where it find
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,8 @@ def rescue(
             raise _at_fault(donor, found)
         if found.verdict == "graft":
             return _grafted(recipe, found, console)
+        # The probe's models must not lie beside those of the run.
+        gc.collect()
     tell_choices(choices, console)
     # After a refusal the base's head is exported below.
     with contextlib.suppress(GateRefusedError):
