@@ -8,8 +8,9 @@ The time limit is a watchdog thread that raises an exception in the rendering th
 thread only, a trace function would slow every line of every template, and a process per chat would cost more than the
 rendering. The watchdog costs two dictionary updates per chat. It acts between two bytecodes: a single operation that
 runs long inside of C is not interrupted. Operators, methods and filters whose results may be much larger than their
-arguments are therefore checked before they run (``_LIMITED``, ``_METHODS`` and ``_FILTERS``). Nested lists that share
-their elements exponentially often are not.
+arguments are therefore checked before they run (``_LIMITED``, ``_METHODS`` and ``_FILTERS``). So are lists, tuples and
+dicts where a template writes them, and where it makes text of them (:func:`_weighed`): ``[a, a]`` forty times over has
+forty lists, and as a text more characters than any memory.
 """
 
 from __future__ import annotations
@@ -145,14 +146,28 @@ def _limit_output(template: str) -> None:
     environment.intercepted_binops = frozenset(_LIMITED)
     environment.binop_table |= {operator: partial(_computed, operator) for operator in _LIMITED}
     environment.filters |= {name: _checked_filter(name, environment.filters[name]) for name in _FILTERS}
+    environment.filters |= {name: _weighed_filter(environment.filters[name]) for name in _TEXTUAL}
+    environment.filters[_WEIGHED] = _weighed
+    environment.finalize = _weighed
     environment.call = partial(_called, environment.call)
     # Intercepted operators are calls in the compiled code; `~` is not among them.
-    fresh = environment.from_string(_SumsOfTexts().visit(environment.parse(template)))
+    fresh = environment.from_string(_Checked().visit(environment.parse(template)))
     compiled.root_render_func, compiled.blocks = fresh.root_render_func, fresh.blocks
 
 
-class _SumsOfTexts(NodeTransformer):
-    """Write ``a ~ b`` as ``a | string + b | string``."""
+class _Checked(NodeTransformer):
+    """Write ``a ~ b`` as ``a | string + b | string``, and weigh containers."""
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        return nodes.Filter(self.generic_visit(node), _WEIGHED, [], [], None, None, lineno=node.lineno)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        return nodes.Filter(self.generic_visit(node), _WEIGHED, [], [], None, None, lineno=node.lineno)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        kept = self.generic_visit(node)
+        # The targets of a loop or an assignment are written as a tuple, too.
+        return kept if node.ctx != "load" else nodes.Filter(kept, _WEIGHED, [], [], None, None, lineno=node.lineno)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         texts = [
@@ -176,7 +191,44 @@ def _called(call: Callable[..., Any], context: Any, called: Any, *args: Any, **k
     if isinstance(owner, str | bytes | int):
         args = tuple(list(one) if isinstance(one, Iterator) else one for one in args)
         _METHODS.get(method.__name__, _limit_numbers)(owner, *args, **keywords)
-    return call(context, called, *args, **keywords)
+    result = call(context, called, *args, **keywords)
+    return _weighed(result) if called is context.environment.globals.get("dict") else result
+
+
+def _weighed(value: Any) -> Any:
+    """Return a value as it is, after a check of a list, a tuple or a dict.
+
+    Raises:
+        TemplateRuntimeError: It has more elements and characters than the limit, with all that is in it, as often as it
+            occurs.
+    """
+    if isinstance(value, list | tuple | dict):
+        _limit_elements(_weight(value, {}))
+    return value
+
+
+def _weight(value: Any, known: dict[int, int]) -> int:
+    """Return the number of elements and characters of a value. Each container is visited once."""
+    if isinstance(value, str | bytes):
+        return 1 + len(value)
+    if not isinstance(value, list | tuple | dict):
+        return 1
+    if id(value) not in known:
+        parts = (one for pair in value.items() for one in pair) if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_weight(one, known) for one in parts)
+    return known[id(value)]
+
+
+def _weighed_filter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that makes text of its arguments, which are weighed first."""
+
+    @wraps(original)
+    def checked(*args: Any, **keywords: Any) -> Any:
+        for one in (*args, *keywords.values()):
+            _weighed(one)
+        return original(*args, **keywords)
+
+    return checked
 
 
 def _checked_filter(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -326,7 +378,7 @@ def _limit_indents(value: object, *args: object, **keywords: object) -> None:
     """Limit the indentation of every line; no text has more lines than characters."""
     for number in (*args, *keywords.values()):
         if isinstance(number, int) and not isinstance(number, bool):
-            _limit_elements(number * len(str(value)))
+            _limit_elements(number * _weight(value, {}))
 
 
 def _limit_precision(value: object, precision: int = 0, method: str = "common") -> None:
@@ -365,3 +417,21 @@ _FILTERS: Mapping[str, Callable[..., None]] = {
     "round": _limit_precision,
 }
 """The same of filters."""
+_TEXTUAL = (
+    *("string", "replace", "join", "format", "center", "wordwrap", "indent", "tojson", "escape", "e", "forceescape"),
+    *(
+        "upper",
+        "lower",
+        "title",
+        "capitalize",
+        "trim",
+        "striptags",
+        "truncate",
+        "urlize",
+        "urlencode",
+        "safe",
+        "pprint",
+    ),
+)
+"""Filters that make text of any value."""
+_WEIGHED = "weighed by mtp_train"

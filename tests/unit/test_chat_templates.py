@@ -16,6 +16,8 @@ from mtp_train.trunk.tokenizer import render_chat
 MESSAGES = [{"role": "user", "content": "say 1"}, {"role": "assistant", "content": "1"}]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
 ENDLESS = LOOPS.replace("BODY", LOOPS.replace("BODY", ""))
+NESTED = "{% set n = namespace(a='x') %}{% for i in range(60) %}{% set n.a = PAIR %}{% endfor %}"
+SUMS = "{% set n = namespace(a=['x' * 60000]) %}{% for i in range(16) %}{% set n.a = n.a + n.a %}{% endfor %}"
 HUGE = [
     "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     *(
@@ -41,6 +43,13 @@ HUGE = [
     "{{ messages | tojson(indent=10 ** 9) }}",
     "{{ [1] | batch(10 ** 11, 0) | list }}",
     "{{ ('x' * 9999) | replace('x', 'y' * 9999) }}",
+    *(f"{NESTED.replace('PAIR', pair)}{{{{ n.a | length }}}}" for pair in ("[n.a, n.a]", "(n.a, n.a)")),
+    *(
+        f"{NESTED.replace('PAIR', pair)}{{{{ n.a | length }}}}"
+        for pair in ("{'b': n.a, 'c': n.a}", "dict(b=n.a, c=n.a)")
+    ),
+    # Lists that share a text grow by sums, which are weighed where they become text.
+    *(f"{SUMS}{{{{ {text} }}}}" for text in ("n.a", "n.a | string", "n.a ~ 'x'", "n.a | tojson", "n.a | upper")),
 ]
 
 
@@ -98,6 +107,8 @@ def test_whatever_a_template_raises_is_one_message(template: str, message: str) 
         "{{ messages | map(attribute='content') | join(', ') }}{{ ','.join(['a', 'b']) }}{{ [1, 2] | join('-') }}",
         "{{ '%5d|%s' % (10 ** 12, 'x') }}{{ '%s' | format(9) }}{{ 'at:999999999 {} {:>5}'.format(10 ** 12, 1) }}",
         "{{ messages | tojson(indent=2) }}{{ messages | tojson }}{{ 2.567 | round(2) }}{{ 'a\nb' | indent(4, true) }}",
+        "{% for a, b in {'x': [1, (2, 3)], 'y': {}}.items() %}{{ a }}{{ b }}{{ (a, b) }}{% endfor %}{{ dict(a=[1]) }}",
+        "{% set a, b = 1, [[]] %}{{ [a, b] }}{{ 2 in [1, 2] }}{{ messages }}{{ messages[-1:] | length }}{{ none }}",
         "{{ [1, 2, 3] | batch(2, 0) | list }}{{ [1, 2, 3] | slice(2) | list }}{{ 'x' | center(5) }}{{ 'a' | upper }}",
     ],
 )
