@@ -273,6 +273,8 @@ class _SetDrafter:
     def __init__(self, maker: SetAcceptance, drafter: Drafter) -> None:
         self.maker = maker
         self.drafter = drafter
+        self.text_rows_B = torch.arange(len(maker.text_BS), device=maker.text_BS.device)
+        """Row of each batch row in the maker's tensors."""
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
         """See :class:`Drafter`."""
@@ -289,13 +291,19 @@ class _SetDrafter:
         ahead_K = torch.arange(1, depth + 1, device=place.length_B.device)
         # A row whose text has ended keeps drafting; its drafts are ignored.
         places_BK = (place.length_B[:, None] + ahead_K).clamp(max=maker.text_BS.shape[1] - 1)
-        right_BK = maker.text_BS.gather(1, places_BK)
-        is_right_BK = maker.is_right_BS.gather(1, places_BK)
+        rows_B1 = self.text_rows_B[: len(places_BK), None]
+        right_BK = maker.text_BS[rows_B1, places_BK]
+        is_right_BK = maker.is_right_BS[rows_B1, places_BK]
         return Drafts(torch.where(is_right_BK, right_BK, (right_BK + 1) % maker.vocab_size))
 
     def settle(self, place: Place) -> None:
         """See :class:`Drafter`."""
         self.drafter.settle(place)
+
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """See :class:`Drafter`."""
+        self.drafter.keep_rows(rows_R)
+        self.text_rows_B = self.text_rows_B[rows_R]
 
 
 Row = dict[str, Any]
