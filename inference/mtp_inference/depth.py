@@ -14,7 +14,8 @@ The estimates cost time, besides the rounds that run at a wrong depth:
 - Costs: 4 rounds without drafts and 4 rounds at depth 3, for several rows 2 rounds at depth 2, once for all requests of
   a decoder. A batch size larger than all measured ones is measured again; a smaller one is taken to cost as much as the
   nearest measured one. 4 more rounds without drafts follow when all of the last 512 rounds of that size had drafts.
-- Acceptance: while nothing is drafted, one draft in 8 to 64 rounds or more, for at most 1 % of the time.
+- Acceptance: while nothing is drafted, one draft in 8 to 64 rounds or more, for at most 1 % of the time, and
+  0.5 % with several rows.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ _BATCH_MEASURED_ROUNDS = 2
 _BATCH_REFERENCE_DEPTH = 2
 _BATCH_ROUNDS_WORTH_MEASURING = 96
 
+# Smallest relative gain over plain decoding for which the last rows of a batch draft. The last text to end decides, and
+# the estimate of the row that accepts least is the least certain; the costs of two depths are measured at different
+# times, and the load of the machine may have changed in between.
+_BATCH_MARGIN = 0.1
+
 # Acceptance: prior mean of a decoder's first request, and the lower bound for later requests; weight of the prior in
 # rounds; memory in rounds; the chance of a run of rejections below which the estimate is distrusted. The weight limits
 # the cost of a wrong prior: at 0.75 the estimate of an unpredictable request after many predictable ones is corrected
@@ -58,6 +64,7 @@ _SURPRISE = 0.001
 _MIN_PROBE_GAP_ROUNDS = 8
 _MAX_PROBE_GAP_ROUNDS = 64
 _PROBE_SHARE = 0.01
+_BATCH_PROBE_SHARE = 0.005
 
 
 class RoundCosts:
@@ -99,15 +106,17 @@ class RoundCosts:
 
     def measured_size(self, num_rows: int) -> int:
         """Return the batch size whose costs to use: this one, or the nearest whose depths can be compared."""
-        complete = [size for size, costs in self._sizes.items() if 0 in costs.figures and len(costs.figures) > 1]
-        return min(complete, key=lambda size: (abs(size - num_rows), size), default=num_rows)
+        return _nearest(self._complete_sizes(), num_rows)
 
     def curves(self, max_rows: int, max_depth: int) -> list[list[float]]:
         """Return the seconds of a round at depths 0 to ``max_depth``, for 1 to ``max_rows`` rows.
 
         A batch size that is not measured costs as much as the nearest one that is.
         """
-        sizes = [self.measured_size(num_rows) for num_rows in range(1, max_rows + 1)]
+        complete = self._complete_sizes()
+        if len(complete) == 1:
+            return [self.curve(complete[0], max_depth)] * max_rows
+        sizes = [_nearest(complete, num_rows) for num_rows in range(1, max_rows + 1)]
         known = {size: self.curve(size, max_depth) for size in set(sizes)}
         return [known[size] for size in sizes]
 
@@ -139,10 +148,20 @@ class RoundCosts:
         is_worth = size.num_rounds + rounds_left >= _BATCH_ROUNDS_WORTH_MEASURING
         return min(_BATCH_REFERENCE_DEPTH, max_depth) if is_worth else 0
 
+    def _complete_sizes(self) -> list[int]:
+        return [size for size, costs in self._sizes.items() if 0 in costs.figures and len(costs.figures) > 1]
+
     def _size(self, num_rows: int) -> _SizeCosts:
         return self._sizes.setdefault(
             num_rows, _SizeCosts(_MEASURED_ROUNDS if num_rows == 1 else _BATCH_MEASURED_ROUNDS)
         )
+
+
+def _nearest(sizes: Sequence[int], num_rows: int) -> int:
+    """Return the size nearest to a number of rows, the smaller of two; the number itself if there are none."""
+    return (
+        num_rows if num_rows in sizes else min(sizes, key=lambda size: (abs(size - num_rows), size), default=num_rows)
+    )
 
 
 class _SizeCosts:
@@ -242,6 +261,8 @@ class DepthController:
         self.max_depth = max_depth
         self.settled: int | None = None
         """The current depth, probes aside, until another is faster by ``HYSTERESIS``; None before the first choice."""
+        self.is_tried = max_depth == 0
+        """Whether a round with drafts of this request was observed; True if it must not draft."""
         self._prior = Acceptance() if prior is None else prior
         self._own = self._prior.for_request()
         self._run_chance = 1.0
@@ -251,6 +272,7 @@ class DepthController:
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Record one round of this request, also a round without drafts."""
         if num_drafted:
+            self.is_tried = True
             self._doubt(num_accepted)
             self._prior.observe(num_drafted, num_accepted)
         self._own.observe(num_drafted, num_accepted)
@@ -332,9 +354,16 @@ def batch_depth(
         ends = map(_seconds_to_end, zip(*expected, strict=True), repeat(tokens_left), zip(*by_live, strict=True))
         speeds = [1.0 / end for end in ends]
     chosen = _choose(speeds, [each.settled for each in controllers if each.settled is not None])
+    if tokens_left is not None and num_rows > 1 and speeds[chosen] < (1.0 + _BATCH_MARGIN) * speeds[0]:
+        chosen = 0
     for each in controllers:
         each.settle(chosen)
-    return chosen or _probe_depth(controllers, (seconds[1] / seconds[0] - 1.0) / _PROBE_SHARE)
+    if chosen == 0:
+        share = _PROBE_SHARE if num_rows == 1 else _BATCH_PROBE_SHARE
+        return _probe_depth(controllers, (seconds[1] / seconds[0] - 1.0) / share)
+    # One row without right drafts can turn the gain of a batch into a loss: try each row once before drafting deeply.
+    is_tried = tokens_left is None or num_rows == 1 or all(each.is_tried for each in controllers)
+    return chosen if is_tried else 1
 
 
 def _seconds_to_end(expected: Sequence[float], tokens_left: Sequence[int], seconds_by_live: Sequence[float]) -> float:

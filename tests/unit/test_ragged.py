@@ -205,6 +205,22 @@ def test_a_row_that_accepts_nothing_decides_if_it_ends_last() -> None:
     assert batch_depth(rows, costs, 4, 3) == 3
 
 
+def test_a_row_that_was_not_tried_is_tried_with_one_draft_first() -> None:
+    costs = measured(2, 1.0, 1.2, 1.4, 1.6)
+    new, known = DepthController(3, None), knowing(1.0)
+    assert batch_depth([known, new], costs, 2, 3, [100, 100]) == 1
+    new.observe(1, 1)
+    assert batch_depth([known, new], costs, 2, 3, [100, 100]) == 3
+
+
+def test_a_small_gain_of_a_batch_is_not_worth_the_risk() -> None:
+    rows = [knowing(1.0), knowing(1.0)]
+    assert batch_depth(rows, measured(2, 1.0, 3.0, 3.3, 3.7), 2, 3, [100, 100]) == 0
+    assert batch_depth(rows, measured(2, 1.0, 3.0, 3.3, 3.5), 2, 3, [100, 100]) == 3
+    # In one row nobody else waits for the text.
+    assert batch_depth(rows[:1], measured(1, 1.0, 3.0, 3.3, 3.7), 1, 3, [100]) == 3
+
+
 def test_dropped_rows_make_later_rounds_cheaper() -> None:
     """Three rows of 20 tokens accept 3 drafts of 3, one row of 20 none; a round of one row is nearly free."""
     costs = measured(4, 1.0, 1.4, 1.7, 2.0)
