@@ -91,6 +91,14 @@ class ScriptedDrafter:
         if self.real is not None:
             self.real.settle(place)
 
+    def keep_rows(self, rows_R: Tensor) -> None:
+        rows = rows_R.tolist()
+        self.text = [self.text[row] for row in rows]
+        self.committed = [self.committed[row] for row in rows]
+        self.num_drafts = [self.num_drafts[row] for row in rows]
+        if self.real is not None:
+            self.real.keep_rows(rows_R)
+
     def _draft_row(self, row: int, depth: int) -> list[int]:
         if not self.text[row]:
             return [0] * depth
@@ -125,6 +133,9 @@ class RandomDrafting:
         return Drafts(torch.randint(VOCAB_SIZE, (len(place.last_B), depth), generator=self.generator))
 
     def settle(self, place: Place) -> None:
+        pass
+
+    def keep_rows(self, rows_R: Tensor) -> None:
         pass
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.cache.rows import keep_rows_of
 from mtp_inference.cache.window import Window
 from mtp_inference.drafters.drafter import Drafter, Place
 from mtp_inference.forward import prefill_chunks, window_states
@@ -213,6 +214,17 @@ class Batch:
         """Make a row inactive."""
         self.active_B[row] = False
         self.length_B[row] = 0
+
+    @torch.no_grad()
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, and drop all others. Buffers move: a captured round is no longer valid."""
+        rows_R = torch.tensor(rows, device=self.last_B.device)
+        self.cache.keep_rows(rows_R)
+        self.chooser.keep_rows(rows_R)
+        if self.drafter is not None:
+            self.drafter.keep_rows(rows_R)
+        keep_rows_of(self, ("last_B", "length_B", "active_B", "room_B", "depth_B", "stop_BN"), rows_R)
+        self.rows_B1 = self.rows_B1[: len(rows)]
 
     def _widened(self, applies: bool) -> AbstractContextManager[None]:
         return widened(self.trunk, self._scratch) if applies else nullcontext()

@@ -460,7 +460,8 @@ class SpeculativeDecoder:
         # begins last would run alone at the end.
         lanes = sorted(lanes, key=lambda lane: -len(lane.request.prompt_ids))
         needs = self._needs(lanes)
-        if self._rounds is None or self._needs_met != needs:
+        # A session drops rows at its end.
+        if self._rounds is None or self._needs_met != needs or self._rounds.batch.cache.num_rows != needs.num_rows:
             self._captured_before = self.captured_rounds
             self._rounds = None  # Free its buffers before allocating new ones.
             batch = make_batch(

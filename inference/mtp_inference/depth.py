@@ -2,23 +2,30 @@
 
 A round at depth K commits ``1 + a_1 + a_1 a_2 + ...`` tokens on average, where ``a_k`` is the conditional acceptance of
 draft k (``mtp_train.acceptance.counts``). It takes longer the deeper it drafts (Leviathan et al., arXiv:2211.17192,
-section 3.5). The best depth has the most expected tokens per second. It may be 0, as drafts only cost time on text that
-the head cannot predict. The module reads no clock and draws no random numbers.
+section 3.5). The best depth may be 0, as drafts only cost time on text that the head cannot predict. The module reads
+no clock and draws no random numbers.
+
+While requests wait for a row, the best depth has the most expected tokens per second. After that, the batch ends when
+its last text ends: the best depth then has the shortest expected time until the end of all texts. One row without
+right drafts sets the number of rounds, and drafts of other rows make each of these rounds slower.
 
 The estimates cost time, besides the rounds that run at a wrong depth:
 
-- Costs: 4 rounds without drafts and 4 rounds at depth 3 for each batch size, once for all requests of a decoder; and 4
-  more rounds without drafts when all of the last 512 rounds of that batch size had drafts.
-- Acceptance: while nothing is drafted, one draft in 8 to 64 rounds or more, for at most 1 % of the time.
+- Costs: 4 rounds without drafts and 4 rounds at depth 3, for several rows 2 rounds at depth 2, once for all requests of
+  a decoder. A batch size larger than all measured ones is measured again; a smaller one is taken to cost as much as the
+  nearest measured one. 4 more rounds without drafts follow when all of the last 512 rounds of that size had drafts.
+- Acceptance: while nothing is drafted, one draft in 8 to 64 rounds or more, for at most 1 % of the time, and
+  0.5 % with several rows.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from operator import mul
 
 HYSTERESIS = 0.02
@@ -29,6 +36,18 @@ _WINDOW_ROUNDS = 16
 _MEASURED_ROUNDS = 4
 _STALE_ROUNDS = 512
 _REFERENCE_DEPTH = 3
+
+# In a batch, a round at depth 3 takes up to 3 times as long as one without drafts, and gains nothing if one row accepts
+# nothing. Its costs are therefore measured with fewer and cheaper rounds, and only if the rounds of this batch size,
+# with those to come, are enough for the measurement to take at most about 3 % of the time.
+_BATCH_MEASURED_ROUNDS = 2
+_BATCH_REFERENCE_DEPTH = 2
+_BATCH_ROUNDS_WORTH_MEASURING = 96
+
+# Smallest relative gain over plain decoding for which the last rows of a batch draft. The last text to end decides, and
+# the estimate of the row that accepts least is the least certain; the costs of two depths are measured at different
+# times, and the load of the machine may have changed in between.
+_BATCH_MARGIN = 0.1
 
 # Acceptance: prior mean of a decoder's first request, and the lower bound for later requests; weight of the prior in
 # rounds; memory in rounds; the chance of a run of rejections below which the estimate is distrusted. The weight limits
@@ -45,6 +64,7 @@ _SURPRISE = 0.001
 _MIN_PROBE_GAP_ROUNDS = 8
 _MAX_PROBE_GAP_ROUNDS = 64
 _PROBE_SHARE = 0.01
+_BATCH_PROBE_SHARE = 0.005
 
 
 class RoundCosts:
@@ -56,12 +76,12 @@ class RoundCosts:
     """
 
     def __init__(self) -> None:
-        self._sizes: defaultdict[int, _SizeCosts] = defaultdict(_SizeCosts)
+        self._sizes: dict[int, _SizeCosts] = {}
 
     def observe(self, num_rows: int, depth: int, seconds: float) -> None:
         """Record the wall time of one round; 0 seconds, from a coarse clock, are ignored."""
         if seconds > 0.0:
-            self._sizes[num_rows].observe(depth, seconds)
+            self._size(num_rows).observe(depth, seconds)
 
     def seconds(self, num_rows: int, depth: int) -> float | None:
         """Return the seconds of a round: measured, or interpolated between measured depths of that batch size.
@@ -72,7 +92,7 @@ class RoundCosts:
         Returns:
             Seconds; None if this depth is not measured and fewer than two others are.
         """
-        figures = self._sizes[num_rows].figures
+        figures = self._size(num_rows).figures
         if depth in figures:
             return figures[depth]
         if len(figures) < 2:
@@ -84,32 +104,88 @@ class RoundCosts:
         slope = max((figures[high] - figures[low]) / (high - low), 0.0)
         return figures[low] + slope * (depth - low)
 
-    def depth_to_measure(self, num_rows: int, max_depth: int) -> int | None:
-        """Return a depth that must be measured before depths can be compared; None if no more is needed."""
-        figures = self._sizes[num_rows].figures
-        if 0 not in figures:
+    def measured_size(self, num_rows: int) -> int:
+        """Return the batch size whose costs to use: this one, or the nearest whose depths can be compared."""
+        return _nearest(self._complete_sizes(), num_rows)
+
+    def curves(self, max_rows: int, max_depth: int) -> list[list[float]]:
+        """Return the seconds of a round at depths 0 to ``max_depth``, for 1 to ``max_rows`` rows.
+
+        A batch size that is not measured costs as much as the nearest one that is.
+        """
+        complete = self._complete_sizes()
+        if len(complete) == 1:
+            return [self.curve(complete[0], max_depth)] * max_rows
+        sizes = [_nearest(complete, num_rows) for num_rows in range(1, max_rows + 1)]
+        known = {size: self.curve(size, max_depth) for size in set(sizes)}
+        return [known[size] for size in sizes]
+
+    def curve(self, num_rows: int, max_depth: int) -> list[float]:
+        """Return the seconds of a round at depths 0 to ``max_depth`` at the nearest measured batch size."""
+        size = self.measured_size(num_rows)
+        figures = [self.seconds(size, depth) for depth in range(max_depth + 1)]
+        return [math.inf if figure is None else figure for figure in figures]
+
+    def depth_to_measure(self, num_rows: int, max_depth: int, rounds_left: float = math.inf) -> int | None:
+        """Return a depth that must be measured before depths can be compared; None if no more is needed.
+
+        Args:
+            num_rows: Number of batch rows.
+            max_depth: Largest number of drafts of the window.
+            rounds_left: Upper bound of the rounds to come. If they are too few to measure drafts, the depth is 0.
+        """
+        # Plain rounds are measured at every larger size: they cost no time, and drafts may be dearer there.
+        if self.measured_size(num_rows) > num_rows:
+            return None
+        size = self._size(num_rows)
+        if 0 not in size.figures:
             return 0
         # One other depth is enough. While nothing is drafted, probes keep depth 1 measured.
-        return min(_REFERENCE_DEPTH, max_depth) if len(figures) == 1 else None
+        if len(size.figures) > 1:
+            return None
+        if num_rows == 1:
+            return min(_REFERENCE_DEPTH, max_depth)
+        is_worth = size.num_rounds + rounds_left >= _BATCH_ROUNDS_WORTH_MEASURING
+        return min(_BATCH_REFERENCE_DEPTH, max_depth) if is_worth else 0
+
+    def _complete_sizes(self) -> list[int]:
+        return [size for size, costs in self._sizes.items() if 0 in costs.figures and len(costs.figures) > 1]
+
+    def _size(self, num_rows: int) -> _SizeCosts:
+        return self._sizes.setdefault(
+            num_rows, _SizeCosts(_MEASURED_ROUNDS if num_rows == 1 else _BATCH_MEASURED_ROUNDS)
+        )
+
+
+def _nearest(sizes: Sequence[int], num_rows: int) -> int:
+    """Return the size nearest to a number of rows, the smaller of two; the number itself if there are none."""
+    return (
+        num_rows if num_rows in sizes else min(sizes, key=lambda size: (abs(size - num_rows), size), default=num_rows)
+    )
 
 
 class _SizeCosts:
-    """Costs of rounds of one batch size."""
+    """Costs of rounds of one batch size.
 
-    def __init__(self) -> None:
+    Args:
+        draft_rounds: Smallest number of rounds behind the estimate of a depth above 0.
+    """
+
+    def __init__(self, draft_rounds: int) -> None:
+        self.draft_rounds = draft_rounds
         self.figures: dict[int, float] = {}
         """Seconds of every depth with enough measured rounds."""
-        self._num_rounds = 0
+        self.num_rounds = 0
         self._last_round: dict[int, int] = {}
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW_ROUNDS))
 
     def observe(self, depth: int, seconds: float) -> None:
-        self._num_rounds += 1
-        self._last_round[depth] = self._num_rounds
+        self.num_rounds += 1
+        self._last_round[depth] = self.num_rounds
         self._recent[depth].append(seconds)
-        if len(self._recent[depth]) >= _MEASURED_ROUNDS:
+        if len(self._recent[depth]) >= (self.draft_rounds if depth else _MEASURED_ROUNDS):
             self.figures[depth] = _typical(self._recent[depth])
-        for stale in [at for at, last in self._last_round.items() if self._num_rounds - last >= _STALE_ROUNDS]:
+        for stale in [at for at, last in self._last_round.items() if self.num_rounds - last >= _STALE_ROUNDS]:
             del self._last_round[stale], self._recent[stale]
             self.figures.pop(stale, None)
 
@@ -185,6 +261,8 @@ class DepthController:
         self.max_depth = max_depth
         self.settled: int | None = None
         """The current depth, probes aside, until another is faster by ``HYSTERESIS``; None before the first choice."""
+        self.is_tried = max_depth == 0
+        """Whether a round with drafts of this request was observed; True if it must not draft."""
         self._prior = Acceptance() if prior is None else prior
         self._own = self._prior.for_request()
         self._run_chance = 1.0
@@ -194,6 +272,7 @@ class DepthController:
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Record one round of this request, also a round without drafts."""
         if num_drafted:
+            self.is_tried = True
             self._doubt(num_accepted)
             self._prior.observe(num_drafted, num_accepted)
         self._own.observe(num_drafted, num_accepted)
@@ -237,39 +316,78 @@ class DepthController:
             self._run_chance = 1.0
 
 
-def batch_depth(controllers: Sequence[DepthController], costs: RoundCosts, num_rows: int, max_depth: int) -> int:
+def batch_depth(
+    controllers: Sequence[DepthController],
+    costs: RoundCosts,
+    num_rows: int,
+    max_depth: int,
+    tokens_left: Sequence[int] | None = None,
+    drops_rows: bool = True,
+) -> int:
     """Return the depth of the next round for rows that share one window.
 
-    It is the depth with the most expected tokens per second over all rows. A row with a smaller ``max_depth`` counts
-    with its own expected tokens; a row that must not draft has a controller with ``max_depth`` 0.
+    A row with a smaller ``max_depth`` counts with its own expected tokens; a row that must not draft has a controller
+    with ``max_depth`` 0.
 
     Args:
         controllers: One for each row, at least one.
         costs: The decoder's costs; the caller adds the time of each round.
         num_rows: Number of batch rows that the costs are looked up by.
         max_depth: Largest number of drafts of the window.
+        tokens_left: Tokens until the limit of each row, at least 1, to end all texts as early as possible; None for
+            the most tokens per second, while further requests wait for a row.
+        drops_rows: Whether rounds have fewer rows once texts have ended.
     """
     max_depth = min(max_depth, max(controller.max_depth for controller in controllers))
     if max_depth <= 0:
         return 0
-    if (unmeasured := costs.depth_to_measure(num_rows, max_depth)) is not None:
+    rounds_left = math.inf if tokens_left is None else max(tokens_left)
+    if (unmeasured := costs.depth_to_measure(num_rows, max_depth, rounds_left)) is not None:
         return unmeasured
-    figures = [costs.seconds(num_rows, depth) for depth in range(max_depth + 1)]
-    seconds = [figure for figure in figures if figure is not None]
-    tokens = [sum(rows) for rows in zip(*(each.expected_tokens(max_depth) for each in controllers), strict=True)]
-    speeds = [expected / taken for expected, taken in zip(tokens, seconds, strict=True)]
+    seconds = costs.curve(num_rows, max_depth)
+    expected = [each.expected_tokens(max_depth) for each in controllers]
+    if tokens_left is None:
+        speeds = [sum(rows) / taken for rows, taken in zip(zip(*expected, strict=True), seconds, strict=True)]
+    else:
+        # Without dropped rows every round costs the same.
+        by_live = costs.curves(len(expected), max_depth) if drops_rows else [seconds] * len(expected)
+        ends = map(_seconds_to_end, zip(*expected, strict=True), repeat(tokens_left), zip(*by_live, strict=True))
+        speeds = [1.0 / end for end in ends]
     chosen = _choose(speeds, [each.settled for each in controllers if each.settled is not None])
+    if tokens_left is not None and num_rows > 1 and speeds[chosen] < (1.0 + _BATCH_MARGIN) * speeds[0]:
+        chosen = 0
     for each in controllers:
         each.settle(chosen)
     if chosen == 0:
-        drafting = [each for each in controllers if each.max_depth]
-        min_gap_rounds = (seconds[1] / seconds[0] - 1.0) / _PROBE_SHARE
-        # A majority decides: a probe drafts in all rows, and a new row alone must not force it on the others.
-        if 2 * sum(each.is_probe_due(min_gap_rounds) for each in drafting) >= len(drafting):
-            for each in drafting:
-                each.begin_probe()
-            return 1
-    return chosen
+        share = _PROBE_SHARE if num_rows == 1 else _BATCH_PROBE_SHARE
+        return _probe_depth(controllers, (seconds[1] / seconds[0] - 1.0) / share)
+    # One row without right drafts can turn the gain of a batch into a loss: try each row once before drafting deeply.
+    is_tried = tokens_left is None or num_rows == 1 or all(each.is_tried for each in controllers)
+    return chosen if is_tried else 1
+
+
+def _seconds_to_end(expected: Sequence[float], tokens_left: Sequence[int], seconds_by_live: Sequence[float]) -> float:
+    """Return the expected seconds until all rows have ended, if the depth stays as it is.
+
+    Args:
+        expected: Expected tokens of each row per round.
+        tokens_left: Tokens until the limit of each row.
+        seconds_by_live: Seconds of a round with 1, 2, ... unfinished rows.
+    """
+    rounds = sorted((left / tokens for left, tokens in zip(tokens_left, expected, strict=True)), reverse=True)
+    further = [more - fewer for more, fewer in zip(rounds, [*rounds[1:], 0.0], strict=True)]
+    return sum(map(mul, further, seconds_by_live))
+
+
+def _probe_depth(controllers: Sequence[DepthController], min_gap_rounds: float) -> int:
+    """Return 1 if a probe is due while nothing is drafted, else 0."""
+    drafting = [each for each in controllers if each.max_depth]
+    # A majority decides: a probe drafts in all rows, and a new row alone must not force it on the others.
+    if 2 * sum(each.is_probe_due(min_gap_rounds) for each in drafting) < len(drafting):
+        return 0
+    for each in drafting:
+        each.begin_probe()
+    return 1
 
 
 def _choose(speeds: Sequence[float], settled: Sequence[int]) -> int:

@@ -29,6 +29,18 @@ PENDING_PLACES = 32
 """Largest number of committed tokens that may be pending for the drafter."""
 
 
+MIN_FREE_SHARE = 0.25
+"""Smallest share of finished rows to drop. Dropping copies the caches of the other rows, which takes up to the time of
+a round; with this share, a batch of any size is copied only a few times."""
+MIN_TOKENS_LEFT = 8
+"""Smallest number of tokens, left of the longest text, for which finished rows are dropped."""
+
+
+def is_worth_dropping(num_live: int, num_rows: int, tokens_left: int) -> bool:
+    """Return whether to drop the finished rows of a batch, with ``tokens_left`` of its longest text."""
+    return num_rows - num_live >= MIN_FREE_SHARE * num_rows and tokens_left >= MIN_TOKENS_LEFT
+
+
 @dataclass
 class Lane:
     """One request and the row it is decoded in."""
@@ -50,6 +62,11 @@ class Lane:
     """Upper bound of the committed tokens that the drafter has not processed yet."""
     seconds_prefill: float = 0.0
     is_done: bool = False
+
+    @property
+    def tokens_left(self) -> int:
+        """Number of new tokens until the limit, as far as the host knows."""
+        return self.request.max_new_tokens - len(self.tokens)
 
     @property
     def met_stop_string(self) -> bool:
@@ -98,7 +115,8 @@ class InFlight(NamedTuple):
     """A round whose outcome the host has not read yet."""
 
     outcome: Outcome
-    lanes: tuple[Lane, ...]
+    lanes: dict[int, Lane]
+    """Row of the outcome to its lane; later rounds may have fewer rows."""
     plan: RoundPlan
     launched: float
 
@@ -140,6 +158,7 @@ class Session:
             while self.waiting and len(self.lanes) < self.batch.cache.num_rows:
                 yield from self._admit()
             if self.lanes:
+                self._drop_rows()
                 self._launch()
             while len(self.in_flight) > (self.max_in_flight if self.lanes else 0):
                 yield from self._look()
@@ -186,6 +205,22 @@ class Session:
                 break
         return lanes, slice(lanes[0].row, lanes[-1].row + 1)
 
+    def _drop_rows(self) -> None:
+        """Drop the rows of finished texts if that makes the remaining rounds enough smaller."""
+        if self.waiting or self.rounds.captures:
+            # Waiting requests take the free rows; captured rounds refer to the buffers by address.
+            return
+        tokens_left = max(lane.tokens_left for lane in self.lanes.values())
+        if not is_worth_dropping(len(self.lanes), self.batch.cache.num_rows, tokens_left):
+            return
+        self._require_rows()
+        rows = sorted(self.lanes)
+        self.batch.keep_rows(rows)
+        self.lanes = {new: self.lanes[old] for new, old in enumerate(rows)}
+        for row, lane in self.lanes.items():
+            lane.row = row
+        self._depths = []
+
     def _launch(self) -> None:
         """Start a round over all rows."""
         self._require_rows()
@@ -200,7 +235,7 @@ class Session:
         for lane in self.lanes.values():
             lane.pending = (0 if depth else lane.pending) + depth + 1
             lane.position += depth + 1
-        self.in_flight.append(InFlight(outcome, tuple(self.lanes.values()), plan, launched))
+        self.in_flight.append(InFlight(outcome, dict(self.lanes), plan, launched))
 
     def _require_rows(self) -> None:
         if self.batch.owner is not self:
@@ -219,18 +254,34 @@ class Session:
         return RoundPlan(depth, position + depth + 1, pending, PENDING_PLACES, start)
 
     def _depth(self) -> int:
-        """Return the depth of the round, and write each row's own depth to the batch."""
-        fixed = [lane.depth for lane in self.lanes.values() if lane.controller is None]
-        adaptive = [lane.controller for lane in self.lanes.values() if lane.controller is not None]
-        chosen = batch_depth(adaptive, self.costs, self.batch.cache.num_rows, self.max_depth) if adaptive else 0
-        depth = max([chosen, *fixed])
+        """Return the depth of the round, and write each row's own depth to the batch.
+
+        With ``auto``, a row drafts no more than it can commit: its limit minus the trunk's own token.
+        """
+        depth = max([self._chosen_depth(), *(lane.depth for lane in self.lanes.values() if lane.controller is None)])
         depths = [0] * self.batch.cache.num_rows
         for row, lane in self.lanes.items():
-            depths[row] = lane.depth if lane.controller is None else min(depth, lane.depth)
+            depths[row] = lane.depth if lane.controller is None else min(depth, lane.depth, lane.tokens_left - 1)
         if depths != self._depths:
             self._depths = depths
             self.batch.depth_B.copy_(torch.tensor(depths))
-        return depth
+        # Another depth is another graph, which takes longer to capture than it saves at the end of a text.
+        return depth if self.rounds.captures else max(depths)
+
+    def _chosen_depth(self) -> int:
+        """Return the best depth for the rows whose depth the decoder chooses; 0 if there are none."""
+        # A row at a fixed depth above 0 decides the round's depth itself.
+        rows = [lane for lane in self.lanes.values() if lane.controller is not None or lane.depth == 0]
+        if all(lane.controller is None for lane in rows):
+            return 0
+        return batch_depth(
+            [lane.controller or DepthController(0, None) for lane in rows],
+            self.costs,
+            self.batch.cache.num_rows,
+            self.max_depth,
+            None if self.waiting else [lane.tokens_left for lane in rows],
+            not self.rounds.captures,
+        )
 
     def _look(self) -> Iterator[Chunk]:
         """Read the outcome of the oldest round in flight."""
@@ -238,12 +289,12 @@ class Session:
         rows = outcome.rows()
         now = time.perf_counter()
         # A round that waited for the previous round began when that one ended.
-        self.costs.observe(self.batch.cache.num_rows, plan.depth, now - max(launched, self._last_look))
+        self.costs.observe(len(rows), plan.depth, now - max(launched, self._last_look))
         self._last_look = now
         # If a later round with drafts has processed the pending tokens, the bound covers only that round's window.
         is_taken_in = any(later.plan.depth for later in self.in_flight)
-        for lane in lanes:
-            *tokens, num_kept, num_accepted, num_drafted = rows[lane.row]
+        for row, lane in lanes.items():
+            *tokens, num_kept, num_accepted, num_drafted = rows[row]
             if lane.is_done:
                 continue
             if num_kept == BAD_TRUNK:

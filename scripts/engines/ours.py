@@ -100,6 +100,10 @@ class _Recorder:
         """See :class:`Drafter`."""
         self._drafter.settle(place)
 
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """See :class:`Drafter`."""
+        self._drafter.keep_rows(rows_R)
+
 
 class RecordedDrafting:
     """Draft with a head, one text at a time, and record the drafts of every round in ``drafted``."""

@@ -18,7 +18,15 @@ from mtp_inference.bench import round_costs as costs
 from mtp_inference.bench.__main__ import main
 from mtp_inference.bench.chain import Chain
 from mtp_inference.bench.clock import time_alone
-from mtp_inference.bench.measurements import OurArm, SetAcceptance, TransformersArm, compare, their_head
+from mtp_inference.bench.measurements import (
+    OurArm,
+    SetAcceptance,
+    TransformersArm,
+    add_paired_speedups,
+    compare,
+    paired_ratios,
+    their_head,
+)
 from mtp_inference.bench.subject import SHAPES, Subject, shape_subject, trained_subject
 from mtp_inference.bench.texts import Prompts, read_prompts
 from mtp_train.acceptance.counts import tau
@@ -75,6 +83,7 @@ def test_a_run_on_a_shape_reports_every_field_and_its_figures_agree(
     for batch in (1, 2):
         plain, drafted, theirs = [row for row in rows if row["batch"] == batch]
         assert (plain["tau"], drafted["tau"], theirs["tau"]) == (1.0, 3.0, None)
+        assert 0.0 < drafted["speedup_least"] <= drafted["speedup_paired"] <= drafted["speedup_most"]
         assert drafted["speedup"] == pytest.approx(drafted["tokens_per_second"] / plain["tokens_per_second"])
         assert drafted["over_transformers"] == pytest.approx(drafted["tokens_per_second"] / theirs["tokens_per_second"])
         # 11 tokens after the first: as many plain rounds, or 4 of 3 tokens.
@@ -277,6 +286,23 @@ def test_texts_that_drafts_changed_are_counted() -> None:
     assert [row["speedup"] for row in rows] == [1.0, 1.5]
     compare(rows[1:], [[(1, 2)]], plain=None)
     assert (rows[1]["speedup"], rows[1]["identical_texts"]) == (None, None)
+
+
+def test_paired_ratios_leave_out_what_slows_both_arms() -> None:
+    # Repeats 2 and 3 run on a machine that is busy: twice and four times as slow, for both arms.
+    assert paired_ratios([15.0, 8.0, 3.5], [10.0, 5.0, 2.5]) == (1.5, 1.4, 1.6)
+    assert paired_ratios([6.0, 12.0], [4.0, 6.0]) == (1.75, 1.5, 2.0)
+    assert paired_ratios([6.0], [4.0]) == (1.5, 1.5, 1.5)
+
+
+def test_speedups_are_paired_by_repeat() -> None:
+    rows: list[dict[str, Any]] = [{"depth": depth} for depth in (0, 2, None)]
+    speeds = [[10.0, 5.0, 2.5], [15.0, 8.0, 3.5], [9.0, 9.0, 9.0]]
+    add_paired_speedups(rows, speeds, plain=0)
+    found = [(row["speedup_paired"], row["speedup_least"], row["speedup_most"]) for row in rows]
+    assert found == [(1.0, 1.0, 1.0), (1.5, 1.4, 1.6), (None, None, None)]
+    add_paired_speedups(rows, speeds, plain=None)
+    assert {row["speedup_paired"] for row in rows} == {None}
 
 
 def test_transformers_drafts_with_the_very_weights_of_our_head() -> None:

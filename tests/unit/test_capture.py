@@ -193,6 +193,10 @@ class FaultyDrafter(ModelDrafter):
         self.num_rounds = 0
         self.shift_B = torch.zeros(size.num_rows, dtype=torch.long)
 
+    def keep_rows(self, rows_R: Tensor) -> None:
+        super().keep_rows(rows_R)
+        self.shift_B = self.shift_B[rows_R]
+
     def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
         tokens_BK = super().draft(depth, place, chooser).tokens_BK
         self.num_rounds += 1

@@ -65,6 +65,8 @@ class RandomDrafter:
 
     def settle(self, place: Place) -> None: ...
 
+    def keep_rows(self, rows_R: Tensor) -> None: ...
+
     def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
         return Drafts(torch.randint(VOCAB_SIZE, (len(place.last_B), depth)))
 

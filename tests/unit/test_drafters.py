@@ -77,6 +77,7 @@ class RecordedDrafter:
         self.record = record
         self.start = drafter.start
         self.extend = drafter.extend
+        self.keep_rows = drafter.keep_rows
         self.inner = drafter
 
     def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:

@@ -217,7 +217,7 @@ def test_a_row_ended_by_a_stop_string_is_out_of_use_on_the_device() -> None:
     ]
     decoder.decode(requests)
     assert decoder._rounds is not None
-    assert decoder._rounds.batch.active_B.tolist() == [False, False]
+    assert not decoder._rounds.batch.active_B.any()
 
 
 def test_a_stop_token_may_end_inside_an_accepted_draft() -> None:
@@ -352,7 +352,8 @@ def timed(decoder: SpeculativeDecoder, clock: Clock, monkeypatch: pytest.MonkeyP
 
 def test_auto_drafts_deeply_where_drafts_are_right_and_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     depths = list(timed(right("qwen3_5"), Clock(seconds_per_draft=0.01), monkeypatch))
-    assert depths[-1] == 4
+    # The last round drafts what the text still lacks.
+    assert depths[-2] == 4
     assert len(depths) < 30
 
 

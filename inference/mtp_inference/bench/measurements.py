@@ -273,6 +273,8 @@ class _SetDrafter:
     def __init__(self, maker: SetAcceptance, drafter: Drafter) -> None:
         self.maker = maker
         self.drafter = drafter
+        self.text_rows_B = torch.arange(len(maker.text_BS), device=maker.text_BS.device)
+        """Row of each batch row in the maker's tensors."""
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
         """See :class:`Drafter`."""
@@ -289,13 +291,19 @@ class _SetDrafter:
         ahead_K = torch.arange(1, depth + 1, device=place.length_B.device)
         # A row whose text has ended keeps drafting; its drafts are ignored.
         places_BK = (place.length_B[:, None] + ahead_K).clamp(max=maker.text_BS.shape[1] - 1)
-        right_BK = maker.text_BS.gather(1, places_BK)
-        is_right_BK = maker.is_right_BS.gather(1, places_BK)
+        rows_B1 = self.text_rows_B[: len(places_BK), None]
+        right_BK = maker.text_BS[rows_B1, places_BK]
+        is_right_BK = maker.is_right_BS[rows_B1, places_BK]
         return Drafts(torch.where(is_right_BK, right_BK, (right_BK + 1) % maker.vocab_size))
 
     def settle(self, place: Place) -> None:
         """See :class:`Drafter`."""
         self.drafter.settle(place)
+
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """See :class:`Drafter`."""
+        self.drafter.keep_rows(rows_R)
+        self.text_rows_B = self.text_rows_B[rows_R]
 
 
 Row = dict[str, Any]
@@ -361,6 +369,7 @@ def measure_decoding(
     rows = [head | _row(arm, repeats) for arm, repeats in zip(arms, taken, strict=True)]
     plain = next((index for index, arm in enumerate(arms) if arm.depth == 0), None)
     compare(rows, [_texts(repeats[0]) for repeats in taken], plain)
+    add_paired_speedups(rows, [_decode_speeds(repeats) for repeats in taken], plain)
     arms.clear()
     _free(subject)
     return rows
@@ -432,10 +441,20 @@ def _texts(runs: Sequence[Run]) -> Texts:
     return [text for run in runs for text in run.texts]
 
 
+def _decode_seconds(repeats: Sequence[Sequence[Run]]) -> list[float]:
+    return [sum(run.decode_seconds for run in runs) for runs in repeats]
+
+
+def _decode_speeds(repeats: Sequence[Sequence[Run]]) -> list[float]:
+    """Return the tokens per second of each repeat, prefill apart."""
+    num_tokens = sum(run.decode_tokens for run in repeats[0])
+    return [num_tokens / seconds for seconds in _decode_seconds(repeats)]
+
+
 def _row(arm: Arm, repeats: Sequence[Sequence[Run]]) -> Row:
     """Return an arm's figures: sums over its groups, medians over the repeats."""
     counts = [count for run in repeats[0] for count in run.counts]
-    decode_seconds = [sum(run.decode_seconds for run in runs) for runs in repeats]
+    decode_seconds = _decode_seconds(repeats)
     seconds = [sum(run.seconds for run in runs) for runs in repeats]
     first = repeats[0]
     rounds = sum(run.rounds for run in first)
@@ -443,7 +462,7 @@ def _row(arm: Arm, repeats: Sequence[Sequence[Run]]) -> Row:
         "arm": arm.name,
         "depth": arm.depth,
         "texts": len(_texts(first)),
-        "tokens_per_second": median(sum(run.decode_tokens for run in first) / one for one in decode_seconds),
+        "tokens_per_second": median(_decode_speeds(repeats)),
         "tokens_per_second_end_to_end": median(sum(run.num_tokens for run in first) / one for one in seconds),
         "prefill_ms": median(1000 * sum(run.seconds_prefill for run in runs) / len(runs) for runs in repeats),
         "tau": tau(counts) if counts else None,
@@ -467,6 +486,37 @@ def compare(rows: Sequence[Row], texts: Sequence[Texts], plain: int | None) -> N
         row["over_transformers"] = _ratio(speed, theirs.get("transformers")) if ours else None
         row["over_transformers_mtp"] = _ratio(speed, theirs.get("transformers use_mtp")) if ours else None
         row["identical_texts"] = None if plain is None else identical(own, texts[plain])
+
+
+class PairedRatios(NamedTuple):
+    """Ratios of two arms, one for each repeat in which both ran."""
+
+    median: float
+    least: float
+    most: float
+
+
+def paired_ratios(above: Sequence[float], below: Sequence[float]) -> PairedRatios:
+    """Return the median and the range of the ratios of two arms, repeat by repeat.
+
+    Arms of one repeat run shortly after each other, so a machine that slows down for a while changes both alike.
+    """
+    ratios = [one / other for one, other in zip(above, below, strict=True)]
+    return PairedRatios(median(ratios), min(ratios), max(ratios))
+
+
+def add_paired_speedups(rows: Sequence[Row], speeds: Sequence[Sequence[float]], plain: int | None) -> None:
+    """Add the speedup over our own plain decoding, paired by repeat: its median, and its range over the repeats.
+
+    Args:
+        rows: Rows of one cell; ``speedup``, the ratio of their medians, stays as it is.
+        speeds: Tokens per second of each row in each repeat.
+        plain: Index of plain decoding; None if it did not run, for which the speedups are None.
+    """
+    for row, own in zip(rows, speeds, strict=True):
+        known = plain is not None and row["depth"] is not None
+        paired = paired_ratios(own, speeds[plain]) if known and plain is not None else (None, None, None)
+        row["speedup_paired"], row["speedup_least"], row["speedup_most"] = paired
 
 
 def _ratio(above: float, below: float | None) -> float | None:

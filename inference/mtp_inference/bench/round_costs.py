@@ -255,3 +255,6 @@ class _GivenDrafts:
 
     def settle(self, place: Place) -> None:
         """See :class:`Drafter`; never called."""
+
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """See :class:`Drafter`; never called."""

@@ -20,6 +20,7 @@ from mtp_inference.cache.convolved import ConvolutionInputs
 from mtp_inference.cache.ngrams import NGRAM_STATES, NgramStore
 from mtp_inference.cache.pooled import KeyPools
 from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore, States
+from mtp_inference.cache.rows import keep_rows_of
 from mtp_inference.cache.window import Window, announced
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.mechanisms.compressed_keys import COMPRESSED_CACHE_LAYERS
@@ -54,6 +55,8 @@ class AttentionStore(CacheLayerMixin):
     keys_suffice = True
     """Whether later tokens read nothing of a token but its keys and values (an indexer's included). If so, the drafter
     runs tokens that no draft starts from as keys-only windows; else it runs the whole layer for them."""
+    row_buffers: tuple[str, ...] = ("keys", "values")
+    """Names of the buffers that have a row for each batch row."""
 
     def __init__(self, num_rows: int, size: int, sliding_window: int | None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -88,6 +91,11 @@ class AttentionStore(CacheLayerMixin):
         keys, values = self.keys[window.rows, :, :used], self.values[window.rows, :, :used]
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """Keep these rows and drop all others."""
+        keep_rows_of(self, self.row_buffers, rows_R)
+        self.num_rows = len(rows_R)
+
     def mask(self, window: Window, always: bool) -> Tensor | None:
         """Return the layer's attention mask; None if plain causal attention is equivalent and ``always`` is False."""
         return window.mask(self.size, self.sliding_window, always)
@@ -117,6 +125,7 @@ class IndexedStore(AttentionStore, KeyPools):
 
     last_to_write = False
     needs_mask = True
+    row_buffers: tuple[str, ...] = ("keys", "values", "indexer_keys_BSX", "inputs_BSX", "pools")
 
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__(num_rows, size, None)
@@ -159,6 +168,7 @@ class BlockStore(IndexedStore):
     """
 
     needs_mask = False
+    row_buffers: tuple[str, ...] = (*IndexedStore.row_buffers, "positions_BS")
 
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__(num_rows, size)
@@ -194,6 +204,7 @@ class CompressedStore(AttentionStore):
 
     last_to_write = False
     needs_mask = True
+    row_buffers: tuple[str, ...] = ("keys", "inputs_BSX", "entries_BEX")
 
     def __init__(self, num_rows: int, capacity: int, max_window: int, sliding_window: int, group_size: int) -> None:
         super().__init__(num_rows, min(capacity, sliding_window + max_window), sliding_window)
@@ -208,6 +219,11 @@ class CompressedStore(AttentionStore):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate one buffer: keys are the values too."""
         super().lazy_initialization(key_states, value_states)
+        self.values = self.keys
+
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """See :class:`AttentionStore`."""
+        super().keep_rows(rows_R)
         self.values = self.keys
 
     def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,6 +264,7 @@ class ConvolvedStore(AttentionStore, ConvolutionInputs):
 
     last_to_write = False
     keys_suffice = False
+    row_buffers: tuple[str, ...] = ("keys", "values", "rings")
 
     def __init__(
         self, num_rows: int, size: int, sliding_window: int | None, max_undecided: int, num_convolutions: int
@@ -334,6 +351,14 @@ class WindowCache(Cache):
     def commit(self, num_kept_B: Tensor | None) -> None:
         """Keep the first ``num_kept_B`` tokens of each row's window; None keeps the whole window."""
         self._recurrent.commit(num_kept_B)
+
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """Keep these rows, in this order, and drop all others. Buffers move: a captured round is no longer valid."""
+        for layer in self.layers:
+            if isinstance(layer, AttentionStore | NgramStore):
+                layer.keep_rows(rows_R)
+        self._recurrent.keep_rows(rows_R)
+        self.num_rows = len(rows_R)
 
     def snapshot(self) -> States | None:
         """Return a copy of the recurrent layers' states; later windows overwrite them."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mtp_inference.cache.convolved import ConvolutionInputs
 from mtp_inference.cache.recurrent import RecurrentStore
+from mtp_inference.cache.rows import keep_rows_of
 from mtp_inference.cache.window import Window, announced
 
 _CONVOLUTION, _TOKENS = 1, 2
@@ -63,6 +64,12 @@ class NgramStore(RecurrentStore):
     def placed(self) -> Iterable[Tensor]:
         """Return the ring buffers: inputs of the second convolution, and tokens. Each (B, Z, ...)."""
         return [*self._inputs.rings.values(), *([] if self._tokens_BZ is None else [self._tokens_BZ])]
+
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """Keep these rows of the ring buffers and drop all others."""
+        keep_rows_of(self._inputs, ("rings",), rows_R)
+        keep_rows_of(self, ("_tokens_BZ",), rows_R)
+        self.num_rows = self._inputs.num_rows = len(rows_R)
 
     def _before(self, window: Window) -> Tensor | None:
         if self._tokens_BZ is None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mtp_inference.cache.delta import DeltaWindow, gated_delta_token, gated_delta_window, heads_first, kimi_delta_window
+from mtp_inference.cache.rows import select_rows
 from mtp_inference.cache.window import Window, announced
 from mtp_train.families import Family
 from mtp_train.upstream.transformers_private import ACT2FN, LinearAttentionLayer
@@ -303,6 +304,13 @@ class RecurrentLayers:
             for buffer, saved in zip(self._states, states, strict=True):
                 buffer.copy_(saved)
 
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """Keep these rows of the states and drop all others."""
+        self.num_rows = len(rows_R)
+        if self._states is not None:
+            self._states = select_rows(self._states, rows_R, dim=1)
+            self._show(self._states)
+
     def _commit_decided(self, conv: list[Tensor], state: list[Tensor], num_kept_B: Tensor | None) -> None:
         window = announced(self._window)
         if num_kept_B is not None and window.num_tokens > 1:
@@ -341,6 +349,10 @@ class RecurrentLayers:
 
         conv_LBCW = conv_LBCW.to(self.conv_dtype or conv_LBCW.dtype)
         self._states = States(zeros(conv_LBCW, conv_LBCW.shape[2:]), zeros(state_BHKV, state_BHKV.shape[1:]))
-        for store, conv_BCW, state_BHKV in zip(self.stores, *self._states, strict=True):
-            store.conv_BCW, store.state_BHKV = conv_BCW, state_BHKV
+        self._show(self._states)
         return self._states
+
+    def _show(self, states: States) -> None:
+        """Give each layer its part of the states."""
+        for store, conv_BCW, state_BHKV in zip(self.stores, *states, strict=True):
+            store.conv_BCW, store.state_BHKV = conv_BCW, state_BHKV

@@ -162,6 +162,11 @@ class AssistantDrafter:
     def settle(self, place: Place) -> None:
         """See :class:`Drafter`. There are no pending tokens."""
 
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """See :class:`Drafter`."""
+        self.hidden_B1D = self.hidden_B1D[rows_R]
+        self.rows_B1 = self.rows_B1[: len(rows_R)]
+
     def _run(self, inputs_B1E: Tensor, positions_B1: Tensor, shared: SharedKeys) -> Tensor:
         decoder = self.model.model
         with attending_in_windows(decoder.config):

@@ -70,3 +70,6 @@ class Drafter(Protocol):
 
     def settle(self, place: Place) -> None:
         """Process the pending tokens without drafting."""
+
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """Keep these rows, int64 indices in the new order, and drop all others."""

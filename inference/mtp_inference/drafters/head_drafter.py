@@ -76,6 +76,10 @@ class ParallelDrafter:
     def settle(self, place: Place) -> None:
         """See :class:`mtp_inference.drafters.drafter.Drafter`. There are no pending tokens."""
 
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """See :class:`mtp_inference.drafters.drafter.Drafter`."""
+        self.state_B1D, self.position_B1 = self.state_B1D[rows_R], self.position_B1[rows_R]
+
     def _head_input(self, hidden: Tensor) -> Tensor:
         return self.trunk.head_input(hidden, self.head.convention).to(self.state_B1D.dtype)
 
@@ -119,6 +123,11 @@ class _HeadDrafter:
     def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
         """See :class:`Drafter`."""
         self.pending.add(tokens_BT, num_kept_B, self._head_input(hidden_BTD))
+
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """See :class:`Drafter`."""
+        self.cache.keep_rows(rows_R)
+        self.pending.keep_rows(rows_R)
 
     def _head_input(self, hidden: Tensor) -> Tensor:
         return self.head.read(self.trunk.head_input(hidden, self.head.convention).to(self.dtype))
@@ -308,6 +317,11 @@ class ChainedDrafter(_HeadDrafter):
     def settle(self, place: Place) -> None:
         """See :class:`Drafter`."""
         self._advance(place, 0, None)
+
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """See :class:`Drafter`."""
+        super().keep_rows(rows_R)
+        self.carried_KB1D = self.carried_KB1D[:, rows_R]
 
     def _recycled(self, depth: int, hidden_RTD: Tensor, tokens_RT: Tensor, window: Window) -> Tensor:
         """Run prompts from position 0; return the output states that the next module reads."""

@@ -100,6 +100,11 @@ class ModelDrafter:
         """See :class:`Drafter`."""
         self._take_pending(place)
 
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """See :class:`Drafter`."""
+        self.cache.keep_rows(rows_R)
+        self.pending.keep_rows(rows_R)
+
     def _take_pending(self, place: Place) -> Tensor:
         positions_BT = self.pending.positions(place)
         hidden: list[Tensor] = []
@@ -194,6 +199,11 @@ class NgramDrafter:
 
     def settle(self, place: Place) -> None:
         """See :class:`Drafter`. There are no pending tokens."""
+
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """See :class:`Drafter`."""
+        self.text_BS, self.length_B = self.text_BS[rows_R], self.length_B[rows_R]
+        self.rows_B1 = self.rows_B1[: len(rows_R)]
 
     def _last_end(self, num_tokens: int) -> Tensor:
         """Return the index where the last ``num_tokens`` tokens ended before, int64 (B,); -1 if they did not occur."""

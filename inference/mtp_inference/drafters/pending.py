@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mtp_inference.cache.rows import keep_rows_of
 from mtp_inference.drafters.drafter import Place, Size
 
 
@@ -63,6 +64,11 @@ class Pending:
     def row(self, states_BTD: Tensor, index_B: Tensor) -> Tensor:
         """Return the state at one index of each batch row, (B, 1, D)."""
         return states_BTD[self.rows_B1, index_B[:, None]]
+
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """Keep these rows and drop all others."""
+        keep_rows_of(self, ("tokens_BP", "num_B", "first_B", "hidden_BPD"), rows_R)
+        self.rows_B1 = self.rows_B1[: len(rows_R)]
 
     def take(self) -> None:
         """Remove all pending tokens."""

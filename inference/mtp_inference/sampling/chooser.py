@@ -163,6 +163,13 @@ class Chooser:
         self.settings[rows] = settings
         self.rows = self.rows.replaced(SamplingRows.stack(self.settings, self.rows.seed_B.device))
 
+    def keep_rows(self, rows_R: Tensor) -> None:
+        """Keep the settings and the texts of these rows and drop all others."""
+        self.settings = [self.settings[row] for row in rows_R.tolist()]
+        self.rows = SamplingRows.stack(self.settings, self.rows.seed_B.device)
+        if self.seen_BV is not None:
+            self.seen_BV = self.seen_BV[rows_R]
+
     @property
     def steps(self) -> tuple[bool, ...]:
         """Return which sampling steps run. A round captured as a CUDA graph is valid only for equal steps."""

@@ -1,0 +1,333 @@
+"""Batches whose texts end at different times: finished rows are dropped, and the others keep their texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mtp_inference.batch
+import mtp_inference.decoder
+import mtp_inference.session
+from mtp_inference import GenerationResult, HeadDrafting, NgramDrafting, Request, Sampling, SpeculativeDecoder
+from mtp_inference.batch import Batch, RoundPlan
+from mtp_inference.capture import Outcome
+from mtp_inference.depth import DepthController, RoundCosts, batch_depth
+from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.other_drafters import ModelDrafting
+from mtp_inference.sampling.chooser import DraftSampling
+from mtp_inference.session import Session, is_worth_dropping
+from mtp_train.trunk.load import Trunk
+from scripted import ScriptedDrafting, plain_texts, random_prompt
+from tiny import CACHE_KINDS, chained_head, nearly_tiny, tiny_head, tiny_trunk
+
+LIMITS = (3, 34, 9, 24, 1, 14)
+PROMPTS = [random_prompt(length, seed) for seed, length in enumerate((6, 6, 11, 6, 2, 9))]
+
+
+@functools.cache
+def trunk_of(name: str) -> Trunk:
+    return tiny_trunk(name)
+
+
+nearly = functools.cache(nearly_tiny)
+
+
+def requests_of(*, heat: float = 0.0, penalty: float = 1.0) -> list[Request]:
+    """Return requests that end at different times, each with its own seed."""
+    return [
+        Request(
+            prompt_ids=prompt_ids,
+            max_new_tokens=limit,
+            sampling=Sampling(temperature=heat, repetition_penalty=penalty, seed=10 + number),
+        )
+        for number, (prompt_ids, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True))
+    ]
+
+
+def outcome(result: GenerationResult) -> tuple[object, ...]:
+    return result.token_ids, result.round_log, result.accepted_per_pos
+
+
+class Forwards:
+    """The number of rows of every round."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        run_window = Batch.run_window
+
+        def counted(batch: Batch, plan: RoundPlan, window_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            self.rows.append(len(window_BT))
+            return run_window(batch, plan, window_BT)
+
+        monkeypatch.setattr(Batch, "run_window", counted)
+
+    def take(self) -> list[int]:
+        taken, self.rows = self.rows, []
+        return taken
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
+    return Forwards(monkeypatch)
+
+
+def never_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mtp_inference.session, "is_worth_dropping", lambda *_unused: False)
+
+
+def assert_dropping_changes_no_text(
+    decoder: SpeculativeDecoder, requests: Sequence[Request], forwards: Forwards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [outcome(result) for result in decoder.decode(requests)]
+    with_dropping = forwards.take()
+    assert len(set(with_dropping)) >= 3
+    never_drop(monkeypatch)
+    assert found == [outcome(result) for result in decoder.decode(requests)]
+    without_dropping = forwards.take()
+    assert len(without_dropping) == len(with_dropping)
+    assert set(without_dropping) == {len(requests)}
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.0], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", CACHE_KINDS.values())
+def test_dropped_rows_change_no_text_of_any_cache(
+    name: str, heat: float, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = SpeculativeDecoder(trunk_of(name), ModelDrafting(nearly(name)), 3, (), prefill_chunk=8)
+    assert_dropping_changes_no_text(decoder, requests_of(heat=heat), forwards, monkeypatch)
+
+
+DRAFTING = {
+    "recursive": lambda: HeadDrafting(tiny_head(trunk_of("qwen3_5"))),
+    "chained": lambda: HeadDrafting(chained_head(trunk_of("qwen3_5"), 3)),
+    "chained_drafts": lambda: HeadDrafting(chained_head(trunk_of("qwen3_5"), 3, drafts_only=True)),
+    "ngram": NgramDrafting,
+    "plain": lambda: None,
+}
+
+
+@pytest.mark.parametrize("draft_sampling", ["argmax", "sampled"])
+@pytest.mark.parametrize("drafter", DRAFTING)
+def test_dropped_rows_change_no_draft_of_any_drafter(
+    drafter: str, draft_sampling: DraftSampling, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafting: DrafterMaker | None = DRAFTING[drafter]()
+    decoder = SpeculativeDecoder(trunk_of("qwen3_5"), drafting, 3, (), draft_sampling=draft_sampling)
+    assert_dropping_changes_no_text(decoder, requests_of(heat=0.8, penalty=1.3), forwards, monkeypatch)
+
+
+def test_a_state_left_in_its_old_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: where only the tokens move, and not the keys, texts change."""
+    decoder = SpeculativeDecoder(trunk_of("qwen3_5"), None, 0, ())
+    right = decoder.decode(requests_of())
+    with monkeypatch.context() as patched:
+        keep_rows = mtp_inference.batch.WindowCache.keep_rows
+        patched.setattr(
+            mtp_inference.batch.WindowCache, "keep_rows", lambda cache, rows_R: keep_rows(cache, rows_R.flip(0))
+        )
+        wrong = decoder.decode(requests_of())
+    assert [result.token_ids for result in wrong] != [result.token_ids for result in right]
+
+
+def test_finished_rows_are_not_computed(forwards: Forwards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of 3, 34, 9, 24, 1 and 14 tokens: plain rounds, after the token that prefill gives."""
+    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
+    decoder.decode(requests_of())
+    # One text ends in prefill and one after 2 rounds, which are a third of the rows.
+    assert forwards.take() == [6] * 2 + [4] * 6 + [3] * 5 + [2] * 10 + [1] * 10
+    never_drop(monkeypatch)
+    decoder.decode(requests_of())
+    assert forwards.take() == [6] * 33
+
+
+def test_rows_are_kept_while_requests_wait_and_before_the_end(forwards: Forwards) -> None:
+    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, (), max_batch=2)
+    decoder.decode([[1, 2, 3]] * 4, max_new_tokens=12)
+    assert set(forwards.take()) == {2}
+    assert is_worth_dropping(num_live=6, num_rows=8, tokens_left=8)
+    assert not is_worth_dropping(num_live=7, num_rows=8, tokens_left=100)
+    assert not is_worth_dropping(num_live=1, num_rows=8, tokens_left=7)
+
+
+def test_captured_rounds_keep_their_rows(forwards: Forwards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rounds of a decoder that captures; here they run as they are."""
+    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
+    make = mtp_inference.decoder.Rounds
+
+    def capturing(batch: Batch, **_unused: object) -> mtp_inference.decoder.Rounds:
+        rounds = make(batch, captures=False)
+        rounds.captures = True
+        monkeypatch.setattr(rounds, "run", lambda plan: Outcome(batch.run_round(plan)))
+        return rounds
+
+    monkeypatch.setattr(mtp_inference.decoder, "Rounds", capturing)
+    decoder.decode(requests_of())
+    assert forwards.take() == [6] * 33
+
+
+def test_a_decoder_has_all_its_rows_again_in_the_next_call(forwards: Forwards) -> None:
+    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
+    first = decoder.decode(requests_of())
+    num_rows = forwards.take()
+    assert [one.token_ids for one in decoder.decode(requests_of())] == [one.token_ids for one in first]
+    assert forwards.take() == num_rows
+
+
+def knowing(acceptance: float, max_depth: int = 3) -> DepthController:
+    """Return a controller after many rounds of one outcome."""
+    controller = DepthController(max_depth, None)
+    for _ in range(40):
+        controller.observe(max_depth, round(acceptance * max_depth))
+    return controller
+
+
+def measured(num_rows: int, *seconds: float) -> RoundCosts:
+    costs = RoundCosts()
+    for _ in range(4):
+        for depth, figure in enumerate(seconds):
+            costs.observe(num_rows, depth, figure)
+    return costs
+
+
+def test_a_row_that_accepts_nothing_decides_if_it_ends_last() -> None:
+    """Three rows accept 3 drafts of 3 and one none, and a round with drafts takes twice as long."""
+    costs = measured(4, 1.0, 1.4, 1.7, 2.0)
+    rows = [knowing(1.0), knowing(1.0), knowing(1.0), knowing(0.0)]
+    assert batch_depth(rows, costs, 4, 3, [100] * 4) == 0
+    # It ends after 20 rounds of 25: 50 seconds instead of 100.
+    assert batch_depth(rows, costs, 4, 3, [100, 100, 100, 20]) == 3
+    # While requests wait, tokens per second count: 13 in 2 seconds instead of 4 in 1.
+    assert batch_depth(rows, costs, 4, 3) == 3
+
+
+def test_a_row_that_was_not_tried_is_tried_with_one_draft_first() -> None:
+    costs = measured(2, 1.0, 1.2, 1.4, 1.6)
+    new, known = DepthController(3, None), knowing(1.0)
+    assert batch_depth([known, new], costs, 2, 3, [100, 100]) == 1
+    new.observe(1, 1)
+    assert batch_depth([known, new], costs, 2, 3, [100, 100]) == 3
+
+
+def test_a_small_gain_of_a_batch_is_not_worth_the_risk() -> None:
+    rows = [knowing(1.0), knowing(1.0)]
+    assert batch_depth(rows, measured(2, 1.0, 3.0, 3.3, 3.7), 2, 3, [100, 100]) == 0
+    assert batch_depth(rows, measured(2, 1.0, 3.0, 3.3, 3.5), 2, 3, [100, 100]) == 3
+    # In one row nobody else waits for the text.
+    assert batch_depth(rows[:1], measured(1, 1.0, 3.0, 3.3, 3.7), 1, 3, [100]) == 3
+
+
+def test_dropped_rows_make_later_rounds_cheaper() -> None:
+    """Three rows of 20 tokens accept 3 drafts of 3, one row of 20 none; a round of one row is nearly free."""
+    costs = measured(4, 1.0, 1.4, 1.7, 2.0)
+    for _ in range(4):
+        for depth, seconds in enumerate((0.1, 0.14, 0.17, 0.2)):
+            costs.observe(1, depth, seconds)
+    rows = [knowing(1.0), knowing(1.0), knowing(1.0), knowing(0.0)]
+    # 5 rounds of 2 seconds and 15 of 0.2, instead of 20 rounds of 1 second.
+    assert batch_depth(rows, costs, 4, 3, [20] * 4) == 3
+    assert batch_depth([knowing(1.0), knowing(1.0), knowing(1.0), knowing(0.0)], costs, 4, 3, [20] * 4, False) == 0
+
+
+def test_a_smaller_batch_is_not_measured_again_and_a_larger_one_is() -> None:
+    costs = measured(4, 1.0, 1.4, 1.7, 2.0)
+    assert costs.depth_to_measure(3, 3) is None
+    assert costs.depth_to_measure(5, 3) == 0
+    assert costs.curve(2, 3) == [1.0, 1.4, 1.7, 2.0]
+
+
+def test_drafts_of_a_batch_are_measured_only_where_enough_rounds_follow() -> None:
+    costs = measured(4, 1.0)
+    assert costs.depth_to_measure(4, 3, rounds_left=91) == 0
+    assert costs.depth_to_measure(4, 3, rounds_left=92) == 2
+    assert costs.depth_to_measure(4, 1) == 1
+    costs.observe(4, 2, 1.7)
+    assert costs.depth_to_measure(4, 3) == 2
+    costs.observe(4, 2, 1.7)
+    assert costs.depth_to_measure(4, 3) is None
+    assert measured(1, 1.0).depth_to_measure(1, 3, rounds_left=5) == 3
+
+
+def drafted(requests: Sequence[Request], monkeypatch: pytest.MonkeyPatch, chosen: int) -> list[GenerationResult]:
+    """Decode with drafts that are all right, where the decoder chooses one depth."""
+    monkeypatch.setattr(mtp_inference.session, "batch_depth", lambda *_unused: chosen)
+    trunk = trunk_of("glm4_moe")
+    texts = plain_texts(trunk, [request.prompt_ids for request in requests], 40)
+    decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, [7]), 3, ())
+    results = decoder.decode(requests)
+    for request, result in zip(requests, results, strict=True):
+        assert list(result.token_ids) == texts[tuple(request.prompt_ids)][: request.max_new_tokens]
+    return results
+
+
+def test_every_row_has_its_own_depth(monkeypatch: pytest.MonkeyPatch, forwards: Forwards) -> None:
+    """A row drafts no more than its request allows, and no more than it can still commit."""
+    base = Request(prompt_ids=PROMPTS[0], max_new_tokens=14, mtp="auto")
+    requests = [
+        base,
+        dataclasses.replace(base, prompt_ids=PROMPTS[1], depth=1),
+        dataclasses.replace(base, prompt_ids=PROMPTS[2], mtp="off"),
+        dataclasses.replace(base, prompt_ids=PROMPTS[3], max_new_tokens=7),
+    ]
+    results = drafted(requests, monkeypatch, chosen=3)
+    depths = [[one.num_drafted for one in result.round_log] for result in results]
+    # 13, 13, 13 and 6 tokens after the first; the last round of a row drafts one token less than it needs.
+    assert depths == [[3, 3, 3, 0], [1] * 6 + [0], [0] * 13, [3, 1]]
+    assert all(one.num_drafted == one.num_accepted for result in results for one in result.round_log)
+
+
+def test_a_round_is_as_deep_as_its_rows_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[int] = []
+    launch = Session._launch
+
+    def noted(session: Session) -> None:
+        launch(session)
+        plans.append(session.in_flight[-1].plan.depth)
+
+    monkeypatch.setattr(Session, "_launch", noted)
+    request = Request(prompt_ids=PROMPTS[0], max_new_tokens=8, mtp="auto")
+    drafted([request, dataclasses.replace(request, prompt_ids=PROMPTS[1], max_new_tokens=6)], monkeypatch, chosen=3)
+    # 7 and 5 tokens after the first: 4 and 4, then 3 and 1.
+    assert plans == [3, 2]
+
+
+class CostlyRounds:
+    """Time that passes by hand: a round takes ``1 + 0.6 * depth``, with any number of rows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        launch = Session._launch
+
+        def timed(session: Session) -> None:
+            launch(session)
+            self.now += 1.0 + 0.6 * session.in_flight[-1].plan.depth
+
+        monkeypatch.setattr(Session, "_launch", timed)
+        monkeypatch.setattr(mtp_inference.session, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 3], ids=["none right", "one right", "all right"])
+def test_auto_costs_little_where_one_row_accepts_nothing(num_right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven rows accept some drafts, the eighth none, and all texts are equally long."""
+    prompts = [random_prompt(5, seed) for seed in range(8)]
+    texts = plain_texts(trunk_of("glm4_moe"), prompts, 136)
+    script = ScriptedDrafting(texts, [num_right])
+    # The last text is not in the script: its drafts are those of another text.
+    script.texts = {**texts, tuple(prompts[-1]): [(token + 1) % 7 for token in texts[tuple(prompts[0])]]}
+    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), script, 3, ())
+    clock = CostlyRounds(monkeypatch)
+    seconds = []
+    for mtp in ("off", "auto", "auto", "on"):
+        started = clock.now
+        requests = [Request(prompt_ids=prompt, max_new_tokens=128, mtp=mtp) for prompt in prompts]
+        results = decoder.decode(requests)
+        assert [list(result.token_ids) for result in results] == [texts[tuple(prompt)][:128] for prompt in prompts]
+        seconds.append(clock.now - started)
+    plain, first, second, fixed = seconds
+    assert plain / first >= 0.97
+    assert plain / second >= 0.97
+    assert plain / fixed < 0.6, "the negative control: a fixed depth loses"
