@@ -108,7 +108,8 @@ def rescue(
         if not (out / PROBE).exists():
             require_ours(out, recipe)
         found = probe_with(tuned, donor, out / PROBE, paths, overrides, console)
-        console.print(f"probe: {found}", highlight=False)
+        # Without the command that the probe proposes: this one goes on by itself.
+        console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)
         if found.verdict == "fault":
             raise _at_fault(donor, found)
         if found.verdict == "graft":
