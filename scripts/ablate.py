@@ -142,7 +142,7 @@ def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     recipe = with_resolved_precision(recipe, accelerator.device)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     contents = hash_run_inputs(recipe, directory, progress)
-    trunk = load_run_trunk(recipe, inputs, accelerator)
+    trunk = load_run_trunk(recipe, inputs, accelerator, progress)
     # One directory must not mix heads and counts of two recipes or two trunks.
     inputs = claim_run(recipe, directory, inputs, contents, accelerator, progress)
     own = make_documents(recipe, directory, inputs, trunk, accelerator, progress)

@@ -155,8 +155,13 @@ def probe(
     """
     require_one_process("probe")
     paths = [str(path) for path in data]
-    out = Path(f"{last_name(str(fine_tune))}-probe" if out is None else out)
+    out = default_out(str(fine_tune)) if out is None else Path(out)
     return probe_with(str(fine_tune), str(base), out, paths, (), console or Console(quiet=True))
+
+
+def default_out(tuned: str) -> Path:
+    """Return where the probe of a fine-tune is kept if its user names no directory."""
+    return Path(f"{last_name(tuned)}-probe")
 
 
 def probe_with(

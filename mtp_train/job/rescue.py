@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
+from mtp_train.errors import ChangedInputError, CheckpointError, GateRefusedError, MtpError, OutputExistsError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
@@ -27,7 +27,7 @@ from mtp_train.job.checkpoints.inspect import serving_commands
 from mtp_train.job.display import html_table, quiet_progress
 from mtp_train.job.evaluate_run import GRAFT_INSTEAD
 from mtp_train.job.model_card import write_graft_card
-from mtp_train.job.probe import ProbeResult, probe_with
+from mtp_train.job.probe import ProbeResult, default_out, probe_with
 from mtp_train.job.run_dir import PROBE, checkpoint_identity, held_by_one_run, require_ours
 from mtp_train.job.start import Overrides, require_one_process
 from mtp_train.job.write_recipe import rescue_recipe
@@ -77,8 +77,8 @@ def rescue(
 ) -> RescueResult:
     """Put a head on a fine-tune, or on a LoRA adapter's merged model, retrained if that measurably helps.
 
-    A probe goes first, unless ``overrides`` sets ``train.max_steps``: see :func:`probe`. If the base's head is good
-    enough as it is, it is exported without training. The same call resumes a rescue that was interrupted.
+    A :func:`probe` goes first, unless it was made before, or ``overrides`` sets ``train.max_steps``. If the base's head
+    is good enough as it is, it is exported without training. The same call resumes a rescue that was interrupted.
 
     Args:
         fine_tune: A checkpoint, or a peft adapter of ``base``: a directory, a hub id or ``demo:NAME``.
@@ -107,15 +107,11 @@ def rescue(
     if any(choice.field == "train.max_steps" for choice in choices) and not is_run(out):
         if not (out / PROBE).exists():
             require_ours(out, recipe)
-        found = probe_with(tuned, donor, out / PROBE, paths, overrides, console)
-        # Without the command that the probe proposes: this one goes on by itself.
-        console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)
+        found = _probed(tuned, donor, out, paths, overrides, console)
         if found.verdict == "fault":
             raise _at_fault(donor, found)
         if found.verdict == "graft":
             return _grafted(recipe, found, console)
-        # The probe's models must not lie beside those of the run.
-        gc.collect()
     tell_choices(choices, console)
     # After a refusal the base's head is exported below.
     with contextlib.suppress(GateRefusedError):
@@ -127,6 +123,24 @@ def rescue(
     # The refusal ends in the command for a graft, which has been written above.
     reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
     return _result(out / EXPORT, "graft" if refused else "retrained", reason)
+
+
+def _probed(
+    tuned: str, donor: str, out: Path, paths: Sequence[str], overrides: Overrides, console: Console
+) -> ProbeResult:
+    """Probe below the run directory, or return what ``mtp-train probe`` found before with these settings."""
+    earlier, found = default_out(tuned), None
+    if earlier.is_dir() and not (out / PROBE).exists():
+        # A probe of other settings, or of inputs that changed since, is refused before it writes anything.
+        with contextlib.suppress(ChangedInputError, OutputExistsError):
+            found = probe_with(tuned, donor, earlier, paths, overrides, console)
+    if found is None:
+        found = probe_with(tuned, donor, out / PROBE, paths, overrides, console)
+    # Without the command that the probe proposes: the rescue goes on by itself.
+    console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)
+    # The probe's models must not lie beside those of the run.
+    gc.collect()
+    return found
 
 
 def _at_fault(donor: str, found: ProbeResult) -> CheckpointError:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from rich.progress import Progress
 
 from demo_maker.table import LONGEST, TableDrafting, make_table
@@ -33,7 +32,7 @@ from mtp_train.job.stages import claim_run, load_run_trunk, make_documents
 from mtp_train.job.training import train_stage
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.train.launch import make_accelerator
+from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk
 from mtp_train.weights.artifact import load_artifact
@@ -56,7 +55,7 @@ class Recording:
     """The trunk, its held-out prompts, and its answers, which all recorded arms share."""
 
     texts: Texts
-    accelerator: Accelerator
+    accelerator: RunAccelerator
     progress: Progress
     answers: Sequence[Document] | None = None
     target_entropy: float | None = None
@@ -97,7 +96,7 @@ def _record(arm: str, recipe: Recipe, recording: Recording) -> tuple[dict[str, A
     accelerator, progress, run_dir = recording.accelerator, recording.progress, Path(recipe.run_dir)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     contents = hash_run_inputs(recipe, run_dir, progress)
-    trunk = load_run_trunk(recipe, inputs, accelerator)
+    trunk = load_run_trunk(recipe, inputs, accelerator, progress)
     inputs = claim_run(recipe, run_dir, inputs, contents, accelerator, progress)
     documents = _documents(arm, recipe, inputs, trunk, recording)
     setting = greedy(draft_depth(recipe))
@@ -106,11 +105,12 @@ def _record(arm: str, recipe: Recipe, recording: Recording) -> tuple[dict[str, A
     else:
         train_stage(recipe, run_dir, inputs, trunk, documents, accelerator, progress)
         # Load the trunk again: the cache of hidden states releases its layers.
-        trunk = load_run_trunk(recipe, inputs, accelerator)
+        trunk = load_run_trunk(recipe, inputs, accelerator, progress)
         plan = artifact_plan(load_artifact(run_dir / "head"))
         head = build_head(plan, text_config_of(inputs.finetune), dtype=trunk.lm_head_VD.dtype).eval()
         heads = {arm: HeadDrafting(head)}
-        (plain, drafted), _ = decode(recipe, inputs, trunk, heads, {arm: f"recorded:{arm}"}, [setting], progress)
+        names = {arm: f"recorded:{arm}"}
+        (plain, drafted), _ = decode(recipe, inputs, trunk, heads, names, [setting], accelerator, progress)
         dense = measure_dense(recipe, inputs, trunk, heads, outputs(plain, setting), progress)[arm]
         recording.target_entropy = dense.target_entropy
         result = run_result(drafted, setting, dense)
@@ -127,7 +127,8 @@ def _measure_table(
     """Decode with a static n-gram table of the documents; the text is the trunk's, whatever drafts it."""
     drafting, names = {NGRAM: TableDrafting(make_table(documents))}, {NGRAM: f"recorded:{NGRAM}"}
     setting = greedy(draft_depth(recipe))
-    (_, drafted), _ = decode(recipe, inputs, trunk, drafting, names, [setting], recording.progress)
+    accelerator, progress = recording.accelerator, recording.progress
+    (_, drafted), _ = decode(recipe, inputs, trunk, drafting, names, [setting], accelerator, progress)
     return run_result(drafted, setting, DenseMetrics([], [], recording.target_entropy, []))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from mtp_train.job import rescue as rescue_module
 from mtp_train.job.probe import Level, ProbeResult
 from mtp_train.job.write_recipe import rescue_recipe
 from mtp_train.recipe.loading import load_recipe
-from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, shorten_probes, write_inputs
+from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, shorten_probes, tree, write_inputs
 
 HOW_TO = Path(__file__).parents[2] / "recipes" / "rescue.md"
 Capture = pytest.CaptureFixture[str]
@@ -162,6 +163,31 @@ def test_the_probe_of_a_rescue_has_its_settings(
     assert main([str(word) for word in [*argv, "--set", "head.num_depths=2", "data.group_field=group"]]) == 2
     assert "The base's head drafts for the base itself with tau" in " ".join(capfd.readouterr().err.split())
     assert json.loads((out / "probe" / "comparison" / "study.json").read_text())["grid"]["depths"] == [2]
+
+
+def test_a_probe_from_before_is_not_made_again(
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_probes(monkeypatch)
+    tuned, out = tmp_path / "mine", tmp_path / "out"
+    shutil.copytree(inputs / "finetune", tuned)
+
+    def measured() -> dict[str, Any]:
+        # The records of the inputs have the time of each reading.
+        return {path: found for path, found in tree(tmp_path / "mine-probe").items() if "inputs.json" not in path}
+
+    said = [str(tuned), "--from", str(inputs / "base"), "--data", str(inputs / "chats.jsonl")]
+    assert main(["probe", *said]) == 0
+    before = measured()
+    assert before
+    assert main(["rescue", *said, "--out", str(out)]) == 2
+    assert "nothing was trained" in capfd.readouterr().err
+    assert not out.exists()
+    assert measured() == before
+    # The control: with another setting it is another probe, and the first one stays as it is.
+    assert main(["rescue", *said, "--out", str(out), "--set", "head.num_depths=2"]) == 2
+    assert json.loads((out / "probe" / "comparison" / "study.json").read_text())["grid"]["depths"] == [2]
+    assert measured() == before
 
 
 def test_several_processes_are_refused(
