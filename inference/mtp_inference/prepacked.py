@@ -2,8 +2,8 @@
 
 A product of few rows takes the time of reading its matrix. From four rows on, torch reorders the matrix in every call,
 which takes as long again: a verify window of three drafts is such a product. Reordered once, the products of 4 to 16
-rows take two thirds of the time (Emerald Rapids, one thread). With two or three rows, torch's own product takes 2 to 5
-times as long as the reordered one on an AMD EPYC. The copies need as much memory as the matrices.
+rows take two thirds of the time (Emerald Rapids, one thread). On an AMD EPYC, torch's own product of two or three rows
+is slower than the reordered one, too. The copies need as much memory as the matrices.
 """
 
 from __future__ import annotations

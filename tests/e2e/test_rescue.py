@@ -33,8 +33,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(inputs: Path, out: Path, finetune: Path, **overrides: Any) -> list[Any]:
-    said = ["--set", *TINY_RESCUE, *overrides_of(**overrides)]
-    return ["rescue", finetune, "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl", *said]
+    return [*asking(inputs, out, finetune), "--set", *TINY_RESCUE, *overrides_of(**overrides)]
+
+
+def asking(inputs: Path, out: Path, finetune: Path) -> list[Any]:
+    """Return the command as a user writes it, without settings."""
+    return ["rescue", finetune, "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl"]
 
 
 def status(capfd: Capture, path: str) -> Any:
@@ -110,7 +114,7 @@ def test_a_rescue_probes_first_and_stops_where_the_head_is_good_enough(
 ) -> None:
     asked = probed(monkeypatch, "graft")
     out = tmp_path / "out"
-    argv = ["rescue", inputs / "finetune", "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl"]
+    argv = asking(inputs, out, inputs / "finetune")
     rescued = document(argv, capfd)
     assert asked == [out / "probe"]
     assert (rescued["head"], status(capfd, str(out))) == ("graft", "healthy")
@@ -129,7 +133,7 @@ def test_a_rescue_trains_after_a_probe_that_does_not_advise_against_it(
     asked = probed(monkeypatch, verdict)
     short = [word for word in TINY_RESCUE if "max_steps" not in word]
     out = tmp_path / "out"
-    argv = ["rescue", inputs / "finetune", "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl"]
+    argv = asking(inputs, out, inputs / "finetune")
     rescued = document([*argv, "--set", *short], capfd)
     assert asked == [out / "probe"]
     assert (out / "report.json").is_file()
@@ -143,7 +147,7 @@ def test_a_rescue_trains_nothing_where_the_probe_finds_a_fault(
 ) -> None:
     asked = probed(monkeypatch, "fault")
     out = tmp_path / "out"
-    argv = ["rescue", inputs / "finetune", "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl"]
+    argv = asking(inputs, out, inputs / "finetune")
     assert main([str(word) for word in argv]) == 2
     said = " ".join(capfd.readouterr().err.split())
     assert "tau is what it is; nothing was trained. Look at it with mtp-train inspect x, or train all the same" in said
@@ -158,7 +162,7 @@ def test_the_probe_of_a_rescue_has_its_settings(
 ) -> None:
     shorten_probes(monkeypatch)
     out = tmp_path / "out"
-    argv = ["rescue", inputs / "finetune", "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl"]
+    argv = asking(inputs, out, inputs / "finetune")
     # Random heads draft badly for their own base.
     assert main([str(word) for word in [*argv, "--set", "head.num_depths=2", "data.group_field=group"]]) == 2
     assert "The base's head drafts for the base itself with tau" in " ".join(capfd.readouterr().err.split())
@@ -204,7 +208,7 @@ def test_a_rescue_sets_what_the_text_decides_once_it_exists(
     probed(monkeypatch, "retrain")
     short = ["data.regenerate.max_new_tokens=12", "evaluate.max_new_tokens=8", "head.num_depths=2", "track.wandb=off"]
     out = tmp_path / "out"
-    argv = ["rescue", inputs / "finetune", "--from", inputs / "base", "--out", out, "--data", inputs / "chats.jsonl"]
+    argv = asking(inputs, out, inputs / "finetune")
     rescued = document([*argv, "--set", *short], capfd)
     recipe = load_recipe(out / "recipe.yaml")
     text = stored_text(out)

@@ -514,8 +514,9 @@ def add_paired_speedups(rows: Sequence[Row], speeds: Sequence[Sequence[float]], 
         plain: Index of plain decoding; None if it did not run, for which the speedups are None.
     """
     for row, own in zip(rows, speeds, strict=True):
-        known = plain is not None and row["depth"] is not None
-        paired = paired_ratios(own, speeds[plain]) if known and plain is not None else (None, None, None)
+        paired: PairedRatios | tuple[None, None, None] = (None, None, None)
+        if plain is not None and row["depth"] is not None:
+            paired = paired_ratios(own, speeds[plain])
         row["speedup_paired"], row["speedup_least"], row["speedup_most"] = paired
 
 
