@@ -2,8 +2,9 @@
 
 A product of few rows takes the time of reading its matrix. From four rows on, torch reorders the matrix in every call,
 which takes as long again: a verify window of three drafts is such a product. Reordered once, the products of 4 to 16
-rows take two thirds of the time (Emerald Rapids, one thread). On an AMD EPYC, torch's own product of two or three rows
-is slower than the reordered one, too. The copies need as much memory as the matrices.
+rows take two thirds of the time (Emerald Rapids, one thread). On an AMD EPYC, torch's own products of one to three rows
+are slower than the reordered ones, too: with one row, MKL reads the matrix at half the rate. On Emerald Rapids, one row
+takes as long either way. The copies need as much memory as the matrices.
 """
 
 from __future__ import annotations
@@ -16,12 +17,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mtp_train.trunk.precision import MEMORY_SHARE, main_memory_bytes
 
-MIN_ROWS = 2
-"""With one row, torch's own product is as fast."""
 MIN_NUMBERS = 2**19
 """Numbers of the smallest matrix to reorder: smaller ones stay in the cache, and the call costs more than the copy."""
 _PROBES = 64
@@ -70,7 +68,7 @@ class PrepackedLinears:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Multiply two rows or more with packed weights inside this context."""
+        """Multiply with packed weights inside this context."""
         # On the instance, and past nn.Module's own slow assignment: a context is entered in every round.
         for layer in self.layers:
             layer.__dict__["forward"] = partial(self._forward, layer)
@@ -81,8 +79,6 @@ class PrepackedLinears:
                 del layer.__dict__["forward"]
 
     def _forward(self, layer: nn.Linear, input: Tensor) -> Tensor:
-        if input.numel() < MIN_ROWS * layer.in_features:
-            return functional.linear(input, layer.weight, layer.bias)
         pack = _packs.get(layer)
         if pack is None:
             pack = _packs[layer] = Pack(layer)

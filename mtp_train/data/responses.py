@@ -78,14 +78,16 @@ class RegeneratedStore:
         directory: Created if it does not exist.
         rank: This process.
         world: Number of processes.
+        keeps: Whether to write rows; false in a process that decodes the same prompts as the one that writes them.
     """
 
-    def __init__(self, directory: Path, *, rank: int = 0, world: int = 1) -> None:
+    def __init__(self, directory: Path, *, rank: int = 0, world: int = 1, keeps: bool = True) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.world = world
+        self.keeps = keeps
         self.path = directory / f"regenerated-{rank:05d}-of-{world:05d}.jsonl"
-        if self.path.exists():
+        if keeps and self.path.exists():
             os.truncate(self.path, _whole_bytes(self.path))
 
     def __iter__(self) -> Iterator[RegeneratedRow]:
@@ -116,6 +118,8 @@ class RegeneratedStore:
 
     def append(self, rows: Sequence[RegeneratedRow]) -> None:
         """Add rows to this process's file and flush them to disk."""
+        if not self.keeps:
+            return
         text = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
         with self.path.open("ab") as file:
             file.write(text.encode())

@@ -16,6 +16,7 @@ from torch import Size
 from transformers import PretrainedConfig
 
 from mtp_train.data.groups import COST_PER_MILLION
+from mtp_train.errors import MtpError
 from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config, require_served_trunk
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
@@ -23,6 +24,7 @@ from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.module import unroll_of
 from mtp_train.job.auto import Choice
+from mtp_train.job.decoding_group import NUM_HEADS, fitting_size, keeps_whole, require_size, require_splittable
 from mtp_train.job.input_identity import input_bytes
 from mtp_train.job.inputs import (
     gather_text,
@@ -56,6 +58,7 @@ from mtp_train.trunk.load import Trunk, empty_trunk
 from mtp_train.trunk.offload import require_offload
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.trunk.quantise import require_quantizable
+from mtp_train.trunk.tensor_parallel import part_bytes
 from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.weights.demo import resolve
 from mtp_train.weights.files import CONFIG_FILE, Checkpoint, locate_checkpoint, read_config
@@ -64,6 +67,23 @@ from mtp_train.weights.quantised import quant_method
 
 _FINE_TUNE_BYTES = 16
 """Bytes per weight of a fine-tuned trunk: the weight, its gradient and AdamW's two moments, all in fp32."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The processes that share a trunk in the stages that decode, regeneration and evaluation."""
+
+    tensor_parallel: int
+    """Number of processes."""
+    trunk_bytes: int
+    """Bytes of the trunk in each of them."""
+    problem: str | None
+    """Why a run would refuse the trunk; None if it would not."""
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return f"decoding: {self.problem}"
+        return f"decoding: {self.tensor_parallel} processes share the trunk, {self.trunk_bytes / GIB:.2f} GiB each"
 
 
 @dataclass(frozen=True)
@@ -92,6 +112,8 @@ class CheckResult:
     """At most, by stage; None on a device whose speed is unknown, and for studies and fine-tunes."""
     choices: tuple[Choice, ...] = ()
     """Settings that were ``auto``, with the reasons for their values."""
+    decoding: Decoding | None = None
+    """The trunk of a process while a run decodes; None where each process holds all of it."""
     data: str | None = None
     """What is trained on, held out and evaluated on, in words; None if the data was not read, for want of a tokenizer
     beside the trunk's config."""
@@ -109,6 +131,7 @@ class CheckResult:
             "plan": plan,
             "memory": self.memory.to_json(),
             "memory_in_shards": None if self.memory_in_shards is None else self.memory_in_shards.to_json(),
+            "decoding": None if self.decoding is None else asdict(self.decoding),
             "cost": cost,
             "hours": None if self.hours is None else {**asdict(self.hours), "total": self.hours.total},
             "identity": {"bytes": self.hashed_bytes, "seconds": self.hashed_bytes / HASH_BYTES_PER_SECOND},
@@ -119,6 +142,7 @@ class CheckResult:
     def __str__(self) -> str:
         plan, memory, shards, cost = self.plan, self.memory, self.memory_in_shards, self.cost
         shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
+        shared += "" if self.decoding is None else f"# {self.decoding}\n"
         chosen = "".join(f"# {choice}\n" for choice in self.choices)
         return (
             f"{dump_recipe(self.recipe)}\n{chosen}"
@@ -279,9 +303,35 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     )
     hashed, data = input_bytes(recipe), _data(recipe, path, raw, text_config.vocab_size)
     kinds = kinds_served(family, raw_text_config(raw)) if recipe.attaches else {}
+    decoding = _decoding(recipe, Checkpoint(path, raw, None, {}), trunk, memory, world_size, machine)
+    title = head_family.title
     return CheckResult(
-        recipe, reason, head_family.title, plan, memory, shards, cost, hashed, serves, kinds, hours, data=data
+        recipe, reason, title, plan, memory, shards, cost, hashed, serves, kinds, hours, decoding=decoding, data=data
     )
+
+
+def _decoding(
+    recipe: Recipe, checkpoint: Checkpoint, trunk: Trunk, memory: Footprint, world_size: int, machine: Device
+) -> Decoding | None:
+    """Return how processes share the trunk where a run decodes, as ``settle_group`` decides; None if they do not.
+
+    Raises:
+        RecipeError: ``model.tensor_parallel`` does not divide the number of processes.
+    """
+    itemsize, size = memory.trunk_bytes // memory.trunk_parameters, recipe.model.tensor_parallel
+    if size is None:
+        plans = machine.kind == "cuda" and world_size > 1 and not keeps_whole(recipe)
+        heads = NUM_HEADS * itemsize * memory.head_parameters
+        size = fitting_size(trunk, itemsize, heads, world_size, machine.memory_bytes) if plans else 1
+    require_size(size, world_size)
+    if size == 1:
+        return None
+    try:
+        require_splittable(checkpoint, trunk)
+        problem = None
+    except MtpError as error:
+        problem = str(error)
+    return Decoding(size, part_bytes(trunk.causal_lm, itemsize, size), problem)
 
 
 def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ from mtp_train.train.teacher_forced import DenseMetrics, dense_metrics
 from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
+from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.demo import PREFIX, RECORDED_FILE, home_source, recorded
 from mtp_train.weights.files import Checkpoint
@@ -179,15 +181,18 @@ def measure_arms(
     dense = measure_dense(recipe, inputs, trunk, heads, outputs(arms[0], settings[0]), progress)
     facts = evaluation_settings(recipe, inputs, trunk, settings) | {
         "processes": accelerator.num_processes,
+        "tensor_parallel": 1 if trunk.group is None else trunk.group.size,
         "captured_rounds": captured_rounds,
         "target_entropy_median": dense[PLAIN].median_entropy,
     }
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
-        dtype = trunk.lm_head_VD.dtype
+        dtype, group = trunk.lm_head_VD.dtype, trunk.group
         trunk.drop_layers()
         trunk.to("meta")
+        # Layers in parts are in reference cycles.
+        gc.collect()
         vanilla, dense[VANILLA] = measure_vanilla(
-            recipe, run_dir, inputs, inputs.base, settings[0], dtype, accelerator, progress
+            recipe, run_dir, inputs, inputs.base, settings[0], dtype, group, accelerator, progress
         )
         arms.append(vanilla)
     return MeasuredRun(tuple(arms), tuple(settings), dense, facts, by_depth)
@@ -224,6 +229,8 @@ def decode(
 ) -> tuple[list[MeasuredArm], int]:
     """Decode the held-out prompts plainly and with every drafter; the processes take every n-th prompt each.
 
+    Processes that share a trunk take the same prompts.
+
     Args:
         recipe: Limits and seed.
         inputs: The prompts.
@@ -239,13 +246,14 @@ def decode(
         The arms, plain decoding first, and the number of captured rounds. Every process returns the same.
     """
     order = [prompt.id for prompt in inputs.held_out]
-    own = inputs.held_out[accelerator.process_index :: accelerator.num_processes]
+    share = accelerator.share_of(trunk)
+    own = inputs.held_out[share.index :: share.count]
     prompts = held_out_prompts(replace(inputs, held_out=own))
     total = num_decodings(len(drafting), prompts, settings)
     task = progress.add_task(f"decoding held-out prompts ({', '.join(one.name for one in settings)})", total=total)
     options = DecodingOptions(max_new_tokens=recipe.evaluate.max_new_tokens, eos_ids=inputs.eos_ids, seed=recipe.seed)
     found = decode_prompts(trunk, drafting, prompts, settings, options, on_prompt=lambda: progress.advance(task))
-    table = joined(accelerator.gather_items([found]), order)
+    table = joined(accelerator.gather_items([found] if share.is_kept else []), order)
     name, plain = trunk_name or recipe.model.trunk, table.decoded[PLAIN]
     drafted = [MeasuredArm(arm, name, names[arm], {**plain, **table.decoded[arm]}) for arm in drafting]
     return [MeasuredArm(PLAIN, name, None, plain), *drafted], table.captured_rounds
@@ -335,6 +343,7 @@ def measure_vanilla(
     base: Checkpoint,
     setting: Setting,
     dtype: torch.dtype,
+    group: ParallelGroup | None,
     accelerator: RunAccelerator,
     progress: Progress,
 ) -> tuple[MeasuredArm, DenseMetrics]:
@@ -351,6 +360,7 @@ def measure_vanilla(
             device=accelerator.device if recipe.model.offload is None else "cpu",
             quantization=recipe.model.quantization,
             trust_remote_code=recipe.model.trust_remote_code,
+            group=group,
         )
     if recipe.model.offload is not None:
         offload_layers(trunk, recipe.model.offload, accelerator.device, run_dir)

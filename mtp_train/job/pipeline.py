@@ -21,6 +21,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
 from mtp_train.heads.flex import require_flex_device
 from mtp_train.job.auto import settle_training, tell_choices
+from mtp_train.job.decoding_group import settle_group
 from mtp_train.job.evaluate_run import Evaluation, evaluate_run
 from mtp_train.job.export_run import write_export
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
@@ -196,10 +197,11 @@ def run_stages(
     in_shards = shards_trunk(accelerator) and not trained
     main = accelerator.is_main_process
     records = hash_run_inputs(recipe, run_dir, progress) if main else {}
+    group = settle_group(recipe, inputs, accelerator)
+    load_to_decode = partial(load_run_trunk, recipe, inputs, accelerator, progress, group=group)
     # A trunk that is only going to be sharded is loaded into main memory; its shards go to the device.
-    trunk = load_run_trunk(
-        recipe, inputs, accelerator, progress, "cpu" if in_shards and not recipe.regenerates else None
-    )
+    load_to_train = partial(load_run_trunk, recipe, inputs, accelerator, progress, "cpu" if in_shards else None)
+    trunk = load_to_decode() if trained or recipe.regenerates else load_to_train()
     # Nothing is written before all inputs are checked, so that a corrected recipe can use the same directory.
     if main:
         clear_leftovers(run_dir)
@@ -210,16 +212,21 @@ def run_stages(
         documents = make_documents(recipe, run_dir, inputs, trunk, accelerator, progress)
         recipe, inputs = settle_length(recipe, run_dir, inputs, documents, accelerator, auto, progress)
         stage.name = "train"
+        if trunk.group is not None:
+            # A part of a trunk cannot train.
+            del trunk
+            gc.collect()
+            trunk = load_to_train()
         train_stage(recipe, run_dir, inputs, trunk, documents, accelerator, progress)
     require_shared(run_dir, [HEAD], accelerator)
     stage.name = "evaluate"
-    if not trained and (in_shards or recipe.train.hidden_cache is not None):
+    if not trained and (in_shards or recipe.train.hidden_cache is not None or group is not None):
         # A trunk in shards, or without the layers that a hidden-state cache replaced, cannot decode: load it again.
         if in_shards:
             give_up_shards(trunk, accelerator)
         del trunk
         gc.collect()
-        trunk = load_run_trunk(recipe, inputs, accelerator, progress)
+        trunk = load_to_decode()
         offload_run_trunk(recipe, run_dir, trunk, accelerator)
     training = trained_documents(recipe, run_dir, inputs)
     evaluation = evaluate_run(recipe, run_dir, inputs, trunk, training, accelerator, progress)
@@ -297,7 +304,8 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
             require_run_inputs(recipe, run_dir, progress, anew=True)
         inputs = gather_inputs(recipe, accelerator.num_processes, progress)
         records = hash_run_inputs(recipe, run_dir, progress) if main else {}
-        trunk = load_run_trunk(recipe, inputs, accelerator, progress)
+        group = settle_group(recipe, inputs, accelerator)
+        trunk = load_run_trunk(recipe, inputs, accelerator, progress, group=group)
         inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
         offload_run_trunk(recipe, run_dir, trunk, accelerator)
         _, counts = regenerate_stage(recipe, settings, run_dir, inputs, trunk, accelerator, progress)

@@ -24,7 +24,7 @@ from mtp_train.job.inputs import Inputs
 from mtp_train.job.run_dir import checkpoint_identity
 from mtp_train.job.shared_files import require_shared
 from mtp_train.recipe.schema import Recipe, RegenerateSpec
-from mtp_train.train.launch import RunAccelerator
+from mtp_train.train.launch import RunAccelerator, Share
 from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk
 from mtp_train.weights.writing import write_json
@@ -54,7 +54,8 @@ def regenerate_stage(
     """
     deciding = deciding_settings(recipe, settings, inputs)
     directory = responses_directory(run_dir, deciding, recipe, inputs)
-    store = RegeneratedStore(directory, rank=accelerator.process_index, world=accelerator.num_processes)
+    share = accelerator.share_of(trunk)
+    store = RegeneratedStore(directory, rank=share.index, world=share.count, keeps=share.is_kept)
     if accelerator.is_main_process and not (directory / SETTINGS_FILE).is_file():
         write_json(directory / SETTINGS_FILE, deciding)
     task = progress.add_task("regenerating responses", total=None)
@@ -65,7 +66,7 @@ def regenerate_stage(
     if settings.endpoint is None:
         rows = settings.batch_size or BATCH_SIZE
         settle_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
-        answer_by_decoder(recipe, settings, inputs, trunk, store, accelerator, on_progress)
+        answer_by_decoder(recipe, settings, inputs, trunk, store, share, on_progress)
     else:
         said = answer_by_server(recipe, settings, inputs, trunk, store, accelerator, on_progress)
         if said and accelerator.is_main_process:
@@ -149,7 +150,7 @@ def answer_by_decoder(
     inputs: Inputs,
     trunk: Trunk,
     store: RegeneratedStore,
-    accelerator: Accelerator,
+    share: Share,
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Generate the responses to this process's prompts with the built-in decoder."""
@@ -182,8 +183,8 @@ def answer_by_decoder(
         max_new_tokens=settings.max_new_tokens,
         eos_ids=inputs.eos_ids,
         seed=recipe.seed,
-        rank=accelerator.process_index,
-        world=accelerator.num_processes,
+        rank=share.index,
+        world=share.count,
         on_batch=on_progress,
     )
 

@@ -26,7 +26,8 @@ from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.shard import shards_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
-from mtp_train.trunk.precision import trunk_dtype
+from mtp_train.trunk.precision import slow_halves, trunk_dtype
+from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.weights.identity import RECORD_FILE, Records
 
 
@@ -44,8 +45,11 @@ def load_run_trunk(
     accelerator: Accelerator,
     progress: Progress,
     device: torch.device | str | None = None,
+    group: ParallelGroup | None = None,
 ) -> Trunk:
-    """Load the whole trunk: on the given device, else on the process's own; into main memory if it is offloaded.
+    """Load the trunk: on the given device, else on the process's own; into main memory if it is offloaded.
+
+    It is whole, or with a group this process's part of it.
 
     Raises:
         TrainingError: The recipe offloads the trunk, and the launcher asks for a wrapper.
@@ -62,6 +66,9 @@ def load_run_trunk(
     if shards_trunk(accelerator) and recipe.train.precision == "fp32":
         # Shards are gathered in the dtype that they are held in, and no hook can convert them.
         dtype = torch.float32
+    if group is not None and slow_halves(dtype, accelerator.device):
+        # A whole trunk is converted layer by layer while it runs. Parts cannot be.
+        dtype = torch.float32
     with shown_loading(progress, recipe.model.trunk, inputs.finetune.num_bytes):
         return load_trunk(
             inputs.finetune.path,
@@ -71,6 +78,7 @@ def load_run_trunk(
             adapter=inputs.adapter,
             quantization=recipe.model.quantization,
             trust_remote_code=recipe.model.trust_remote_code,
+            group=group,
         )
 
 

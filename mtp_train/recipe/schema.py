@@ -113,6 +113,10 @@ class ModelSection(Section):
     """Keep the trunk's layers in main memory (`cpu`) or in a folder of the run directory (`disk`), and copy them to the
     device one at a time. Slow, but needs little device memory; the results are the same. For one process. With either
     choice the trunk is loaded through main memory."""
+    tensor_parallel: Count | None = None
+    """Number of processes that share one trunk while a run regenerates responses and evaluates: each holds a part of
+    every layer, and they decode the same prompts together. It divides the number of processes. Null: the smallest
+    number whose devices hold the trunk, on a CPU 1."""
     trust_remote_code: bool = False
     """Whether transformers may run Python code that a checkpoint contains."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from mtp_train.families import Convention, Family
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.diagnose import trunk_config
 from mtp_train.trunk.quantise import Quantization, packing
-from mtp_train.upstream.transformers_private import renamed_keys
+from mtp_train.trunk.tensor_parallel import ParallelGroup, split_rules
+from mtp_train.upstream.transformers_private import renamed_keys, splitting
 from mtp_train.weights.adapter import refuse_embedded_adapter
 from mtp_train.weights.files import open_checkpoint
 
@@ -80,15 +81,19 @@ class Trunk(nn.Module):
     Args:
         model: A transformers causal language model, possibly wrapped by peft.
         family: Its record.
+        group: The processes that share the trunk; None if this one holds all of it.
         is_view: Leave the model unchanged, for a model that another program trains or runs. A view cannot run the
             layers over windows. It has hidden states only of the model's own forwards, between :meth:`listen` and
             :meth:`release`, and it calls parts of the model without the hooks of other programs.
     """
 
-    def __init__(self, model: Any, family: Family, *, is_view: bool = False) -> None:
+    def __init__(
+        self, model: Any, family: Family, *, group: ParallelGroup | None = None, is_view: bool = False
+    ) -> None:
         super().__init__()
         self.model: Any = model
         self.family = family
+        self.group = group
         self.calls_together: Callable[[int], int] = int
         """From the number of forwards that this process needs to the number that it must make. Where the trunk is
         sharded, every process takes part in each forward of the others.
@@ -325,49 +330,13 @@ def empty_trunk(config: PretrainedConfig, family: Family, *, trust_remote_code: 
     return Trunk(model, family)
 
 
-def load_trunk(
-    path: Path,
-    family: Family,
-    *,
-    dtype: torch.dtype | str,
-    device: torch.device | str = "cpu",
-    adapter: Path | None = None,
-    quantization: Quantization | None = None,
-    trust_remote_code: bool = False,
-) -> Trunk:
-    """Load the language model of a checkpoint, frozen and in eval mode.
+def empty_trunk_at(path: Path, family: Family, *, trust_remote_code: bool = False) -> Trunk:
+    """Return the trunk of a checkpoint without weights, on the meta device."""
+    config = trunk_config(path, family, trust_remote_code=trust_remote_code)
+    return empty_trunk(config, family, trust_remote_code=trust_remote_code)
 
-    Args:
-        path: A checkpoint directory; of a vision-language wrapper, the text model is loaded.
-        family: The record that ``family_for`` selected.
-        dtype: A torch dtype, or ``"auto"`` for the checkpoint's own.
-        device: A torch device name.
-        adapter: A peft adapter directory, applied unmerged.
-        quantization: Quantise the linear layers, see :mod:`mtp_train.trunk.quantise`.
-        trust_remote_code: Whether code beside the weights may run.
 
-    Raises:
-        CheckpointError: Weights of the trunk are missing or do not fit, or the adapter does not fit.
-    """
-    refuse_embedded_adapter(path)
-    # Pass `quantization_config` only when set: transformers treats an explicit None as "unquantised" and skips the
-    # packed weights.
-    packed: dict[str, Any] = {}
-    if quantization is not None:
-        # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
-        packed = {"quantization_config": packing(quantization, dtype), "device_map": {"": device}}
-    with nullcontext() if family.trunk.loading is None else family.trunk.loading(open_checkpoint(path).tensors):
-        model, info = _trunk_class(family).from_pretrained(
-            path,
-            config=None if family.trunk.stand_in is None else trunk_config(path, family),
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            # Mismatched shapes are reported below, as missing keys are.
-            ignore_mismatched_sizes=True,
-            low_cpu_mem_usage=True,
-            **packed,
-        )
+def _require_all_loaded(path: Path, info: Mapping[str, Any]) -> None:
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(
@@ -381,7 +350,60 @@ def load_trunk(
             f"{path}: trunk weight {key} is {list(found)}, by config.json it is {list(expected)} ({len(misshapen)} in "
             "all); expected weights and config of one save. Restore the original files."
         )
+
+
+def load_trunk(
+    path: Path,
+    family: Family,
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device | str = "cpu",
+    adapter: Path | None = None,
+    quantization: Quantization | None = None,
+    trust_remote_code: bool = False,
+    group: ParallelGroup | None = None,
+) -> Trunk:
+    """Load the language model of a checkpoint, frozen and in eval mode.
+
+    Args:
+        path: A checkpoint directory; of a vision-language wrapper, the text model is loaded.
+        family: The record that ``family_for`` selected.
+        dtype: A torch dtype, or ``"auto"`` for the checkpoint's own.
+        device: A torch device name.
+        adapter: A peft adapter directory, applied unmerged.
+        quantization: Quantise the linear layers, see :mod:`mtp_train.trunk.quantise`.
+        trust_remote_code: Whether code beside the weights may run.
+        group: Load this process's part of the trunk, on ``device``; every process of the group must call it. Without
+            an adapter and quantisation only.
+
+    Raises:
+        CheckpointError: Weights of the trunk are missing or do not fit, or the adapter does not fit.
+    """
+    refuse_embedded_adapter(path)
+    # Pass `quantization_config` only when set: transformers treats an explicit None as "unquantised" and skips the
+    # packed weights.
+    given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    if quantization is not None:
+        # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
+        given |= {"quantization_config": packing(quantization, dtype), "device_map": {"": device}}
+    with ExitStack() as stack:
+        if family.trunk.loading is not None:
+            stack.enter_context(family.trunk.loading(open_checkpoint(path).tensors))
+        if group is not None:
+            rules = split_rules(empty_trunk_at(path, family, trust_remote_code=trust_remote_code).causal_lm)
+            given["distributed_config"] = stack.enter_context(splitting(group.mesh, group.size, device, rules))
+        model, info = _trunk_class(family).from_pretrained(
+            path,
+            config=None if family.trunk.stand_in is None else trunk_config(path, family),
+            output_loading_info=True,
+            # Mismatched shapes are reported below, as missing keys are.
+            ignore_mismatched_sizes=True,
+            low_cpu_mem_usage=True,
+            **given,
+        )
+    _require_all_loaded(path, info)
     if adapter is not None:
         model = put_on(model, adapter)
     model.requires_grad_(False)
-    return Trunk(model if quantization else model.to(device), family).eval()
+    is_placed = quantization is not None or group is not None
+    return Trunk(model if is_placed else model.to(device), family, group=group).eval()

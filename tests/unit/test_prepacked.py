@@ -1,4 +1,4 @@
-"""Rounds of two rows or more multiply with packed weights: the same text, never the weights of before."""
+"""Rounds multiply with packed weights: the same text, never the weights of before."""
 
 from __future__ import annotations
 
@@ -81,11 +81,15 @@ def test_a_changed_weight_is_packed_again(packs: list[nn.Linear], how: str) -> N
     assert len(packs) == 2
 
 
-def test_one_row_is_not_packed(packs: list[nn.Linear]) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_any_number_of_rows_is_multiplied_packed(rows: int, packs: list[nn.Linear]) -> None:
     layer = nn.Linear(8, 6)
+    input_BTD = torch.randn(1, rows, 8)
     with torch.inference_mode(), PrepackedLinears([layer]).used():
-        torch.testing.assert_close(layer(torch.ones(1, 1, 8)), layer(torch.ones(1, 8))[None], atol=0, rtol=0)
-    assert packs == []
+        found_BTD = layer(input_BTD)
+    expected_BTD = layer(input_BTD).detach()
+    torch.testing.assert_close(found_BTD, expected_BTD, atol=rounding(expected_BTD, 8), rtol=0)
+    assert packs == [layer]
 
 
 def test_an_interrupted_round_restores_the_layers() -> None:
