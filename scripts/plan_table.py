@@ -66,7 +66,9 @@ RECIPE: Config = {
 HEADER = ("model", "H100s", "GiB each, whole trunk", "GiB each, FSDP2", "answers", "training", "evaluation")
 
 
-def planned(name: str, processes: int, directory: Path) -> mtp.CheckResult:
+def planned(
+    name: str, processes: int, directory: Path, device: str = DEVICE, overrides: Mapping[str, Any] | None = None
+) -> mtp.CheckResult:
     """Return the plan of a model's recipe, from a config that is written to a directory."""
     trunk, data = directory / name, directory / "prompts.jsonl"
     trunk.mkdir(exist_ok=True)
@@ -82,7 +84,7 @@ def planned(name: str, processes: int, directory: Path) -> mtp.CheckResult:
         "data": RECIPE["data"] | {"sources": [{"path": str(data)}]},
         "evaluate": RECIPE["evaluate"] | {"arms": arms},
     }
-    return mtp.check(recipe, processes=processes, device=DEVICE)
+    return mtp.check(recipe, overrides or {}, processes=processes, device=device)
 
 
 def row(name: str, processes: int, found: mtp.CheckResult) -> list[str]:

@@ -96,7 +96,10 @@ class DraftingServer:
             prompt_ids=payload["input_ids"] if native else payload["prompt"],
             max_new_tokens=sampling["max_new_tokens"] if native else sampling["max_tokens"],
             sampling=Sampling(
-                temperature=sampling["temperature"], seed=sampling["sampling_seed"] if native else sampling["seed"]
+                temperature=sampling["temperature"],
+                top_p=sampling["top_p"],
+                top_k=max(0, sampling["top_k"]),
+                seed=sampling["sampling_seed"] if native else sampling["seed"],
             ),
         )
         with self._lock:

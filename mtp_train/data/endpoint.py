@@ -416,6 +416,25 @@ class Endpoint:
         (future,) = self.first_finished([in_thread(work)])
         return future.result()
 
+    def models(self) -> list[str] | None:
+        """Ask once for the names of the served models; None where no server answers.
+
+        Raises:
+            DataError: The server refuses access, or leads to another host.
+        """
+        try:
+            with self._sending("GET", self.url + "/models", None, LIST_TIMEOUT) as response:
+                if response.status_code in PASSING:
+                    return None
+                if response.status_code != 200:
+                    self._refusal(response.status_code, f"answers {response.status_code}")
+                    return []
+                return [str(entry.get("id")) for entry in _entries(_read_json(response, 0.0), "data")]
+        except _LeavesHostError as error:
+            raise self._unusable(str(error), "no other host", "Write the address that it leads to") from None
+        except (httpx.HTTPError, httpx.InvalidURL, OversizedError, ValueError, RecursionError):
+            return None
+
     def choose_model(self, wanted: str | None) -> None:
         """Select the model that requests name.
 

@@ -17,13 +17,14 @@ from mtp_train.errors import DataError
 
 HELD_OUT_TASK = "held-out"
 """Task of the prompts that a run holds out."""
-Rule = Literal["none", "greedy", "argmax", "sampled"]
+Rule = Literal["none", "greedy", "argmax", "sampled", "served"]
 """How drafts are made and verified.
 
 - ``none``: no drafts.
 - ``greedy``: temperature 0; a round accepts the longest prefix of the drafts that equals the trunk's argmax tokens.
 - ``argmax``: above temperature 0, the head's argmax token, accepted with the trunk's probability of it.
 - ``sampled``: above temperature 0, drawn from the head's distribution and verified by rejection sampling.
+- ``served``: above temperature 0, by the rule of the server that decodes, which it does not report.
 """
 
 

@@ -32,6 +32,7 @@ from mtp_train.job.inputs import (
     require_draft_vocab,
     require_own_data,
     require_rows,
+    require_served,
     require_unroll,
 )
 from mtp_train.job.run_dir import require_place, with_recorded_precision, with_resolved_precision
@@ -114,6 +115,8 @@ class CheckResult:
     """Settings that were ``auto``, with the reasons for their values."""
     decoding: Decoding | None = None
     """The trunk of a process while a run decodes; None where each process holds all of it."""
+    device_bytes: int | None = None
+    """Memory of the device of each process, of which some must stay free; main memory for a CPU."""
     data: str | None = None
     """What is trained on, held out and evaluated on, in words; None if the data was not read, for want of a tokenizer
     beside the trunk's config."""
@@ -132,6 +135,7 @@ class CheckResult:
             "memory": self.memory.to_json(),
             "memory_in_shards": None if self.memory_in_shards is None else self.memory_in_shards.to_json(),
             "decoding": None if self.decoding is None else asdict(self.decoding),
+            "device_bytes": self.device_bytes,
             "cost": cost,
             "hours": None if self.hours is None else {**asdict(self.hours), "total": self.hours.total},
             "identity": {"bytes": self.hashed_bytes, "seconds": self.hashed_bytes / HASH_BYTES_PER_SECOND},
@@ -143,6 +147,7 @@ class CheckResult:
         plan, memory, shards, cost = self.plan, self.memory, self.memory_in_shards, self.cost
         shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
         shared += "" if self.decoding is None else f"# {self.decoding}\n"
+        shared += self._room_text()
         chosen = "".join(f"# {choice}\n" for choice in self.choices)
         return (
             f"{dump_recipe(self.recipe)}\n{chosen}"
@@ -159,6 +164,15 @@ class CheckResult:
             f"{self.hashed_bytes / HASH_BYTES_PER_SECOND:.0f} s at {HASH_BYTES_PER_SECOND / 1e9:g} GB/s (a core); "
             "later starts read what changed"
             f"{self._data_text()}{self._kind_text()}{self._holdout_text()}{self._serves_text()}"
+        )
+
+    def _room_text(self) -> str:
+        least = min(one.total_bytes for one in (self.memory, self.memory_in_shards) if one is not None)
+        if self.device_bytes is None or least <= self.device_bytes:
+            return ""
+        return (
+            f"# training does not fit: {least / GIB:.0f} GiB on a process, and its device has "
+            f"{self.device_bytes / GIB:.0f} GiB. More processes, head.lora and smaller data.seq_len_tokens take less\n"
         )
 
     def _hours_text(self) -> str:
@@ -182,10 +196,18 @@ class CheckResult:
 
     def _serves_text(self) -> str:
         if not self.recipe.export.enabled:
-            return ""
+            return self._gate_text()
         exported = "with its head" if self.recipe.head.kind == "mtp" else "a draft model beside its TRUNK"
         engines = "\n".join(f"# {engine}: {text}" for engine, text in self.serves.items())
-        return f"\n# the export, {exported}, in\n{engines}{self._kinds_text()}"
+        return f"{self._gate_text()}\n# the export, {exported}, in\n{engines}{self._kinds_text()}"
+
+    def _gate_text(self) -> str:
+        if self.recipe.gate.endpoint is None:
+            return ""
+        return (
+            f"\n# gate: {self.recipe.gate_baseline} and retrained are measured on servers, one prompt at a time; the "
+            "run prints the commands that start them once the head is trained, and ends until they answer"
+        )
 
     def _kinds_text(self) -> str:
         others = [
@@ -245,7 +267,8 @@ def check(
     world_size = processes or launched_processes()
     machine = device_named(device)
     settled = settled_recipe(recipe, overrides, world_size=world_size, device=machine)
-    return replace(_checked(settled.recipe, world_size, machine, is_here=device is None), choices=settled.choices)
+    found = _checked(settled.recipe, world_size, machine, is_here=device is None)
+    return replace(found, choices=settled.choices, device_bytes=machine.memory_bytes)
 
 
 def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool) -> CheckResult:
@@ -273,6 +296,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     text_config = config.get_text_config()
     require_attention(recipe, head_family, text_config, num_modules)
     require_draft_vocab(recipe, text_config.vocab_size)
+    require_served(recipe, head_family)
     if recipe.sft is not None:
         require_trainable(family, raw, where=path)
     require_own_data(recipe, path)
@@ -287,9 +311,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     memory = whole_footprint(recipe, trunk, head, plan, device, trained)
     drafts_chain = unroll_of(head_family, convention, num_modules) == "chained_drafts"
     sizes = _sizes(trunk, head, memory, text_config, drafts_chain=drafts_chain)
-    # Packed trunks and fine-tunes are refused under FSDP2 and ZeRO-3.
-    packed = recipe.model.quantization is not None or quant_method(raw) is not None
-    shards = None if packed or recipe.sft is not None else in_shards(memory, trunk, plan)
+    shards = in_shards(memory, trunk, plan) if _shards(recipe, raw) else None
     cost = whole_cost(recipe, plan, sizes, memory)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
     hours = estimate_hours(
@@ -308,6 +330,12 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     return CheckResult(
         recipe, reason, title, plan, memory, shards, cost, hashed, serves, kinds, hours, decoding=decoding, data=data
     )
+
+
+def _shards(recipe: Recipe, config: RawConfig) -> bool:
+    """Return whether a run may shard the trunk: packed trunks and fine-tunes are refused under FSDP2 and ZeRO-3."""
+    packed = recipe.model.quantization is not None or quant_method(config) is not None
+    return not packed and recipe.sft is None
 
 
 def _decoding(

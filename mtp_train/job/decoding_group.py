@@ -125,6 +125,7 @@ def _kept_whole(recipe: Recipe) -> Iterator[bool]:
     yield model.offload is not None or model.quantization is not None or model.adapter is not None
     yield regenerate is not None and regenerate.enabled and regenerate.endpoint is not None
     yield recipe.study is not None or recipe.sft is not None
+    yield not recipe.regenerates and recipe.gate.endpoint is not None
 
 
 def _automatic_size(recipe: Recipe, checkpoint: Checkpoint, plan: HeadPlan, accelerator: RunAccelerator) -> int:

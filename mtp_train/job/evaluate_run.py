@@ -72,7 +72,7 @@ class MeasuredRun:
     settings: tuple[Setting, ...]
     """The report's table of arms shows the first, its cells the others."""
     dense: Mapping[str, DenseMetrics]
-    """Teacher-forced metrics by arm, at the first setting."""
+    """Teacher-forced metrics by arm, at the first setting; empty where servers decoded."""
     facts: dict[str, Any]
     """How everything was measured: the report's settings."""
     by_depth: Sequence[tuple[MeasuredArm, Setting]] = field(default=())
@@ -82,7 +82,7 @@ class MeasuredRun:
     def results(self) -> dict[str, ArmResult]:
         """Return the report's arms."""
         first = self.settings[0]
-        return {arm.name: run_result(arm, first, self.dense[arm.name]) for arm in self.arms}
+        return {arm.name: run_result(arm, first, self.dense.get(arm.name)) for arm in self.arms}
 
     @property
     def cells(self) -> tuple[RunCell, ...]:
@@ -179,7 +179,8 @@ def measure_arms(
     arms, captured_rounds = decode(recipe, inputs, trunk, heads, names, settings, accelerator, progress)
     by_depth = measure_depths(recipe, inputs, trunk, heads, names, settings[0], accelerator, progress)
     dense = measure_dense(recipe, inputs, trunk, heads, outputs(arms[0], settings[0]), progress)
-    facts = evaluation_settings(recipe, inputs, trunk, settings) | {
+    facts = evaluation_settings(recipe, inputs, settings) | trunk_facts(recipe, trunk)
+    facts |= {
         "processes": accelerator.num_processes,
         "tensor_parallel": 1 if trunk.group is None else trunk.group.size,
         "captured_rounds": captured_rounds,
@@ -320,15 +321,18 @@ def dense_batches(recipe: Recipe, inputs: Inputs, outputs: Sequence[tuple[int, .
     ]
 
 
-def run_result(arm: MeasuredArm, setting: Setting, dense: DenseMetrics) -> ArmResult:
-    """Return what the report's table of arms shows of an arm, teacher-forced metrics included."""
+def run_result(arm: MeasuredArm, setting: Setting, dense: DenseMetrics | None) -> ArmResult:
+    """Return what the report's table of arms shows of an arm, with its teacher-forced metrics if it has any."""
+    result = arm_result(arm, arm.own(setting))
+    if dense is None:
+        return result
     drafts = arm.head is not None
     found = TeacherForced(
         dense=_measured(dense.agreement) if drafts else None,
         overlap=_measured(dense.overlap) if drafts else None,
         target_entropy=dense.target_entropy,
     )
-    return replace(arm_result(arm, arm.own(setting)), teacher_forced=found)
+    return replace(result, teacher_forced=found)
 
 
 def _measured(values: Sequence[float | None]) -> tuple[float, ...]:
@@ -433,14 +437,12 @@ def changed_output(measured: MeasuredRun, baseline: str) -> GateVerdict | None:
     return GateVerdict(passed=False, baseline=baseline, delta_tau_ci95=None, reason=reason)
 
 
-def evaluation_settings(recipe: Recipe, inputs: Inputs, trunk: Trunk, settings: Sequence[Setting]) -> dict[str, Any]:
+def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setting]) -> dict[str, Any]:
     """Return how everything was measured; figures measured with other settings are not comparable.
 
     The sampling parameters are the first setting's, which the report's arms are measured at.
     """
     first, ignored = settings[0], left_out(inputs.finetune)
-    weight = trunk.lm_head_VD
-    on_cuda = weight.device.type == "cuda"
     return {
         "trunk": recipe.model.trunk,
         "head_from": recipe.model.head_from,
@@ -448,7 +450,7 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, trunk: Trunk, settings: 
         "top_p": first.top_p,
         "top_k": first.top_k,
         "draft_sampling": "sampled" if first.rule == "sampled" else "argmax",
-        "verify_rule": "greedy" if first.rule == "greedy" else "rejection",
+        "verify_rule": _VERIFY_RULES.get(first.rule, "rejection"),
         "judged": [setting.name for setting in settings],
         **({"not_measured": ignored} if ignored else {}),
         "depth": draft_depth(recipe),
@@ -457,17 +459,28 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, trunk: Trunk, settings: 
         "prompts": len(inputs.held_out),
         "vanilla_prompts": home_source(recipe.model.head_from) if inputs.home else None,
         "groups": len({prompt.group for prompt in inputs.held_out}),
-        "dtype": str(weight.dtype).removeprefix("torch."),
         "train_precision": recipe.train.precision,
-        "offload": recipe.model.offload,
-        "device": torch.cuda.get_device_name(weight.device) if on_cuda else str(weight.device),
-        "threads": torch.get_num_threads(),
         "loss": recipe.objective.loss,
         "train_steps": recipe.train.max_steps,
         "tokens_per_step": recipe.train.tokens_per_step,
         "seed": recipe.seed,
         "torch": torch.__version__,
         "platform": platform.platform(),
+    }
+
+
+_VERIFY_RULES = {"greedy": "greedy", "served": "served"}
+
+
+def trunk_facts(recipe: Recipe, trunk: Trunk) -> dict[str, Any]:
+    """Return how the trunk was held while the built-in decoder measured it."""
+    weight = trunk.lm_head_VD
+    on_cuda = weight.device.type == "cuda"
+    return {
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "offload": recipe.model.offload,
+        "device": torch.cuda.get_device_name(weight.device) if on_cuda else str(weight.device),
+        "threads": torch.get_num_threads(),
     }
 
 

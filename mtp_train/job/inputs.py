@@ -27,6 +27,7 @@ from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.evaluation.settings import draft_depth, served_settings
 from mtp_train.families import Convention, Family
+from mtp_train.families.engines import NAMED_BY
 from mtp_train.heads.build import HeadPlan, fresh_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.heads.flex import why_dense
@@ -108,6 +109,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     require_own_data(recipe, finetune.path)
     require_rows(recipe)
     require_draft_vocab(recipe, text_config.vocab_size)
+    require_served(recipe, head_plan.family)
     # Raises if the trunk cannot be evaluated at its serving settings: now, not after training.
     served_settings(recipe.evaluate, finetune, draft_depth(recipe))
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
@@ -245,6 +247,22 @@ def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
         raise CheckpointError(
             f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its "
             "own. Remove native from evaluate.arms."
+        )
+
+
+def require_served(recipe: Recipe, family: Family) -> None:
+    """Check, before anything is trained, that an engine serves the head of a recipe with ``gate.endpoint``.
+
+    Raises:
+        RecipeError: None does.
+    """
+    supported = [name for name, engine in family.serving.items() if engine.supported and name in NAMED_BY]
+    if recipe.gate.endpoint is not None and not supported:
+        raise RecipeError(
+            [
+                f"gate.endpoint: {', '.join(NAMED_BY)} do not draft with the head of {family.title}; expected an "
+                "engine that does. Write gate.endpoint: null."
+            ]
         )
 
 

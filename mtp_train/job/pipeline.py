@@ -6,7 +6,6 @@ from the stage that it had reached. ``train`` and ``data`` do not import the dec
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,8 +20,8 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
 from mtp_train.heads.flex import require_flex_device
 from mtp_train.job.auto import settle_training, tell_choices
-from mtp_train.job.decoding_group import settle_group
 from mtp_train.job.evaluate_run import Evaluation, evaluate_run
+from mtp_train.job.evaluate_served import evaluate_served
 from mtp_train.job.export_run import write_export
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.job.inputs import Inputs, gather_inputs
@@ -46,8 +45,9 @@ from mtp_train.job.run_dir import (
     with_resolved_precision,
     write_outcome,
 )
+from mtp_train.job.served_arms import remove_served
 from mtp_train.job.shared_files import require_shared
-from mtp_train.job.stages import Stage, claim_run, load_run_trunk, make_documents, offload_run_trunk, trained_documents
+from mtp_train.job.stages import RunTrunks, Stage, claim_run, make_documents, trained_documents
 from mtp_train.job.training import HEAD, STATE, train_stage
 from mtp_train.progress import progress_on
 from mtp_train.recipe.auto_fields import FROM_TEXT
@@ -60,7 +60,6 @@ from mtp_train.train.estimate import memory_is_named
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator
 from mtp_train.train.log import read_metrics
 from mtp_train.train.plan import make_plan
-from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import read_json
 from mtp_train.weights.writing import LOCK_FILE, full_disk_is_named
@@ -194,45 +193,40 @@ def run_stages(
     tell_precision(recipe, accelerator.device, progress.console)
     # As the main process finds it: a network file system may show a new directory to other machines later.
     trained = accelerator.gather_items([(run_dir / HEAD).is_dir()])[0]
-    in_shards = shards_trunk(accelerator) and not trained
-    main = accelerator.is_main_process
+    main, servers = accelerator.is_main_process, recipe.gate.endpoint
     records = hash_run_inputs(recipe, run_dir, progress) if main else {}
-    group = settle_group(recipe, inputs, accelerator)
-    load_to_decode = partial(load_run_trunk, recipe, inputs, accelerator, progress, group=group)
-    # A trunk that is only going to be sharded is loaded into main memory; its shards go to the device.
-    load_to_train = partial(load_run_trunk, recipe, inputs, accelerator, progress, "cpu" if in_shards else None)
-    trunk = load_to_decode() if trained or recipe.regenerates else load_to_train()
+    trunks = RunTrunks(recipe, run_dir, inputs, accelerator, progress)
+    # With servers, a trained head is measured without the trunk, for example on a machine that cannot hold it.
+    if not trained:
+        trunks.load(decodes=recipe.regenerates)
+    elif servers is None:
+        trunks.load(decodes=True)
     # Nothing is written before all inputs are checked, so that a corrected recipe can use the same directory.
     if main:
         clear_leftovers(run_dir)
     inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
-    offload_run_trunk(recipe, run_dir, trunk, accelerator)
+    trunks.offload()
     if not trained:
         stage.name = "data"
-        documents = make_documents(recipe, run_dir, inputs, trunk, accelerator, progress)
+        documents = make_documents(recipe, run_dir, inputs, trunks.trunk, accelerator, progress)
         recipe, inputs = settle_length(recipe, run_dir, inputs, documents, accelerator, auto, progress)
         stage.name = "train"
-        if trunk.group is not None:
-            # A part of a trunk cannot train.
-            del trunk
-            gc.collect()
-            trunk = load_to_train()
-        train_stage(recipe, run_dir, inputs, trunk, documents, accelerator, progress)
+        trunks.prepare_training()
+        train_stage(recipe, run_dir, inputs, trunks.trunk, documents, accelerator, progress)
     require_shared(run_dir, [HEAD], accelerator)
     stage.name = "evaluate"
-    if not trained and (in_shards or recipe.train.hidden_cache is not None or group is not None):
-        # A trunk in shards, or without the layers that a hidden-state cache replaced, cannot decode: load it again.
-        if in_shards:
-            give_up_shards(trunk, accelerator)
-        del trunk
-        gc.collect()
-        trunk = load_to_decode()
-        offload_run_trunk(recipe, run_dir, trunk, accelerator)
     training = trained_documents(recipe, run_dir, inputs)
-    evaluation = evaluate_run(recipe, run_dir, inputs, trunk, training, accelerator, progress)
+    if servers is None:
+        trunks.prepare_decoding()
+        evaluation = evaluate_run(recipe, run_dir, inputs, trunks.trunk, training, accelerator, progress)
+    else:
+        trunks.drop()
     if not main:
         return Outcome(0, "done", "", "done")
+    if servers is not None:
+        evaluation = evaluate_served(recipe, servers, run_dir, inputs, training, progress)
     report_on(evaluation, recipe, run_dir, console, progress)
+    remove_served(run_dir)
     gate = evaluation.gate
     if not gate.passed:
         raise GateRefusedError(gate.reason)
@@ -304,9 +298,9 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
             require_run_inputs(recipe, run_dir, progress, anew=True)
         inputs = gather_inputs(recipe, accelerator.num_processes, progress)
         records = hash_run_inputs(recipe, run_dir, progress) if main else {}
-        group = settle_group(recipe, inputs, accelerator)
-        trunk = load_run_trunk(recipe, inputs, accelerator, progress, group=group)
+        trunks = RunTrunks(recipe, run_dir, inputs, accelerator, progress)
+        trunks.load(decodes=True)
         inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
-        offload_run_trunk(recipe, run_dir, trunk, accelerator)
-        _, counts = regenerate_stage(recipe, settings, run_dir, inputs, trunk, accelerator, progress)
+        trunks.offload()
+        _, counts = regenerate_stage(recipe, settings, run_dir, inputs, trunks.trunk, accelerator, progress)
     return asdict(counts)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from filelock import SoftFileLease, Timeout
 from rich.console import Console
 
@@ -258,28 +257,20 @@ def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
     if recorded == dump_recipe(recipe):
         return True
     with contextlib.suppress(RecipeError):
-        recorded = dump_recipe(recipe_from_mapping(parse_yaml(recorded, "recipe")[0]))
-        if recorded == dump_recipe(recipe):
-            return True
-    now, before = recipe.data.regenerate, _recorded_regeneration(recorded)
-    if now is None or now.endpoint is None or before.get("endpoint") is None:
-        return False
-    there = replace(
-        now,
-        endpoint=before["endpoint"],
-        api_key_env=before.get("api_key_env"),
-        concurrency=before.get("concurrency"),
-        request_timeout_seconds=before.get("request_timeout_seconds"),
-    )
-    return recorded == dump_recipe(replace(recipe, data=replace(recipe.data, regenerate=there)))
+        before = recipe_from_mapping(parse_yaml(recorded, "recipe")[0])
+        return dump_recipe(before) == dump_recipe(_with_servers_of(before, recipe))
+    return False
 
 
-def _recorded_regeneration(recorded: str) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(recorded)["data"]["regenerate"]
-    except (yaml.YAMLError, KeyError, TypeError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _with_servers_of(before: Recipe, now: Recipe) -> Recipe:
+    """Return a recipe with the addresses, keys and limits of another one's servers, where both have servers."""
+    regenerate, gate, earlier = now.data.regenerate, now.gate, before.data.regenerate
+    if regenerate is not None and earlier is not None and None not in (regenerate.endpoint, earlier.endpoint):
+        names = ("endpoint", "api_key_env", "concurrency", "request_timeout_seconds")
+        regenerate = replace(regenerate, **{name: getattr(earlier, name) for name in names})
+    if None not in (gate.endpoint, before.gate.endpoint):
+        gate = replace(gate, endpoint=before.gate.endpoint)
+    return replace(now, data=replace(now.data, regenerate=regenerate), gate=gate)
 
 
 def claim(run_dir: Path, recipe: Recipe, provenance: dict[str, Any]) -> None:

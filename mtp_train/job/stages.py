@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from rich.progress import Progress
 
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
+from mtp_train.job.decoding_group import settle_group
 from mtp_train.job.input_identity import record_run_inputs, require_run_inputs, run_contents
 from mtp_train.job.inputs import Inputs
 from mtp_train.job.regeneration import regenerate_stage, stored_documents
@@ -23,7 +26,7 @@ from mtp_train.recipe.loading import RECIPE_FILE
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.launch import RunAccelerator
-from mtp_train.train.shard import shards_trunk
+from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.precision import slow_halves, trunk_dtype
@@ -86,6 +89,85 @@ def offload_run_trunk(recipe: Recipe, run_dir: Path, trunk: Trunk, accelerator: 
     """Offload the layers of a loaded trunk if the recipe asks for it."""
     if recipe.model.offload is not None:
         offload_layers(trunk, recipe.model.offload, accelerator.device, run_dir)
+
+
+class RunTrunks:
+    """Loads the trunk of a run, and loads it again where a stage needs another form. One is in memory at a time.
+
+    Args:
+        recipe: The recipe.
+        run_dir: The run directory.
+        inputs: The run's inputs.
+        accelerator: The processes; all of them must make the same calls.
+        progress: Shows loading.
+    """
+
+    def __init__(
+        self, recipe: Recipe, run_dir: Path, inputs: Inputs, accelerator: RunAccelerator, progress: Progress
+    ) -> None:
+        self._recipe, self._run_dir, self._inputs = recipe, run_dir, inputs
+        self._accelerator, self._progress = accelerator, progress
+        self._trunk: Trunk | None = None
+        self._in_shards = False
+        self._evaluates = False
+        """Whether the trunk in memory is in the form that evaluation needs."""
+
+    @property
+    def trunk(self) -> Trunk:
+        """The trunk in memory.
+
+        Raises:
+            ValueError: None was loaded.
+        """
+        if self._trunk is None:
+            raise ValueError("no trunk in memory; expected load() before.")
+        return self._trunk
+
+    @cached_property
+    def _group(self) -> ParallelGroup | None:
+        return settle_group(self._recipe, self._inputs, self._accelerator)
+
+    def load(self, *, decodes: bool) -> None:
+        """Load the trunk to decode with it, or to train a head on it.
+
+        Raises:
+            MtpError: It cannot be loaded, or cannot be shared by processes that will have to share it.
+        """
+        # Before any trunk is loaded: whether the processes can share it when they decode.
+        group = self._group
+        # A trunk that is only going to be sharded is loaded into main memory; its shards go to the device.
+        device = "cpu" if not decodes and shards_trunk(self._accelerator) else None
+        arguments = self._recipe, self._inputs, self._accelerator, self._progress
+        self._trunk = load_run_trunk(*arguments, device, group=group if decodes else None)
+        self._evaluates = decodes or group is None
+
+    def offload(self) -> None:
+        """Offload the layers of the trunk in memory if the recipe asks for it."""
+        if self._trunk is not None:
+            offload_run_trunk(self._recipe, self._run_dir, self._trunk, self._accelerator)
+
+    def prepare_training(self) -> None:
+        """Load the trunk again if it is in parts, which cannot train."""
+        if self.trunk.group is not None:
+            self.drop()
+            self.load(decodes=False)
+        self._in_shards = shards_trunk(self._accelerator)
+        # Sharding changes the trunk in place, and a hidden-state cache replaces its layers.
+        self._evaluates &= not self._in_shards and self._recipe.train.hidden_cache is None
+
+    def prepare_decoding(self) -> None:
+        """Load the trunk again if it is not in the form that evaluation needs."""
+        if not self._evaluates:
+            self.drop()
+            self.load(decodes=True)
+            self.offload()
+
+    def drop(self) -> None:
+        """Free the trunk."""
+        if self._trunk is not None and self._in_shards:
+            give_up_shards(self._trunk, self._accelerator)
+        self._trunk, self._in_shards = None, False
+        gc.collect()
 
 
 def provenance(recipe: Recipe, inputs: Inputs) -> dict[str, object]:

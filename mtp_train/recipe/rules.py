@@ -11,7 +11,7 @@ from typing import Any
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.head_kinds import find_head_kind
 from mtp_train.recipe.json_schema import shown
-from mtp_train.recipe.schema import AUTO, Recipe
+from mtp_train.recipe.schema import AUTO, DENSE_TOKENS, Recipe
 
 Check = Callable[[Recipe], Iterator[str]]
 MIN_TEMPERATURE = 1e-3
@@ -436,6 +436,70 @@ def _stream_has_an_end(recipe: Recipe) -> Iterator[str]:
             )
 
 
+def _address_problems(field: str, address: str, key_field: str) -> Iterator[str]:
+    if not address.startswith(("http://", "https://")):
+        yield (
+            f"{field}: {address!r}; expected an address that starts with http:// or https://. Write, for example, "
+            "http://localhost:8000/v1."
+        )
+    if re.search(r"://[^/]*@|[?#]", address):
+        yield (
+            f"{field}: an address with a name, a password or parameters; expected none, as the recipe is written to "
+            f"files. Put the key into a variable, and name it in {key_field}."
+        )
+
+
+@_reads("gate.endpoint", "gate.baseline", "head.init", "model.head_from", "evaluate.arms", "study", "sft")
+def _servers_measure_the_gate(recipe: Recipe) -> Iterator[str]:
+    servers, wanted = recipe.gate.endpoint, {recipe.gate_baseline, "retrained"}
+    if servers is None:
+        return
+    yield from _address_problems("gate.endpoint.retrained", servers.retrained, "gate.endpoint.api_key_env")
+    yield from _address_problems("gate.endpoint.baseline", servers.baseline, "gate.endpoint.api_key_env")
+    kind = "study" if recipe.study is not None else "sft" if recipe.sft is not None else None
+    if kind is not None:
+        yield f"gate.endpoint: set with {kind}, which measures in process; expected null. Write gate.endpoint: null."
+    elif set(recipe.evaluate.arms) != wanted:
+        named = ", ".join(sorted(wanted))
+        yield (
+            f"evaluate.arms: {list(recipe.evaluate.arms)} with gate.endpoint, whose servers measure the gate's two "
+            f"arms; expected {sorted(wanted)}. Write evaluate.arms: [{named}]."
+        )
+
+
+@_reads("gate.endpoint", "evaluate.rule", "evaluate.dense_tokens", "model.adapter", "head.kind")
+def _servers_use_the_settings(recipe: Recipe) -> Iterator[str]:
+    if recipe.gate.endpoint is None:
+        return
+    if recipe.evaluate.rule != AUTO:
+        yield (
+            f"evaluate.rule: {shown(recipe.evaluate.rule)} with gate.endpoint, whose servers verify by a rule of their "
+            "own; expected auto. Leave it out."
+        )
+    if recipe.evaluate.dense_tokens != DENSE_TOKENS:
+        yield (
+            f"evaluate.dense_tokens: {recipe.evaluate.dense_tokens} with gate.endpoint, whose servers report no "
+            f"distributions; expected {DENSE_TOKENS}. Leave it out."
+        )
+    if recipe.model.adapter is not None and recipe.head.kind != "mtp":
+        yield (
+            f"model.adapter: {recipe.model.adapter!r} with gate.endpoint and head.kind: {recipe.head.kind}, whose "
+            "trunk is served as it is; expected null. Merge it first (mtp-train merge), and write the result in "
+            "model.trunk."
+        )
+
+
+@_reads("model.tensor_parallel", "gate.endpoint", "data.regenerate")
+def _shared_trunks_decode(recipe: Recipe) -> Iterator[str]:
+    regenerate = recipe.data.regenerate
+    answers = regenerate is not None and regenerate.enabled and regenerate.endpoint is None
+    if recipe.model.tensor_parallel not in (None, 1) and recipe.gate.endpoint is not None and not answers:
+        yield (
+            f"model.tensor_parallel: {recipe.model.tensor_parallel} with gate.endpoint and no responses to generate: "
+            "nothing decodes with the trunk; expected null. Write null."
+        )
+
+
 @_reads("data.regenerate")
 def _server_settings_are_used(recipe: Recipe) -> Iterator[str]:
     settings = recipe.data.regenerate
@@ -446,16 +510,8 @@ def _server_settings_are_used(recipe: Recipe) -> Iterator[str]:
             f"data.regenerate.batch_size: {settings.batch_size} with data.regenerate.endpoint, whose server makes its "
             "own batches; expected null. Use data.regenerate.concurrency."
         )
-    if settings.endpoint is not None and not settings.endpoint.startswith(("http://", "https://")):
-        yield (
-            f"data.regenerate.endpoint: {settings.endpoint!r}; expected an address that starts with http:// or "
-            "https://. Write, for example, http://localhost:8000/v1."
-        )
-    if settings.endpoint is not None and re.search(r"://[^/]*@|[?#]", settings.endpoint):
-        yield (
-            "data.regenerate.endpoint: an address with a name, a password or parameters; expected none, as the recipe "
-            "is written to files. Put the key into a variable, and name it in data.regenerate.api_key_env."
-        )
+    if settings.endpoint is not None:
+        yield from _address_problems("data.regenerate.endpoint", settings.endpoint, "data.regenerate.api_key_env")
     of_servers = {
         "model": settings.model,
         "concurrency": settings.concurrency,

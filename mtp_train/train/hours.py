@@ -158,10 +158,11 @@ def estimate_hours(
     itemsize = 4 if device.kind == "cpu" else 2
     launches = num_layers * KERNELS_PER_LAYER * device.launch_seconds
 
-    def step(rows: int) -> float:
-        """Return the seconds of one decoding step of the trunk."""
+    def step(rows: int, devices: int = 1) -> float:
+        """Return the seconds of one decoding step of the trunk, which some devices may share."""
         read = min(trunk_parameters, sizes.trunk * rows) + sizes.lm_head
-        return max(read * itemsize / bandwidth, 2 * (sizes.trunk + sizes.lm_head) * rows / flops) + launches
+        products = 2 * (sizes.trunk + sizes.lm_head) * rows
+        return max(read * itemsize / bandwidth, products / flops) / devices + launches
 
     spec, regenerate = recipe.data.regenerate, 0.0
     if spec is not None and spec.enabled and spec.endpoint is None:
@@ -174,6 +175,10 @@ def estimate_hours(
     evaluate = recipe.evaluate
     # With `auto`, greedy decoding and the checkpoint's own sampling.
     settings = len(evaluate.temperature) if isinstance(evaluate.temperature, tuple) else 2
-    prompts = math.ceil(evaluate.prompts / plan.world_size)
-    decoded = len(evaluate.arms) * settings * prompts * evaluate.max_new_tokens
-    return Hours(device.name, regenerate / 3600, train / 3600, decoded * step(1) / 3600)
+    tokens = len(evaluate.arms) * settings * evaluate.max_new_tokens
+    if recipe.gate.endpoint is None:
+        evaluated = tokens * math.ceil(evaluate.prompts / plan.world_size) * step(1)
+    else:
+        # A server gets one prompt at a time, and shares its trunk among all devices.
+        evaluated = tokens * evaluate.prompts * step(1, plan.world_size)
+    return Hours(device.name, regenerate / 3600, train / 3600, evaluated / 3600)

@@ -78,6 +78,26 @@ def test_what_does_not_fit_is_crossed_out(directory: Path) -> None:
     assert "~~" not in "".join(row("Qwen3.6 27B", 1, planned("Qwen3.6 27B", 1, directory)))
 
 
+def test_two_nodes_of_eight_are_planned_for_deepseek_v3_with_servers(directory: Path) -> None:
+    """Answers and the verdict by servers, training in shards with LoRA: what each stage takes, and whether it fits."""
+    servers = {"retrained": "http://node-0:8000/v1", "baseline": "http://node-1:8000/v1"}
+    answers = {"endpoint": "http://node-0:8000/v1", "max_prompts": 20_000, "max_new_tokens": 512}
+    changes = {"head.lora": {"r": 16}, "data.regenerate": answers, "gate.endpoint": servers}
+    arms = {"evaluate.arms": ["native", "retrained"]}
+    found = {
+        device: planned("DeepSeek V3 671B", 16, directory, device, changes | arms) for device in ("mi300x", "h200")
+    }
+    for plan in found.values():
+        assert plan.memory_in_shards is not None
+        assert plan.hours is not None
+        assert plan.hours.regenerate == 0.0
+        assert plan.hours.train > 0.0
+        assert plan.hours.evaluate > 0.0
+        assert "# gate: native and retrained are measured on servers" in str(plan)
+    assert "does not fit" not in str(found["mi300x"])
+    assert "# training does not fit: 176 GiB on a process, and its device has 141 GiB." in str(found["h200"])
+
+
 def test_the_page_has_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = PAGE.read_text(encoding="utf-8").partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
     assert shown == table()

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count, islice
 from typing import Any
 
+from mtp_inference import Sampling
 from mtp_train.data.endpoint import Endpoint, Refusal, Streamed, in_thread
 from mtp_train.data.regenerated import Question, ask
 from mtp_train.errors import DataError
@@ -126,7 +127,7 @@ class Asking:
         Raises:
             DataError: The server refuses the prompt both as token ids and as text.
         """
-        ask_briefly = partial(self.ask, prompt, 0.0, WARM_UP_TOKENS)
+        ask_briefly = partial(self.ask, prompt, Sampling(), WARM_UP_TOKENS)
         first = self.endpoint.finish(ask_briefly)
         if isinstance(first, Failed) and not self._native:
             self.endpoint.prompts_as = "text"
@@ -138,8 +139,13 @@ class Asking:
             )
         self.version = self.version or first.streamed.document.get("system_fingerprint")
 
-    def ask(self, prompt: TaskPrompt, temperature: float, max_new_tokens: int) -> Answered | Failed:
+    def ask(self, prompt: TaskPrompt, sampling: Sampling, max_new_tokens: int) -> Answered | Failed:
         """Send one prompt. May be called from several threads.
+
+        Args:
+            prompt: The prompt; its id and the seed of all prompts make the seed of its request.
+            sampling: Temperature and filters; the seed in it is not used.
+            max_new_tokens: Limit of the response.
 
         Raises:
             DataError: The server cannot be reached; the message names the prompt.
@@ -147,19 +153,21 @@ class Asking:
         length = len(prompt.prompt_ids)
         question = ask(prompt, max_new_tokens=max_new_tokens, seq_len_tokens=length + max_new_tokens, seed=self._seed)
         try:
-            response = self._respond(question, temperature)
+            response = self._respond(question, sampling)
         except DataError as error:
-            raise DataError(f"prompt {prompt.id} ({prompt.task}, temperature {temperature:g}): {error}") from None
+            place = f"{prompt.task}, temperature {sampling.temperature:g}"
+            raise DataError(f"prompt {prompt.id} ({place}): {error}") from None
         if isinstance(response, Refusal):
-            return Failed(prompt=prompt, temperature=temperature, reason=response.reason, tokens=response.tokens)
+            told = response.reason, response.tokens
+            return Failed(prompt=prompt, temperature=sampling.temperature, reason=told[0], tokens=told[1])
         streamed, token_ids = response
         tokens = (streamed.document.get("usage") or {}).get("completion_tokens") or len(token_ids)
         counts = response_counts(streamed.document, tokens)
         return Answered(prompt=prompt, streamed=streamed, token_ids=tuple(token_ids), tokens=tokens, counts=counts)
 
-    def _respond(self, question: Question, temperature: float) -> tuple[Streamed, list[int]] | Refusal:
+    def _respond(self, question: Question, sampling: Sampling) -> tuple[Streamed, list[int]] | Refusal:
         path = NATIVE_SGLANG if self._native else None
-        streamed = self.endpoint.stream(self._payload(question, temperature), path)
+        streamed = self.endpoint.stream(self._payload(question, sampling), path)
         if isinstance(streamed, Refusal):
             return streamed
         token_ids = self.endpoint.response_ids(question, streamed.document)
@@ -168,7 +176,7 @@ class Asking:
     def block(
         self,
         prompts: Sequence[TaskPrompt],
-        temperature: float,
+        sampling: Sampling,
         max_new_tokens: int,
         on_prompt: Callable[[], None],
     ) -> Block:
@@ -185,7 +193,7 @@ class Asking:
         try:
             while len(found) < len(prompts):
                 for number, prompt in islice(queue, self.endpoint.concurrency - len(waiting)):
-                    waiting[in_thread(partial(self.ask, prompt, temperature, max_new_tokens))] = number
+                    waiting[in_thread(partial(self.ask, prompt, sampling, max_new_tokens))] = number
                 for future in self.endpoint.first_finished(waiting):
                     found[waiting.pop(future)] = future.result()
                     on_prompt()
@@ -227,10 +235,10 @@ class Asking:
                 break
         return block
 
-    def _payload(self, question: Question, temperature: float) -> dict[str, Any]:
-        """Return the request for a streamed response, sampled from the trunk's full distribution."""
-        sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-        payload = self.endpoint.payload(question, sampling)
+    def _payload(self, question: Question, sampling: Sampling) -> dict[str, Any]:
+        """Return the request for a streamed response."""
+        names = ("temperature", "top_p", "top_k", "min_p")
+        payload = self.endpoint.payload(question, {name: getattr(sampling, name) for name in names})
         if self._native:
             return _native_payload(payload)
         payload |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}

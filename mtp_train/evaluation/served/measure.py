@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from rich.progress import Progress
 
+from mtp_inference import Sampling
 from mtp_train.acceptance.counts import Interval, repeated_ngram_share
 from mtp_train.acceptance.intervals import pooled_tau_interval, ratio_interval, sum_by_group
 from mtp_train.data.answers import Answer
@@ -342,8 +343,8 @@ def _ask_all(
         group = [prompt for prompt in prompts if prompt.task == task]
         size = 1 if asking.endpoint.concurrency == 1 else len(group)
         parts = [group[start : start + size] for start in range(0, len(group), size)]
-        done = [asking.block(part, temperature, max_new_tokens, tick) for part in parts]
-        _require_own(asking, done, task)
+        done = [asking.block(part, Sampling(temperature=temperature), max_new_tokens, tick) for part in parts]
+        require_own(asking, done, task)
         blocks += done
     heat = _Heat(temperature=temperature, blocks=tuple(blocks))
     if not heat.answered:
@@ -360,15 +361,15 @@ def _ask_briefly(
 ) -> _Heat:
     """Send every prompt again, for a shorter response."""
     short = max(1, int(SHORT_SHARE * max_new_tokens))
-    return replace(heat, short=asking.block(prompts, heat.temperature, short, tick).answered)
+    return replace(heat, short=asking.block(prompts, Sampling(temperature=heat.temperature), short, tick).answered)
 
 
-def _require_own(asking: Asking, blocks: Sequence[Block], task: str) -> None:
+def require_own(asking: Asking, blocks: Sequence[Block], task: str) -> None:
     """Raise DataError if counters are the only source of acceptance and include drafts for other clients."""
     answered = [one for block in blocks for one in block.answered]
     counted = any(block.gained is not None and block.gained.drafts is not None for block in blocks)
     # The number of tokens generated for a failed request is unknown.
-    if not counted or any(block.failed for block in blocks) or all(map(_is_exact, answered)):
+    if not counted or any(block.failed for block in blocks) or all(map(is_exact, answered)):
         return
     own = sum(block.own_tokens for block in blocks)
     foreign = sum(max(0, block.foreign_tokens or 0) for block in blocks)
@@ -380,8 +381,8 @@ def _require_own(asking: Asking, blocks: Sequence[Block], task: str) -> None:
         )
 
 
-def _is_exact(one: Answered) -> bool:
-    # A response of one token has no round.
+def is_exact(one: Answered) -> bool:
+    """Return whether a response itself tells its rounds. A response of one token has none."""
     return one.tokens <= 1 or (one.counts is not None and not one.counts.inferred)
 
 
@@ -389,7 +390,7 @@ def _source(heats: Sequence[_Heat]) -> Source:
     """Return the most reliable source of acceptance that is available for all responses."""
     answered = [one for heat in heats for one in heat.answered]
     told = [one.counts for one in answered if one.counts is not None]
-    if told and all(map(_is_exact, answered)):
+    if told and all(map(is_exact, answered)):
         return "responses"
     counted = [block.gained.drafts for heat in heats for block in heat.blocks if block.gained is not None]
     if any(drafts is not None and drafts.rounds for drafts in counted):
