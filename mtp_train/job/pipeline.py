@@ -199,8 +199,7 @@ def run_stages(
     records = hash_run_inputs(recipe, run_dir, progress) if main else {}
     group = settle_group(recipe, inputs, accelerator)
     load_to_decode = partial(load_run_trunk, recipe, inputs, accelerator, progress, group=group)
-    # A trunk that is only going to be sharded is loaded into main memory; its shards go to the device.
-    load_to_train = partial(load_run_trunk, recipe, inputs, accelerator, progress, "cpu" if in_shards else None)
+    load_to_train = partial(load_run_trunk, recipe, inputs, accelerator, progress, to_shard=in_shards)
     trunk = load_to_decode() if trained or recipe.regenerates else load_to_train()
     # Nothing is written before all inputs are checked, so that a corrected recipe can use the same directory.
     if main:
