@@ -30,7 +30,6 @@ from mtp_train.train.shard import layer_sharder
 from mtp_train.trunk.load import Trunk, load_trunk
 from tiny import family_of, tiny_trunk
 
-NUM_LAYERS = 4
 TIED = ", tied"
 
 
@@ -125,7 +124,7 @@ def layer_bytes(module: nn.Module, itemsize: int) -> int:
 def compare(case: str, directory: Path, dtype: torch.dtype, accelerator: RunAccelerator) -> dict[str, Any]:
     """Return in what a trunk loaded in shards differs from one that is sharded afterwards, and both peaks."""
     name = case.removesuffix(TIED)
-    whole = tiny_trunk(name, tied=case.endswith(TIED), num_layers=NUM_LAYERS)
+    whole = tiny_trunk(name, tied=case.endswith(TIED))
     if accelerator.is_main_process:
         save_stripped(whole, directory / case)
     accelerator.wait_for_everyone()

@@ -126,7 +126,7 @@ SYMBOLS = (
         "transformers.core_model_loading",
         "set_param_for_module",
         "trunk/load.py",
-        "from_pretrained calls nothing between two layers; its own sharding cuts tensors before it joins or splits them",
+        "from_pretrained has no hook for a loaded layer; its own sharding cuts tensors before it joins or splits them",
     ),
     Symbol(
         "transformers:TrainingArguments",
@@ -259,9 +259,7 @@ def loading_layer_by_layer(on_layer: Callable[[Any], object]) -> Iterator[None]:
         layer = pending.completed_by(name)
         if layer is not None:
             on_layer(layer)
-            for parameter in layer.parameters():
-                # Otherwise transformers would initialise the replaced parameters at random.
-                parameter._is_hf_initialized = True
+            _mark_as_loaded(layer)
 
     core_model_loading.set_param_for_module = set_and_tell
     os.environ[_READ_IN_TURN] = "1"
@@ -272,6 +270,16 @@ def loading_layer_by_layer(on_layer: Callable[[Any], object]) -> Iterator[None]:
         os.environ.pop(_READ_IN_TURN)
         if earlier is not None:
             os.environ[_READ_IN_TURN] = earlier
+
+
+def _mark_as_loaded(layer: Any) -> None:
+    """Keep transformers from initialising a layer at random, except for buffers that no checkpoint has."""
+    for parameter in layer.parameters():
+        parameter._is_hf_initialized = True
+    for module in layer.modules():
+        # Some families compute initial values before they look at the parameter's mark, which fails in shards.
+        if not any(buffer.is_meta for buffer in module.buffers()):
+            module._is_hf_initialized = True
 
 
 class _PendingLayers:
