@@ -1,7 +1,7 @@
-"""Tiny trunks loaded in shards and as a whole, under whatever launcher started this; a file gets what they differ in.
+"""Tiny trunks that processes load in shards, and whole; a file gets what each process found.
 
-``DAMAGED=RANK`` in the environment gives that process a truncated copy of the first checkpoint, and the file gets the
-error of each process.
+The trunks are compared, and the bytes that loading holds at once are counted. The first checkpoint is loaded once more,
+with a truncated file in the last process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import core_model_loading
 
 from checkpoints import save_stripped
-from cpu_shards import asked_of_this_process, pretend_to_have_gpus
+from cpu_shards import pretend_to_have_gpus
 from mtp_train.errors import CheckpointError
 from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.train.shard import layer_sharder
@@ -38,7 +38,7 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def num_bytes(tensors: Iterator[Tensor]) -> int:
+def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of this process's parts of tensors, each counted once."""
     parts = {id(tensor): own_part(tensor) for tensor in tensors if not tensor.is_meta}
     return sum(part.numel() * part.element_size() for part in parts.values())
@@ -54,7 +54,7 @@ class Peak:
     def look(self, model: Any) -> None:
         """Count the model's parameters, and the whole ones of before that something still refers to."""
         alive = [tensor for one in self._whole if (tensor := one()) is not None]
-        self.bytes = max(self.bytes, num_bytes(iter([*alive, *model.parameters()])))
+        self.bytes = max(self.bytes, num_bytes([*alive, *model.parameters()]))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -74,31 +74,27 @@ class Peak:
             core_model_loading.set_param_for_module = stock
 
 
-def named_tensors(trunk: Trunk) -> dict[str, Tensor]:
-    """Return this process's parts of all parameters and buffers, by name."""
+def described(trunk: Trunk) -> dict[str, tuple[Any, ...]]:
+    """Return how each parameter and buffer is held, with this process's part of it, by name."""
     model = trunk.causal_lm
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: own_part(tensor) for name, tensor in named}
+    return {
+        name: (getattr(one, "placements", None), one.shape, one.dtype, one.requires_grad, own_part(one).tolist())
+        for name, one in named
+    }
 
 
 def differences(found: Trunk, expected: Trunk) -> list[str]:
     """Return the names of parameters and buffers that differ in anything."""
-    ours, theirs = named_tensors(found), named_tensors(expected)
-    placed = {name: getattr(one, "placements", None) for name, one in found.causal_lm.named_parameters()}
-    return [
-        *sorted(ours.keys() ^ theirs.keys()),
-        *(
-            name
-            for name, one in expected.causal_lm.named_parameters()
-            if placed.get(name) != getattr(one, "placements", None)
-            or one.requires_grad != found.causal_lm.get_parameter(name).requires_grad
-        ),
-        *(
-            name
-            for name in ours.keys() & theirs.keys()
-            if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])
-        ),
-    ]
+    ours, theirs = described(found), described(expected)
+    return [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+
+
+def change_one(trunk: Trunk) -> str:
+    """Change one number of this process's part of a layer, and return the parameter's name."""
+    name, parameter = next(one for one in trunk.causal_lm.named_parameters() if isinstance(one[1], DTensor))
+    parameter.to_local().view(-1)[:1].add_(1.0)
+    return name
 
 
 def sharded_afterwards(directory: Path, name: str, dtype: torch.dtype, peak: Peak) -> Trunk:
@@ -132,8 +128,11 @@ def compare(case: str, directory: Path, dtype: torch.dtype, accelerator: RunAcce
     expected = sharded_afterwards(directory / case, name, dtype, before)
     found = sharded_while_loading(directory / case, name, dtype, now, accelerator)
     layers = [layer_bytes(layer, dtype.itemsize) for layer in whole.layers]
+    unequal = differences(found, expected)
     return {
-        "differences": differences(found, expected),
+        "differences": unequal,
+        "changed": [change_one(found)],
+        "then_different": differences(found, expected),
         "whole": layer_bytes(whole, dtype.itemsize),
         "layer": max(layers),
         "shard": num_bytes(found.parameters()),
@@ -144,14 +143,11 @@ def compare(case: str, directory: Path, dtype: torch.dtype, accelerator: RunAcce
     }
 
 
-def damaged(case: str, directory: Path, accelerator: RunAccelerator) -> dict[str, Any]:
-    """Return the error of each process where one has a truncated file."""
-    if accelerator.is_main_process:
-        save_stripped(tiny_trunk(case), directory / case)
-    accelerator.wait_for_everyone()
-    path = directory / f"{case}-{accelerator.process_index}"
-    shutil.copytree(directory / case, path)
-    if asked_of_this_process("DAMAGED") is not None:
+def damaged(case: str, directory: Path, accelerator: RunAccelerator) -> list[str]:
+    """Return the error of each process where the last one has a truncated file."""
+    path, is_last = directory / case, accelerator.process_index == accelerator.num_processes - 1
+    if is_last:
+        path = Path(shutil.copytree(path, directory / "damaged"))
         file = next(path.glob("*.safetensors"))
         os.truncate(file, file.stat().st_size - 64)
     said = "no error"
@@ -160,18 +156,15 @@ def damaged(case: str, directory: Path, accelerator: RunAccelerator) -> dict[str
             load_trunk(path, family_of(case), dtype=torch.float32, on_layer=layer_sharder(accelerator))
     except CheckpointError as error:
         said = str(error)
-    return {"errors": accelerator.gather_items([said])}
+    return accelerator.gather_items([said])
 
 
 def measure(cases: Sequence[str], directory: Path, accelerator: RunAccelerator) -> dict[str, Any]:
-    """Return what each process finds, by case."""
-    if "DAMAGED" in os.environ:
-        return damaged(cases[0], directory, accelerator)
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    """Return what each process finds, by case and dtype."""
     return {
-        f"{case}, {dtype}": accelerator.gather_items([compare(case, directory, dtypes[dtype], accelerator)])
+        f"{case}, {dtype}": accelerator.gather_items([compare(case, directory, dtype, accelerator)])
         for case in cases
-        for dtype in dtypes
+        for dtype in (torch.float32, torch.bfloat16)
     }
 
 
@@ -179,7 +172,8 @@ if __name__ == "__main__":
     pretend_to_have_gpus()
     joined = make_accelerator()
     into, *wanted = sys.argv[1:]
-    result = measure(wanted, Path(into).parent, joined)
+    result: dict[str, Any] = {"compared": measure(wanted, Path(into).parent, joined)}
+    result["errors"] = damaged(wanted[0], Path(into).parent, joined)
     if joined.is_main_process:
         Path(into).write_text(json.dumps(result))
     joined.wait_for_everyone()
