@@ -99,7 +99,8 @@ class CheckResult:
     memory: Footprint
     """Bytes per process, by part; ``memory.total_bytes`` is the sum."""
     memory_in_shards: Footprint | None
-    """Bytes per process during training under FSDP2 or ZeRO-3; None for one process or a recipe that cannot shard."""
+    """Bytes per process during training under FSDP2 or ZeRO-3; None for one process or a recipe that cannot shard.
+    ``loading_bytes`` is FSDP2's."""
     cost: Cost
     """Floating-point operations by part, and disk bytes."""
     hashed_bytes: int
@@ -143,6 +144,7 @@ class CheckResult:
         plan, memory, shards, cost = self.plan, self.memory, self.memory_in_shards, self.cost
         shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
         shared += "" if self.decoding is None else f"# {self.decoding}\n"
+        shared += self._loading_text()
         chosen = "".join(f"# {choice}\n" for choice in self.choices)
         return (
             f"{dump_recipe(self.recipe)}\n{chosen}"
@@ -160,6 +162,14 @@ class CheckResult:
             "later starts read what changed"
             f"{self._data_text()}{self._kind_text()}{self._holdout_text()}{self._serves_text()}"
         )
+
+    def _loading_text(self) -> str:
+        whole, shards, decoding = self.memory.loading_bytes, self.memory_in_shards, self.decoding
+        if not whole:
+            return ""
+        others = "" if shards is None else f"; to train with fsdp2.yaml {shards.loading_bytes / GIB:.2f} GiB"
+        others += "" if decoding is None else "; to decode little, as each process reads its part onto its device"
+        return f"# main memory of each process while it loads the trunk: whole {whole / GIB:.2f} GiB{others}\n"
 
     def _hours_text(self) -> str:
         hours = self.hours
@@ -289,7 +299,11 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     sizes = _sizes(trunk, head, memory, text_config, drafts_chain=drafts_chain)
     # Packed trunks and fine-tunes are refused under FSDP2 and ZeRO-3.
     packed = recipe.model.quantization is not None or quant_method(raw) is not None
-    shards = None if packed or recipe.sft is not None else in_shards(memory, trunk, plan)
+    shards = (
+        None
+        if packed or recipe.sft is not None
+        else in_shards(memory, trunk, plan, is_adapted=recipe.model.adapter is not None)
+    )
     cost = whole_cost(recipe, plan, sizes, memory)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
     hours = estimate_hours(
