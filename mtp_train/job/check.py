@@ -297,13 +297,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     memory = whole_footprint(recipe, trunk, head, plan, device, trained)
     drafts_chain = unroll_of(head_family, convention, num_modules) == "chained_drafts"
     sizes = _sizes(trunk, head, memory, text_config, drafts_chain=drafts_chain)
-    # Packed trunks and fine-tunes are refused under FSDP2 and ZeRO-3.
-    packed = recipe.model.quantization is not None or quant_method(raw) is not None
-    shards = (
-        None
-        if packed or recipe.sft is not None
-        else in_shards(memory, trunk, plan, is_adapted=recipe.model.adapter is not None)
-    )
+    shards = _sharded(recipe, raw, memory, trunk, plan)
     cost = whole_cost(recipe, plan, sizes, memory)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
     hours = estimate_hours(
@@ -322,6 +316,14 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     return CheckResult(
         recipe, reason, title, plan, memory, shards, cost, hashed, serves, kinds, hours, decoding=decoding, data=data
     )
+
+
+def _sharded(recipe: Recipe, config: RawConfig, memory: Footprint, trunk: Trunk, plan: Plan) -> Footprint | None:
+    # Packed trunks and fine-tunes are refused under FSDP2 and ZeRO-3.
+    packed = recipe.model.quantization is not None or quant_method(config) is not None
+    if packed or recipe.sft is not None:
+        return None
+    return in_shards(memory, trunk, plan, is_adapted=recipe.model.adapter is not None)
 
 
 def _decoding(

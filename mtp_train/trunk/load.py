@@ -354,19 +354,24 @@ def _require_all_loaded(path: Path, info: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def damage_is_named(path: Path) -> Iterator[None]:
-    """Turn the errors of files that cannot be read as safetensors into one that names the checkpoint.
+def _loading(path: Path, family: Family, on_layer: Callable[[nn.Module], object] | None) -> Iterator[None]:
+    """Prepare transformers' loader for a checkpoint of a family, and name damaged files.
 
     Raises:
-        CheckpointError: A file is truncated or otherwise damaged.
+        CheckpointError: A file is truncated or otherwise no safetensors file.
     """
-    try:
-        yield
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path}: a file of the trunk cannot be read ({error}); expected whole safetensors files. Restore the "
-            "original files."
-        ) from error
+    with ExitStack() as stack:
+        if family.trunk.loading is not None:
+            stack.enter_context(family.trunk.loading(open_checkpoint(path).tensors))
+        if on_layer is not None:
+            stack.enter_context(loading_layer_by_layer(lambda layer: on_layer(layer.requires_grad_(False))))
+        try:
+            yield
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path}: a file of the trunk cannot be read ({error}); expected whole safetensors files. Restore the "
+                "original files."
+            ) from error
 
 
 def load_trunk(
@@ -408,14 +413,10 @@ def load_trunk(
         # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
         given |= {"quantization_config": packing(quantization, dtype), "device_map": {"": device}}
     with ExitStack() as stack:
-        if family.trunk.loading is not None:
-            stack.enter_context(family.trunk.loading(open_checkpoint(path).tensors))
         if group is not None:
             rules = split_rules(empty_trunk_at(path, family, trust_remote_code=trust_remote_code).causal_lm)
             given["distributed_config"] = stack.enter_context(splitting(group.mesh, group.size, device, rules))
-        if on_layer is not None:
-            stack.enter_context(loading_layer_by_layer(lambda layer: on_layer(layer.requires_grad_(False))))
-        stack.enter_context(damage_is_named(path))
+        stack.enter_context(_loading(path, family, on_layer))
         model, info = _trunk_class(family).from_pretrained(
             path,
             config=None if family.trunk.stand_in is None else trunk_config(path, family),
