@@ -71,7 +71,7 @@ def load_run_trunk(
     """
     device, on_layer = accelerator.device, None
     if to_shard:
-        device, on_layer = torch.device("cpu"), sharder_while_loading(recipe, inputs, accelerator)
+        device, on_layer = torch.device("cpu"), _sharder_while_loading(recipe, inputs, accelerator)
     if recipe.model.offload is not None:
         if accelerator.distributed_type is not DistributedType.NO:
             raise TrainingError(
@@ -102,7 +102,7 @@ def load_run_trunk(
         )
 
 
-def sharder_while_loading(
+def _sharder_while_loading(
     recipe: Recipe, inputs: Inputs, accelerator: Accelerator
 ) -> Callable[[nn.Module], object] | None:
     """Return the function that shards a layer while the trunk is loaded; None if all of it has to be loaded first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,10 @@ from transformers import core_model_loading
 
 from checkpoints import save_stripped
 from mtp_train.errors import CheckpointError, LostProcessError, TrainingError
-from mtp_train.job.stages import sharder_while_loading
+from mtp_train.job import stages
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import lost_process_is_named, make_accelerator, prepare, require_as_asked
-from mtp_train.train.shard import HiddenInShards, layer_sharder, shard_layers, shards_trunk
+from mtp_train.train.shard import HiddenInShards, shard_layers, shards_trunk
 from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import load_trunk
 from mtp_train.weights.files import SINGLE_FILE
@@ -188,21 +189,39 @@ def test_a_broken_load_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.Monke
         load_trunk(path, trunk.family, dtype=torch.float32)
 
 
-def test_only_plain_trunks_under_fsdp2_are_sharded_while_they_are_loaded() -> None:
-    plugin = SimpleNamespace(fsdp_version=2, reshard_after_forward=True)
-    fsdp, zero_3 = joined(DistributedType.FSDP, fsdp_plugin=plugin), joined(DistributedType.DEEPSPEED, **zero(3))
-    assert layer_sharder(fsdp) is not None
-    assert layer_sharder(zero_3) is None
+PLAIN: dict[str, Any] = {"adapter": None, "quantization": None, "config": {}}
 
-    def asked(adapter: Path | None, quantization: str | None, config: dict[str, Any]) -> bool:
-        recipe: Any = SimpleNamespace(model=SimpleNamespace(quantization=quantization))
-        inputs: Any = SimpleNamespace(adapter=adapter, finetune=SimpleNamespace(config=config))
-        return sharder_while_loading(recipe, inputs, fsdp) is not None
 
-    assert asked(None, None, {})
-    assert not asked(Path("lora"), None, {})
-    assert not asked(None, "8bit", {})
-    assert not asked(None, None, {"quantization_config": {"quant_method": "fp8"}})
+@pytest.mark.parametrize(
+    ("kind", "to_shard", "given", "is_handed_over"),
+    [
+        (DistributedType.FSDP, True, {}, True),
+        (DistributedType.FSDP, False, {}, False),
+        (DistributedType.DEEPSPEED, True, {}, False),
+        (DistributedType.FSDP, True, {"adapter": Path("lora")}, False),
+        (DistributedType.FSDP, True, {"quantization": "8bit"}, False),
+        (DistributedType.FSDP, True, {"config": {"quantization_config": {"quant_method": "fp8"}}}, False),
+    ],
+)
+def test_only_plain_trunks_under_fsdp2_are_sharded_while_they_are_loaded(
+    kind: DistributedType, to_shard: bool, given: dict[str, Any], is_handed_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = {**PLAIN, **given}
+    recipe: Any = SimpleNamespace(
+        model=SimpleNamespace(
+            offload=None, dtype="float32", trunk="t", quantization=one["quantization"], trust_remote_code=False
+        ),
+        train=SimpleNamespace(precision="fp32"),
+    )
+    finetune = SimpleNamespace(config=one["config"], path=Path("t"), family=None, num_bytes=0)
+    inputs: Any = SimpleNamespace(adapter=one["adapter"], finetune=finetune)
+    plugins = zero(3) | {"fsdp_plugin": SimpleNamespace(fsdp_version=2, reshard_after_forward=True)}
+    accelerator = joined(kind, **plugins)
+    accelerator.failing_together = nullcontext
+    monkeypatch.setattr(stages, "load_trunk", lambda _path, _family, **settings: settings)
+    no_bar: Any = SimpleNamespace(add_task=lambda *_args, **_kwargs: 0, remove_task=lambda _task: None)
+    settings: Any = stages.load_run_trunk(recipe, inputs, accelerator, no_bar, to_shard=to_shard)
+    assert (settings["on_layer"] is not None) is is_handed_over
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
