@@ -100,7 +100,8 @@ class CheckResult:
     memory: Footprint
     """Bytes per process, by part; ``memory.total_bytes`` is the sum."""
     memory_in_shards: Footprint | None
-    """Bytes per process during training under FSDP2 or ZeRO-3; None for one process or a recipe that cannot shard."""
+    """Bytes per process during training under FSDP2 or ZeRO-3; None for one process or a recipe that cannot shard.
+    ``loading_bytes`` is FSDP2's."""
     cost: Cost
     """Floating-point operations by part, and disk bytes."""
     hashed_bytes: int
@@ -148,6 +149,7 @@ class CheckResult:
         shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
         shared += "" if self.decoding is None else f"# {self.decoding}\n"
         shared += self._room_text()
+        shared += self._loading_text()
         chosen = "".join(f"# {choice}\n" for choice in self.choices)
         return (
             f"{dump_recipe(self.recipe)}\n{chosen}"
@@ -174,6 +176,14 @@ class CheckResult:
             f"# training does not fit: {least / GIB:.0f} GiB on a process, and its device has "
             f"{self.device_bytes / GIB:.0f} GiB. More processes, head.lora and smaller data.seq_len_tokens take less\n"
         )
+
+    def _loading_text(self) -> str:
+        whole, shards, decoding = self.memory.loading_bytes, self.memory_in_shards, self.decoding
+        if not whole:
+            return ""
+        others = "" if shards is None else f"; to train with fsdp2.yaml {shards.loading_bytes / GIB:.2f} GiB"
+        others += "" if decoding is None else "; to decode little, as each process reads its part onto its device"
+        return f"# main memory of each process while it loads the trunk: whole {whole / GIB:.2f} GiB{others}\n"
 
     def _hours_text(self) -> str:
         hours = self.hours
@@ -311,7 +321,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     memory = whole_footprint(recipe, trunk, head, plan, device, trained)
     drafts_chain = unroll_of(head_family, convention, num_modules) == "chained_drafts"
     sizes = _sizes(trunk, head, memory, text_config, drafts_chain=drafts_chain)
-    shards = in_shards(memory, trunk, plan) if _shards(recipe, raw) else None
+    shards = _sharded(recipe, raw, memory, trunk, plan)
     cost = whole_cost(recipe, plan, sizes, memory)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
     hours = estimate_hours(
@@ -332,10 +342,12 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     )
 
 
-def _shards(recipe: Recipe, config: RawConfig) -> bool:
-    """Return whether a run may shard the trunk: packed trunks and fine-tunes are refused under FSDP2 and ZeRO-3."""
+def _sharded(recipe: Recipe, config: RawConfig, memory: Footprint, trunk: Trunk, plan: Plan) -> Footprint | None:
+    # Packed trunks and fine-tunes are refused under FSDP2 and ZeRO-3.
     packed = recipe.model.quantization is not None or quant_method(config) is not None
-    return not packed and recipe.sft is None
+    if packed or recipe.sft is not None:
+        return None
+    return in_shards(memory, trunk, plan, is_adapted=recipe.model.adapter is not None)
 
 
 def _decoding(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from rich.progress import Progress
+from torch import nn
 
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
@@ -26,12 +29,13 @@ from mtp_train.recipe.loading import RECIPE_FILE
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.launch import RunAccelerator
-from mtp_train.train.shard import give_up_shards, shards_trunk
+from mtp_train.train.shard import give_up_shards, layer_sharder, shards_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.precision import slow_halves, trunk_dtype
 from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.weights.identity import RECORD_FILE, Records
+from mtp_train.weights.quantised import quant_method
 
 
 class Stage:
@@ -45,18 +49,32 @@ class Stage:
 def load_run_trunk(
     recipe: Recipe,
     inputs: Inputs,
-    accelerator: Accelerator,
+    accelerator: RunAccelerator,
     progress: Progress,
-    device: torch.device | str | None = None,
+    *,
     group: ParallelGroup | None = None,
+    to_shard: bool = False,
 ) -> Trunk:
-    """Load the trunk: on the given device, else on the process's own; into main memory if it is offloaded.
+    """Load the trunk on the process's device, or into main memory if it is offloaded.
 
     It is whole, or with a group this process's part of it.
 
+    Args:
+        recipe: The recipe.
+        inputs: The gathered inputs.
+        accelerator: The accelerator.
+        progress: Shows the progress of loading.
+        group: The processes that share the trunk while they decode; None if none do.
+        to_shard: Load a trunk that is only going to be sharded: in shards under FSDP2 (:func:`layer_sharder`), else
+            into main memory. Every process must call it.
+
     Raises:
         TrainingError: The recipe offloads the trunk, and the launcher asks for a wrapper.
+        CheckpointError: The trunk cannot be loaded; with ``to_shard``, by this process or another.
     """
+    device, on_layer = accelerator.device, None
+    if to_shard:
+        device, on_layer = torch.device("cpu"), _sharder_while_loading(recipe, inputs, accelerator)
     if recipe.model.offload is not None:
         if accelerator.distributed_type is not DistributedType.NO:
             raise TrainingError(
@@ -64,7 +82,7 @@ def load_run_trunk(
                 f"{accelerator.distributed_type.value}; expected one process without a wrapper. Launch with "
                 f"{accelerate_file('single')}, or write model.offload: null."
             )
-        device = "cpu"
+        device = torch.device("cpu")
     dtype = trunk_dtype(recipe, accelerator.device, inputs.finetune)
     if shards_trunk(accelerator) and recipe.train.precision == "fp32":
         # Shards are gathered in the dtype that they are held in, and no hook can convert them.
@@ -72,17 +90,28 @@ def load_run_trunk(
     if group is not None and slow_halves(dtype, accelerator.device):
         # A whole trunk is converted layer by layer while it runs. Parts cannot be.
         dtype = torch.float32
-    with shown_loading(progress, recipe.model.trunk, inputs.finetune.num_bytes):
+    together = accelerator.failing_together() if to_shard else nullcontext()
+    with together, shown_loading(progress, recipe.model.trunk, inputs.finetune.num_bytes):
         return load_trunk(
             inputs.finetune.path,
             inputs.finetune.family,
             dtype=dtype,
-            device=accelerator.device if device is None else device,
+            device=device,
             adapter=inputs.adapter,
             quantization=recipe.model.quantization,
             trust_remote_code=recipe.model.trust_remote_code,
             group=group,
+            on_layer=on_layer,
         )
+
+
+def _sharder_while_loading(
+    recipe: Recipe, inputs: Inputs, accelerator: Accelerator
+) -> Callable[[nn.Module], object] | None:
+    """Return the function that shards a layer while the trunk is loaded; None if all of it has to be loaded first."""
+    # peft adapts modules of a whole trunk, and quantised trunks are refused once their dtypes are known.
+    is_plain = recipe.model.quantization is None and quant_method(inputs.finetune.config) is None
+    return layer_sharder(accelerator) if is_plain and inputs.adapter is None else None
 
 
 def offload_run_trunk(recipe: Recipe, run_dir: Path, trunk: Trunk, accelerator: Accelerator) -> None:
@@ -135,10 +164,9 @@ class RunTrunks:
         """
         # Before any trunk is loaded: whether the processes can share it when they decode.
         group = self._group
-        # A trunk that is only going to be sharded is loaded into main memory; its shards go to the device.
-        device = "cpu" if not decodes and shards_trunk(self._accelerator) else None
+        to_shard = not decodes and shards_trunk(self._accelerator)
         arguments = self._recipe, self._inputs, self._accelerator, self._progress
-        self._trunk = load_run_trunk(*arguments, device, group=group if decodes else None)
+        self._trunk = load_run_trunk(*arguments, group=group if decodes else None, to_shard=to_shard)
         self._evaluates = decodes or group is None
 
     def offload(self) -> None:

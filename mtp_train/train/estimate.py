@@ -145,6 +145,8 @@ class Footprint:
     products are in fp32."""
     offloaded_bytes: int = 0
     """Bytes of the trunk's layers in main memory or on disk."""
+    loading_bytes: int = 0
+    """Bytes of main memory while the trunk is loaded for another device; 0 on a CPU, where they are in the sum."""
 
     @property
     def total_bytes(self) -> int:
@@ -199,7 +201,14 @@ def estimate_footprint(
         activation_bytes=activation_bytes(recipe, hidden, rows, plan.seq_len_tokens),
         converted_bytes=_converted_bytes(recipe, trunk, trunk_itemsize, vocab),
         offloaded_bytes=offloaded,
+        loading_bytes=0 if device.type == "cpu" else _loading_bytes(recipe, trunk, trunk_itemsize),
     )
+
+
+def _loading_bytes(recipe: Recipe, trunk: Trunk, itemsize: int) -> int:
+    sizes = [parameter.numel() for parameter in trunk.parameters()]
+    # bitsandbytes packs each matrix on the device, as soon as it is read.
+    return itemsize * (sum(sizes) if recipe.model.quantization is None else max(sizes))
 
 
 def activation_bytes(recipe: Recipe, hidden: int, rows: int, seq_len_tokens: int) -> int:
@@ -240,24 +249,30 @@ def _layer_bytes(trunk: Trunk, itemsize: int) -> list[int]:
     return [sum(parameter.numel() for parameter in layer.parameters()) * itemsize for layer in trunk.layers]
 
 
-def in_shards(whole: Footprint, trunk: Trunk, plan: Plan) -> Footprint | None:
+def in_shards(whole: Footprint, trunk: Trunk, plan: Plan, *, is_adapted: bool) -> Footprint | None:
     """Return the footprint of a process with trunk and head in shards (FSDP2, ZeRO-3); None for one process.
 
     Two of the trunk's layers are whole at a time. The rest of the trunk is whole during a step, and so are the head's
-    weights and their gradients.
+    weights and their gradients. ``loading_bytes`` is that of FSDP2: ZeRO-3 loads the whole trunk first.
 
     Args:
         whole: The footprint of a process with the whole trunk, unquantised.
         trunk: The trunk, possibly on the meta device.
         plan: Gives the number of processes.
+        is_adapted: Whether an adapter is put on the trunk, which is loaded whole then.
     """
     if plan.world_size == 1:
         return None
     layers = _layer_bytes(trunk, whole.trunk_bytes // whole.trunk_parameters)
     beside = whole.trunk_bytes - sum(layers) + sum(sorted(layers)[-2:])
     in_step = 4 * (whole.head_parameters + whole.trained_parameters)
+    loading = whole.loading_bytes
+    if loading and not is_adapted:
+        # One layer, and copies of its experts while they are merged.
+        loading = whole.trunk_bytes - sum(layers) + 2 * max(layers)
     return replace(
         whole,
+        loading_bytes=loading,
         trunk_bytes=whole.trunk_bytes // plan.world_size + beside,
         head_and_optimizer_bytes=whole.head_and_optimizer_bytes // plan.world_size + in_step,
     )

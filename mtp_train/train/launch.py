@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import nn
 
-from mtp_train.errors import LostProcessError, TrainingError
+from mtp_train.errors import CheckpointError, LostProcessError, MtpError, TrainingError
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launcher import SHARDING, Request, launcher_request
@@ -75,6 +75,27 @@ class RunAccelerator(Accelerator):
         found: list[Sequence[Item]] = [()] * self.num_processes
         torch.distributed.all_gather_object(found, own, group=self._waiting)
         return [item for items in found for item in items]
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """End all processes with the same error if one of them raises an MtpError in this block.
+
+        Every process must enter the block, and no collective may be inside it.
+
+        Raises:
+            MtpError: The block of a process raised it.
+        """
+        own: MtpError | None = None
+        try:
+            yield
+        except MtpError as error:
+            own = error
+        found = self.gather_items([None if own is None else str(own)])
+        if own is not None and len(set(found)) == 1:
+            raise own
+        failed = next((rank for rank, said in enumerate(found) if said is not None), None)
+        if failed is not None:
+            raise CheckpointError(f"process {failed}: {found[failed]}") from own
 
     def parallel_group(self, size: int) -> ParallelGroup:
         """Return this process's group of ``size`` processes that share a trunk; every process must call it."""

@@ -3,11 +3,16 @@
 Each layer is a unit of its own, so at most two layers are whole at a time. Embedding, output matrix, norms and the head
 are whole during a step: embedding and output matrix are read outside of their modules' forward, and every process
 trains the whole head.
+
+Under FSDP2 the layers are sharded while the trunk is loaded (:func:`layer_sharder`): a process holds one whole layer in
+main memory, besides embedding, output matrix and norms, which accelerate's ``prepare`` shards. Trunks with an adapter,
+quantised trunks and DeepSpeed need the whole trunk in main memory.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,8 +39,21 @@ def shards_trunk(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type is DistributedType.FSDP
 
 
+def layer_sharder(accelerator: Accelerator) -> Callable[[nn.Module], object] | None:
+    """Return the function that shards a layer while its trunk is loaded; None for DeepSpeed, which shards trunks."""
+    if accelerator.distributed_type is not DistributedType.FSDP:
+        return None
+    return functools.partial(_shard, reshard_after_forward=accelerator.state.fsdp_plugin.reshard_after_forward)
+
+
+def _shard(layer: nn.Module, *, reshard_after_forward: bool) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(layer, reshard_after_forward=reshard_after_forward)
+
+
 def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
-    """Shard the trunk's layers in place, one after the other, from any device.
+    """Shard the trunk's layers in place, one after the other, from any device; skip those that are in shards already.
 
     accelerate's ``prepare`` shards the rest. Its own policies select modules by class, and a head's layer often has the
     class of the trunk's layers.
@@ -48,19 +66,30 @@ def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         _partition(module, accelerator)
         return
-    from torch.distributed.fsdp import fully_shard
-
     plugin = accelerator.state.fsdp_plugin
     plugin.auto_wrap_policy = None
+    _shard_all(trunk, accelerator, reshard_after_forward=plugin.reshard_after_forward)
+
+
+def _shard_all(trunk: Trunk, accelerator: Accelerator, *, reshard_after_forward: bool) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
     for layer in trunk.layers:
-        fully_shard(layer, reshard_after_forward=plugin.reshard_after_forward)
+        if isinstance(layer, FSDPModule):
+            layer.set_reshard_after_forward(reshard_after_forward)
+        else:
+            _shard(layer, reshard_after_forward=reshard_after_forward)
+        # Buffers that no checkpoint has were computed in main memory, after the layer was sharded.
+        for buffer in layer.buffers():
+            buffer.data = buffer.data.to(accelerator.device)
 
 
 class HiddenInShards(nn.Module):
     """A trunk in shards that only computes hidden states; the module that shards are gathered in.
 
     Args:
-        trunk: The trunk, on any device. Its layers are sharded in place, the rest is moved to the accelerator's device.
+        trunk: The trunk, on any device. Its layers are sharded in place, unless they are in shards already; the rest is
+            moved to the accelerator's device.
         accelerator: The accelerator.
 
     Raises:
@@ -75,8 +104,7 @@ class HiddenInShards(nn.Module):
         _make_ready(trunk, accelerator)
         # Sharded by torch, under DeepSpeed too: its engine never releases a module, and these layers have to be
         # released before training.
-        for layer in trunk.layers:
-            fully_shard(layer, reshard_after_forward=True)
+        _shard_all(trunk, accelerator, reshard_after_forward=True)
         trunk.to(accelerator.device)
         fully_shard(self, ignored_params=set(self.parameters()))
 

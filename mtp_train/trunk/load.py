@@ -10,13 +10,14 @@ Shapes: B rows, T tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
@@ -27,7 +28,7 @@ from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.diagnose import trunk_config
 from mtp_train.trunk.quantise import Quantization, packing
 from mtp_train.trunk.tensor_parallel import ParallelGroup, split_rules
-from mtp_train.upstream.transformers_private import renamed_keys, splitting
+from mtp_train.upstream.transformers_private import loading_layer_by_layer, renamed_keys, splitting
 from mtp_train.weights.adapter import refuse_embedded_adapter
 from mtp_train.weights.files import open_checkpoint
 
@@ -352,6 +353,27 @@ def _require_all_loaded(path: Path, info: Mapping[str, Any]) -> None:
         )
 
 
+@contextmanager
+def _loading(path: Path, family: Family, on_layer: Callable[[nn.Module], object] | None) -> Iterator[None]:
+    """Prepare transformers' loader for a checkpoint of a family, and name damaged files.
+
+    Raises:
+        CheckpointError: A file is truncated or otherwise no safetensors file.
+    """
+    with ExitStack() as stack:
+        if family.trunk.loading is not None:
+            stack.enter_context(family.trunk.loading(open_checkpoint(path).tensors))
+        if on_layer is not None:
+            stack.enter_context(loading_layer_by_layer(lambda layer: on_layer(layer.requires_grad_(False))))
+        try:
+            yield
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path}: a file of the trunk cannot be read ({error}); expected whole safetensors files. Restore the "
+                "original files."
+            ) from error
+
+
 def load_trunk(
     path: Path,
     family: Family,
@@ -362,6 +384,7 @@ def load_trunk(
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
     group: ParallelGroup | None = None,
+    on_layer: Callable[[nn.Module], object] | None = None,
 ) -> Trunk:
     """Load the language model of a checkpoint, frozen and in eval mode.
 
@@ -375,9 +398,12 @@ def load_trunk(
         trust_remote_code: Whether code beside the weights may run.
         group: Load this process's part of the trunk, on ``device``; every process of the group must call it. Without
             an adapter and quantisation only.
+        on_layer: Called with each decoder layer as soon as it is loaded, frozen and in main memory, before the next one
+            is read. It may shard the layer; layers stay on the device where it leaves them. For plain weights on
+            ``device`` "cpu", without an adapter.
 
     Raises:
-        CheckpointError: Weights of the trunk are missing or do not fit, or the adapter does not fit.
+        CheckpointError: Weights of the trunk are missing, damaged or do not fit, or the adapter does not fit.
     """
     refuse_embedded_adapter(path)
     # Pass `quantization_config` only when set: transformers treats an explicit None as "unquantised" and skips the
@@ -387,11 +413,10 @@ def load_trunk(
         # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
         given |= {"quantization_config": packing(quantization, dtype), "device_map": {"": device}}
     with ExitStack() as stack:
-        if family.trunk.loading is not None:
-            stack.enter_context(family.trunk.loading(open_checkpoint(path).tensors))
         if group is not None:
             rules = split_rules(empty_trunk_at(path, family, trust_remote_code=trust_remote_code).causal_lm)
             given["distributed_config"] = stack.enter_context(splitting(group.mesh, group.size, device, rules))
+        stack.enter_context(_loading(path, family, on_layer))
         model, info = _trunk_class(family).from_pretrained(
             path,
             config=None if family.trunk.stand_in is None else trunk_config(path, family),
@@ -405,5 +430,5 @@ def load_trunk(
     if adapter is not None:
         model = put_on(model, adapter)
     model.requires_grad_(False)
-    is_placed = quantization is not None or group is not None
+    is_placed = quantization is not None or group is not None or on_layer is not None
     return Trunk(model if is_placed else model.to(device), family, group=group).eval()

@@ -7,7 +7,8 @@ rotary embeddings in ``transformers.models`` are named in the family records and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = [
     "experts_of",
     "forget_deepspeed",
     "load_from_wrapper",
+    "loading_layer_by_layer",
     "mtp_model_class",
     "renamed_keys",
     "sdpa_attention_forward",
@@ -120,6 +122,12 @@ SYMBOLS = (
     ),
     Symbol("transformers.conversion_mapping", "register_checkpoint_conversion_mapping", "families/spec.py", "as above"),
     Symbol("transformers.conversion_mapping", "WeightRenaming", "families/spec.py", "as above"),
+    Symbol(
+        "transformers.core_model_loading",
+        "set_param_for_module",
+        "trunk/load.py",
+        "from_pretrained has no hook for a loaded layer; its own sharding cuts tensors before it joins or splits them",
+    ),
     Symbol(
         "transformers:TrainingArguments",
         "_n_gpu",
@@ -223,6 +231,81 @@ def splitting(mesh: Any, size: int, device: Any, rules: Mapping[str, str]) -> It
         yield DistributedConfig(tp_size=size, tp_plan=dict(rules))
     finally:
         mixin.initialize_distributed_mesh = stock
+
+
+_READ_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
+"""An environment variable of transformers: without it, threads read tensors ahead without a limit."""
+
+
+@contextmanager
+def loading_layer_by_layer(on_layer: Callable[[Any], object]) -> Iterator[None]:
+    """Make ``from_pretrained`` call a function with each decoder layer of which all parameters are loaded.
+
+    Inside this context, tensors are read when they are needed, layer after layer. The function may replace the layer's
+    parameters. It is not called for a layer with a parameter that the checkpoint lacks, or has in another shape.
+
+    Args:
+        on_layer: Called once per layer. Buffers that no checkpoint has are still on the meta device then.
+    """
+    from transformers import core_model_loading
+
+    stock, earlier = core_model_loading.set_param_for_module, os.environ.get(_READ_IN_TURN)
+    pending: _PendingLayers | None = None
+
+    def set_and_tell(model: Any, name: str, *given: Any) -> None:
+        nonlocal pending
+        pending = pending or _PendingLayers(model)
+        stock(model, name, *given)
+        layer = pending.completed_by(name)
+        if layer is not None:
+            on_layer(layer)
+            _mark_as_loaded(layer)
+
+    core_model_loading.set_param_for_module = set_and_tell
+    os.environ[_READ_IN_TURN] = "1"
+    try:
+        yield
+    finally:
+        core_model_loading.set_param_for_module = stock
+        os.environ.pop(_READ_IN_TURN)
+        if earlier is not None:
+            os.environ[_READ_IN_TURN] = earlier
+
+
+def _mark_as_loaded(layer: Any) -> None:
+    """Keep transformers from initialising a layer at random, except for buffers that no checkpoint has."""
+    for parameter in layer.parameters():
+        parameter._is_hf_initialized = True
+    for module in layer.modules():
+        # Some families compute initial values before they look at the parameter's mark, which fails in shards.
+        if not any(buffer.is_meta for buffer in module.buffers()):
+            module._is_hf_initialized = True
+
+
+class _PendingLayers:
+    """The decoder layers of a model, with the names of the parameters that are not loaded yet.
+
+    Args:
+        model: A transformers causal language model without weights.
+    """
+
+    def __init__(self, model: Any) -> None:
+        layers = model.get_decoder().layers
+        prefix = next(name for name, module in model.named_modules() if module is layers)
+        self._model = model
+        self._layers = list(layers)
+        self._names = [
+            {f"{prefix}.{index}.{name}" for name, _ in layer.named_parameters()} for index, layer in enumerate(layers)
+        ]
+        self._index_of = {name: index for index, names in enumerate(self._names) for name in names}
+
+    def completed_by(self, name: str) -> Any | None:
+        """Return the layer whose last parameter has this name; None if others are missing, or this one still is."""
+        index = self._index_of.get(name)
+        if index is None or name not in self._names[index] or self._model.get_parameter(name).is_meta:
+            return None
+        self._names[index].remove(name)
+        return None if self._names[index] else self._layers[index]
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -165,6 +165,24 @@ def test_states_kept_by_processes_that_share_the_trunk_give_the_same_run(
     torch.testing.assert_close(head(run_dir), head(one_process), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("settings", [{}, {"train__hidden_cache": {}}], ids=["trunk", "hidden_cache"])
+def test_a_trunk_sharded_while_it_is_loaded_gives_the_same_run(
+    settings: dict[str, Any], inputs: Path, tmp_path: Path
+) -> None:
+    """To the last bit, as the trunk that every process loads whole and shards afterwards."""
+    changes = {**SHORT, **settings, "data__regenerate": {"enabled": False}}
+    now, before = tmp_path / "now" / "run", tmp_path / "before" / "run"
+    for run_dir, variables in ((now, {}), (before, {"LOADS_WHOLE": "1"})):
+        run_dir.parent.mkdir()
+        done = run_on(FSDP2, inputs, run_dir, changes, **variables)
+        assert outcome(run_dir)["stage"] == "done", done.stderr
+    for field in ("loss", "loss_depth_1", "loss_depth_2", "grad_norm"):
+        assert [line[field] for line in metrics(now)] == [line[field] for line in metrics(before)], field
+    found, expected = head(now), head(before)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 def states(run_dir: Path) -> dict[str, int]:
     """Return when each file of hidden states was written."""
     return {path.name: path.stat().st_mtime_ns for path in run_dir.glob("hidden/*/*.safetensors")}

@@ -47,6 +47,21 @@ def test_memory_of_nine_billion_parameters_in_eight_shards(directory: Path) -> N
     assert memory.head_and_optimizer_bytes == 16 * HEAD // 8 + 8 * HEAD
 
 
+def test_main_memory_while_nine_billion_parameters_are_loaded(directory: Path) -> None:
+    found = planned("Qwen3.5 9B", 8, directory)
+    assert found.memory_in_shards is not None
+    assert found.memory.loading_bytes == 2 * TRUNK
+    # Everything outside of the layers, the largest layer and a copy of it.
+    largest = MLP + 2 * WIDTH + DELTA
+    assert found.memory_in_shards.loading_bytes == 2 * (OUTSIDE + 2 * largest)
+    text = (
+        "# main memory of each process while it loads the trunk: whole 16.68 GiB; to train with fsdp2.yaml 4.60 GiB\n"
+    )
+    assert text in str(found)
+    split = planned("DeepSeek V3 671B", 16, directory)
+    assert "GiB; to decode little, as each process reads its part onto its device\n" in str(split)
+
+
 def test_hours_of_training_of_twenty_seven_billion_parameters(directory: Path) -> None:
     found = planned("Qwen3.6 27B", 1, directory)
     tokens = 500 * 65_536

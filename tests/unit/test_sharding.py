@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +12,19 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import core_model_loading
 
-from mtp_train.errors import LostProcessError, TrainingError
+from checkpoints import save_stripped
+from mtp_train.errors import CheckpointError, LostProcessError, TrainingError
+from mtp_train.job import stages
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import lost_process_is_named, make_accelerator, prepare, require_as_asked
 from mtp_train.train.shard import HiddenInShards, shard_layers, shards_trunk
 from mtp_train.trunk.isolate import isolated_hidden
+from mtp_train.trunk.load import load_trunk
+from mtp_train.weights.files import SINGLE_FILE
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 
@@ -117,6 +126,102 @@ def test_a_quantised_trunk_is_not_sharded(dtype: torch.dtype) -> None:
     for cuts in (lambda: shard_layers(module, accelerator), lambda: HiddenInShards(module.trunk, accelerator)):
         with pytest.raises(TrainingError, match=message):
             cuts()
+
+
+def test_each_layer_is_handed_over_before_the_next_one_is_read(tmp_path: Path) -> None:
+    trunk = tiny_trunk("qwen3_5")
+    path = save_stripped(trunk, tmp_path / "trunk")
+    shapes: list[dict[str, torch.Size]] = []
+
+    def take(layer: nn.Module) -> None:
+        assert not any(parameter.requires_grad for parameter in layer.parameters())
+        shapes.append({name: parameter.shape for name, parameter in layer.named_parameters()})
+        # What a sharder does: the layer keeps a part of each parameter.
+        for module in layer.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter[:1].clone(), requires_grad=False))
+
+    loaded = load_trunk(path, trunk.family, dtype=torch.float32, on_layer=take)
+    assert shapes == [{name: one.shape for name, one in layer.named_parameters()} for layer in trunk.layers]
+    # The parts are as they were left: nothing was initialised or loaded once more.
+    for ours, theirs in zip(loaded.layers, trunk.layers, strict=True):
+        for name, one in theirs.named_parameters():
+            assert torch.equal(ours.get_parameter(name), one[:1]), name
+    for name, buffer in trunk.named_buffers():
+        assert torch.equal(loaded.get_buffer(name), buffer), name
+    assert torch.equal(loaded.lm_head_VD, trunk.lm_head_VD)
+
+
+@pytest.mark.parametrize("change", ["missing", "misshapen"])
+def test_a_layer_that_is_not_whole_is_not_handed_over(change: str, tmp_path: Path) -> None:
+    trunk = tiny_trunk("qwen3_5")
+    path = save_stripped(trunk, tmp_path / "trunk")
+    tensors = load_file(path / SINGLE_FILE)
+    key = next(key for key in tensors if key.endswith("layers.1.input_layernorm.weight"))
+    tensors[key] = tensors[key][:-1].clone()
+    if change == "missing":
+        del tensors[key]
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    taken: list[nn.Module] = []
+    with pytest.raises(CheckpointError, match=r"layers\.1\.input_layernorm\.weight"):
+        load_trunk(path, trunk.family, dtype=torch.float32, on_layer=taken.append)
+    assert len(taken) == len(trunk.layers) - 1
+
+
+def test_a_broken_load_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = tiny_trunk("qwen3_5")
+    path = save_stripped(trunk, tmp_path / "trunk")
+    stock = core_model_loading.set_param_for_module
+
+    def fail(_layer: nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    for asked in (None, "0"):
+        if asked is not None:
+            monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", asked)
+        with pytest.raises(KeyboardInterrupt):
+            load_trunk(path, trunk.family, dtype=torch.float32, on_layer=fail)
+        assert core_model_loading.set_param_for_module is stock
+        assert os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") == asked
+    size = (path / SINGLE_FILE).stat().st_size
+    os.truncate(path / SINGLE_FILE, size - 64)
+    with pytest.raises(CheckpointError, match=r"a file of the trunk cannot be read .*; expected whole safetensors"):
+        load_trunk(path, trunk.family, dtype=torch.float32)
+
+
+PLAIN: dict[str, Any] = {"adapter": None, "quantization": None, "config": {}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "to_shard", "given", "is_handed_over"),
+    [
+        (DistributedType.FSDP, True, {}, True),
+        (DistributedType.FSDP, False, {}, False),
+        (DistributedType.DEEPSPEED, True, {}, False),
+        (DistributedType.FSDP, True, {"adapter": Path("lora")}, False),
+        (DistributedType.FSDP, True, {"quantization": "8bit"}, False),
+        (DistributedType.FSDP, True, {"config": {"quantization_config": {"quant_method": "fp8"}}}, False),
+    ],
+)
+def test_only_plain_trunks_under_fsdp2_are_sharded_while_they_are_loaded(
+    kind: DistributedType, to_shard: bool, given: dict[str, Any], is_handed_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = {**PLAIN, **given}
+    recipe: Any = SimpleNamespace(
+        model=SimpleNamespace(
+            offload=None, dtype="float32", trunk="t", quantization=one["quantization"], trust_remote_code=False
+        ),
+        train=SimpleNamespace(precision="fp32"),
+    )
+    finetune = SimpleNamespace(config=one["config"], path=Path("t"), family=None, num_bytes=0)
+    inputs: Any = SimpleNamespace(adapter=one["adapter"], finetune=finetune)
+    plugins = zero(3) | {"fsdp_plugin": SimpleNamespace(fsdp_version=2, reshard_after_forward=True)}
+    accelerator = joined(kind, **plugins)
+    accelerator.failing_together = nullcontext
+    monkeypatch.setattr(stages, "load_trunk", lambda _path, _family, **settings: settings)
+    no_bar: Any = SimpleNamespace(add_task=lambda *_args, **_kwargs: 0, remove_task=lambda _task: None)
+    settings: Any = stages.load_run_trunk(recipe, inputs, accelerator, no_bar, to_shard=to_shard)
+    assert (settings["on_layer"] is not None) is is_handed_over
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)

@@ -115,7 +115,7 @@ def train_heads(
             continue
         writes = documents is None and recipe.regenerates
         # A trunk that was sharded, or whose layers were dropped for a hidden-state cache, is gone: load it again.
-        trunk = load_run_trunk(recipe, inputs, accelerator, progress, "cpu" if in_shards and not writes else None)
+        trunk = load_run_trunk(recipe, inputs, accelerator, progress, to_shard=in_shards and not writes)
         if documents is None:
             stage.name = "data"
             documents = make_documents(recipe, run_dir, inputs, trunk, accelerator, progress)

@@ -1,0 +1,181 @@
+"""Tiny trunks that processes load in shards, and whole; a file gets what each process found.
+
+The trunks are compared, and the bytes that loading holds at once are counted. The first checkpoint is loaded once more,
+with a truncated file in the last process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import core_model_loading
+
+from checkpoints import save_stripped
+from cpu_shards import pretend_to_have_gpus
+from mtp_train.errors import CheckpointError
+from mtp_train.train.launch import RunAccelerator, make_accelerator
+from mtp_train.train.shard import layer_sharder
+from mtp_train.trunk.load import Trunk, load_trunk
+from tiny import family_of, tiny_trunk
+
+TIED = ", tied"
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of this process's parts of tensors, each counted once."""
+    parts = {id(tensor): own_part(tensor) for tensor in tensors if not tensor.is_meta}
+    return sum(part.numel() * part.element_size() for part in parts.values())
+
+
+class Peak:
+    """The most bytes of parameters that a model and its loader hold at once, whole ones and shards together."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._whole: list[Callable[[], Tensor | None]] = []
+
+    def look(self, model: Any) -> None:
+        """Count the model's parameters, and the whole ones of before that something still refers to."""
+        alive = [tensor for one in self._whole if (tensor := one()) is not None]
+        self.bytes = max(self.bytes, num_bytes([*alive, *model.parameters()]))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look after every parameter that transformers sets."""
+        stock = core_model_loading.set_param_for_module
+
+        def set_and_look(model: Any, name: str, *given: Any) -> None:
+            stock(model, name, *given)
+            if name in dict(model.named_parameters()):
+                self._whole.append(weakref.ref(model.get_parameter(name)))
+            self.look(model)
+
+        core_model_loading.set_param_for_module = set_and_look
+        try:
+            yield
+        finally:
+            core_model_loading.set_param_for_module = stock
+
+
+def described(trunk: Trunk) -> dict[str, tuple[Any, ...]]:
+    """Return how each parameter and buffer is held, with this process's part of it, by name."""
+    model = trunk.causal_lm
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {
+        name: (getattr(one, "placements", None), one.shape, one.dtype, one.requires_grad, own_part(one).tolist())
+        for name, one in named
+    }
+
+
+def differences(found: Trunk, expected: Trunk) -> list[str]:
+    """Return the names of parameters and buffers that differ in anything."""
+    ours, theirs = described(found), described(expected)
+    return [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+
+
+def change_one(trunk: Trunk) -> str:
+    """Change one number of this process's part of a layer, and return the parameter's name."""
+    name, parameter = next(one for one in trunk.causal_lm.named_parameters() if isinstance(one[1], DTensor))
+    parameter.to_local().view(-1)[:1].add_(1.0)
+    return name
+
+
+def sharded_afterwards(directory: Path, name: str, dtype: torch.dtype, peak: Peak) -> Trunk:
+    """Load a whole trunk, then shard its layers: what processes did before, and still do with an adapter."""
+    with peak.watching():
+        trunk = load_trunk(directory, family_of(name), dtype=dtype)
+    for layer in trunk.layers:
+        fully_shard(layer, reshard_after_forward=True)
+    return trunk
+
+
+def sharded_while_loading(directory: Path, name: str, dtype: torch.dtype, peak: Peak, accelerator: Any) -> Trunk:
+    """Load a trunk in shards."""
+    with peak.watching():
+        return load_trunk(directory, family_of(name), dtype=dtype, on_layer=layer_sharder(accelerator))
+
+
+def layer_bytes(module: nn.Module, itemsize: int) -> int:
+    """Return the bytes of a whole module."""
+    return itemsize * sum(parameter.numel() for parameter in module.parameters())
+
+
+def compare(case: str, directory: Path, dtype: torch.dtype, accelerator: RunAccelerator) -> dict[str, Any]:
+    """Return in what a trunk loaded in shards differs from one that is sharded afterwards, and both peaks."""
+    name = case.removesuffix(TIED)
+    whole = tiny_trunk(name, tied=case.endswith(TIED))
+    if accelerator.is_main_process:
+        save_stripped(whole, directory / case)
+    accelerator.wait_for_everyone()
+    before, now = Peak(), Peak()
+    expected = sharded_afterwards(directory / case, name, dtype, before)
+    found = sharded_while_loading(directory / case, name, dtype, now, accelerator)
+    layers = [layer_bytes(layer, dtype.itemsize) for layer in whole.layers]
+    unequal = differences(found, expected)
+    return {
+        "differences": unequal,
+        "changed": [change_one(found)],
+        "then_different": differences(found, expected),
+        "whole": layer_bytes(whole, dtype.itemsize),
+        "layer": max(layers),
+        "shard": num_bytes(found.parameters()),
+        "before": before.bytes,
+        "now": now.bytes,
+        "sharded": sum(isinstance(one, DTensor) for one in found.layers.parameters()),
+        "unsharded": sum(not isinstance(one, DTensor) for one in found.layers.parameters()),
+    }
+
+
+def damaged(case: str, directory: Path, accelerator: RunAccelerator) -> list[str]:
+    """Return the error of each process where the last one has a truncated file."""
+    path, is_last = directory / case, accelerator.process_index == accelerator.num_processes - 1
+    if is_last:
+        path = Path(shutil.copytree(path, directory / "damaged"))
+        file = next(path.glob("*.safetensors"))
+        os.truncate(file, file.stat().st_size - 64)
+    said = "no error"
+    try:
+        with accelerator.failing_together():
+            load_trunk(path, family_of(case), dtype=torch.float32, on_layer=layer_sharder(accelerator))
+    except CheckpointError as error:
+        said = str(error)
+    return accelerator.gather_items([said])
+
+
+def measure(cases: Sequence[str], directory: Path, accelerator: RunAccelerator) -> dict[str, Any]:
+    """Return what each process finds, by case and dtype."""
+    return {
+        f"{case}, {dtype}": accelerator.gather_items([compare(case, directory, dtype, accelerator)])
+        for case in cases
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
+if __name__ == "__main__":
+    pretend_to_have_gpus()
+    joined = make_accelerator()
+    into, *wanted = sys.argv[1:]
+    result: dict[str, Any] = {"compared": measure(wanted, Path(into).parent, joined)}
+    result["errors"] = damaged(wanted[0], Path(into).parent, joined)
+    if joined.is_main_process:
+        Path(into).write_text(json.dumps(result))
+    joined.wait_for_everyone()
+    # gloo may abort a process in its orderly exit; what the processes found is written.
+    os._exit(0)
