@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 from mtp_train.cli.main import main
+from mtp_train.stopping import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -7,13 +7,16 @@ terminal's Ctrl-C reaches all processes, and the launcher then sends SIGTERM to 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from mtp_train.errors import StoppedError
 
@@ -108,3 +111,19 @@ def stopped_after(run_dir: Path, done: int, max_steps: int, signals: Signals) ->
         "The state is saved: start the same command again to resume.",
         stopped.exit_code,
     )
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process.
+
+    A process of a group ends after its exit handlers, without the finalisation of the interpreter: a thread of gloo
+    that still releases a tensor would abort it then ("terminate called without an active exception"), and its launcher
+    would end with 1 although all results are written. Processes on GPUs wait for one another by gloo too.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)

@@ -22,6 +22,7 @@ from accelerate.utils import DistributedType
 
 from mtp_train.cli.main import main
 from mtp_train.job import shared_files, stages
+from mtp_train.stopping import leave
 from mtp_train.train import hidden_cache, loop
 
 
@@ -80,4 +81,4 @@ if __name__ == "__main__":
         stages.layer_sharder = lambda _accelerator: None
     hidden_cache.SHARD_BYTES = int(os.environ.get("SHARD_BYTES", hidden_cache.SHARD_BYTES))
     shared_files.ATTEMPTS = int(os.environ.get("ATTEMPTS", shared_files.ATTEMPTS))
-    sys.exit(main(["run", *sys.argv[1:]]))
+    leave(main(["run", *sys.argv[1:]]))

@@ -25,6 +25,7 @@ from transformers import core_model_loading
 from checkpoints import save_stripped
 from cpu_shards import pretend_to_have_gpus
 from mtp_train.errors import CheckpointError
+from mtp_train.stopping import leave
 from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.train.shard import layer_sharder
 from mtp_train.trunk.load import Trunk, load_trunk
@@ -177,5 +178,4 @@ if __name__ == "__main__":
     if joined.is_main_process:
         Path(into).write_text(json.dumps(result))
     joined.wait_for_everyone()
-    # gloo may abort a process in its orderly exit; what the processes found is written.
-    os._exit(0)
+    leave(0)

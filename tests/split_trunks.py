@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from checkpoints import save_stripped
 from mtp_inference import Request, Sampling, SpeculativeDecoder
 from mtp_inference.sampling.chooser import Chooser
 from mtp_train.errors import TrainingError
+from mtp_train.stopping import leave
 from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.trunk.load import Trunk, load_trunk
 from tiny import family_of, tiny_head, tiny_trunk
@@ -104,5 +104,4 @@ if __name__ == "__main__":
     if joined.is_main_process:
         Path(into).write_text(json.dumps(result))
     joined.wait_for_everyone()
-    # gloo may abort a process in its orderly exit; what the processes found is written.
-    os._exit(0)
+    leave(0)

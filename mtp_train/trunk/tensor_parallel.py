@@ -14,7 +14,6 @@ rounding between processes cannot part them.
 
 from __future__ import annotations
 
-import atexit
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +54,6 @@ class ParallelGroup:
         """
         shape = (distributed.get_world_size() // size, 1, 1, 1, size)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_DIMS)
-        atexit.register(_leave_gloo)
         return cls(mesh)
 
     @property
@@ -103,13 +101,6 @@ class ParallelGroup:
                 f"tensor parallel: process {other} of a group got other {what} than its first process; expected the "
                 "same, as they share one trunk. Give every process of a group the same arguments."
             )
-
-
-def _leave_gloo() -> None:
-    # Some processes abort at their end otherwise ("terminate called without an active exception"), as the registry of
-    # groups is destroyed after gloo's threads. NCCL has no such threads, and may wait for lost processes here.
-    if distributed.is_initialized() and distributed.get_backend() == "gloo":
-        distributed.destroy_process_group()
 
 
 def group_sizes(num_processes: int, per_node: int) -> list[int]:
