@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from functools import partial
 
 from mtp_train.errors import RecipeError, TrainingError, UnsupportedModelError
@@ -75,8 +74,8 @@ def require_splittable(checkpoint: Checkpoint, trunk: Trunk) -> None:
         TrainingError: The checkpoint is quantised.
     """
     hint = (
-        "Measure it with model.offload: cpu on one process, serve it and write data.regenerate.endpoint, or write "
-        "model.tensor_parallel: 1 for GPUs that hold the whole trunk"
+        "Measure it with model.offload: cpu on one process, or write model.tensor_parallel: 1 for GPUs that hold the "
+        "whole trunk"
     )
     if not splits_models():
         raise UnsupportedModelError(
@@ -117,15 +116,10 @@ def processes_per_node(num_processes: int) -> int:
 
 def keeps_whole(recipe: Recipe) -> bool:
     """Return whether a recipe's trunk is whole in each process, whatever its size, if the recipe sets no number."""
-    return any(_kept_whole(recipe))
-
-
-def _kept_whole(recipe: Recipe) -> Iterator[bool]:
-    model, regenerate = recipe.model, recipe.data.regenerate
-    yield model.offload is not None or model.quantization is not None or model.adapter is not None
-    yield regenerate is not None and regenerate.enabled and regenerate.endpoint is not None
-    yield recipe.study is not None or recipe.sft is not None
-    yield not recipe.regenerates and recipe.gate.endpoint is not None
+    model = recipe.model
+    is_plain = model.offload is None and model.quantization is None and model.adapter is None
+    decodes = recipe.regenerates or recipe.gate.endpoint is None
+    return not (is_plain and decodes) or recipe.study is not None or recipe.sft is not None
 
 
 def _automatic_size(recipe: Recipe, checkpoint: Checkpoint, plan: HeadPlan, accelerator: RunAccelerator) -> int:

@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from accelerate import Accelerator
+import torch
 from rich.progress import Progress
 
 from mtp_inference import Request, Sampling, SpeculativeDecoder
@@ -19,6 +20,7 @@ from mtp_train.data.regenerated import Question, fitting_prompts, regenerate
 from mtp_train.data.responses import RegeneratedRow, RegeneratedStore, ResponseCounts, settings_key
 from mtp_train.data.served import PROBE_PROMPTS, missing_prompts, probe, regenerate_served
 from mtp_train.data.tokenize import Document
+from mtp_train.errors import DataError, MtpError
 from mtp_train.job.input_identity import ADAPTER, TRUNK
 from mtp_train.job.inputs import Inputs
 from mtp_train.job.run_dir import checkpoint_identity
@@ -27,6 +29,7 @@ from mtp_train.recipe.schema import Recipe, RegenerateSpec
 from mtp_train.train.launch import RunAccelerator, Share
 from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.weights.writing import write_json
 
 DATA = "data"
@@ -68,7 +71,9 @@ def regenerate_stage(
         settle_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
         answer_by_decoder(recipe, settings, inputs, trunk, store, share, on_progress)
     else:
-        said = answer_by_server(recipe, settings, inputs, trunk, store, accelerator, on_progress)
+        said = with_followers(
+            trunk, lambda: answer_by_server(recipe, settings, inputs, trunk, store, share, on_progress)
+        )
         if said and accelerator.is_main_process:
             progress.console.print(said)
     require_shared(directory, ["."], accelerator)
@@ -208,13 +213,60 @@ def judge_of(settings: RegenerateSpec, trunk: Trunk, eos_ids: Collection[int]) -
     return judge
 
 
+def with_followers(trunk: Trunk, answer: Callable[[], str]) -> str:
+    """Call a function in the first of the processes that share a trunk, while the others run the trunk with it.
+
+    Only the first process talks to the server, and its waiting for responses holds up no collective: before each
+    forward, it sends the tokens to the others.
+
+    Args:
+        trunk: The trunk.
+        answer: Runs the trunk without a cache, through :meth:`Trunk.hidden`.
+
+    Returns:
+        The function's result; empty in the other processes.
+
+    Raises:
+        DataError: The function failed in the first process; every process raises its error.
+    """
+    group = trunk.group
+    if group is None:
+        return answer()
+    if not group.is_first:
+        _follow(trunk, group)
+        return ""
+
+    def tell(_decoder: Any, _args: Any, given: dict[str, Any]) -> None:
+        group.said_by_first(given["input_ids"].tolist())
+
+    hook = trunk.decoder.register_forward_pre_hook(tell, with_kwargs=True)
+    try:
+        said = answer()
+    except (MtpError, OSError) as error:
+        group.said_by_first(str(error))
+        raise
+    finally:
+        hook.remove()
+    group.said_by_first()
+    return said
+
+
+@torch.no_grad()
+def _follow(trunk: Trunk, group: ParallelGroup) -> None:
+    """Run each forward of the group's first process, until it sends an error or that it has finished."""
+    while isinstance(heard := group.said_by_first(), list):
+        trunk.hidden(torch.tensor(heard, device=trunk.lm_head_VD.device))
+    if heard is not None:
+        raise DataError(heard)
+
+
 def answer_by_server(
     recipe: Recipe,
     settings: RegenerateSpec,
     inputs: Inputs,
     trunk: Trunk,
     store: RegeneratedStore,
-    accelerator: Accelerator,
+    share: Share,
     on_progress: Callable[[int, int], None],
 ) -> str:
     """Check that the recipe's server serves the trunk, then generate the responses to this process's prompts on it.
@@ -225,7 +277,7 @@ def answer_by_server(
     Raises:
         DataError: The server does not serve the trunk, or fails for good.
     """
-    rank, world = accelerator.process_index, accelerator.num_processes
+    rank, world = share.index, share.count
     room = recipe.data.seq_len_tokens
     judge = judge_of(settings, trunk, inputs.eos_ids)
     # Check responses that a kill left unchecked first: prompts whose responses are deleted are missing again.

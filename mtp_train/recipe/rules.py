@@ -208,9 +208,9 @@ def _quantized_trunks_stay_on_the_device(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@_reads("model.tensor_parallel", "model.offload", "model.quantization", "model.adapter", "data.regenerate")
+@_reads("model.tensor_parallel", "model.offload", "model.quantization", "model.adapter")
 def _shared_trunks_are_plain(recipe: Recipe) -> Iterator[str]:
-    model, regenerate = recipe.model, recipe.data.regenerate
+    model = recipe.model
     if model.tensor_parallel in (None, 1):
         return
     for field, value, cure in (
@@ -223,12 +223,6 @@ def _shared_trunks_are_plain(recipe: Recipe) -> Iterator[str]:
                 f"model.{field}: {value!r} with model.tensor_parallel: {model.tensor_parallel}; expected plain weights "
                 f"to split. Write model.{field}: {cure}."
             )
-    if regenerate is not None and regenerate.enabled and regenerate.endpoint is not None:
-        yield (
-            f"data.regenerate.endpoint: {regenerate.endpoint!r} with model.tensor_parallel: {model.tensor_parallel}; "
-            "expected a trunk that is whole in each process, which checks the server's responses. Write "
-            "model.tensor_parallel: 1, or data.regenerate.endpoint: null."
-        )
 
 
 @_reads("model.tensor_parallel", "study", "sft")
@@ -491,9 +485,8 @@ def _servers_use_the_settings(recipe: Recipe) -> Iterator[str]:
 
 @_reads("model.tensor_parallel", "gate.endpoint", "data.regenerate")
 def _shared_trunks_decode(recipe: Recipe) -> Iterator[str]:
-    regenerate = recipe.data.regenerate
-    answers = regenerate is not None and regenerate.enabled and regenerate.endpoint is None
-    if recipe.model.tensor_parallel not in (None, 1) and recipe.gate.endpoint is not None and not answers:
+    decodes = recipe.regenerates or recipe.gate.endpoint is None
+    if recipe.model.tensor_parallel not in (None, 1) and not decodes:
         yield (
             f"model.tensor_parallel: {recipe.model.tensor_parallel} with gate.endpoint and no responses to generate: "
             "nothing decodes with the trunk; expected null. Write null."

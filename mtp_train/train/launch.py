@@ -100,7 +100,7 @@ class RunAccelerator(Accelerator):
     def parallel_group(self, size: int) -> ParallelGroup:
         """Return this process's group of ``size`` processes that share a trunk; every process must call it."""
         if size not in self._groups:
-            self._groups[size] = ParallelGroup.of_size(size, self.device)
+            self._groups[size] = ParallelGroup.of_size(size, self.device, _PATIENCE)
         return self._groups[size]
 
     def share_of(self, trunk: Trunk) -> Share:

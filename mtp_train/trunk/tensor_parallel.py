@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -40,21 +41,26 @@ class ParallelGroup:
 
     Args:
         mesh: A mesh of :data:`MESH_DIMS` over all processes of the launch.
+        waiting: The processes of this group, connected by gloo, for messages that may take long to come.
     """
 
     mesh: DeviceMesh
+    waiting: distributed.ProcessGroup
 
     @classmethod
-    def of_size(cls, size: int, device: torch.device) -> ParallelGroup:
+    def of_size(cls, size: int, device: torch.device, patience: timedelta) -> ParallelGroup:
         """Return this process's group of neighbouring processes; every process of the launch must call it.
 
         Args:
             size: Number of processes of a group; it divides the number of all processes.
             device: This process's device.
+            patience: How long a process waits for :meth:`said_by_first`.
         """
-        shape = (distributed.get_world_size() // size, 1, 1, 1, size)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH_DIMS)
-        return cls(mesh)
+        world = distributed.get_world_size()
+        mesh = init_device_mesh(device.type, (world // size, 1, 1, 1, size), mesh_dim_names=MESH_DIMS)
+        groups = [list(range(start, start + size)) for start in range(0, world, size)]
+        waiting, _ = distributed.new_subgroups_by_enumeration(groups, timeout=patience, backend="gloo")
+        return cls(mesh, waiting)
 
     @property
     def size(self) -> int:
@@ -86,6 +92,12 @@ class ParallelGroup:
         if kept.numel():
             distributed.broadcast(kept, group=self._processes, group_src=0)
         return kept
+
+    def said_by_first(self, message: Any = None) -> Any:
+        """Return the first process's message; every process of the group must call it, the others without a message."""
+        said = [message]
+        distributed.broadcast_object_list(said, group=self.waiting, group_src=0)
+        return said[0]
 
     def require_same(self, value: object, what: str) -> None:
         """Check that the processes of the group have equal values; every one of them must call it.

@@ -100,7 +100,6 @@ def test_a_quantised_trunk_is_refused_and_a_plain_one_is_not(tmp_path: Path) -> 
         ("model__offload", "cpu", "model.offload: 'cpu' with model.tensor_parallel: 2"),
         ("model__quantization", "4bit", "model.quantization: '4bit' with model.tensor_parallel: 2"),
         ("model__adapter", "lora", "model.adapter: 'lora' with model.tensor_parallel: 2"),
-        ("data__regenerate", {"endpoint": "http://localhost:1/v1"}, "data.regenerate.endpoint"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_the_recipe(field: str, value: Any, told: str, tmp_path: Path) -> None:
