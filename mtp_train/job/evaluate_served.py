@@ -16,7 +16,7 @@ from mtp_train.evaluation.decoding import PLAIN
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Decoded, Setting, TaskPrompt
 from mtp_train.evaluation.results import RunReport
 from mtp_train.evaluation.served.asking import Asking
-from mtp_train.evaluation.served.records import MIN_SAME_STARTS, Starts, greedy_starts, measure_arm
+from mtp_train.evaluation.served.rounds import MIN_SAME_STARTS, Starts, greedy_starts, measure_arm
 from mtp_train.evaluation.settings import draft_depth, served_settings
 from mtp_train.evaluation.statistics import MeasuredArm, lossless
 from mtp_train.evaluation.store import Store

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_train.evaluation.served.metrics import SpecCounts
-from mtp_train.evaluation.served.records import Starts, rounds_of
+from mtp_train.evaluation.served.rounds import Starts, rounds_of
 
 
 def test_rounds_are_rebuilt_from_the_counts_of_each_position() -> None:
