@@ -142,37 +142,39 @@ def row_work(rows_in: RowsIn, kind: str, teacher_logits_CV: Tensor | None, tempe
     """
     loss = find_loss(kind)
     if rows_in == "torch":
-        on_cpu = teacher_logits_CV is not None and teacher_logits_CV.device.type == "cpu"
-        return (_work_in_blocks if on_cpu else _work_at_once)(loss, teacher_logits_CV, temperature)
+        return _work_in_blocks(loss, teacher_logits_CV, temperature)
     return loss.kernels_fn()(kind, teacher_logits_CV, temperature)
 
 
-def _work_at_once(loss: Loss, teacher_logits_CV: Tensor | None, temperature: float) -> RowWork:
-    rows_fn, teacher = loss.rows_fn(), loss.prepared(teacher_logits_CV, temperature)
-    return lambda logits_CV, targets_C: rows_fn(logits_CV, teacher, targets_C, temperature)
+def _work_in_blocks(loss: Loss, teacher_logits_CV: Tensor | None, temperature: float) -> RowWork:
+    """Return the work by the loss's function of ``rows``, on a CPU a few rows at a time.
 
-
-def _work_in_blocks(loss: Loss, teacher_logits_CV: Tensor, temperature: float) -> RowWork:
-    """Return the work of a CPU: a few rows at a time, and the gradient written into the logits.
-
-    A chunk's tensors are larger than the cache, and fresh memory of that size costs page faults: at once, the same work
-    takes two to three times as long.
+    A chunk's tensors are larger than a CPU's cache, and fresh memory of that size costs page faults: the whole chunk at
+    once takes two to three times as long. The gradients of several blocks are written into the logits.
     """
     rows_fn = loss.rows_fn()
-    num_rows = max(1, BLOCK_NUMBERS // teacher_logits_CV.shape[1])
-    teachers = [loss.prepared(block, temperature) for block in teacher_logits_CV.split(num_rows)]
+    teachers = None
+    if teacher_logits_CV is not None:
+        teachers = [loss.prepared(block, temperature) for block in _blocks(teacher_logits_CV)]
 
     def work(logits_CV: Tensor, targets_C: Tensor) -> RowLoss:
+        blocks = _blocks(logits_CV)
+        of_teacher = teachers or [None] * len(blocks)
+        if len(blocks) == 1:
+            return rows_fn(logits_CV, of_teacher[0], targets_C, temperature)
         losses = []
-        for logits, teacher, targets in zip(
-            logits_CV.split(num_rows), teachers, targets_C.split(num_rows), strict=True
-        ):
-            row = rows_fn(logits, teacher, targets, temperature)
+        for block, teacher, targets in zip(blocks, of_teacher, targets_C.split(len(blocks[0])), strict=True):
+            row = rows_fn(block, teacher, targets, temperature)
             losses.append(row.loss_C)
-            logits.copy_(row.gradient_CV)
+            block.copy_(row.gradient_CV)
         return RowLoss(torch.cat(losses), logits_CV)
 
     return work
+
+
+def _blocks(logits_CV: Tensor) -> tuple[Tensor, ...]:
+    num_rows, vocab_size = logits_CV.shape
+    return logits_CV.split(max(1, BLOCK_NUMBERS // vocab_size if logits_CV.device.type == "cpu" else num_rows))
 
 
 class _FrozenHeadLoss(torch.autograd.Function):

@@ -21,8 +21,8 @@ from mtp_train.trunk.load import Trunk
 
 NOTHING_MEASURED: dict[str, Any] = {
     "seconds": {},
-    "floor_over_trunk": 1.0,
-    "step_over_floor": 1.0,
+    "step_over_floor": {"median": 1.0, "least": 1.0, "most": 1.0},
+    "kept_step_over_floor": {"median": 1.0, "least": 1.0, "most": 1.0},
     "tokens_per_second": {},
     "loss_bytes": {"chunked": 0, "all_logits": 0},
     "loss_seconds": {"products": 1.0, "rows": 1.0},
@@ -104,7 +104,9 @@ def test_the_last_line_is_everything(capsys: pytest.CaptureFixture[str]) -> None
     results = found["results"]
     assert results["over_trunk"]["trunk alone"] == 1.0
     flops = results["flops"]
-    assert results["floor_over_trunk"] == pytest.approx(sum(flops.values()) / flops["trunk"])
+    assert results["flops_over_trunk"] == pytest.approx(sum(flops.values()) / flops["trunk"])
+    ratio = results["step_over_floor"]
+    assert ratio["median"] == pytest.approx(results["seconds"]["step"] / results["seconds"]["products"])
     # By hand: 96 x 512 weights, 256 tokens, p once and q twice at 3 depths.
     assert flops["loss"] == 2 * 96 * 512 * 256 * 7
     assert found["settings"]["seq_len"] == "64"
