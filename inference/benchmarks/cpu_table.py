@@ -91,7 +91,7 @@ class Sizes(NamedTuple):
     repeats: int = 5
 
 
-SMALL = Sizes("tiny-qwen", 4, 4, 6, 2, 1)
+SMALL = Sizes("tiny-qwen", 2, 3, 4, 1, 1)
 RAGGED: Mapping[str, Sequence[float]] = {
     "no row accepts": (0.0,) * 8,
     "one row accepts nothing": (0.0, *(ACCEPTANCE,) * 7),
@@ -155,8 +155,8 @@ def write_trunk(path: Path, trunk: Trunk) -> None:
     # Tokens are numbers: no vocabulary is needed.
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(config["vocab_size"])
-    for name, value in trunk_tensors(trunk, record):
-        writer.add_tensor(name, value.detach().float().contiguous().numpy())
+    for name, tensor in trunk_tensors(trunk, record):
+        writer.add_tensor(name, tensor.detach().float().contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

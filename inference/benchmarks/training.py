@@ -218,7 +218,7 @@ def time_loss(bench: Bench, repeats: int) -> dict[str, float]:
             # Kernels write the gradient over q's logits. Repeats on it take as long as on logits.
             work(student_CV, targets_C).gradient_CV.to(lm_head_VD.dtype)
 
-    parts = {"products": multiply, "rows": work_on_rows, "copy": student_CV.clone}
+    parts: dict[str, Callable[[], object]] = {"products": multiply, "rows": work_on_rows, "copy": student_CV.clone}
     with torch.no_grad():
         return medians(take_turns(parts, repeats, device))
 
