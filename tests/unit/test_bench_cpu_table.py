@@ -46,10 +46,8 @@ def test_every_arm_is_measured_and_printed(
         found.setdefault((row["model"], row["precision"], row["batch"]), []).append((row["arm"], row["depth"]))
         assert len(row[SPEEDS]) == SMALL.repeats
         assert min(row[SPEEDS]) > 0
-    precisions = ["fp32", "bf16"] if native else ["fp32"]
-    shape_cells = {
-        ("tiny-qwen", one, batch): [*OURS, ("transformers", None)] for one in precisions for batch in BATCHES
-    }
+    arms = [*OURS, ("transformers", None)]
+    shape_cells = {("tiny-qwen", one, batch): arms for one in ("fp32", "bf16") for batch in BATCHES}
     glm = {("tiny-glm", "fp32", 1): [*OURS, ("transformers", None), ("transformers use_mtp", None)]}
     assert found == shape_cells | glm
     assert [row["cell"] for row in document["ragged"]] == list(RAGGED)
