@@ -136,6 +136,13 @@ class LlamaCppArm:
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def llama_cpp_version(program: Path) -> str:
+    """Return the line in which llama.cpp's programs state their version."""
+    printed = subprocess.run([str(program), "--version"], check=True, capture_output=True, text=True)
+    lines = (printed.stdout + printed.stderr).splitlines()
+    return next((line.removeprefix("version: ") for line in lines if line.startswith("version: ")), "unknown")
+
+
 def write_trunk(path: Path, trunk: Trunk) -> None:
     """Write a Qwen3.5 trunk as a GGUF file in fp32.
 
@@ -377,10 +384,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     sizes = SMALL if options.small else Sizes()
     found = measure(sizes, options.llama_batched_bench)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if options.llama_batched_bench is not None:
+        versions["llama.cpp"] = llama_cpp_version(options.llama_batched_bench)
     document = {
         "benchmark": "cpu table",
         "hardware": {"processor": cpu_name(), "capability": torch.backends.cpu.get_cpu_capability(), "threads": 1},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": versions,
         "date": date.today().isoformat(),
         "sizes": sizes._asdict() | {"acceptance": ACCEPTANCE},
         **found,

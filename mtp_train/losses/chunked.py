@@ -172,6 +172,13 @@ def _work_in_blocks(loss: Loss, teacher_logits_CV: Tensor | None, temperature: f
     return work
 
 
+def _logits_buffer(num_rows: int, lm_head_VD: Tensor) -> Tensor | None:
+    """Return memory for the logits of all chunks and depths, as fresh memory costs page faults on a CPU."""
+    if lm_head_VD.device.type != "cpu":
+        return None
+    return lm_head_VD.new_empty(num_rows, len(lm_head_VD))
+
+
 def _blocks(logits_CV: Tensor) -> tuple[Tensor, ...]:
     num_rows, vocab_size = logits_CV.shape
     return logits_CV.split(max(1, BLOCK_NUMBERS // vocab_size if logits_CV.device.type == "cpu" else num_rows))
@@ -203,6 +210,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         loss_KN = torch.zeros_like(row_weight_KN)
         hit_KN = torch.zeros_like(row_weight_KN, dtype=torch.bool)
         used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1)
+        buffer_CV = _logits_buffer(min(len(used_N), CHUNK_ROWS), lm_head_VD)
         with torch.autocast(student_KND.device.type, enabled=False):
             for rows_C in used_N.split(CHUNK_ROWS):
                 teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
@@ -211,7 +219,11 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 del teacher_CV
                 for depth in range(len(student_KND)):
                     output_VD = lm_head_VD if own_heads is None else own_heads[depth]
-                    logits_CV = student_KND[depth, rows_C].to(compute_dtype) @ output_VD.T
+                    logits_CV = torch.mm(
+                        student_KND[depth, rows_C].to(compute_dtype),
+                        output_VD.T,
+                        out=None if buffer_CV is None else buffer_CV[: len(rows_C)],
+                    )
                     if on_policy:
                         hit_KN[depth, rows_C] = logits_CV.argmax(dim=-1) == targets_N[rows_C]
                     row = work(logits_CV, targets_N[rows_C])

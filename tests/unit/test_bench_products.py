@@ -43,7 +43,7 @@ def flops(products: list[Product]) -> int:
 
 
 def layouts(products: list[Product]) -> list[tuple[Any, ...]]:
-    return [(one.operation, [operand[1:] for operand in one.operands], one.options) for one in products]
+    return [(one.operation, [operand[1:] for operand in one.tensors], one.options.keys()) for one in products]
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
@@ -87,6 +87,7 @@ def test_matrices_that_shared_memory_share_it_again() -> None:
         (lambda one: torch.baddbmm(one(4, 2, 5), one(4, 2, 3), one(4, 3, 5), beta=0.5), 4 * 2 * 2 * 3 * 5),
         (lambda one: torch.nn.functional.linear(one(4, 2, 3), one(5, 3), one(5)), 4 * 2 * 2 * 3 * 5),
         (lambda one: one(4, 2, 3) @ one(4, 3, 5), 4 * 2 * 2 * 3 * 5),
+        (lambda one: torch.mm(one(2, 3), one(3, 5), out=one(2, 5)), 2 * 2 * 3 * 5),
         (lambda one: one(2, 0) @ one(0, 5), 0),
         (lambda one: one(2, 3) * one(2, 3), 0),
     ],

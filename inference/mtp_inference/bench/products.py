@@ -15,19 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PRODUCTS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.baddbmm.default,
-        # Inference mode shows these two whole.
-        torch.ops.aten.linear.default,
-        torch.ops.aten.matmul.default,
-    }
-)
-"""Operations that are recorded. Fused attention and convolutions are not."""
-_ADDING = (torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default)
+_ATEN = torch.ops.aten
+_ADDING = (_ATEN.addmm, _ATEN.baddbmm)
+# Inference mode shows the last two whole.
+PRODUCTS = frozenset({_ATEN.mm, _ATEN.bmm, *_ADDING, _ATEN.linear, _ATEN.matmul})
+"""Operations that are recorded, also those into a given tensor. Fused attention and convolutions are not."""
 
 
 class Operand(NamedTuple):
@@ -52,12 +44,18 @@ class Product(NamedTuple):
     operands: tuple[Operand, ...]
     """The matrices, with the addend of ``addmm`` and the bias of ``linear``."""
     options: Mapping[str, Any]
+    """Factors by name, and as ``out`` the operand that the product is written into."""
+
+    @property
+    def tensors(self) -> list[Operand]:
+        """All operands, the one of the result included."""
+        return [*self.operands, *(one for one in self.options.values() if isinstance(one, Operand))]
 
     @property
     def flops(self) -> int:
         """Multiplications and additions, without those of an addend."""
         left, right = self.operands[1:] if self.operation in _ADDING else self.operands[:2]
-        columns = right.shape[0] if self.operation is torch.ops.aten.linear.default else right.shape[-1]
+        columns = right.shape[0] if self.operation is _ATEN.linear else right.shape[-1]
         return 2 * math.prod(left.shape) * columns
 
 
@@ -71,11 +69,12 @@ class RecordedProducts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, and record it if it is a product."""
         given = kwargs or {}
-        if func in PRODUCTS:
+        if func.overloadpacket in PRODUCTS:
             # An absent bias is None.
             operands = tuple(_operand(one) for one in args if isinstance(one, Tensor))
+            options = {name: _operand(one) if isinstance(one, Tensor) else one for name, one in given.items()}
             if all(math.prod(one.shape) for one in operands):
-                self.products.append(Product(func, operands, given))
+                self.products.append(Product(func.overloadpacket, operands, options))
         return func(*args, **given)
 
 
@@ -95,17 +94,23 @@ class Replay:
 
     def __init__(self, products: Sequence[Product]) -> None:
         extents: dict[tuple[int, torch.dtype], int] = {}
-        for operand in (one for product in products for one in product.operands):
+        for operand in (one for product in products for one in product.tensors):
             key = operand.address, operand.dtype
             extents[key] = max(extents.get(key, 0), operand.extent)
         device = products[0].operands[0].device
         # Normal numbers: products of denormal ones take longer.
         memory = {key: torch.randn(extent, dtype=key[1], device=device) for key, extent in extents.items()}
+
+        def filled(value: Any) -> Any:
+            if not isinstance(value, Operand):
+                return value
+            return memory[value.address, value.dtype].as_strided(value.shape, value.stride)
+
         self.calls = [
             partial(
                 product.operation,
-                *(memory[one.address, one.dtype].as_strided(one.shape, one.stride) for one in product.operands),
-                **product.options,
+                *map(filled, product.operands),
+                **{name: filled(value) for name, value in product.options.items()},
             )
             for product in products
         ]
