@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,3 +153,14 @@ def test_rows_must_be_full(tokens: str, capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["--tokens", tokens, "--seq-len", "64"])
     assert "multiple of --seq-len" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_page_has_the_figures_of_the_recorded_steps(precision: str) -> None:
+    folder = Path(__file__).parents[2] / "inference" / "benchmarks" / "cpu"
+    document = json.loads((folder / f"training-{precision}.json").read_text(encoding="utf-8"))
+    assert document["settings"]["precision"] == precision
+    ratios = [document["results"][key] for key in ("step_over_floor", "kept_step_over_floor")]
+    cells = [f"{one['median']:.2f} | {one['least']:.2f} to {one['most']:.2f}" for one in ratios]
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert f"| {precision} | {' | '.join(cells)} |\n" in page
