@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -37,6 +36,7 @@ import transformers
 
 from mtp_inference import SpeculativeDecoder
 from mtp_inference.batch import HELD, WIDE_ROWS, Widening, choose_widening
+from mtp_inference.bench.machine import cpu_name
 from mtp_inference.bench.subject import Subject, checkpoint_subject, shape_subject
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.precision import COMPUTE_DTYPES, held_dtype, resolve_precision
@@ -214,16 +214,6 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def processor() -> str:
-    """Return the processor's name, where the system provides it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -251,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     worst = min(cell["auto_over_better"] for setting in found for cell in setting["cells"])
     document = {
         "benchmark": "cpu precision",
-        "hardware": {"processor": processor(), "cores": psutil.cpu_count(logical=False), "threads": 1},
+        "hardware": {"processor": cpu_name(), "cores": psutil.cpu_count(logical=False), "threads": 1},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "date": date.today().isoformat(),
         "results": found,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure a step of head training, compared with a forward pass of the trunk on the same tokens.
+"""Measure a step of head training, compared with its matrix products alone and with the trunk's forward pass.
 
     python inference/benchmarks/training.py --model demo:base --tokens 2048 --seq-len 512
     python inference/benchmarks/training.py --shape 9b --device cuda --tokens 8192 --seq-len 2048 [--rows triton]
@@ -8,8 +8,12 @@
 the trunk's weights. The head's weights are fp32, as in training.
 
 ``step`` is a whole step: trunk, head, loss, backward and optimiser. ``step, states kept`` is a step with stored hidden
-states of the trunk (``train.hidden_cache``). The floor is the time of the matrix products of a step at the rate that
-the trunk's forward pass reaches; attention counts in neither. Times are medians.
+states of the trunk (``train.hidden_cache``). The floor of either, ``products``, is the time of its own matrix products
+alone: each ``mm``, ``addmm`` and ``bmm`` of its forward and backward pass is recorded with its shapes, strides and
+dtypes, and computed again on random numbers (``mtp_inference/bench/products.py``). Fused attention is not part of the
+floor. The parts take turns. Times are medians; a step over its floor is the median of the repeats, with the range.
+
+On a CPU times are the CPU time of all threads of the process: set ``OMP_NUM_THREADS=1`` for the time of one thread.
 
 ``--attention flex`` unrolls the head like ``train.attention: flex``, on a GPU; its compilation is not timed.
 
@@ -27,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple, get_args
@@ -37,8 +40,11 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
-from mtp_inference.bench.clock import now
+from mtp_inference.bench.clock import take_turns
+from mtp_inference.bench.machine import cpu_name
+from mtp_inference.bench.measurements import paired_ratios
 from mtp_inference.bench.memory import PeakMemory
+from mtp_inference.bench.products import Product, Replay, recorded
 from mtp_inference.bench.subject import SHAPES, Subject, checkpoint_subject, shape_subject
 from mtp_train.heads.flex import Attention, require_flex_device
 from mtp_train.losses import chunked as losses
@@ -159,27 +165,35 @@ def make_bench(
     return Bench(module.train(), optimizer, batch, scale_K, hidden_BTD)
 
 
-def time_parts(bench: Bench, repeats: int) -> dict[str, float]:
-    """Return the median seconds of each part of a step."""
+class Recorded(NamedTuple):
+    """The matrix products of both kinds of step."""
+
+    step: list[Product]
+    kept_step: list[Product]
+
+
+def record_steps(bench: Bench) -> Recorded:
+    """Record both kinds of step, after a first step, which makes the optimiser's state."""
+    bench.step()
+    return Recorded(recorded(bench.step), recorded(bench.kept_step))
+
+
+def time_parts(bench: Bench, products: Recorded, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each part of a step in each repeat."""
     parts: dict[str, Callable[[], object]] = {
         "trunk alone": bench.trunk,
         "step": bench.step,
+        "products": Replay(products.step),
         "step, states kept": bench.kept_step,
+        "products, states kept": Replay(products.kept_step),
         "head and loss, forward": bench.forward,
         "head, forward": bench.head,
     }
-    return in_turn(parts, repeats, bench.batch.tokens_BT.device)
+    return take_turns(parts, repeats, bench.batch.tokens_BT.device)
 
 
-def in_turn(parts: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Return the median seconds of each part; the parts take turns, and the first turn does not count."""
-    taken: dict[str, list[float]] = {name: [] for name in parts}
-    for repeat in range(repeats + 1):
-        for name, part in parts.items():
-            started = now(device)
-            part()
-            if repeat:
-                taken[name].append(now(device) - started)
+def medians(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the median seconds of each part."""
     return {name: median(seconds) for name, seconds in taken.items()}
 
 
@@ -204,13 +218,13 @@ def time_loss(bench: Bench, repeats: int) -> dict[str, float]:
             # Kernels write the gradient over q's logits. Repeats on it take as long as on logits.
             work(student_CV, targets_C).gradient_CV.to(lm_head_VD.dtype)
 
-    parts = {"products": multiply, "rows": work_on_rows, "copy": student_CV.clone}
+    parts: dict[str, Callable[[], object]] = {"products": multiply, "rows": work_on_rows, "copy": student_CV.clone}
     with torch.no_grad():
-        return in_turn(parts, repeats, device)
+        return medians(take_turns(parts, repeats, device))
 
 
-def products(bench: Bench) -> dict[str, int]:
-    """Return the number of multiplications and additions in the matrix products of each part, for all tokens."""
+def counted_flops(bench: Bench) -> dict[str, int]:
+    """Return the multiplications and additions with weights in each part, counted from sizes, for all tokens."""
     trunk, head = bench.module.trunk, bench.module.head
     experts = trunk.config.to_dict().get("num_experts_per_tok") or 1
     tokens, lm_head = bench.batch.tokens_BT.numel(), trunk.lm_head_VD.numel()
@@ -256,10 +270,10 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
     device, tokens = bench.batch.tokens_BT.device, bench.batch.tokens_BT.numel()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    seconds, work = time_parts(bench, repeats), products(bench)
+    products, work = record_steps(bench), counted_flops(bench)
     step_peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    floor = sum(work.values()) / work["trunk"]
-    kept_floor = (work["head"] + work["loss"]) / work["trunk"]
+    taken = time_parts(bench, products, repeats)
+    seconds = medians(taken)
     over_trunk = {name: value / seconds["trunk alone"] for name, value in seconds.items()}
     of_loss = time_loss(bench, repeats)
     return {
@@ -267,9 +281,10 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
         "tokens_per_second": {name: tokens / seconds[name] for name in ("trunk alone", "step", "step, states kept")},
         "over_trunk": over_trunk,
         "flops": work,
-        "floor_over_trunk": floor,
-        "step_over_floor": over_trunk["step"] / floor,
-        "kept_step_over_floor": over_trunk["step, states kept"] / kept_floor,
+        "flops_over_trunk": sum(work.values()) / work["trunk"],
+        "floor_flops": sum(one.flops for one in products.step),
+        "step_over_floor": paired_ratios(taken["step"], taken["products"])._asdict(),
+        "kept_step_over_floor": paired_ratios(taken["step, states kept"], taken["products, states kept"])._asdict(),
         "loss_bytes": loss_memory(bench),
         "loss_seconds": of_loss,
         "rows_over_products": of_loss["rows"] / of_loss["products"],
@@ -332,9 +347,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = measure(bench, options.repeats)
     for name, seconds in found["seconds"].items():
         print(f"{name:<24}{1000 * seconds:>12.1f} ms{found['over_trunk'][name]:>8.2f} x trunk")
-    print(
-        f"floor of a step {found['floor_over_trunk']:.2f} x trunk; a step takes {found['step_over_floor']:.2f} x that"
-    )
+    for name, key in (("a step", "step_over_floor"), ("a step, states kept,", "kept_step_over_floor")):
+        ratio = found[key]
+        print(f"{name} takes {ratio['median']:.2f} x its floor ({ratio['least']:.2f} to {ratio['most']:.2f})")
     print(", ".join(f"{name} {rate:.0f} tokens/s" for name, rate in found["tokens_per_second"].items()))
     memory = found["loss_bytes"]
     print(f"loss: {memory['chunked'] / GIB:.3f} GiB by chunks, {memory['all_logits'] / GIB:.3f} GiB with all logits")
@@ -344,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{found['rows_over_products']:.2f} x the products and {found['rows_over_floor']:.2f} x their floor"
     )
     settings = {name: str(value) for name, value in vars(options).items()} | {
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

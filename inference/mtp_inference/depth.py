@@ -79,7 +79,7 @@ class RoundCosts:
         self._sizes: dict[int, _SizeCosts] = {}
 
     def observe(self, num_rows: int, depth: int, seconds: float) -> None:
-        """Record the wall time of one round; 0 seconds, from a coarse clock, are ignored."""
+        """Record the time of one round; 0 seconds, from a coarse clock, are ignored."""
         if seconds > 0.0:
             self._size(num_rows).observe(depth, seconds)
 

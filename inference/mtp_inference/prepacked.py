@@ -1,10 +1,13 @@
-"""Keep large fp32 matrices in oneDNN's blocked layout for the rounds of a decoder on a CPU.
+"""Multiply few rows by large fp32 matrices faster than torch does, in the rounds of a decoder on a CPU.
 
 A product of few rows takes the time of reading its matrix. From four rows on, torch reorders the matrix in every call,
-which takes as long again: a verify window of three drafts is such a product. Reordered once, the products of 4 to 16
-rows take two thirds of the time (Emerald Rapids, one thread). On an AMD EPYC, torch's own products of one to three rows
-are slower than the reordered ones, too: with one row, MKL reads the matrix at half the rate. On Emerald Rapids, one row
-takes as long either way. The copies need as much memory as the matrices.
+which takes as long again: a verify window of three drafts is such a product. So the matrices are kept in oneDNN's
+blocked layout. Reordered once, the products of 4 to 16 rows take two thirds of the time (Emerald Rapids, one thread).
+The copies need as much memory as the matrices.
+
+One or two rows take as long either way on Emerald Rapids. On an AMD EPYC, MKL and oneDNN read the matrix at half the
+rate or less then. MKL reads it at 1.2 to 1.7 times their rate if it multiplies the matrix by two columns instead, which
+needs no copy.
 """
 
 from __future__ import annotations
@@ -17,11 +20,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from mtp_train.trunk.precision import MEMORY_SHARE, main_memory_bytes
 
 MIN_NUMBERS = 2**19
 """Numbers of the smallest matrix to reorder: smaller ones stay in the cache, and the call costs more than the copy."""
+COLUMNS = 2
+"""Largest number of rows that are multiplied as columns."""
+MIN_NUMBERS_BY_COLUMNS = 2**16
+"""Numbers of the smallest matrix to multiply by columns: for smaller ones, the call takes longer than the product."""
 _PROBES = 64
 
 
@@ -48,16 +56,23 @@ class PrepackedLinears:
     """Linear layers of models, with their weights packed when a round first needs them.
 
     Args:
-        models: The models whose layers to pack; a layer in several of them is packed once. Only plain ``nn.Linear``
-            layers in fp32 on a CPU are packed, and only where all copies fit in memory.
+        models: The models whose layers to multiply with; a layer in several of them is packed once. Only plain
+            ``nn.Linear`` layers in fp32 on a CPU are included, and packed only where all copies fit in memory.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        layers = dict.fromkeys(module for model in models for module in model.modules() if can_pack(module))
+        plain = dict.fromkeys(module for model in models for module in model.modules() if is_plain(module))
+        large = [layer for layer in plain if layer.weight.numel() >= MIN_NUMBERS]
         # The models and the copies.
         held = {parameter for model in models for parameter in model.parameters()}
-        numbers = sum(one.numel() for one in held) + sum(layer.weight.numel() for layer in layers)
-        self.layers: list[nn.Linear] = list(layers) if 4 * numbers <= MEMORY_SHARE * main_memory_bytes() else []
+        numbers = sum(one.numel() for one in held) + sum(layer.weight.numel() for layer in large)
+        self.packed = set(large) if 4 * numbers <= MEMORY_SHARE * main_memory_bytes() else set()
+        self.by_columns = columns_are_faster()
+        self.layers = [
+            layer
+            for layer in plain
+            if layer in self.packed or (self.by_columns and layer.weight.numel() >= MIN_NUMBERS_BY_COLUMNS)
+        ]
 
     def refresh(self) -> None:
         """Drop the copies of weights that have changed."""
@@ -68,7 +83,7 @@ class PrepackedLinears:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Multiply with packed weights inside this context."""
+        """Multiply with packed weights, or by columns, inside this context."""
         # On the instance, and past nn.Module's own slow assignment: a context is entered in every round.
         for layer in self.layers:
             layer.__dict__["forward"] = partial(self._forward, layer)
@@ -79,6 +94,11 @@ class PrepackedLinears:
                 del layer.__dict__["forward"]
 
     def _forward(self, layer: nn.Linear, input: Tensor) -> Tensor:
+        num_rows = input.shape[:-1].numel()
+        if self.by_columns and 0 < num_rows <= COLUMNS:
+            return _product_by_columns(layer, input, num_rows)
+        if layer not in self.packed:
+            return linear(input, layer.weight, layer.bias)
         pack = _packs.get(layer)
         if pack is None:
             pack = _packs[layer] = Pack(layer)
@@ -86,8 +106,8 @@ class PrepackedLinears:
         return product
 
 
-def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module is a linear layer that packing makes faster: large, in fp32, on an x86 CPU.
+def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module is a linear layer in fp32 on an x86 CPU.
 
     A layer whose ``forward`` was replaced, as accelerate's offloading does, is left alone.
     """
@@ -98,10 +118,25 @@ def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
         and module.weight.device.type == "cpu"
         and module.weight.dtype is torch.float32
         and not module.weight.is_inference()
-        and bool(module.weight.numel() >= MIN_NUMBERS)
         and torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     )
+
+
+def columns_are_faster() -> bool:
+    """Return whether one or two rows are multiplied faster as columns: on AMD's CPUs, by measurements on an EPYC."""
+    return "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")
+
+
+def _product_by_columns(layer: nn.Linear, input: Tensor, num_rows: int) -> Tensor:
+    rows_CI = input.reshape(num_rows, -1)
+    if num_rows < COLUMNS:
+        # One column is a product of a matrix and a vector, which is the slow one.
+        rows_CI = rows_CI.repeat(COLUMNS, 1)
+    product_CO = (layer.weight @ rows_CI.T).T[:num_rows].contiguous()
+    if layer.bias is not None:
+        product_CO += layer.bias
+    return product_CO.view(*input.shape[:-1], -1)
 
 
 def _state(weight: Tensor) -> tuple[int, int, torch.Size]:

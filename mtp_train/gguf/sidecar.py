@@ -121,10 +121,11 @@ def _add_fields(
     for name, field in record.fields.items():
         value = field({**config, NUM_MODULES: len(blocks)})
         if value is not None:
-            _add(writer, f"{record.arch}.{name}", value)
+            add_value(writer, f"{record.arch}.{name}", value)
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
+    """Add a metadata field, in the GGUF type of the value's Python type."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

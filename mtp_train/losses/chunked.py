@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_train.losses.catalogue import find_loss
+from mtp_train.losses.catalogue import Loss, RowLoss, find_loss
 from mtp_train.losses.rows import RowsIn as RowsIn
 
 if TYPE_CHECKING:
     from mtp_train.losses.catalogue import RowWork
 
 CHUNK_ROWS = 256
+BLOCK_NUMBERS = 2**18
+"""Logits of one block of rows on a CPU: 1 MiB in fp32, for the few tensors of a block to stay in the cache."""
 CHUNK_TENSORS = 5
 """Largest number of fp32 tensors of shape (C, V) that the losses of ``losses/catalogue.py`` hold at once: p, the head's
 logits, q, the gradient, and the products that ``torch.linalg.vecdot`` sums. ``kl`` holds four."""
@@ -140,9 +142,46 @@ def row_work(rows_in: RowsIn, kind: str, teacher_logits_CV: Tensor | None, tempe
     """
     loss = find_loss(kind)
     if rows_in == "torch":
-        rows_fn, teacher = loss.rows_fn(), loss.prepared(teacher_logits_CV, temperature)
-        return lambda logits_CV, targets_C: rows_fn(logits_CV, teacher, targets_C, temperature)
+        return _work_in_blocks(loss, teacher_logits_CV, temperature)
     return loss.kernels_fn()(kind, teacher_logits_CV, temperature)
+
+
+def _work_in_blocks(loss: Loss, teacher_logits_CV: Tensor | None, temperature: float) -> RowWork:
+    """Return the work by the loss's function of ``rows``, on a CPU a few rows at a time.
+
+    A chunk's tensors are larger than a CPU's cache, and fresh memory of that size costs page faults: the whole chunk at
+    once takes two to three times as long. The gradients of several blocks are written into the logits.
+    """
+    rows_fn = loss.rows_fn()
+    teachers = None
+    if teacher_logits_CV is not None:
+        teachers = [loss.prepared(block, temperature) for block in _blocks(teacher_logits_CV)]
+
+    def work(logits_CV: Tensor, targets_C: Tensor) -> RowLoss:
+        blocks = _blocks(logits_CV)
+        of_teacher = teachers or [None] * len(blocks)
+        if len(blocks) == 1:
+            return rows_fn(logits_CV, of_teacher[0], targets_C, temperature)
+        losses = []
+        for block, teacher, targets in zip(blocks, of_teacher, targets_C.split(len(blocks[0])), strict=True):
+            row = rows_fn(block, teacher, targets, temperature)
+            losses.append(row.loss_C)
+            block.copy_(row.gradient_CV)
+        return RowLoss(torch.cat(losses), logits_CV)
+
+    return work
+
+
+def _logits_buffer(num_rows: int, lm_head_VD: Tensor) -> Tensor | None:
+    """Return memory for the logits of all chunks and depths, as fresh memory costs page faults on a CPU."""
+    if lm_head_VD.device.type != "cpu":
+        return None
+    return lm_head_VD.new_empty(num_rows, len(lm_head_VD))
+
+
+def _blocks(logits_CV: Tensor) -> tuple[Tensor, ...]:
+    num_rows, vocab_size = logits_CV.shape
+    return logits_CV.split(max(1, BLOCK_NUMBERS // vocab_size if logits_CV.device.type == "cpu" else num_rows))
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -171,6 +210,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         loss_KN = torch.zeros_like(row_weight_KN)
         hit_KN = torch.zeros_like(row_weight_KN, dtype=torch.bool)
         used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1)
+        buffer_CV = _logits_buffer(min(len(used_N), CHUNK_ROWS), lm_head_VD)
         with torch.autocast(student_KND.device.type, enabled=False):
             for rows_C in used_N.split(CHUNK_ROWS):
                 teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
@@ -179,7 +219,11 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 del teacher_CV
                 for depth in range(len(student_KND)):
                     output_VD = lm_head_VD if own_heads is None else own_heads[depth]
-                    logits_CV = student_KND[depth, rows_C].to(compute_dtype) @ output_VD.T
+                    logits_CV = torch.mm(
+                        student_KND[depth, rows_C].to(compute_dtype),
+                        output_VD.T,
+                        out=None if buffer_CV is None else buffer_CV[: len(rows_C)],
+                    )
                     if on_policy:
                         hit_KN[depth, rows_C] = logits_CV.argmax(dim=-1) == targets_N[rows_C]
                     row = work(logits_CV, targets_N[rows_C])

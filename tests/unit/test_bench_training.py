@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from mtp_train.trunk.load import Trunk
 
 NOTHING_MEASURED: dict[str, Any] = {
     "seconds": {},
-    "floor_over_trunk": 1.0,
-    "step_over_floor": 1.0,
+    "step_over_floor": {"median": 1.0, "least": 1.0, "most": 1.0},
+    "kept_step_over_floor": {"median": 1.0, "least": 1.0, "most": 1.0},
     "tokens_per_second": {},
     "loss_bytes": {"chunked": 0, "all_logits": 0},
     "loss_seconds": {"products": 1.0, "rows": 1.0},
@@ -104,7 +105,9 @@ def test_the_last_line_is_everything(capsys: pytest.CaptureFixture[str]) -> None
     results = found["results"]
     assert results["over_trunk"]["trunk alone"] == 1.0
     flops = results["flops"]
-    assert results["floor_over_trunk"] == pytest.approx(sum(flops.values()) / flops["trunk"])
+    assert results["flops_over_trunk"] == pytest.approx(sum(flops.values()) / flops["trunk"])
+    ratio = results["step_over_floor"]
+    assert ratio["median"] == pytest.approx(results["seconds"]["step"] / results["seconds"]["products"])
     # By hand: 96 x 512 weights, 256 tokens, p once and q twice at 3 depths.
     assert flops["loss"] == 2 * 96 * 512 * 256 * 7
     assert found["settings"]["seq_len"] == "64"
@@ -150,3 +153,14 @@ def test_rows_must_be_full(tokens: str, capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["--tokens", tokens, "--seq-len", "64"])
     assert "multiple of --seq-len" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_page_has_the_figures_of_the_recorded_steps(precision: str) -> None:
+    folder = Path(__file__).parents[2] / "inference" / "benchmarks" / "cpu"
+    document = json.loads((folder / f"training-{precision}.json").read_text(encoding="utf-8"))
+    assert document["settings"]["precision"] == precision
+    ratios = [document["results"][key] for key in ("step_over_floor", "kept_step_over_floor")]
+    cells = [f"{one['median']:.2f} | {one['least']:.2f} to {one['most']:.2f}" for one in ratios]
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert f"| {precision} | {' | '.join(cells)} |\n" in page

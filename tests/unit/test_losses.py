@@ -318,6 +318,24 @@ def test_depths_read_the_teacher_without_changing_it(kind: str) -> None:
     assert torch.equal(first.gradient_CV, again.gradient_CV)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_rows_give_the_bits_of_the_whole_chunk(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits_CV, teacher_CV = torch.randn(2, 7, 31, generator=generator).to(dtype)
+    targets_C = torch.arange(7)
+    whole = row_work("torch", kind, teacher_CV, 1.0)(logits_CV.clone(), targets_C)
+    # Blocks of two rows, and one of one row.
+    monkeypatch.setattr(losses, "BLOCK_NUMBERS", 2 * 31)
+    work = row_work("torch", kind, teacher_CV, 1.0)
+    for _ in range(2):
+        blocks = work(logits_CV.clone(), targets_C)
+        assert torch.equal(blocks.loss_C, whole.loss_C)
+        assert torch.equal(blocks.gradient_CV, whole.gradient_CV.to(dtype))
+
+
 def test_the_teachers_softmax_is_computed_once_for_all_depths(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     log_softmax = torch.log_softmax

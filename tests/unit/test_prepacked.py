@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mtp_inference import SpeculativeDecoder, prepacked
-from mtp_inference.prepacked import PrepackedLinears, can_pack
+from mtp_inference.prepacked import PrepackedLinears, is_plain
 from tiny import tiny_head, tiny_trunk
 from tolerances import rounding
 
@@ -23,6 +23,8 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Linear]]:
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("packs on x86 CPUs")
     monkeypatch.setattr(prepacked, "MIN_NUMBERS", 1)
+    monkeypatch.setattr(prepacked, "MIN_NUMBERS_BY_COLUMNS", 1)
+    multiply_by_columns(monkeypatch, False)
     packed: list[nn.Linear] = []
 
     class Noted(prepacked.Pack):
@@ -35,11 +37,19 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Linear]]:
     prepacked._packs.clear()
 
 
+def multiply_by_columns(monkeypatch: pytest.MonkeyPatch, is_faster: bool) -> None:
+    monkeypatch.setattr(prepacked, "columns_are_faster", lambda: is_faster)
+
+
 def decode(decoder: SpeculativeDecoder) -> list[list[int]]:
     return [list(one.token_ids) for one in decoder.decode(PROMPTS, 12)]
 
 
-def test_a_round_packs_what_it_multiplies_once_and_leaves_the_model_as_it_was(packs: list[nn.Linear]) -> None:
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_a_round_packs_what_it_multiplies_once_and_leaves_the_model_as_it_was(
+    by_columns: bool, packs: list[nn.Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply_by_columns(monkeypatch, by_columns)
     trunk = tiny_trunk("qwen3_5")
     before = {name: dict(module.__dict__) for name, module in trunk.causal_lm.named_modules()}
     decoder = SpeculativeDecoder(trunk, tiny_head(trunk), DEPTH, eos_ids=())
@@ -81,15 +91,40 @@ def test_a_changed_weight_is_packed_again(packs: list[nn.Linear], how: str) -> N
     assert len(packs) == 2
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_any_number_of_rows_is_multiplied_packed(rows: int, packs: list[nn.Linear]) -> None:
-    layer = nn.Linear(8, 6)
-    input_BTD = torch.randn(1, rows, 8)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 1, 8), (1, 2, 8), (8,), (1, 5, 8), (3, 1, 8)])
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_any_number_of_rows_is_multiplied(
+    by_columns: bool, shape: tuple[int, ...], bias: bool, packs: list[nn.Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply_by_columns(monkeypatch, by_columns)
+    layer = nn.Linear(8, 6, bias=bias)
+    # Not contiguous, as the last rows of a longer input are.
+    input_BTD = torch.randn(*shape[:-1], 16)[..., 8:]
     with torch.inference_mode(), PrepackedLinears([layer]).used():
         found_BTD = layer(input_BTD)
     expected_BTD = layer(input_BTD).detach()
     torch.testing.assert_close(found_BTD, expected_BTD, atol=rounding(expected_BTD, 8), rtol=0)
-    assert packs == [layer]
+    assert found_BTD.is_contiguous()
+    assert packs == ([] if by_columns and input_BTD[..., 0].numel() <= 2 else [layer])
+
+
+def test_a_matrix_too_small_to_pack_is_multiplied_by_columns_only(
+    packs: list[nn.Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply_by_columns(monkeypatch, True)
+    monkeypatch.setattr(prepacked, "MIN_NUMBERS", 49)
+    small, large = nn.Linear(8, 6), nn.Linear(8, 7)
+    linears = PrepackedLinears([small, large])
+    assert linears.layers == [small, large]
+    input_BTD = torch.randn(1, 5, 8)
+    with torch.inference_mode(), linears.used():
+        found_BTD = small(input_BTD)
+        large(input_BTD)
+    assert torch.equal(found_BTD, small(input_BTD))
+    assert packs == [large]
+    monkeypatch.setattr(prepacked, "MIN_NUMBERS_BY_COLUMNS", 49)
+    assert PrepackedLinears([small, large]).layers == [large]
 
 
 def test_an_interrupted_round_restores_the_layers() -> None:
@@ -110,12 +145,12 @@ def test_only_plain_fp32_layers_are_packed_and_only_where_the_copies_fit(monkeyp
 
     hooked = nn.Linear(8, 6)
     hooked.forward = hooked.forward  # type: ignore[method-assign]
-    assert can_pack(nn.Linear(8, 6))
-    assert not any(map(can_pack, (Other(8, 6), nn.Linear(8, 6).bfloat16(), hooked, nn.Embedding(8, 6))))
+    assert is_plain(nn.Linear(8, 6))
+    assert not any(map(is_plain, (Other(8, 6), nn.Linear(8, 6).bfloat16(), hooked, nn.Embedding(8, 6))))
     layer = nn.Linear(100, 100, bias=False)
     # 40,000 bytes of weights and as many of copies, in 60 % of the memory.
     for memory, packed in ((140_000, [layer]), (130_000, [])):
         monkeypatch.setattr(prepacked, "main_memory_bytes", lambda memory=memory: memory)
         assert PrepackedLinears([layer]).layers == packed
     monkeypatch.setattr(prepacked, "MIN_NUMBERS", 10_001)
-    assert not can_pack(layer)
+    assert PrepackedLinears([layer]).layers == []

@@ -307,7 +307,8 @@ class CostlyRounds:
             self.now += 1.0 + 0.6 * session.in_flight[-1].plan.depth
 
         monkeypatch.setattr(Session, "_launch", timed)
-        monkeypatch.setattr(mtp_inference.session, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        clocks = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.now)
+        monkeypatch.setattr(mtp_inference.session, "time", clocks)
 
 
 @pytest.mark.parametrize("num_right", [0, 1, 3], ids=["none right", "one right", "all right"])

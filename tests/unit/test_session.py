@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -317,22 +316,27 @@ def test_results_come_in_the_order_of_the_requests_and_buffers_are_kept() -> Non
 
 
 class Clock:
-    """Time that passes by hand: a round takes what its depth costs."""
+    """Time that passes by hand: a round takes what its depth costs, and other work interrupts plain rounds."""
 
-    def __init__(self, seconds_per_draft: float) -> None:
-        self.now = 0.0
+    def __init__(self, seconds_per_draft: float, seconds_interrupted: float = 0.0) -> None:
+        self.worked = self.interrupted = 0.0
         self.seconds_per_draft = seconds_per_draft
+        self.seconds_interrupted = seconds_interrupted
 
     def perf_counter(self) -> float:
-        return self.now
+        return self.worked + self.interrupted
+
+    def thread_time(self) -> float:
+        return self.worked
 
     def of_round(self, depth: int) -> None:
-        self.now += 1.0 + self.seconds_per_draft * depth
+        self.worked += 1.0 + self.seconds_per_draft * depth
+        self.interrupted += 0.0 if depth else self.seconds_interrupted
 
 
 def timed(decoder: SpeculativeDecoder, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Let rounds take their time by the clock; yield the depth of every round while decoding one text."""
-    monkeypatch.setattr(mtp_inference.session, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(mtp_inference.session, "time", clock)
     depths: list[int] = []
     launch = Session._launch
 
@@ -361,6 +365,12 @@ def test_auto_stops_drafting_where_drafts_are_wrong_or_dear(monkeypatch: pytest.
     wrong = decoder_of("qwen3_5", HeadDrafting(tiny_head(trunk_of("qwen3_5"))))
     assert list(timed(wrong, Clock(seconds_per_draft=0.3), monkeypatch)).count(0) > 30
     assert list(timed(right("qwen3_5"), Clock(seconds_per_draft=2.0), monkeypatch)).count(0) > 30
+
+
+def test_other_work_on_the_cpu_does_not_make_auto_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    # By the wall clock a round without drafts would be dearer than one with four.
+    busy = Clock(seconds_per_draft=2.0, seconds_interrupted=20.0)
+    assert list(timed(right("qwen3_5"), busy, monkeypatch)).count(0) > 30
 
 
 def test_a_request_of_other_depth_than_the_decoders_is_served() -> None:

@@ -23,6 +23,7 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from mtp_inference.bench.clock import copy_bandwidth
+from mtp_inference.bench.machine import cpu_name
 from mtp_inference.bench.measurements import Plan, Row, measure_decoding, measure_prefill, measure_rounds, num_runs
 from mtp_inference.bench.subject import SHAPES, Subject, checkpoint_subject, shape_subject, trained_subject
 from mtp_inference.bench.texts import Prompts, read_prompts
@@ -326,7 +327,7 @@ def settings(
     on_gpu = device.type == "cuda"
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "hardware": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+        "hardware": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "copy_gb_per_second": round(bandwidth / 1e9, 1),
@@ -345,15 +346,6 @@ def settings(
         "round_pieces": "each timed alone, on rows out of use",
         **asked,
     }
-
-
-def _cpu_name() -> str:
-    listed = Path("/proc/cpuinfo")
-    if listed.is_file():
-        for line in listed.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Measure time: with the host's clock on a CPU, with CUDA events on a GPU."""
+"""Measure time: with the host's clock or the process's CPU time on a CPU, with CUDA events on a GPU."""
 
 from __future__ import annotations
 
@@ -20,6 +20,27 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def worked(device: torch.device) -> float:
+    """Return a time in seconds that other processes change little: on a CPU the CPU time of this process's threads."""
+    return time.process_time() if device.type == "cpu" else now(device)
+
+
+def take_turns(parts: Mapping[str, Piece], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Return the seconds of each part in each repeat, by :func:`worked`.
+
+    The parts take turns in every repeat, so a machine that slows down for a while changes all of them. One more repeat
+    comes first and is not counted.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in parts}
+    for repeat in range(repeats + 1):
+        for name, part in parts.items():
+            started = worked(device)
+            part()
+            if repeat:
+                taken[name].append(worked(device) - started)
+    return taken
 
 
 @torch.inference_mode()

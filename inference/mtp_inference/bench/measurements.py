@@ -37,6 +37,8 @@ from mtp_train.trunk.load import Trunk
 from mtp_train.upstream.transformers_private import mtp_model_class
 
 Texts = list[tuple[int, ...]]
+Clock = Callable[[torch.device], float]
+"""Returns a time in seconds: ``now`` or ``worked`` of ``bench/clock.py``."""
 
 
 class Run(NamedTuple):
@@ -88,12 +90,14 @@ class OurArm:
 
     Args:
         decoder: The decoder.
+        clock: The clock.
     """
 
     name = "ours"
 
-    def __init__(self, decoder: SpeculativeDecoder) -> None:
+    def __init__(self, decoder: SpeculativeDecoder, clock: Clock = now) -> None:
         self.decoder = decoder
+        self.clock = clock
         self.depth: int | None = decoder.depth
 
     @property
@@ -107,15 +111,15 @@ class OurArm:
         requests = [Request(prompt_ids=ids, max_new_tokens=new_tokens) for ids in group]
         results: dict[int, GenerationResult] = {}
         waiting = set(range(len(group)))
-        prefilled = started = now(device)
+        prefilled = started = self.clock(device)
         for chunk in self.decoder.decode_chunks(requests):
             # Prefill ends when every row has its first token.
             if chunk.index in waiting:
                 waiting.discard(chunk.index)
-                prefilled = now(device)
+                prefilled = self.clock(device)
             if chunk.result is not None:
                 results[chunk.index] = chunk.result
-        seconds = now(device) - started
+        seconds = self.clock(device) - started
         ordered = [results[index] for index in range(len(group))]
         counts = tuple(result.counts(str(index), str(index)) for index, result in enumerate(ordered))
         return Run(prefilled - started, seconds, [result.token_ids for result in ordered], counts)
@@ -130,11 +134,13 @@ class TransformersArm:
     Args:
         trunk: The trunk; its generation config is replaced.
         head: Weights to draft with (``use_mtp=True``), one draft per module; None for plain decoding.
+        clock: The clock.
     """
 
     depth: int | None = None
 
-    def __init__(self, trunk: Trunk, head: MtpHead | None) -> None:
+    def __init__(self, trunk: Trunk, head: MtpHead | None, clock: Clock = now) -> None:
+        self.clock = clock
         self.name = "transformers" if head is None else "transformers use_mtp"
         self.model = trunk.causal_lm
         self.device = trunk.lm_head_VD.device
@@ -150,11 +156,11 @@ class TransformersArm:
     def run(self, group: Group, new_tokens: int) -> Run:
         """See :class:`Arm`."""
         prompt_BT = torch.tensor(group, device=self.device)
-        started = now(self.device)
+        started = self.clock(self.device)
         self._generate(prompt_BT, 1)
-        prefilled = now(self.device)
+        prefilled = self.clock(self.device)
         output_BT = self._generate(prompt_BT, new_tokens)
-        ended = now(self.device)
+        ended = self.clock(self.device)
         texts: Texts = [tuple(row) for row in output_BT[:, prompt_BT.shape[1] :].tolist()]
         return Run(prefilled - started, ended - prefilled, texts)
 
@@ -229,7 +235,7 @@ class SetAcceptance:
 
     Args:
         drafting: The maker whose drafters run, at their real cost.
-        chance: Probability a, 0 to 1.
+        chance: Probability a, 0 to 1; one for all rows, or one for each row.
         num_rows: B.
         num_positions: S.
         vocab_size: Vocabulary size of the trunk.
@@ -240,7 +246,7 @@ class SetAcceptance:
     def __init__(
         self,
         drafting: DrafterMaker,
-        chance: float,
+        chance: float | Sequence[float],
         *,
         num_rows: int,
         num_positions: int,
@@ -251,7 +257,8 @@ class SetAcceptance:
         self.drafting = drafting
         self.vocab_size = vocab_size
         generator = torch.Generator().manual_seed(seed)
-        is_right_BS = torch.rand(num_rows, num_positions, generator=generator) < chance
+        chance_B1 = torch.tensor(chance).reshape(-1, 1)
+        is_right_BS = torch.rand(num_rows, num_positions, generator=generator) < chance_B1
         self.is_right_BS = is_right_BS.to(device)
         self.text_BS = torch.zeros(num_rows, num_positions, dtype=torch.long, device=device)
 
@@ -325,6 +332,7 @@ class Plan:
     against_transformers: bool
     prefill: bool
     seed: int
+    clock: Clock = now
 
     @property
     def cells(self) -> list[tuple[int, int]]:
@@ -333,20 +341,31 @@ class Plan:
 
 
 def measure_decoding(
-    subject: Subject, plan: Plan, prompts: Prompts, batch: int, length: int, on_run: OnRun
+    subject: Subject,
+    plan: Plan,
+    prompts: Prompts,
+    batch: int,
+    length: int,
+    on_run: OnRun,
+    others: Sequence[Arm] = (),
 ) -> list[Row]:
     """Run every arm on prompts of one length, ``batch`` at a time; return a table row per arm.
 
     The arms take turns within every repeat, in another order each time. Figures are medians over the repeats.
+
+    Args:
+        subject: Trunk and head.
+        plan: Settings of the measurement.
+        prompts: Source of the prompts.
+        batch: B.
+        length: T.
+        on_run: Called after each warm-up and each run of an arm.
+        others: Arms of other decoders of the same model.
     """
     groups = prompts.groups(batch, length)
     drafting, texts = _drafting(subject, plan, groups)
     _free(subject)
-    arms: list[Arm] = [_our_arm(subject, drafting if depth else None, depth, batch) for depth in plan.depths]
-    if plan.against_transformers:
-        arms.append(TransformersArm(subject.trunk, None))
-        if batch == 1 and subject.head is not None and TransformersArm.can_draft(subject.trunk):
-            arms.append(TransformersArm(subject.trunk, subject.head))
+    arms = _arms(subject, plan, drafting, batch) + list(others)
 
     def run_groups(arm: Arm, some: Sequence[Group]) -> list[Run]:
         runs = []
@@ -417,9 +436,20 @@ def _drafting(
     return forced, texts
 
 
-def _our_arm(subject: Subject, drafting: DrafterMaker | None, depth: int, batch: int) -> OurArm:
+def _arms(subject: Subject, plan: Plan, drafting: DrafterMaker | None, batch: int) -> list[Arm]:
+    arms: list[Arm] = [
+        _our_arm(subject, drafting if depth else None, depth, batch, plan.clock) for depth in plan.depths
+    ]
+    if plan.against_transformers:
+        arms.append(TransformersArm(subject.trunk, None, plan.clock))
+        if batch == 1 and subject.head is not None and TransformersArm.can_draft(subject.trunk):
+            arms.append(TransformersArm(subject.trunk, subject.head, plan.clock))
+    return arms
+
+
+def _our_arm(subject: Subject, drafting: DrafterMaker | None, depth: int, batch: int, clock: Clock = now) -> OurArm:
     # One decoder per depth, so that each keeps its buffers and captured rounds between turns.
-    return OurArm(SpeculativeDecoder(subject.trunk, drafting, depth, eos_ids=(), max_batch=batch))
+    return OurArm(SpeculativeDecoder(subject.trunk, drafting, depth, eos_ids=(), max_batch=batch), clock)
 
 
 def _warm_ups(subject: Subject) -> int:
@@ -463,6 +493,7 @@ def _row(arm: Arm, repeats: Sequence[Sequence[Run]]) -> Row:
         "depth": arm.depth,
         "texts": len(_texts(first)),
         "tokens_per_second": median(_decode_speeds(repeats)),
+        "tokens_per_second_by_repeat": _decode_speeds(repeats),
         "tokens_per_second_end_to_end": median(sum(run.num_tokens for run in first) / one for one in seconds),
         "prefill_ms": median(1000 * sum(run.seconds_prefill for run in runs) / len(runs) for runs in repeats),
         "tau": tau(counts) if counts else None,
