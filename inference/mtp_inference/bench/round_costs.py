@@ -188,7 +188,8 @@ def idle_batch(subject: Subject, num_rows: int, used: int, depth: int) -> tuple[
         num_stops=0,
         penalises=False,
     )
-    prepacked, fused = prepacked_linears(trunk, subject.drafting), fused_kernels(trunk, subject.drafting)
+    prepacked = prepacked_linears(trunk, subject.drafting)
+    fused = fused_kernels(trunk, subject.drafting) if subject.fuses else None
     batch = make_batch(trunk, subject.drafting, needs, "argmax", PREFILL_CHUNK, prepacked, fused)
     # Any: HeadDrafting builds a HeadDrafter, which the protocol's type does not show.
     drafter: Any = batch.drafter
