@@ -115,17 +115,20 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
     A copy of the module with a random weight is run on the CPU, so that the result does not depend on the weight. It
     is run in bf16, where formulas differ that are the same in fp32, and in the weight's dtype.
     """
-    twin = copy.deepcopy(module).cpu()
-    (weight_D,) = twin.parameters()
     generator = torch.Generator().manual_seed(0)
-    weight_D.copy_(torch.randn(len(weight_D), generator=generator))
+    (stored_D,) = module.parameters()
+    weight_D = nn.Parameter(torch.randn(len(stored_D), generator=generator).to(stored_D.dtype))
+    # A shallow copy: a deep one would copy what its hooks refer to, such as the whole trunk.
+    twin = copy.copy(module)
+    twin.__dict__["_parameters"] = {"weight": weight_D}
     is_gated = type(module).__name__.endswith("Gated")
     remaining = list(GATED_FORMULAS if is_gated else FORMULAS)
     for dtype in (torch.bfloat16, weight_D.dtype):
         x_RD, gate_RD = (torch.randn(_PROBE_ROWS, len(weight_D), generator=generator).to(dtype) for _ in range(2))
         gate = gate_RD if is_gated else None
         try:
-            expected_RD = twin(x_RD) if gate is None else twin(x_RD, gate)
+            # Without the module's hooks, which would record the input.
+            expected_RD = twin.forward(x_RD) if gate is None else twin.forward(x_RD, gate)
         # Another package's norm, which runs on a GPU only. Its kernel is kept.
         except Exception:
             return None
