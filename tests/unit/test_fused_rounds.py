@@ -154,7 +154,7 @@ def window_logits(trunk: Trunk, fused: FusedKernels | None, window_BT: Tensor, n
                 hidden_BTD = window_states(trunk, cache, window_BT, window, fuses=True)
         logits.append(trunk.logits(hidden_BTD))
         # Each row keeps another number of tokens.
-        kept_B = torch.tensor([1, window_BT.shape[1] - kept])
+        kept_B = torch.tensor([1, max(1, window_BT.shape[1] - kept)])
         cache.commit(kept_B)
         length_B = length_B + kept_B
     return torch.stack(logits)
@@ -169,6 +169,14 @@ def test_every_kind_of_cache_has_the_same_logits(kind: str, num_tokens: int) -> 
     expected = window_logits(trunk, None, window_BT)
     assert_same(window_logits(trunk, fused, window_BT), expected, num_terms(trunk))
     assert_differs(window_logits(trunk, fused, (window_BT + 1) % VOCAB_SIZE), expected, num_terms(trunk))
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "mixed", "latent"])
+def test_norms_and_rotations_round_where_torch_rounds(kind: str) -> None:
+    trunk = half_trunk(CACHE_KINDS[kind])
+    found = window_logits(trunk, FusedKernels([trunk.causal_lm]), WINDOW_BT)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, window_logits(trunk, None, WINDOW_BT))
 
 
 def test_a_fused_norm_of_another_formula_is_seen_in_the_logits() -> None:
