@@ -23,6 +23,7 @@ from mtp_inference.cache.rows import keep_rows_of
 from mtp_inference.cache.window import Window
 from mtp_inference.drafters.drafter import Drafter, Place
 from mtp_inference.forward import prefill_chunks, window_states
+from mtp_inference.kernels.fused import FusedKernels
 from mtp_inference.prepacked import PrepackedLinears
 from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_inference.sampling.distributions import Sampling
@@ -90,6 +91,7 @@ class Batch:
         num_stops: N.
         widening: Stages that run in fp32 on a trunk stored in fewer bits.
         prepacked: Layers whose packed weights the rounds multiply with.
+        fused: Kernels that replace operations of the trunk and the head in rounds; None for torch's operations.
     """
 
     def __init__(
@@ -102,10 +104,12 @@ class Batch:
         num_stops: int,
         widening: Widening = HELD,
         prepacked: PrepackedLinears | None = None,
+        fused: FusedKernels | None = None,
     ) -> None:
         self.trunk = trunk
         self.widening = widening
         self._prepacked = prepacked
+        self.fused = fused
         self._scratch = Scratch()
         self.drafter = drafter
         self.chooser = chooser
@@ -170,7 +174,7 @@ class Batch:
             the number of drafts.
         """
         prepacked = nullcontext() if self._prepacked is None else self._prepacked.used()
-        with self._widened(self.widening.rounds), prepacked:
+        with self._widened(self.widening.rounds), prepacked, self._fusing():
             return self._round(plan)
 
     def _round(self, plan: RoundPlan) -> Tensor:
@@ -194,8 +198,9 @@ class Batch:
         """Run the trunk over a window of every row; return hidden states (B, T, D) and logits (B, T, V)."""
         positions_BT = self.length_B[:, None] + torch.arange(window_BT.shape[1], device=window_BT.device)
         window = Window(slice(0, len(window_BT)), positions_BT, plan.used, plan.start)
-        hidden_BTD = window_states(self.trunk, self.cache, window_BT, window)
-        return hidden_BTD, self.trunk.logits(hidden_BTD)
+        with self._fusing():
+            hidden_BTD = window_states(self.trunk, self.cache, window_BT, window, fuses=self.fused is not None)
+            return hidden_BTD, self.trunk.logits(hidden_BTD)
 
     @torch.inference_mode()
     def settle(self, plan: RoundPlan) -> None:
@@ -229,6 +234,9 @@ class Batch:
 
     def _widened(self, applies: bool) -> AbstractContextManager[None]:
         return widened(self.trunk, self._scratch) if applies else nullcontext()
+
+    def _fusing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.fused is None else self.fused.used()
 
     def _draft(self, plan: RoundPlan) -> Drafts:
         if plan.depth == 0 or self.drafter is None:

@@ -13,7 +13,7 @@ import torch
 from mtp_inference.batch import RoundPlan
 from mtp_inference.capture import capture_graph, round_up
 from mtp_inference.capture_probe import GREEDY, SAMPLED, ProbeSubject, described
-from mtp_inference.decoder import GPU_CAPACITY_STEP, Needs, make_batch
+from mtp_inference.decoder import GPU_CAPACITY_STEP, Needs, fused_kernels, make_batch
 from mtp_inference.drafters.other_drafters import NgramDrafting
 from mtp_inference.sampling.distributions import Sampling
 from mtp_inference.session import PENDING_PLACES
@@ -55,7 +55,7 @@ def refused_rounds(subject: ProbeSubject, on_capture: Callable[[str], None]) -> 
         penalises=True,
     )
     # All kinds of drafts give a window of the same shape.
-    batch = make_batch(trunk, NgramDrafting(), needs, "argmax", PROMPT_TOKENS)
+    batch = make_batch(trunk, NgramDrafting(), needs, "argmax", PROMPT_TOKENS, fused=fused_kernels(trunk, None))
     prompt_RT = torch.zeros(subject.num_rows, PROMPT_TOKENS, dtype=torch.long, device=subject.device)
     room_R = torch.full((subject.num_rows,), GPU_CAPACITY_STEP, device=subject.device)
     batch.prefill(rows, prompt_RT, room_R, prompt_RT[:, :0])

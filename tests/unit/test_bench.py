@@ -71,6 +71,7 @@ def test_a_run_on_a_shape_reports_every_field_and_its_figures_agree(
     rows = document["decoding"]
     # Of graphs, not whether there is a GPU.
     assert document["settings"]["captured_rounds"] == 0
+    assert document["settings"]["fused_kernels"] is False
     assert {row["arm"]: row["captured_rounds"] for row in rows} == {"ours": 0, "transformers": None}
     cell = [(row["arm"], row["depth"]) for row in rows if row["batch"] == 2]
     # transformers has no drafts for a recurrent family.

@@ -161,6 +161,20 @@ def test_sliding_windows_and_compressed_keys_replay(name: str, as_on_a_gpu: list
     assert_replays_as_it_runs(trunk_of(name), ModelDrafting(nearly_tiny(name)), requests_of(3, Sampling()), as_on_a_gpu)
 
 
+@pytest.mark.parametrize(
+    ("name", "drafting"), [("qwen3_5", "recursive"), ("qwen3_5", "plain"), ("bailing_hybrid", "recursive")]
+)
+def test_rounds_of_fused_kernels_replay(
+    name: str, drafting: str, as_on_a_gpu: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mtp_inference.decoder, "runs_kernels", lambda device: True)
+    assert_replays_as_it_runs(trunk_of(name), DRAFTING[drafting](name), requests_of(3, Sampling()), as_on_a_gpu)
+    captured = {func.overloadpacket.__name__ for graph in as_on_a_gpu for func, *_ in graph.recorder.operations}
+    assert {"rms_norm", "conv_window"} <= captured
+    if name == "qwen3_5":
+        assert {"recursive": "delta_window", "plain": "delta_token"}[drafting] in captured
+
+
 def test_rounds_of_changing_depth_replay(as_on_a_gpu: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> None:
     depths = [3, 3, 0, 0, 3, 1, 1, 0, *[0] * 20, 3, 3, 1]
     monkeypatch.setattr(mtp_inference.session, "PENDING_PLACES", 8)

@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from mtp_inference.bench.machine import cpu_name
 from mtp_inference.bench.measurements import Plan, Row, measure_decoding, measure_prefill, measure_rounds, num_runs
 from mtp_inference.bench.subject import SHAPES, Subject, checkpoint_subject, shape_subject, trained_subject
 from mtp_inference.bench.texts import Prompts, read_prompts
+from mtp_inference.kernels.trial import runs_kernels
 from mtp_inference.requests import require_depth
 from mtp_train.errors import MtpError, OutputExistsError
 from mtp_train.heads.attention import without_cudnn_attention
@@ -115,7 +117,7 @@ def benchmark(options: argparse.Namespace, plan: Plan, progress: Progress) -> di
         MtpError: The options contradict each other, or the model cannot be loaded.
     """
     device = torch.device(options.device)
-    subject = _subject(options, plan, device, progress)
+    subject = replace(_subject(options, plan, device, progress), fuses=options.fuses)
     if subject.drafting is not None:
         subject.drafting.check(subject.trunk, max(plan.depths))
     given = read_prompts(options.prompts, subject) if options.prompts is not None else None
@@ -286,6 +288,9 @@ def _parser() -> argparse.ArgumentParser:
         help="replace the drafts: each is right with this probability, at the same cost",
     )
     parser.add_argument("--against", choices=("transformers",), help="also measure its generate on the same trunk")
+    parser.add_argument(
+        "--no-fuse", dest="fuses", action="store_false", help="run torch's operations where rounds have fused kernels"
+    )
     parser.add_argument("--prefill", action="store_true", help="time prefill with and without the head")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="timed repeats; figures are medians")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, prompts and --accept")
@@ -341,6 +346,7 @@ def settings(
         "head_parameters": sum(one.numel() for one in subject.head.parameters()) if subject.head else 0,
         "dtype": str(weight_VD.dtype).removeprefix("torch."),
         "device": str(device),
+        "fused_kernels": subject.fuses and runs_kernels(device),
         "captured_rounds": sum(row["captured_rounds"] or 0 for row in decoding),
         "decoding": "greedy, no token ends a text",
         "round_pieces": "each timed alone, on rows out of use",

@@ -29,6 +29,7 @@ from mtp_inference.bench.texts import Group, Prompts
 from mtp_inference.capture import release_memory
 from mtp_inference.decoder import SpeculativeDecoder
 from mtp_inference.drafters.drafter import Drafter, DrafterMaker, Place, Size
+from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.requests import GenerationResult, Request
 from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_train.acceptance.counts import PromptCounts, tau
@@ -227,14 +228,15 @@ def identical(texts: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]
     return sum(one == other for one, other in zip(texts, others, strict=True))
 
 
-class SetAcceptance:
-    """Wrap a maker of drafters, so that every draft is right with a given probability.
+class SetAcceptance(HeadDrafting):
+    """Draft with a head like ``drafting``, so that every draft is right with a given probability.
 
     Whether a draft is right is decided once for each position of each row. The draft of a position is verified at most
     once after drafts that are all right, so rounds accept ``a + a^2 + ... + a^K`` drafts on average.
 
     Args:
-        drafting: The maker whose drafters run, at their real cost.
+        drafting: The maker whose drafters run, at their real cost. This maker has its head, so that rounds treat the
+            head alike.
         chance: Probability a, 0 to 1; one for all rows, or one for each row.
         num_rows: B.
         num_positions: S.
@@ -245,7 +247,7 @@ class SetAcceptance:
 
     def __init__(
         self,
-        drafting: DrafterMaker,
+        drafting: HeadDrafting,
         chance: float | Sequence[float],
         *,
         num_rows: int,
@@ -254,7 +256,7 @@ class SetAcceptance:
         device: torch.device,
         seed: int,
     ) -> None:
-        self.drafting = drafting
+        super().__init__(drafting.head, drafting.draft_vocab_R)
         self.vocab_size = vocab_size
         generator = torch.Generator().manual_seed(seed)
         chance_B1 = torch.tensor(chance).reshape(-1, 1)
@@ -267,13 +269,9 @@ class SetAcceptance:
         # In place: captured rounds refer to the tensor by address.
         self.text_BS.copy_(torch.tensor(texts))
 
-    def check(self, trunk: Trunk, depth: int) -> None:
-        """See :class:`DrafterMaker`."""
-        self.drafting.check(trunk, depth)
-
     def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
         """See :class:`DrafterMaker`."""
-        return _SetDrafter(self, self.drafting.make(trunk, size, depth))
+        return _SetDrafter(self, super().make(trunk, size, depth))
 
 
 class _SetDrafter:
@@ -449,7 +447,8 @@ def _arms(subject: Subject, plan: Plan, drafting: DrafterMaker | None, batch: in
 
 def _our_arm(subject: Subject, drafting: DrafterMaker | None, depth: int, batch: int, clock: Clock = now) -> OurArm:
     # One decoder per depth, so that each keeps its buffers and captured rounds between turns.
-    return OurArm(SpeculativeDecoder(subject.trunk, drafting, depth, eos_ids=(), max_batch=batch), clock)
+    decoder = SpeculativeDecoder(subject.trunk, drafting, depth, eos_ids=(), max_batch=batch, fuses=subject.fuses)
+    return OurArm(decoder, clock)
 
 
 def _warm_ups(subject: Subject) -> int:

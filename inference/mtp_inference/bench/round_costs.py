@@ -21,7 +21,7 @@ from mtp_inference.bench.subject import Subject
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.recurrent import RecurrentStore
 from mtp_inference.capture import round_up
-from mtp_inference.decoder import Needs, make_batch, prepacked_linears, rounded_capacity
+from mtp_inference.decoder import Needs, fused_kernels, make_batch, prepacked_linears, rounded_capacity
 from mtp_inference.drafters.drafter import Drafter, Place
 from mtp_inference.drafters.head_drafter import ChainedDrafter, RecursiveDrafter
 from mtp_inference.forward import PREFILL_CHUNK
@@ -189,7 +189,8 @@ def idle_batch(subject: Subject, num_rows: int, used: int, depth: int) -> tuple[
         penalises=False,
     )
     prepacked = prepacked_linears(trunk, subject.drafting)
-    batch = make_batch(trunk, subject.drafting, needs, "argmax", PREFILL_CHUNK, prepacked)
+    fused = fused_kernels(trunk, subject.drafting) if subject.fuses else None
+    batch = make_batch(trunk, subject.drafting, needs, "argmax", PREFILL_CHUNK, prepacked, fused)
     # Any: HeadDrafting builds a HeadDrafter, which the protocol's type does not show.
     drafter: Any = batch.drafter
     prompt_RT = torch.zeros(num_rows, 2, dtype=torch.long, device=device)
@@ -207,8 +208,8 @@ def _pieces(batch: Batch, drafter: HeadDrafter | None, plan: RoundPlan, plain_pl
     window_BT = torch.randint(len(weight_VD), (num_rows, num_tokens), generator=generator).to(weight_VD.device)
     # Further batches that share the buffers.
     parts = batch.chooser, batch.cache, batch.prefill_chunk
-    given = Batch(trunk, _GivenDrafts(drafter, window_BT[:, 1:]), *parts, num_stops=0)
-    plain = Batch(trunk, None, *parts, num_stops=0)
+    given = Batch(trunk, _GivenDrafts(drafter, window_BT[:, 1:]), *parts, num_stops=0, fused=batch.fused)
+    plain = Batch(trunk, None, *parts, num_stops=0, fused=batch.fused)
     pieces: dict[str, Piece] = {
         "round": lambda: batch.run_round(plan),
         "plain": lambda: plain.run_round(plain_plan),

@@ -123,6 +123,8 @@ class Subject:
     """Facts for the settings of the report."""
     draft_vocab: Tensor | None = None
     """int32, token ids that the head may draft; None for all."""
+    fuses: bool = True
+    """Whether rounds run in fused kernels on devices that have them."""
 
     @property
     def drafting(self) -> HeadDrafting | None:

@@ -105,7 +105,7 @@ def gated_delta_window(
         ValueError: The window is longer than ``MAX_WINDOW``.
     """
     num_rows, num_tokens, num_heads, value_width = value.shape
-    _require_short(num_tokens)
+    require_short(num_tokens)
     readers_NRK = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
     log_decay_NT = heads_first(g.float()[..., None], num_heads)[..., 0].cumsum(-1)
     decay_NTT = (log_decay_NT[:, :, None] - log_decay_NT[:, None]).exp().tril()
@@ -169,7 +169,7 @@ def kimi_delta_window(
         ValueError: The window is longer than ``MAX_WINDOW``.
     """
     num_rows, num_tokens, num_heads, value_width = value.shape
-    _require_short(num_tokens)
+    require_short(num_tokens)
     readers_NRK = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
     log_decay_NTK = heads_first(g.float(), num_heads).cumsum(1)
     later_TT1 = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=g.device).triu(1)[..., None]
@@ -199,7 +199,8 @@ def _correct(read_NRV: Tensor, score_NRT: Tensor, value_NTV: Tensor, beta: Tenso
     )
 
 
-def _require_short(num_tokens: int) -> None:
+def require_short(num_tokens: int) -> None:
+    """Raise a ValueError for a window longer than ``MAX_WINDOW``."""
     if num_tokens > MAX_WINDOW:
         raise ValueError(f"window: {num_tokens} tokens; expected at most {MAX_WINDOW}. Split it into shorter windows.")
 

@@ -321,7 +321,8 @@ class WindowCache(Cache):
         attention = [one for one in self.layers if isinstance(one, AttentionStore)]
         self._kinds_with_mask = {one.kind for one in attention if one.needs_mask}
         recurrent = [one for one in self.layers if isinstance(one, RecurrentStore)]
-        self._recurrent = RecurrentLayers(recurrent, num_rows, dtype)
+        self.recurrent = RecurrentLayers(recurrent, num_rows, dtype)
+        """The recurrent layers among the layers."""
         stateless = [one for one in self.layers if type(one).__name__ == _STATELESS]
         self.converts = all(type(one) in (AttentionStore, RecurrentStore) or one in stateless for one in self.layers)
         """Whether windows may be computed in another dtype than the stored one."""
@@ -340,7 +341,7 @@ class WindowCache(Cache):
         # Recurrent layers and short convolutions of transformers read their padding from this key; no row has any.
         reads_padding = any(isinstance(layer, RecurrentStore | ConvolvedStore) for layer in self.layers)
         masks: dict[str, Tensor | None] = {"linear_attention": None} if reads_padding else {}
-        self._recurrent.begin(window)
+        self.recurrent.begin(window)
         for layer in self.layers:
             if isinstance(layer, AttentionStore):
                 layer.window = window
@@ -350,23 +351,23 @@ class WindowCache(Cache):
 
     def commit(self, num_kept_B: Tensor | None) -> None:
         """Keep the first ``num_kept_B`` tokens of each row's window; None keeps the whole window."""
-        self._recurrent.commit(num_kept_B)
+        self.recurrent.commit(num_kept_B)
 
     def keep_rows(self, rows_R: Tensor) -> None:
         """Keep these rows, in this order, and drop all others. Buffers move: a captured round is no longer valid."""
         for layer in self.layers:
             if isinstance(layer, AttentionStore | NgramStore):
                 layer.keep_rows(rows_R)
-        self._recurrent.keep_rows(rows_R)
+        self.recurrent.keep_rows(rows_R)
         self.num_rows = len(rows_R)
 
     def snapshot(self) -> States | None:
         """Return a copy of the recurrent layers' states; later windows overwrite them."""
-        return self._recurrent.snapshot()
+        return self.recurrent.snapshot()
 
     def restore(self, states: States | None) -> None:
         """Restore the states of a snapshot."""
-        self._recurrent.restore(states)
+        self.recurrent.restore(states)
 
 
 class _Room(NamedTuple):

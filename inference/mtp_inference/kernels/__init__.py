@@ -1,0 +1,1 @@
+"""Triton kernels for the rounds of a decoder: each replaces a chain of small operations by one launch."""
