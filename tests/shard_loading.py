@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from mtp_train.train.shard import layer_sharder
 from mtp_train.trunk.load import Trunk, load_trunk
 from tiny import family_of, tiny_trunk
 
-TIED = ", tied"
+TIED, HALF = ", tied", ", bfloat16"
+"""Ends of a case's name, which begins with the family's."""
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -118,9 +119,9 @@ def layer_bytes(module: nn.Module, itemsize: int) -> int:
     return itemsize * sum(parameter.numel() for parameter in module.parameters())
 
 
-def compare(case: str, directory: Path, dtype: torch.dtype, accelerator: RunAccelerator) -> dict[str, Any]:
+def compare(case: str, directory: Path, accelerator: RunAccelerator) -> dict[str, Any]:
     """Return in what a trunk loaded in shards differs from one that is sharded afterwards, and both peaks."""
-    name = case.removesuffix(TIED)
+    name, dtype = case.split(", ")[0], torch.bfloat16 if case.endswith(HALF) else torch.float32
     whole = tiny_trunk(name, tied=case.endswith(TIED))
     if accelerator.is_main_process:
         save_stripped(whole, directory / case)
@@ -160,21 +161,13 @@ def damaged(case: str, directory: Path, accelerator: RunAccelerator) -> list[str
     return accelerator.gather_items([said])
 
 
-def measure(cases: Sequence[str], directory: Path, accelerator: RunAccelerator) -> dict[str, Any]:
-    """Return what each process finds, by case and dtype."""
-    return {
-        f"{case}, {dtype}": accelerator.gather_items([compare(case, directory, dtype, accelerator)])
-        for case in cases
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-
-
 if __name__ == "__main__":
     pretend_to_have_gpus()
     joined = make_accelerator()
     into, *wanted = sys.argv[1:]
-    result: dict[str, Any] = {"compared": measure(wanted, Path(into).parent, joined)}
-    result["errors"] = damaged(wanted[0], Path(into).parent, joined)
+    beside = Path(into).parent
+    compared = {case: joined.gather_items([compare(case, beside, joined)]) for case in wanted}
+    result = {"compared": compared, "errors": damaged(wanted[0], beside, joined)}
     if joined.is_main_process:
         Path(into).write_text(json.dumps(result))
     joined.wait_for_everyone()
