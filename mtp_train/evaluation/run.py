@@ -27,7 +27,7 @@ from mtp_train.evaluation.arms import (
 from mtp_train.evaluation.assemble import Measured, assemble
 from mtp_train.evaluation.cells import ArmCosts, Latency, StudyReport, load_study
 from mtp_train.evaluation.costs import head_costs, measure_latency
-from mtp_train.evaluation.decoding import Prompts, RecordTable, decode_prompts, num_decodings
+from mtp_train.evaluation.decoding import Prompts, RecordTable, decode_prompts, joined, num_decodings
 from mtp_train.evaluation.dense import DenseRows, dense_rows
 from mtp_train.evaluation.grid import Grid, grid_prompts
 from mtp_train.evaluation.prompt_records import Decoded, Setting, TaskPrompt
@@ -56,6 +56,20 @@ DENSE_SEQ_LEN_TOKENS = 8192
 
 
 @dataclass(frozen=True)
+class Processes:
+    """The processes that decode a study's prompts together, every n-th prompt each."""
+
+    index: int
+    """Number of this process; 0 measures all that is not decoding."""
+    count: int
+    gather: Callable[[list[Any]], list[Any]]
+    """Returns the items of all processes, in their order; all of them must call it."""
+
+
+ALONE = Processes(0, 1, lambda own: own)
+
+
+@dataclass(frozen=True)
 class _Study:
     grid: Grid
     store: Store
@@ -65,6 +79,7 @@ class _Study:
     served: Served | None = None
     served_trunk: str | None = None
     """Location of the served model's trunk."""
+    processes: Processes = ALONE
 
 
 @dataclass(frozen=True)
@@ -123,7 +138,12 @@ def run_study(
 
 
 def measure_study(
-    specs: Sequence[ArmSpec], grid: Grid, out: Path, progress: Progress, prompts: Sequence[TaskPrompt]
+    specs: Sequence[ArmSpec],
+    grid: Grid,
+    out: Path,
+    progress: Progress,
+    prompts: Sequence[TaskPrompt],
+    processes: Processes = ALONE,
 ) -> Measured:
     """Measure arms on given prompts, without latency and prefill, for a caller that assembles the report itself.
 
@@ -133,16 +153,28 @@ def measure_study(
         out: As for :func:`run_study`.
         progress: Shows progress bars.
         prompts: The prompts to decode.
+        processes: The processes, each of which must call this. Figures do not depend on their number, speeds excepted.
+
+    Returns:
+        The measurements; without arms for all processes but the first.
 
     Raises:
         MtpError: An arm cannot be measured, or ``out`` contains other files.
     """
     arms = _open(specs)
-    store = Store(out, _identity(arms, grid, False, prompts, None))
-    store.require_inputs(_inputs(arms, None), progress)
-    _require_sound(arms, progress)
-    store.hash_inputs(progress)
-    return _measure_all(arms, _Study(grid, store, progress, False, prompts))
+    identity = _identity(arms, grid, False, prompts, None)
+    if processes.index == 0:
+        store = Store(out, identity)
+        store.require_inputs(_inputs(arms, None), progress)
+        _require_sound(arms, progress)
+        store.hash_inputs(progress)
+        if processes.count > 1:
+            store.claim()
+    # The others write into the directory once it is claimed.
+    processes.gather([])
+    if processes.index > 0:
+        store = Store(out, identity, processes.index)
+    return _measure_all(arms, _Study(grid, store, progress, False, prompts, processes=processes))
 
 
 def _open(specs: Sequence[ArmSpec]) -> list[OpenArm]:
@@ -267,6 +299,8 @@ def _measure(study: _Study, loaded: _Loaded, found: Measured) -> None:
     weight = loaded.trunk.lm_head_VD
     found.facts = {"dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
     decoded = _decode(study, loaded).decoded
+    if study.processes.index > 0:
+        return
     plain = decoded[loaded.plain_name]
     dense = {name: _dense(study, loaded, name, plain) for name in loaded.heads}
     # The trunk's entropy is the same with any head, and plain decoding has no head to measure it with.
@@ -285,19 +319,26 @@ def _measure(study: _Study, loaded: _Loaded, found: Measured) -> None:
 
 
 def _decode(study: _Study, loaded: _Loaded) -> RecordTable:
-    settings = study.grid.settings()
-    total = num_decodings(len(loaded.drafting), loaded.prompts, settings)
+    """Decode this process's share of the prompts, and return the records of all."""
+    settings, processes = study.grid.settings(), study.processes
+    own = {context: some[processes.index :: processes.count] for context, some in loaded.prompts.items()}
+    total = num_decodings(len(loaded.drafting), own, settings)
     task = study.progress.add_task(f"decoding with {loaded.name}", total=total)
-    return decode_prompts(
+    found = decode_prompts(
         loaded.trunk,
         loaded.drafting,
-        loaded.prompts,
+        own,
         settings,
         study.grid.options(loaded.eos_ids),
         plain_arm=loaded.plain_name,
         store=study.store,
         on_prompt=partial(study.progress.advance, task),
     )
+    tables = processes.gather([found])
+    if len(tables) == 1:
+        return found
+    # Only prompts that are given are shared, and those are decoded as they are.
+    return joined(tables, [prompt.id for prompt in loaded.prompts[None]])
 
 
 def _dense(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from mtp_train.weights.writing import LOCK_FILE, write_json
 
 STUDY_FILE = "study.json"
 MEASURED = "measured"
+_WRITER = re.compile(r"(\.\d+)?\.jsonl")
 
 
 class Store:
@@ -38,14 +40,17 @@ class Store:
     Args:
         out: The directory.
         identity: Arms, grid and options as plain JSON. A directory with another identity is refused.
+        writer: Number of this process. Several may write at a time once the first one, 0, has claimed the directory;
+            each appends to files of its own, and reads those of all.
 
     Raises:
         OutputExistsError: The directory contains another study, or other files.
     """
 
-    def __init__(self, out: Path, identity: dict[str, Any]) -> None:
+    def __init__(self, out: Path, identity: dict[str, Any], writer: int = 0) -> None:
         self.out = out
         self.identity = identity
+        self._suffix = f".{writer}.jsonl" if writer else ".jsonl"
         self._inputs: Loaders = {}
         self._records: Records = {}
         _require_ours(out, identity)
@@ -84,17 +89,20 @@ class Store:
 
     def read(self, arm: str, setting: Setting) -> dict[str, Decoded]:
         """Return the records of an arm and setting by prompt id, without an incomplete last line."""
-        path = self._decoded(arm, setting)
-        if not path.is_file():
-            return {}
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        whole = [Decoded.from_json(json.loads(line)) for line in lines if line.endswith("\n")]
-        return {one.prompt_id: one for one in whole}
+        found: dict[str, Decoded] = {}
+        for path in self._of(arm).glob(f"{setting.slug}*.jsonl"):
+            # The slug of another setting may begin with this one.
+            if _WRITER.fullmatch(path.name.removeprefix(setting.slug)) is None:
+                continue
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            whole = [Decoded.from_json(json.loads(line)) for line in lines if line.endswith("\n")]
+            found |= {one.prompt_id: one for one in whole}
+        return found
 
     def add(self, arm: str, setting: Setting, decoded: Iterable[Decoded]) -> None:
         """Append records."""
         self._claim(arm)
-        path = self._decoded(arm, setting)
+        path = self._of(arm) / f"{setting.slug}{self._suffix}"
         with path.open("a+b") as file:
             _drop_partial_line(file)
             file.writelines(f"{json.dumps(one.to_json())}\n".encode() for one in decoded)
@@ -103,9 +111,6 @@ class Store:
         """Return the path of another file of an arm."""
         self._claim(arm)
         return self._of(arm) / name
-
-    def _decoded(self, arm: str, setting: Setting) -> Path:
-        return self._of(arm) / f"{setting.slug}.jsonl"
 
     def _of(self, arm: str) -> Path:
         # The arm of a run's head is named RUN/head.

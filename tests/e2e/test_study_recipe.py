@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,8 +174,30 @@ def test_check_plans_for_all_heads_and_the_fine_tune(inputs: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_two_processes_measure_the_arms_as_one_does(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(unbroken, run_dir)
+    recorded = run_dir / "recipe.yaml"
+    recorded.write_text(recorded.read_text().replace(str(unbroken), str(run_dir)))
+    for measured in ("grid", "home"):
+        shutil.rmtree(run_dir / measured)
+    for finished in ("outcome.json", "report.json"):
+        (run_dir / finished).unlink()
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **at_home(inputs))
+    done = launch("cpu_ddp.yaml", recipe, run_dir, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    assert stable(load_study(run_dir / "report.json")) == stable(load_study(unbroken / "report.json"))
+    # Each decoded its share of every arm's prompts.
+    shares = [
+        len(path.read_text().splitlines()) for path in sorted((run_dir / "grid" / "measured" / "graft").glob("t0-*"))
+    ]
+    assert len(shares) == 2
+    assert abs(shares[0] - shares[1]) <= 1
+
+
+@pytest.mark.slow
 def test_two_processes_make_the_study_of_one(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
-    """The drift curve is fine-tuned on one of them, while the other is gone."""
+    """The drift curve is fine-tuned on one of them, while the other waits."""
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **at_home(inputs))
     done = launch("cpu_ddp.yaml", recipe, tmp_path / "run", ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ import pytest
 from rich.progress import Progress
 
 from mtp_train.errors import ChangedInputError, OutputExistsError
+from mtp_train.evaluation.prompt_records import Decoded, Setting
 from mtp_train.evaluation.store import Store
 from mtp_train.weights.identity import directory_files
 
@@ -66,3 +67,34 @@ def test_a_record_that_a_kill_left_without_its_claim_is_not_the_next_ones(tmp_pa
     directory(trunk, "1")
     with pytest.raises(ChangedInputError, match=r"a: trunk \(.*trunk\): model\.safetensors; expected"):
         opened(tmp_path / "out", arm(), trunk)
+
+
+def record(prompt_id: str) -> Decoded:
+    return Decoded(
+        prompt_id=prompt_id,
+        group="g",
+        task="t",
+        prompt_tokens=3,
+        token_ids=(1, 2),
+        drafted=(1,),
+        accepted=(1,),
+        seconds_prefill=0.0,
+        seconds_decode=0.0,
+        same_as_plain=None,
+    )
+
+
+def test_several_processes_write_and_each_reads_all(tmp_path: Path) -> None:
+    first = Store(tmp_path, arm())
+    first.claim()
+    second = Store(tmp_path, arm(), writer=1)
+    setting = Setting(1.0, None, 3, "argmax")
+    # A setting whose file names begin with the other one's.
+    filtered = Setting(1.0, None, 3, "argmax", 0.9)
+    first.add("a", setting, [record("p0")])
+    second.add("a", setting, [record("p1")])
+    second.add("a", filtered, [record("p2")])
+    for number in (0, 1, 7):
+        store = Store(tmp_path, arm(), writer=number)
+        assert sorted(store.read("a", setting)) == ["p0", "p1"]
+        assert sorted(store.read("a", filtered)) == ["p2"]

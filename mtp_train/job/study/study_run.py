@@ -16,10 +16,10 @@ from rich.progress import Progress
 from mtp_inference.opening import OWN
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.arms import ArmSpec
-from mtp_train.evaluation.assemble import assemble
+from mtp_train.evaluation.assemble import Measured, assemble
 from mtp_train.evaluation.cells import DriftPoint, StudyReport
 from mtp_train.evaluation.grid import Grid
-from mtp_train.evaluation.run import measure_study
+from mtp_train.evaluation.run import Processes, measure_study
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.job.inputs import Inputs, gather_inputs
 from mtp_train.job.run_dir import PROVENANCE_FILE, Outcome, clear_leftovers, tell_precision
@@ -52,7 +52,7 @@ HEADS, GRID_DIR, HOME_DIR = "heads", "grid", "home"
 def run_study_stages(
     recipe: Recipe, run_dir: Path, accelerator: RunAccelerator, console: Console, progress: Progress, stage: Stage
 ) -> Outcome:
-    """Run all stages. Only the main process measures the drift curve and the arms, and prints."""
+    """Run all stages. The processes share training and the decoding of arms; the rest is the main process's."""
     study = section_of(recipe)
     inputs = gather_inputs(recipe, accelerator.num_processes, progress)
     tell_precision(recipe, accelerator.device, progress.console)
@@ -65,12 +65,13 @@ def run_study_stages(
     inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
     train_heads(recipe, study, run_dir, inputs, accelerator, progress, stage)
     accelerator.wait_for_everyone()
+    stage.name = "drift"
+    drift = draw_drift(recipe, study, run_dir, inputs, found, accelerator, progress) if main else ()
+    stage.name = "evaluate"
+    measured = measure_arms(recipe, study, run_dir, found, accelerator, progress)
     if not main:
         return Outcome(0, "done", "", "done")
-    stage.name = "drift"
-    drift = draw_drift(recipe, study, run_dir, inputs, found, accelerator, progress)
-    stage.name = "evaluate"
-    report = measure_arms(recipe, study, run_dir, found, drift, progress)
+    report = report_of(recipe, study, measured, found, drift)
     require_run_inputs(recipe, run_dir, progress)
     write_study(report, run_dir, read_json(run_dir / PROVENANCE_FILE))
     log_study(report, run_dir, recipe.track.project, recipe.track.wandb)
@@ -154,18 +155,28 @@ def measure_arms(
     study: StudySection,
     run_dir: Path,
     found: StudyInputs,
-    drift: tuple[DriftPoint, ...],
+    accelerator: RunAccelerator,
     progress: Progress,
-) -> StudyReport:
-    """Measure every arm on the same prompts, vanilla also on its own prompts, and test the claims."""
+) -> Measured:
+    """Measure every arm on the same prompts, and vanilla also on its own. Every process must call it."""
+    processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.gather_items)
     grid = grid_of(recipe, study)
-    measured = measure_study(arm_specs(recipe, study, run_dir), grid, run_dir / GRID_DIR, progress, found.prompts)
-    settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
+    specs = arm_specs(recipe, study, run_dir)
+    measured = measure_study(specs, grid, run_dir / GRID_DIR, progress, found.prompts, processes)
     if found.home:
         vanilla = ArmSpec(HOME, str(recipe.model.head_from), OWN, quantization=recipe.model.quantization)
-        at_home = measure_study([vanilla], grid, run_dir / HOME_DIR, progress, found.home)
+        at_home = measure_study([vanilla], grid, run_dir / HOME_DIR, progress, found.home, processes)
         measured.arms += [arm for arm in at_home.arms if arm.head is not None]
         measured.flags |= at_home.flags
+    return measured
+
+
+def report_of(
+    recipe: Recipe, study: StudySection, measured: Measured, found: StudyInputs, drift: tuple[DriftPoint, ...]
+) -> StudyReport:
+    """Compute the report of measured arms, and test the claims."""
+    grid = grid_of(recipe, study)
+    settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
     report = assemble(measured, grid, title=f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
     by_name = {arm.name: arm for arm in measured.arms}
 
