@@ -25,8 +25,8 @@ from triton.compiler import ASTSource
 import mtp_inference.decoder
 from mtp_inference import SpeculativeDecoder
 from mtp_inference.kernels import programs
+from mtp_inference.kernels.conv_delta import conv_in_torch, conv_window, delta_token, delta_window
 from mtp_inference.kernels.norms import FORMULAS, GATED_FORMULAS, NormFormula, rms_norm, rms_norm_in_torch
-from mtp_inference.kernels.recurrent import conv_in_torch, conv_window, delta_token, delta_window
 from mtp_inference.kernels.rotary import rotate, rotated_in_torch
 from tiny import tiny_head, tiny_trunk
 

@@ -21,7 +21,7 @@ from torch.nn.functional import softplus
 from mtp_inference.cache.delta import DeltaWindow, gated_delta_token, gated_delta_window, heads_first, kimi_delta_window
 from mtp_inference.cache.rows import select_rows
 from mtp_inference.cache.window import Window, announced
-from mtp_inference.kernels.recurrent import fused_conv, fused_delta_token, fused_delta_window
+from mtp_inference.kernels.conv_delta import fused_conv, fused_delta_token, fused_delta_window
 from mtp_train.families import Family
 from mtp_train.upstream.transformers_private import ACT2FN, LinearAttentionLayer
 

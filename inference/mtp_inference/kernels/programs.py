@@ -1,7 +1,7 @@
 """Triton programs of the decoder's fused operations, and the functions that launch them.
 
 Every program computes in fp32 and rounds where the torch operations that it replaces round. The torch functions beside
-the operations (``norms.py``, ``recurrent.py``, ``rotary.py``) state the arithmetic. Triton launches on the current
+the operations (``norms.py``, ``conv_delta.py``, ``rotary.py``) state the arithmetic. Triton launches on the current
 device, so each launch selects the device of its tensors.
 """
 
@@ -137,7 +137,7 @@ def conv_window_program(
 def launch_conv_window(
     before_BCW: Tensor, inputs_BCT: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`mtp_inference.kernels.recurrent.conv_window`."""
+    """See :func:`mtp_inference.kernels.conv_delta.conv_window`."""
     num_rows, channels, num_tokens = inputs_BCT.shape
     width = weight_CW.shape[-1]
     before_BCW, weight_CW = before_BCW.contiguous(), weight_CW.contiguous()
@@ -294,7 +294,7 @@ def _launch_delta(
 def launch_delta_window(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, normalises: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`mtp_inference.kernels.recurrent.delta_window`."""
+    """See :func:`mtp_inference.kernels.conv_delta.delta_window`."""
     num_rows, num_tokens, num_heads, value_width = value.shape
     key_NTK, correction_NTV, log_decay_NT1 = (
         state.new_empty(num_rows * num_heads, num_tokens, width) for width in (key.shape[-1], value_width, 1)
@@ -306,7 +306,7 @@ def launch_delta_window(
 def launch_delta_token(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, normalises: bool
 ) -> Tensor:
-    """See :func:`mtp_inference.kernels.recurrent.delta_token`."""
+    """See :func:`mtp_inference.kernels.conv_delta.delta_token`."""
     return _launch_delta(query, key, value, g, beta, state, normalises, None)
 
 

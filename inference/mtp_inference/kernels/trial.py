@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mtp_inference.cache.delta import gated_delta_token, gated_delta_window
+from mtp_inference.kernels.conv_delta import conv_in_torch, conv_window, delta_token, delta_window
 from mtp_inference.kernels.norms import FORMULAS, GATED_FORMULAS, rms_norm, rms_norm_in_torch
-from mtp_inference.kernels.recurrent import conv_in_torch, conv_window, delta_token, delta_window
 from mtp_inference.kernels.rotary import rotate, rotated_in_torch
 
 TOLERANCE = 1e-2
