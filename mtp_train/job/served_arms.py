@@ -13,13 +13,14 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rich.progress import Progress
 
 from mtp_train.evaluation.decoding import PLAIN
 from mtp_train.evaluation.settings import draft_depth
 from mtp_train.families import Family
-from mtp_train.families.engines import NAMED_BY, engine_commands
+from mtp_train.families.engines import NAMED_BY, EngineSupport, engine_commands
 from mtp_train.heads.build import HeadPlan, graft_plan, native_plan
 from mtp_train.job.export_run import write_export
 from mtp_train.job.inputs import Inputs
@@ -33,6 +34,7 @@ RETRAINED = "retrained"
 SERVE = "serve"
 """Directory of a run with the checkpoints to serve; removed after the verdict."""
 _DIGEST_CHARS = 8
+_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,21 @@ def served_arms(recipe: Recipe, run_dir: Path, inputs: Inputs, progress: Progres
     depth, retrained = draft_depth(recipe), _named(RETRAINED, {**inputs.contents, HEAD: head})
     baseline = _named(recipe.gate_baseline, inputs.contents)
     # Absolute: a server may be started from anywhere.
-    place = (run_dir / SERVE).resolve()
+    place, trunk_path = (run_dir / SERVE).resolve(), inputs.finetune.path.resolve()
     paths = {RETRAINED: place / retrained, "graft": place / baseline}
-    paths["native"] = inputs.finetune.path if inputs.adapter is None else place / baseline
+    paths["native"] = trunk_path if inputs.adapter is None else place / baseline
     # An MTP head is in the trunk's own checkpoint, which engines also serve without drafts.
-    paths[PLAIN] = paths[RETRAINED] if recipe.head.kind == "mtp" else inputs.finetune.path
+    paths[PLAIN] = paths[RETRAINED] if recipe.head.kind == "mtp" else trunk_path
     family = inputs.head_plan.family
 
     def arm(name: str, field: str, url: str, served_as: str) -> ServedArm:
-        commands = _commands(family, paths[name], inputs.finetune.path, 0 if name == PLAIN else depth, served_as)
+        found = engine_commands(_servers(family), str(paths[name]), 0 if name == PLAIN else depth)
+        # Draft models are served beside their trunk.
+        trunk = f" {shlex.quote(str(trunk_path))}"
+        commands = {
+            engine: f"{text.replace(' TRUNK', trunk)} {NAMED_BY[engine].format(served_as)} {_listening_at(url)}"
+            for engine, text in found.items()
+        }
         return ServedArm(name, f"gate.endpoint.{field}", url, served_as, paths[name], commands)
 
     return [
@@ -87,14 +95,16 @@ def _named(arm: str, contents: Mapping[str, Mapping[str, str]]) -> str:
     return f"{arm}-{digest.hexdigest()[:_DIGEST_CHARS]}"
 
 
-def _commands(family: Family, path: Path, trunk: Path, depth: int, name: str) -> dict[str, str]:
-    supported = {engine: one for engine, one in family.serving.items() if engine in NAMED_BY and one.supported}
-    found = engine_commands(supported, str(path), depth)
-    return {
-        # Draft models are served beside their trunk.
-        engine: f"{text.replace('TRUNK', shlex.quote(str(trunk)))} {NAMED_BY[engine].format(name)}"
-        for engine, text in found.items()
-    }
+def _listening_at(url: str) -> str:
+    """Return the options, the same for all engines, with which a server listens at an address."""
+    place = urlsplit(url)
+    port = place.port or (443 if place.scheme == "https" else 80)
+    # SGLang and llama.cpp are reached from their own machine only by default.
+    return f"--port {port}" if place.hostname in _LOCAL else f"--host 0.0.0.0 --port {port}"
+
+
+def _servers(family: Family) -> dict[str, EngineSupport]:
+    return {engine: one for engine, one in family.serving.items() if engine in NAMED_BY and one.supported}
 
 
 def write_served(recipe: Recipe, run_dir: Path, inputs: Inputs, arms: Sequence[ServedArm], progress: Progress) -> None:

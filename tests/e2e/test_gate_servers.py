@@ -23,6 +23,7 @@ from openai_server import Reply, Served, openai_server
 from runs import GETS_NO_BETTER, LEARNS, run_quietly, tiny_recipe, write_inputs, write_recipe
 
 DEPTH = 2
+# Nothing listens there.
 CLOSED = "http://127.0.0.1:9/v1"
 ARMS = ["graft", "retrained"]
 FIGURES = ("tau", "tau_ci95", "acceptance_rate", "marginal", "conditional", "rounds", "prompts", "groups", "head")
@@ -98,8 +99,8 @@ def test_a_run_without_its_servers_says_how_to_start_them(inputs: Path, trained:
         path = (trained / "serve" / names[arm]).resolve()
         assert f"gate.endpoint.{field}: {CLOSED} does not answer; expected {names[arm]}." in told["message"]
         command = f"vllm serve {path} --speculative-config '.*\"num_speculative_tokens\":{DEPTH}}}'"
-        assert re.search(f"{command} --served-model-name {names[arm]}", told["message"])
-        assert re.search(f"sglang.launch_server .*--served-model-name {names[arm]}", told["message"])
+        assert re.search(f"{command} --served-model-name {names[arm]} --port 9\n", told["message"])
+        assert re.search(f"sglang.launch_server .*--served-model-name {names[arm]} --port 9\n", told["message"])
     assert told["message"].endswith("Then run the same command again; on any machine that has the run.")
 
 
