@@ -72,6 +72,8 @@ class _Question:
         found = {setting: self.store.read(one.name, setting) for setting in self.settings_of(one.arm)}
         if any(prompt.id not in records for records in found.values() for prompt in self.prompts):
             return None
+        if _recorded(self.store, one) is None:
+            return None
         return {setting: [records[prompt.id] for prompt in self.prompts] for setting, records in found.items()}
 
 
@@ -190,8 +192,10 @@ def _measure(asked: _Question, one: ServedArm, endpoint: Endpoint, progress: Pro
             f"{one.name}; expected one server for all of them. Start that one, or remove "
             f"{asked.store.out} to ask for all of them again."
         )
+    # Also of a server that goes on: it may have been started again with another number of drafts.
+    found = greedy_starts(asking, asked.prompts, 0 if one.arm == PLAIN else draft_depth(asked.recipe))
     if earlier is None:
-        starts = {prompt: list(tokens) for prompt, tokens in greedy_starts(asking, asked.prompts).tokens.items()}
+        starts = {prompt: list(tokens) for prompt, tokens in found.tokens.items()}
         write_json(asked.store.file(one.name, SERVER_FILE), asdict(replace(now, starts=starts)))
     settings = asked.settings_of(one.arm)
     bar = progress.add_task(f"asking {one.name}", total=len(settings) * len(asked.prompts))

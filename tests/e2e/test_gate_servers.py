@@ -180,8 +180,10 @@ def test_another_number_of_drafts_is_refused(inputs: Path, trained: Path, tmp_pa
     run_dir = copied(trained, tmp_path / "run")
     place = run_dir / "serve" / names_of(run_dir)["retrained"]
     for depth in (1, 3):
-        told = refusal(inputs, copied(run_dir, tmp_path / f"{depth}"), {"retrained": engine(place, depth=depth)})
+        told = refusal(inputs, run_dir, {"retrained": engine(place, depth=depth)})
         assert f"drafts {depth} tokens a round; expected {DEPTH}" in told
+        # Nothing of it is kept for the server that comes next.
+        assert not list((run_dir / "servers").glob("measured/*/*"))
     told = refusal(inputs, run_dir, {"retrained": engine(place, drafts=False)})
     assert "does not report the rounds of a response" in told
 
@@ -226,7 +228,7 @@ def test_an_interrupted_arm_goes_on_with_the_same_server_only(inputs: Path, trai
     assert "is sglang 4.5.6, and vllm 1.2.3 answered the first prompts" in told
     again = engine(place)
     refusal(inputs, run_dir, {"retrained": again})
-    assert len(again.results) == 1 + 8 - prompts_before
+    assert len(again.results) == 1 + 8 + 8 - prompts_before
 
 
 def test_without_a_baseline_drafts_must_pay(inputs: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from mtp_train.evaluation.served.measure import is_exact, require_own
 from mtp_train.evaluation.served.metrics import NOTHING, SpecCounts
 from mtp_train.evaluation.store import Store
 
-START_PROMPTS, START_TOKENS = 16, 8
+START_PROMPTS, START_TOKENS, PROBE_TOKENS = 16, 8, 16
 MIN_SAME_STARTS = 0.5
 """Least share of prompts whose greedy responses begin with the same tokens on two servers of one trunk. Rounding may
 change a token at a near tie; another trunk changes nearly all beginnings."""
@@ -38,17 +38,18 @@ class Starts:
         return same / len(common) if common else 1.0
 
 
-def greedy_starts(asking: Asking, prompts: Sequence[TaskPrompt]) -> Starts:
-    """Ask for the beginnings of greedy responses to some prompts.
+def greedy_starts(asking: Asking, prompts: Sequence[TaskPrompt], depth: int) -> Starts:
+    """Ask for the beginnings of greedy responses to some prompts, and check the server's drafts before any is kept.
 
     Raises:
-        DataError: The server refuses a prompt.
+        DataError: The server refuses a prompt, or does not draft ``depth`` tokens a round.
     """
-    found = {}
+    records = []
     for prompt in prompts[:START_PROMPTS]:
-        block = asking.block([prompt], Sampling(), START_TOKENS, _nothing)
-        found[prompt.id] = _answered(asking, block).token_ids
-    return Starts(found)
+        block = asking.block([prompt], Sampling(), PROBE_TOKENS, _nothing)
+        records.append(served_record(asking, block, prompt, depth))
+    require_depth(asking.endpoint.url, records, depth)
+    return Starts({one.prompt_id: one.token_ids[:START_TOKENS] for one in records})
 
 
 def measure_arm(
@@ -86,7 +87,6 @@ def measure_arm(
                 store.add(arm, setting, [stored[prompt.id]])
             on_prompt()
         found[setting] = [stored[prompt.id] for prompt in prompts]
-        _require_depth(asking, found[setting], setting.depth)
     return found
 
 
@@ -157,7 +157,7 @@ def _counts(asking: Asking, block: Block, depth: int) -> SpecCounts:
             "a histogram or a counter for each position. Use a newer release of the server."
         )
     if counts.draft_tokens > counts.rounds * depth:
-        _refuse_depth(asking, -(-counts.draft_tokens // counts.rounds), depth)
+        _refuse_depth(asking.endpoint.url, -(-counts.draft_tokens // counts.rounds), depth)
     return counts
 
 
@@ -190,15 +190,19 @@ def _spread(draft_tokens: int, accepted: Sequence[int], depth: int) -> list[int]
     return drafted
 
 
-def _require_depth(asking: Asking, records: Sequence[Decoded], depth: int) -> None:
-    """Check that a server drafts as many tokens a round as the settings say. Near the end of a text it drafts fewer."""
+def require_depth(url: str, records: Sequence[Decoded], depth: int) -> None:
+    """Check that a server drafted as many tokens a round as the settings say. Near the end of a text it drafts fewer.
+
+    Raises:
+        DataError: It drafted more or fewer.
+    """
     found = max((number for one in records for number in one.drafted), default=0)
     if found != depth and any(len(one.token_ids) > 1 for one in records):
-        _refuse_depth(asking, found, depth)
+        _refuse_depth(url, found, depth)
 
 
-def _refuse_depth(asking: Asking, found: int, depth: int) -> None:
+def _refuse_depth(url: str, found: int, depth: int) -> None:
     raise DataError(
-        f"gate.endpoint: {asking.endpoint.url} drafts {found} tokens a round; expected {depth} (evaluate.depth, or "
+        f"gate.endpoint: {url} drafts {found} tokens a round; expected {depth} (evaluate.depth, or "
         "head.num_depths). Start it with the printed command."
     )
