@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,20 @@ def start(
         check=False,
         timeout=DEADLINE_SECONDS,
     )
+
+
+def told_by(program: str, *words: object, env: Mapping[str, str]) -> Any:
+    """Run a program of this directory, and return the JSON document in its last line."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / program, *map(str, words)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def launch(machine: str, recipe: Path, run_dir: Path, **variables: str) -> subprocess.CompletedProcess[str]:

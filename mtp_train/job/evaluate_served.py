@@ -104,7 +104,7 @@ def evaluate_served(
         DataError: A server does not answer, or serves something else: the message has the commands that start it. Or a
             server cannot be measured, or the two are of different engines or trunks.
     """
-    arms = served_arms(recipe, run_dir, inputs, progress)
+    arms = served_arms(recipe, servers, run_dir, inputs, progress)
     write_served(recipe, run_dir, inputs, arms, progress)
     settings = [_by_server(one) for one in served_settings(recipe.evaluate, inputs.finetune, draft_depth(recipe))]
     prompts = [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.held_out]

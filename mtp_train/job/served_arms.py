@@ -25,7 +25,7 @@ from mtp_train.heads.build import HeadPlan, graft_plan, native_plan
 from mtp_train.job.export_run import write_export
 from mtp_train.job.inputs import Inputs
 from mtp_train.job.training import HEAD
-from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.schema import GateServers, Recipe
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.identity import directory_files, hash_inputs
 from mtp_train.weights.lora_merge import write_adapted
@@ -58,11 +58,10 @@ class ServedArm:
         return "\n".join(f"  {engine}: {command}" for engine, command in self.commands.items())
 
 
-def served_arms(recipe: Recipe, run_dir: Path, inputs: Inputs, progress: Progress) -> list[ServedArm]:
+def served_arms(
+    recipe: Recipe, servers: GateServers, run_dir: Path, inputs: Inputs, progress: Progress
+) -> list[ServedArm]:
     """Return the baseline and the retrained head of a run, in this order."""
-    servers = recipe.gate.endpoint
-    if servers is None:
-        return []
     head = hash_inputs({HEAD: directory_files(run_dir / HEAD)}, {}, progress)[HEAD].contents
     depth, retrained = draft_depth(recipe), _named(RETRAINED, {**inputs.contents, HEAD: head})
     baseline = _named(recipe.gate_baseline, inputs.contents)

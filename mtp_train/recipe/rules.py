@@ -485,8 +485,7 @@ def _servers_use_the_settings(recipe: Recipe) -> Iterator[str]:
 
 @_reads("model.tensor_parallel", "gate.endpoint", "data.regenerate")
 def _shared_trunks_decode(recipe: Recipe) -> Iterator[str]:
-    decodes = recipe.regenerates or recipe.gate.endpoint is None
-    if recipe.model.tensor_parallel not in (None, 1) and not decodes:
+    if recipe.model.tensor_parallel not in (None, 1) and not recipe.decodes:
         yield (
             f"model.tensor_parallel: {recipe.model.tensor_parallel} with gate.endpoint and no responses to generate: "
             "nothing decodes with the trunk; expected null. Write null."

@@ -600,3 +600,8 @@ class Recipe(Section):
     def regenerates(self) -> bool:
         """Whether the trunk generates the responses in the training text."""
         return self.data.regenerate is not None and self.data.regenerate.enabled
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a run decodes with the trunk, or checks a server's responses with it."""
+        return self.regenerates or self.gate.endpoint is None

@@ -6,16 +6,13 @@ Interpreted kernels cut bf16 off where a device rounds it.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launching import DEADLINE_SECONDS, ROOT, environment
+from launching import environment, told_by
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton: not installed")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -27,16 +24,7 @@ WRONG = 2**-6
 
 def of_kernels(*words: object, env: dict[str, str]) -> Any:
     """Return what ``fused_jobs.py`` found."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "fused_jobs.py", *map(str, words)],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return told_by("fused_jobs.py", *words, env=env)
 
 
 def check_agreement(found: dict[str, Any]) -> None:

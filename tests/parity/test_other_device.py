@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launching import DEADLINE_SECONDS, ROOT, environment
+from launching import environment, told_by
 from simulated_device import AVAILABLE, DEVICE
 from tiny import CACHE_KINDS
 
@@ -21,16 +19,7 @@ TELLING = ("full", "recurrent")
 
 def on_the_device(*words: object) -> Any:
     """Return what ``simulated_jobs.py`` found."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "simulated_jobs.py", *map(str, words)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return told_by("simulated_jobs.py", *words, env=environment())
 
 
 def test_a_tensor_of_the_cpu_is_refused_there() -> None:

@@ -6,7 +6,6 @@ Interpreted kernels cut bf16 off where a device rounds it.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from launching import COMMAND_LINE, DEADLINE_SECONDS, ROOT, environment, metrics
+from launching import COMMAND_LINE, DEADLINE_SECONDS, environment, metrics, told_by
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton: not installed")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -25,16 +24,7 @@ SAME, SAME_BF16 = 2e-5, 2**-7
 
 def of_kernels(*words: object, env: dict[str, str]) -> Any:
     """Return what ``triton_jobs.py`` found."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "triton_jobs.py", *map(str, words)],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return told_by("triton_jobs.py", *words, env=env)
 
 
 @pytest.fixture(scope="module")
