@@ -79,7 +79,7 @@ def convolutions(draw: Draw) -> dict[str, tuple[float, float]]:
     """Return how far windows are from torch's, and from torch's over other earlier inputs."""
     found = {}
     for num_tokens, activation, has_bias in ((4, "silu", False), (1, "", True), (8, "silu", True)):
-        before_BCW, inputs_BCT = draw(2, 300, 4), draw(2, num_tokens, 300).mT
+        before_BCW, inputs_BCT = draw(2, 4, 300).mT, draw(2, num_tokens, 300).mT
         weight_CW, bias_C = draw(300, 4), draw(300) if has_bias else None
         known, ours = programs.launch_conv_window(before_BCW, inputs_BCT, weight_CW, bias_C, activation)
         given = (inputs_BCT, weight_CW, bias_C, activation)

@@ -24,7 +24,7 @@ from mtp_inference.cache.window import Window
 from mtp_inference.drafters.drafter import Drafter, Place
 from mtp_inference.forward import prefill_chunks, window_states
 from mtp_inference.kernels.fused import FusedKernels
-from mtp_inference.prepacked import PrepackedLinears
+from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_inference.sampling.distributions import Sampling
 from mtp_train.trunk.load import Trunk
@@ -90,7 +90,7 @@ class Batch:
         prefill_chunk: Prompt tokens of one forward.
         num_stops: N.
         widening: Stages that run in fp32 on a trunk stored in fewer bits.
-        prepacked: Layers whose packed weights the rounds multiply with.
+        cpu_layers: Layers that rounds run by a faster forward.
         fused: Kernels that replace operations of the trunk and the head in rounds; None for torch's operations.
     """
 
@@ -103,12 +103,12 @@ class Batch:
         prefill_chunk: int,
         num_stops: int,
         widening: Widening = HELD,
-        prepacked: PrepackedLinears | None = None,
+        cpu_layers: CpuLayers | None = None,
         fused: FusedKernels | None = None,
     ) -> None:
         self.trunk = trunk
         self.widening = widening
-        self._prepacked = prepacked
+        self._cpu_layers = cpu_layers
         self.fused = fused
         self._scratch = Scratch()
         self.drafter = drafter
@@ -173,8 +173,8 @@ class Batch:
             ``BAD_DRAFTER`` if the logits that they were chosen from are not finite), the number of accepted drafts, and
             the number of drafts.
         """
-        prepacked = nullcontext() if self._prepacked is None else self._prepacked.used()
-        with self._widened(self.widening.rounds), prepacked, self._fusing():
+        cpu_layers = nullcontext() if self._cpu_layers is None else self._cpu_layers.used()
+        with self._widened(self.widening.rounds), cpu_layers, self._fusing():
             return self._round(plan)
 
     def _round(self, plan: RoundPlan) -> Tensor:
@@ -210,8 +210,8 @@ class Batch:
 
     def reset(self) -> None:
         """Make all rows inactive, before a session."""
-        if self._prepacked is not None:
-            self._prepacked.refresh()
+        if self._cpu_layers is not None:
+            self._cpu_layers.refresh()
         self.active_B.zero_()
         self.length_B.zero_()
         self.chooser.set_rows(slice(None), [Sampling()] * self.cache.num_rows)

@@ -38,7 +38,7 @@ from mtp_inference.opening import (
     refuse_images,
     require_own_head,
 )
-from mtp_inference.prepacked import PrepackedLinears
+from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.requests import Chunk, GenerationResult, MtpMode, Request, require_depth
 from mtp_inference.sampling.chooser import Chooser, DraftSampling
 from mtp_inference.sampling.distributions import Sampling
@@ -77,7 +77,7 @@ def make_batch(
     needs: Needs,
     draft_sampling: DraftSampling,
     prefill_chunk: int,
-    prepacked: PrepackedLinears | None = None,
+    cpu_layers: CpuLayers | None = None,
     fused: FusedKernels | None = None,
 ) -> Batch:
     """Build a batch with its buffers; at depth 0 it has no drafter."""
@@ -104,12 +104,12 @@ def make_batch(
     if drafting is not None and needs.depth:
         size = Size(needs.num_rows, needs.capacity, PENDING_PLACES + needs.depth + 1)
         drafter = drafting.make(trunk, size, needs.depth)
-    return Batch(trunk, drafter, chooser, cache, prefill_chunk, needs.num_stops, widening, prepacked, fused)
+    return Batch(trunk, drafter, chooser, cache, prefill_chunk, needs.num_stops, widening, cpu_layers, fused)
 
 
-def prepacked_linears(trunk: Trunk, drafting: DrafterMaker | None) -> PrepackedLinears:
-    """Return the layers of a trunk and of its head whose weights rounds on a CPU multiply packed."""
-    return PrepackedLinears(_models_of(trunk, drafting))
+def layers_on_cpu(trunk: Trunk, drafting: DrafterMaker | None) -> CpuLayers:
+    """Return the layers of a trunk and of its head that have a faster forward in rounds on a CPU."""
+    return CpuLayers(_models_of(trunk, drafting))
 
 
 def fused_kernels(trunk: Trunk, drafting: DrafterMaker | None) -> FusedKernels | None:
@@ -190,7 +190,7 @@ class SpeculativeDecoder:
         self.image_ids = frozenset(image_ids)
         self.costs = RoundCosts()
         self.acceptance = Acceptance()
-        self._prepacked = prepacked_linears(trunk, self.drafting)
+        self._cpu_layers = layers_on_cpu(trunk, self.drafting)
         self._fused = fused_kernels(trunk, self.drafting) if fuses else None
         self._rounds: Rounds | None = None
         self._needs_met: Needs | None = None
@@ -487,7 +487,7 @@ class SpeculativeDecoder:
             self._captured_before = self.captured_rounds
             self._rounds = None  # Free its buffers before allocating new ones.
             batch = make_batch(
-                self.trunk, self.drafting, needs, self.draft_sampling, self.prefill_chunk, self._prepacked, self._fused
+                self.trunk, self.drafting, needs, self.draft_sampling, self.prefill_chunk, self._cpu_layers, self._fused
             )
             why_not = partial(why_not_captured, self.trunk, needs.num_rows)
             self._rounds = Rounds(batch, captures=self._on_gpu and self.captures, why_not=why_not)

@@ -39,13 +39,13 @@ LAUNCHES = {
     "mixed": (312, 136),
     "latent": (651, 287),
     "indexed": (785, 316),
-    "channels": (724, 298),
+    "channels": (724, 304),
     "sinks": (518, 255),
     "mamba": (466, 236),
     "blocks": (684, 272),
     "compressed": (3356, 1994),
     "convolved": (967, 465),
-    "pools": (1751, 1207),
+    "pools": (1751, 1210),
     "ngrams": (1268, 576),
 }
 """Launches of a round of the tiny trunks with three drafts, or as many as the head has modules, and without drafts."""

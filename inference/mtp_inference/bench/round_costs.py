@@ -21,7 +21,7 @@ from mtp_inference.bench.subject import Subject
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.recurrent import RecurrentStore
 from mtp_inference.capture import round_up
-from mtp_inference.decoder import Needs, fused_kernels, make_batch, prepacked_linears, rounded_capacity
+from mtp_inference.decoder import Needs, fused_kernels, layers_on_cpu, make_batch, rounded_capacity
 from mtp_inference.drafters.drafter import Drafter, Place
 from mtp_inference.drafters.head_drafter import ChainedDrafter, RecursiveDrafter
 from mtp_inference.forward import PREFILL_CHUNK
@@ -188,9 +188,9 @@ def idle_batch(subject: Subject, num_rows: int, used: int, depth: int) -> tuple[
         num_stops=0,
         penalises=False,
     )
-    prepacked = prepacked_linears(trunk, subject.drafting)
+    cpu_layers = layers_on_cpu(trunk, subject.drafting)
     fused = fused_kernels(trunk, subject.drafting) if subject.fuses else None
-    batch = make_batch(trunk, subject.drafting, needs, "argmax", PREFILL_CHUNK, prepacked, fused)
+    batch = make_batch(trunk, subject.drafting, needs, "argmax", PREFILL_CHUNK, cpu_layers, fused)
     # Any: HeadDrafting builds a HeadDrafter, which the protocol's type does not show.
     drafter: Any = batch.drafter
     prompt_RT = torch.zeros(num_rows, 2, dtype=torch.long, device=device)

@@ -139,15 +139,25 @@ def gated_delta_token(
     num_rows, _, num_heads, value_width = value.shape
     readers_N2K = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
     query_N1K, key_N1K = readers_N2K[:, :1], readers_N2K[:, 1:]
-    beta_N11 = beta.float().reshape(-1, 1, 1)
     # view, not reshape: a copy would not be updated in place, so raise an error instead.
     state_NKV = initial_state.view(-1, *initial_state.shape[2:])
     # One decay rate for a head, or one for each key channel.
-    state_NKV.mul_(g.float().exp().reshape(len(state_NKV), -1, 1))
-    correction_N1V = (value.float().reshape(-1, 1, value_width) - key_N1K @ state_NKV) * beta_N11
-    state_NKV.baddbmm_(key_N1K.mT, correction_N1V)
-    output = (query_N1K @ state_NKV) * key.shape[-1] ** -0.5
-    return output.view(num_rows, 1, num_heads, value_width).to(query.dtype), initial_state
+    decay_NX1 = g.float().exp().reshape(len(state_NKV), -1, 1)
+    # The state is read once for the query and the key, before it decays: it is most of the memory traffic.
+    read_N2V = _decayed_read(readers_N2K, state_NKV, decay_NX1)
+    correction_N1V = value.float().reshape(-1, 1, value_width) - read_N2V[:, 1:]
+    correction_N1V *= beta.float().reshape(-1, 1, 1)
+    state_NKV.mul_(decay_NX1).addcmul_(key_N1K.mT, correction_N1V)
+    agreement_N11 = torch.linalg.vecdot(query_N1K, key_N1K)[..., None]
+    output_N1V = torch.addcmul(read_N2V[:, :1], correction_N1V, agreement_N11).mul_(key.shape[-1] ** -0.5)
+    return output_N1V.view(num_rows, 1, num_heads, value_width).to(query.dtype), initial_state
+
+
+def _decayed_read(readers_N2K: Tensor, state_NKV: Tensor, decay_NX1: Tensor) -> Tensor:
+    """Return what queries and keys read from a state after its decay, (N, 2, Vd)."""
+    if decay_NX1.shape[1] == 1:
+        return torch.bmm(readers_N2K, state_NKV).mul_(decay_NX1)
+    return torch.bmm(readers_N2K * decay_NX1.mT, state_NKV)
 
 
 def kimi_delta_window(
@@ -209,16 +219,17 @@ def _readers(query: Tensor, key: Tensor, num_heads: int, normalise: bool) -> Ten
     """Return queries and keys stacked, (N, 2T, Kd): the state is then read once, which is the main cost."""
     readers = torch.cat((query, key), dim=1).float()
     if normalise:
-        readers = readers * torch.rsqrt(readers.square().sum(-1, keepdim=True) + 1e-6)
+        readers = readers * torch.linalg.vecdot(readers, readers).add_(1e-6).rsqrt_()[..., None]
     return heads_first(readers, num_heads)
 
 
 def heads_first(part_BThX: Tensor, num_heads: int) -> Tensor:
     """Reshape (B, T, heads, X) to (B * num_heads, T, X); with fewer heads, each is repeated for consecutive heads."""
+    num_rows, num_tokens, heads, width = part_BThX.shape
     part_BhTX = part_BThX.transpose(1, 2)
-    if part_BhTX.shape[1] != num_heads:
-        part_BhTX = part_BhTX.repeat_interleave(num_heads // part_BhTX.shape[1], dim=1)
-    return part_BhTX.flatten(0, 1)
+    # Expanded and copied once: repeat_interleave takes several times as long on a CPU.
+    repeated = part_BhTX[:, :, None].expand(-1, -1, num_heads // heads, -1, -1)
+    return repeated.reshape(num_rows * num_heads, num_tokens, width)
 
 
 def _solve(lower_NTT: Tensor, right_NTV: Tensor) -> Tensor:

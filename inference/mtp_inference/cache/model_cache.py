@@ -82,9 +82,13 @@ class AttentionStore(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = announced(self.window)
-        slots_BT = window.slots_BT(self.size)
+        shared = window.shared_slots(self.size)
         for buffer, new in ((self.keys, key_states), (self.values, value_states)):
-            buffer[window.row_index_B1, :, slots_BT] = new.transpose(1, 2).to(buffer.dtype)
+            if shared is not None:
+                buffer[window.rows, :, shared] = new
+            else:
+                slots_BT = window.slots_BT(self.size)
+                buffer[window.row_index_B1, :, slots_BT] = new.transpose(1, 2).to(buffer.dtype)
         if window.keys_only and self.last_to_write:
             raise KeysWritten
         used = min(window.used, self.size)

@@ -136,24 +136,30 @@ def window_conv(
     """Run the causal convolution and its activation over the few tokens of a window.
 
     The function replaces transformers' ``causal_conv1d_fn``, hence the names. The caller reads only the last T outputs,
-    which belong to the window's tokens. General convolutions are slow at this size.
+    which belong to the window's tokens. General convolutions are slow at this size, and so are sums over the W taps of
+    a channel: the taps are added one after the other, each over all channels.
 
     Args:
-        hidden_states: Shape (B, C, N): the W inputs before the window, then the window's.
+        hidden_states: Shape (B, C, N): the W inputs before the window, then the window's. Fastest if the channels of a
+            position lie next to each other in memory.
         weight: Shape (C, W), one kernel per channel.
         bias: Shape (C,), added before the activation.
         activation: transformers' name of the activation; None for none.
 
     Returns:
-        Shape (B, C, N - W + 1).
+        Shape (B, C, N - W).
     """
-    taps_BCTW = hidden_states.unfold(2, weight.shape[-1], 1)
+    width = weight.shape[-1]
+    num_tokens = hidden_states.shape[-1] - width
     # Round once, as the replaced convolution does: with rounded products half of all bf16 texts differ from plain ones.
-    output_BCT = (taps_BCTW * weight[:, None].float()).sum(-1)
+    known_BNC, weight_WC = hidden_states.transpose(1, 2).float(), weight.t().float().contiguous()
+    output_BTC = known_BNC[:, 1 : num_tokens + 1] * weight_WC[0]
+    for tap in range(1, width):
+        output_BTC.addcmul_(known_BNC[:, tap + 1 : tap + num_tokens + 1], weight_WC[tap])
     if bias is not None:
-        output_BCT = output_BCT + bias[:, None]
-    output_BCT = output_BCT.to(hidden_states.dtype)
-    return output_BCT if activation is None else ACT2FN[activation](output_BCT)
+        output_BTC = output_BTC + bias
+    output_BTC = output_BTC.to(hidden_states.dtype)
+    return (output_BTC if activation is None else ACT2FN[activation](output_BTC)).transpose(1, 2)
 
 
 _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -199,7 +205,7 @@ class RecurrentStore(LinearAttentionLayer):
     """One recurrent layer with a convolution, with the cache interface of transformers' models.
 
     ``conv_BCW`` holds the last inputs of the convolution and ``state_BHKV`` the recurrent state, for all rows. Both are
-    views of the buffers that all layers share, and None until the first window is committed.
+    views of the buffers that all layers share (:class:`States`), and None until the first window is committed.
     """
 
     def __init__(self) -> None:
@@ -244,7 +250,8 @@ class RecurrentStore(LinearAttentionLayer):
             return conv_states
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size)
-        self._window_conv = torch.cat([before, conv_states], dim=-1)
+        # Positions first, as projections return them: channels then lie next to each other in memory.
+        self._window_conv = torch.cat([before.transpose(1, 2), conv_states.transpose(1, 2)], dim=1).transpose(1, 2)
         return self._window_conv
 
     def run_conv(self, inputs_BCT: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -281,7 +288,8 @@ class RecurrentStore(LinearAttentionLayer):
 class States(NamedTuple):
     """The states of all layers."""
 
-    conv_LBCW: Tensor
+    conv_LBWC: Tensor
+    """Inputs of the convolutions, with the channels of a position next to each other: see :func:`window_conv`."""
     state_LBHKV: Tensor
 
 
@@ -312,7 +320,7 @@ class RecurrentLayers:
         if not self.stores:
             return
         taken = [store.take_window() for store in self.stores]
-        conv = [inputs for inputs, _ in taken]
+        conv = [inputs_BCN.transpose(1, 2) for inputs_BCN, _ in taken]
         decided = [state for _, state in taken if isinstance(state, Tensor)]
         undecided = [state for _, state in taken if not isinstance(state, Tensor)]
         if undecided:
@@ -367,40 +375,40 @@ class RecurrentLayers:
                 "it under undecided_states()."
             )
         # Slice before stacking: the inputs of a long prompt are large.
-        conv_LBCW = torch.stack([inputs[..., window.num_tokens :] for inputs in conv])
-        states = self._states or self._allocate(conv_LBCW, state[0])
+        conv_LBWC = torch.stack([inputs_BNC[:, window.num_tokens :] for inputs_BNC in conv])
+        states = self._states or self._allocate(conv_LBWC, state[0])
         # In place, here and below: a captured round refers to these buffers by address.
-        states.conv_LBCW[:, window.rows] = conv_LBCW
+        states.conv_LBWC[:, window.rows] = conv_LBWC
         for ours_BHKV, new_BHKV in zip(states.state_LBHKV[:, window.rows], state, strict=True):
             # The rule for a single token updates the state in place.
             if new_BHKV.data_ptr() != ours_BHKV.data_ptr():
                 ours_BHKV.copy_(new_BHKV)
 
-    def _commit_undecided(self, conv_LBCN: Tensor, windows: Sequence[Undecided], num_kept_B: Tensor | None) -> None:
+    def _commit_undecided(self, conv_LBNC: Tensor, windows: Sequence[Undecided], num_kept_B: Tensor | None) -> None:
         window, states = announced(self._window), self._states
-        num_layers, num_rows, channels, _ = conv_LBCN.shape
+        num_layers, num_rows, _, channels = conv_LBNC.shape
         if states is None or num_rows != self.num_rows:
             raise RuntimeError("recurrent cache: undecided; expected a prefill of all rows first, and all rows now.")
         if num_kept_B is None:
-            num_kept_B = torch.full((num_rows,), window.num_tokens, device=conv_LBCN.device)
+            num_kept_B = torch.full((num_rows,), window.num_tokens, device=conv_LBNC.device)
         # The number of an inactive row may be out of range. From here on, layers are further rows.
         num_kept_R = num_kept_B.clamp(0, window.num_tokens).repeat(num_layers)
         state_RHKV = states.state_LBHKV.flatten(0, 1)
         windows[0].joined(windows, state_RHKV).commit(num_kept_R, state_RHKV)
-        taken_RW = num_kept_R[:, None] + torch.arange(states.conv_LBCW.shape[-1], device=conv_LBCN.device)
-        kept_RCW = conv_LBCN.flatten(0, 1).gather(2, taken_RW[:, None].expand(-1, channels, -1))
-        states.conv_LBCW.copy_(kept_RCW.view_as(states.conv_LBCW))
+        taken_RW = num_kept_R[:, None] + torch.arange(states.conv_LBWC.shape[2], device=conv_LBNC.device)
+        kept_RWC = conv_LBNC.flatten(0, 1).gather(1, taken_RW[..., None].expand(-1, -1, channels))
+        states.conv_LBWC.copy_(kept_RWC.view_as(states.conv_LBWC))
 
-    def _allocate(self, conv_LBCW: Tensor, state_BHKV: Tensor) -> States:
+    def _allocate(self, conv_LBWC: Tensor, state_BHKV: Tensor) -> States:
         def zeros(like: Tensor, shape: torch.Size) -> Tensor:
             return like.new_zeros(len(self.stores), self.num_rows, *shape)
 
-        conv_LBCW = conv_LBCW.to(self.conv_dtype or conv_LBCW.dtype)
-        self._states = States(zeros(conv_LBCW, conv_LBCW.shape[2:]), zeros(state_BHKV, state_BHKV.shape[1:]))
+        conv_LBWC = conv_LBWC.to(self.conv_dtype or conv_LBWC.dtype)
+        self._states = States(zeros(conv_LBWC, conv_LBWC.shape[2:]), zeros(state_BHKV, state_BHKV.shape[1:]))
         self._show(self._states)
         return self._states
 
     def _show(self, states: States) -> None:
         """Give each layer its part of the states."""
-        for store, conv_BCW, state_BHKV in zip(self.stores, *states, strict=True):
-            store.conv_BCW, store.state_BHKV = conv_BCW, state_BHKV
+        for store, conv_BWC, state_BHKV in zip(self.stores, *states, strict=True):
+            store.conv_BCW, store.state_BHKV = conv_BWC.transpose(1, 2), state_BHKV

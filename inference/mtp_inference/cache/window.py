@@ -58,6 +58,13 @@ class Window:
             self._slots[size] = self.positions_BT % size
         return self._slots[size]
 
+    def shared_slots(self, size: int) -> slice | None:
+        """Return the slots of the window if they are consecutive and the same in all rows, as far as the host knows."""
+        if self.start is None:
+            return None
+        first = self.start % size
+        return slice(first, first + self.num_tokens) if first + self.num_tokens <= size else None
+
     @property
     def num_tokens(self) -> int:
         """T."""

@@ -10,13 +10,14 @@ Shapes: R rows, D width.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
 MAX_WIDTH = 16384
@@ -86,6 +87,36 @@ def fused_norm(module: nn.Module) -> Callable[..., Tensor] | None:
 def _forward(module: nn.Module, eps: float, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
     output: Tensor = torch.ops.mtp_inference.rms_norm(x, module.weight, gate, eps, *formula)
     return output
+
+
+def brief_norm(module: nn.Module) -> Callable[..., Tensor] | None:
+    """Return a forward that computes a module on a CPU with few calls; None if it is no norm of a known formula.
+
+    A norm of a few rows takes the time of its calls, of which transformers' classes make eight or more. The forward
+    reads the module's weight at each call, and rounds where the module rounds.
+    """
+    if not _may_be_norm(module) or any(weight.device.type != "cpu" for weight in module.parameters()):
+        return None
+    formula = norm_formula(module)
+    return None if formula is None else partial(brief_forward, module._parameters, _epsilon(module), formula)
+
+
+def brief_forward(
+    parameters: Mapping[str, Tensor], eps: float, formula: NormFormula, x: Tensor, gate: Tensor | None = None
+) -> Tensor:
+    """Compute the norm of a module with these parameters; see :func:`rms_norm_in_torch` for the other arguments."""
+    weight_D = parameters["weight"]
+    if weight_D.dtype is not x.dtype:
+        return rms_norm_in_torch(x, weight_D, gate, eps, formula)
+    shape = weight_D.shape
+    if formula.rounds_first and x.dtype is not torch.float32:
+        scaled = weight_D * torch_rms_norm(x.float(), shape, None, eps).to(x.dtype)
+    else:
+        weight_D = weight_D.float()
+        scaled = torch_rms_norm(x.float(), shape, weight_D + formula.offset if formula.offset else weight_D, eps)
+    if gate is None:
+        return scaled.to(x.dtype)
+    return (scaled * _GATES[formula.activation](gate.float())).to(x.dtype)
 
 
 def _may_be_norm(module: nn.Module) -> bool:

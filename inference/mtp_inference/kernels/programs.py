@@ -92,6 +92,8 @@ def conv_window_program(
     known_ptr,
     output_ptr,
     before_row_stride,
+    before_channel_stride,
+    before_place_stride,
     inputs_row_stride,
     inputs_channel_stride,
     inputs_token_stride,
@@ -106,7 +108,7 @@ def conv_window_program(
     row = tl.program_id(0).to(tl.int64)
     channel_C = tl.program_id(1) * size + tl.arange(0, size)
     is_inside_C = channel_C < channels
-    before_ptr += row * before_row_stride + channel_C * width
+    before_ptr += row * before_row_stride + channel_C * before_channel_stride
     inputs_ptr += row * inputs_row_stride + channel_C * inputs_channel_stride
     known_ptr += (row * channels + channel_C) * (width + num_tokens)
     for token in tl.static_range(num_tokens):
@@ -114,7 +116,8 @@ def conv_window_program(
         for tap in tl.static_range(width):
             # The tap of the window's own token is the last one.
             if token + 1 + tap < width:
-                input_C = tl.load(before_ptr + token + 1 + tap, mask=is_inside_C, other=0.0)
+                offset = (token + 1 + tap) * before_place_stride
+                input_C = tl.load(before_ptr + offset, mask=is_inside_C, other=0.0)
             else:
                 offset = (token + 1 + tap - width) * inputs_token_stride
                 input_C = tl.load(inputs_ptr + offset, mask=is_inside_C, other=0.0)
@@ -130,7 +133,7 @@ def conv_window_program(
         own_C = tl.load(inputs_ptr + token * inputs_token_stride, mask=is_inside_C, other=0.0)
         tl.store(known_ptr + width + token, own_C.to(known_ptr.dtype.element_ty), mask=is_inside_C)
     for place in tl.static_range(width):
-        earlier_C = tl.load(before_ptr + place, mask=is_inside_C, other=0.0)
+        earlier_C = tl.load(before_ptr + place * before_place_stride, mask=is_inside_C, other=0.0)
         tl.store(known_ptr + place, earlier_C.to(known_ptr.dtype.element_ty), mask=is_inside_C)
 
 
@@ -140,7 +143,7 @@ def launch_conv_window(
     """See :func:`mtp_inference.kernels.conv_delta.conv_window`."""
     num_rows, channels, num_tokens = inputs_BCT.shape
     width = weight_CW.shape[-1]
-    before_BCW, weight_CW = before_BCW.contiguous(), weight_CW.contiguous()
+    weight_CW = weight_CW.contiguous()
     dtype = torch.result_type(before_BCW, inputs_BCT)
     known_BCN = inputs_BCT.new_empty(num_rows, channels, width + num_tokens, dtype=dtype)
     output_BTC = inputs_BCT.new_empty(num_rows, num_tokens, channels, dtype=dtype)
@@ -152,7 +155,7 @@ def launch_conv_window(
             weight_CW if bias_C is None else bias_C,
             known_BCN,
             output_BTC,
-            before_BCW.stride(0),
+            *before_BCW.stride(),
             *inputs_BCT.stride(),
             channels,
             num_tokens,
