@@ -21,10 +21,10 @@ from torch import Tensor
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.cache.rows import keep_rows_of
 from mtp_inference.cache.window import Window
+from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.drafters.drafter import Drafter, Place
 from mtp_inference.forward import prefill_chunks, window_states
 from mtp_inference.kernels.fused import FusedKernels
-from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_inference.sampling.distributions import Sampling
 from mtp_train.trunk.load import Trunk

@@ -22,6 +22,7 @@ from mtp_inference.batch import Batch, choose_widening
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.capture import Rounds
 from mtp_inference.capture_probe import why_not_captured
+from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.depth import Acceptance, DepthController, RoundCosts
 from mtp_inference.drafters.drafter import DrafterMaker, Size
 from mtp_inference.drafters.head_drafter import HeadDrafting
@@ -38,7 +39,6 @@ from mtp_inference.opening import (
     refuse_images,
     require_own_head,
 )
-from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.requests import Chunk, GenerationResult, MtpMode, Request, require_depth
 from mtp_inference.sampling.chooser import Chooser, DraftSampling
 from mtp_inference.sampling.distributions import Sampling
