@@ -7,8 +7,9 @@ Figures are tokens per second of the process's CPU time: medians over repeats in
 range. Ratios are taken within a repeat. Prefill does not count, except with ``auto``. Decoding is greedy, and no token
 ends a text.
 
-- A Qwen3.5-shaped model of 64 million random weights decodes at batch 1 and 8, in fp32, and in bf16 where the CPU
-  multiplies bf16 natively. A draft is right with a set probability (``ACCEPTANCE``); its cost is the head's.
+- Qwen3.5-shaped models of random weights decode in fp32, and in bf16 where the CPU multiplies bf16 natively: one of 64
+  million weights at batch 1 and 8, and one of 570 million at batch 1. A draft is right with a set probability
+  (``ACCEPTANCE``); its cost is the head's.
 - A tiny GLM, trained here with its head, drafts for itself in our decoder and in transformers (``use_mtp=True``).
 - ``auto`` decodes eight texts of different lengths, of which some or all accept no draft.
 
@@ -28,8 +29,10 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
+from itertools import product
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import gguf
@@ -62,7 +65,8 @@ from mtp_train.trunk.precision import bf16_support
 CPU = torch.device("cpu")
 ACCEPTANCE = 0.8
 DEPTHS = (0, 1, 2, 3)
-BATCHES = (1, 8)
+GLM_DEPTHS = (0, 1, 2, 3, 5, 7)
+"""Nearly every draft of the trained model is right, so that deep drafts pay."""
 SPEEDS = "tokens_per_second_by_repeat"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 UNKNOWN_TOKEN = -1
@@ -83,7 +87,8 @@ RECURRENT = {
 class Sizes(NamedTuple):
     """Sizes of the measurements."""
 
-    shape: str = "64m"
+    batches: Mapping[str, Sequence[int]] = MappingProxyType({"64m": (1, 8), "570m": (1,)})
+    """Shape to its batch sizes. ``auto`` decodes with the first shape."""
     prompt_tokens: int = 32
     new_tokens: int = 49
     ragged_tokens: int = 128
@@ -91,7 +96,7 @@ class Sizes(NamedTuple):
     repeats: int = 5
 
 
-SMALL = Sizes("tiny-qwen", 2, 3, 4, 1, 1)
+SMALL = Sizes({"tiny-qwen": (1, 8)}, 2, 3, 4, 1, 1)
 RAGGED: Mapping[str, Sequence[float]] = {
     "no row accepts": (0.0,) * 8,
     "one row accepts nothing": (0.0, *(ACCEPTANCE,) * 7),
@@ -197,11 +202,11 @@ def _converted(key: str, value: Tensor, norm_offset: float) -> Tensor:
     return value
 
 
-def plan_of(sizes: Sizes, acceptance: float | None) -> Plan:
-    """Return the settings of the cells."""
+def plan_of(sizes: Sizes, acceptance: float | None, depths: tuple[int, ...], batches: Sequence[int]) -> Plan:
+    """Return the settings of the cells of one model."""
     return Plan(
-        depths=DEPTHS,
-        batches=BATCHES,
+        depths=depths,
+        batches=tuple(batches),
         prompt_lengths=(sizes.prompt_tokens,),
         new_tokens=sizes.new_tokens,
         repeats=sizes.repeats,
@@ -213,21 +218,21 @@ def plan_of(sizes: Sizes, acceptance: float | None) -> Plan:
     )
 
 
-def decode_cells(subject: Subject, precision: str, sizes: Sizes, others: Sequence[Arm]) -> list[Row]:
-    """Measure the shape at every batch size, with forced drafts."""
-    plan = plan_of(sizes, ACCEPTANCE)
+def decode_cells(subject: Subject, shape: str, precision: str, sizes: Sizes, others: Sequence[Arm]) -> list[Row]:
+    """Measure a shape at its batch sizes, with forced drafts."""
+    plan = plan_of(sizes, ACCEPTANCE, DEPTHS, sizes.batches[shape])
     prompts = Prompts(None, subject.text, plan.seed)
     found = []
-    for batch in BATCHES:
+    for batch in plan.batches:
         rows = measure_decoding(subject, plan, prompts, batch, sizes.prompt_tokens, _nothing, others)
-        found += [_brief(row, sizes.shape, precision) for row in rows]
+        found += [_brief(row, shape, precision) for row in rows]
     return found
 
 
 def use_mtp_cells(sizes: Sizes) -> list[Row]:
     """Measure a trained tiny GLM at batch 1, with its own drafts."""
     subject = trained_subject("tiny-glm", sizes.train_steps, device=CPU, seed=0, on_step=_nothing)
-    plan = plan_of(sizes, None)
+    plan = plan_of(sizes, None, GLM_DEPTHS, (1,))
     prompts = Prompts(None, subject.text, plan.seed)
     rows = measure_decoding(subject, plan, prompts, 1, sizes.prompt_tokens, _nothing)
     return [_brief(row, "tiny-glm", "fp32") for row in rows]
@@ -242,14 +247,14 @@ def _brief(row: Row, model: str, precision: str) -> Row:
     return {"model": model, "precision": precision, **kept, SPEEDS: [round(one, 2) for one in row[SPEEDS]]}
 
 
-def ragged_cells(subject: Subject, sizes: Sizes) -> list[Row]:
+def ragged_cells(subject: Subject, shape: str, sizes: Sizes) -> list[Row]:
     """Measure ``auto`` against plain decoding of eight texts of different lengths."""
     found = []
     for cell, chances in RAGGED.items():
         jobs, num_tokens = _ragged_jobs(subject, chances, sizes)
         taken = take_turns(jobs, sizes.repeats, CPU)
         speeds = {name: [round(num_tokens / one, 2) for one in seconds] for name, seconds in taken.items()}
-        found.append({"model": sizes.shape, "cell": cell, "batch": len(chances), **speeds})
+        found.append({"model": shape, "cell": cell, "batch": len(chances), **speeds})
     return found
 
 
@@ -293,19 +298,17 @@ def ratios(decoding: Sequence[Row], ragged: Sequence[Row]) -> list[Row]:
         names = ("model", "precision", "batch", "arm", "depth")
         return next((row[SPEEDS] for row in decoding if tuple(row[name] for name in names) == wanted), None)
 
-    shape = decoding[0]["model"]
-    pairs = [
-        (f"plain / transformers, {precision}, batch {batch}", 1.2, (shape, precision, batch), "transformers", 0)
-        for precision in DTYPES
-        for batch in BATCHES
-    ]
-    pairs += [
-        (f"plain / llama.cpp, fp32, batch {batch}", 0.8, (shape, "fp32", batch), "llama.cpp", 0) for batch in BATCHES
-    ]
-    pairs += [
-        (f"tiny-glm, depth {depth} / use_mtp", 1.5, ("tiny-glm", "fp32", 1), "transformers use_mtp", depth)
-        for depth in DEPTHS[1:]
-    ]
+    cells = list(dict.fromkeys((row["model"], row["precision"], row["batch"]) for row in decoding))
+    pairs = []
+    for cell in cells:
+        model, precision, batch = cell
+        if model == "tiny-glm":
+            names = [(f"tiny-glm, depth {depth} / use_mtp", depth) for depth in GLM_DEPTHS[1:]]
+            pairs += [(name, 1.5, cell, "transformers use_mtp", depth) for name, depth in names]
+            continue
+        where = f"{model}, {precision}, batch {batch}"
+        pairs.append((f"plain / transformers, {where}", 1.2, cell, "transformers", 0))
+        pairs.append((f"plain / llama.cpp, {where}", 0.8, cell, "llama.cpp", 0))
     found = []
     for name, goal, cell, theirs, depth in pairs:
         above, below = speeds(*cell, "ours", depth), speeds(*cell, theirs)
@@ -331,18 +334,19 @@ def measure(sizes: Sizes, llama_batched_bench: Path | None) -> dict[str, Any]:
     if llama_batched_bench is None:
         skipped["llama.cpp"] = "no --llama-batched-bench"
     decoding: list[Row] = []
-    for precision, dtype in DTYPES.items():
+    ragged: list[Row] = []
+    for shape, (precision, dtype) in product(sizes.batches, DTYPES.items()):
         if precision in skipped:
             continue
-        subject = shape_subject(sizes.shape, dtype=dtype, device=CPU, seed=0)
+        subject = shape_subject(shape, dtype=dtype, device=CPU, seed=0)
         with tempfile.TemporaryDirectory() as folder:
             others: list[Arm] = []
             if llama_batched_bench is not None and precision == "fp32":
                 write_trunk(Path(folder) / "trunk.gguf", subject.trunk)
                 others.append(LlamaCppArm(llama_batched_bench, Path(folder) / "trunk.gguf"))
-            decoding += decode_cells(subject, precision, sizes, others)
-        if precision == "fp32":
-            ragged = ragged_cells(subject, sizes)
+            decoding += decode_cells(subject, shape, precision, sizes, others)
+        if precision == "fp32" and not ragged:
+            ragged = ragged_cells(subject, shape, sizes)
     decoding += use_mtp_cells(sizes)
     return {"decoding": decoding, "ragged": ragged, "ratios": ratios(decoding, ragged), "skipped": skipped}
 
@@ -392,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "hardware": {"processor": cpu_name(), "capability": torch.backends.cpu.get_cpu_capability(), "threads": 1},
         "versions": versions,
         "date": date.today().isoformat(),
-        "sizes": sizes._asdict() | {"acceptance": ACCEPTANCE},
+        "sizes": sizes._asdict() | {"batches": dict(sizes.batches), "acceptance": ACCEPTANCE},
         **found,
     }
     print(table(document))

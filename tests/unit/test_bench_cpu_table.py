@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from benchmarks.cpu_table import (
-    BATCHES,
     DEPTHS,
+    GLM_DEPTHS,
     RAGGED,
     SMALL,
     SPEEDS,
@@ -47,12 +47,13 @@ def test_every_arm_is_measured_and_printed(
         assert len(row[SPEEDS]) == SMALL.repeats
         assert min(row[SPEEDS]) > 0
     arms = [*OURS, ("transformers", None)]
-    shape_cells = {("tiny-qwen", one, batch): arms for one in ("fp32", "bf16") for batch in BATCHES}
-    glm = {("tiny-glm", "fp32", 1): [*OURS, ("transformers", None), ("transformers use_mtp", None)]}
+    shape_cells = {("tiny-qwen", one, batch): arms for one in ("fp32", "bf16") for batch in (1, 8)}
+    deep = [("ours", depth) for depth in GLM_DEPTHS]
+    glm = {("tiny-glm", "fp32", 1): [*deep, ("transformers", None), ("transformers use_mtp", None)]}
     assert found == shape_cells | glm
     assert [row["cell"] for row in document["ragged"]] == list(RAGGED)
     assert document["ratios"] == ratios(document["decoding"], document["ragged"])
-    assert len(document["ratios"]) == len(shape_cells) + len(DEPTHS[1:]) + len(RAGGED)
+    assert len(document["ratios"]) == len(shape_cells) + len(GLM_DEPTHS[1:]) + len(RAGGED)
 
 
 def test_a_ratio_is_taken_within_each_repeat() -> None:
@@ -61,7 +62,7 @@ def test_a_ratio_is_taken_within_each_repeat() -> None:
 
     decoding = [row("ours", 0, [2.0, 6.0, 4.0]), row("ours", 1, [9.0] * 3), row("transformers", None, [1.0, 6.0, 2.0])]
     (found,) = ratios(decoding, [])
-    assert found["ratio"] == "plain / transformers, fp32, batch 1"
+    assert found["ratio"] == "plain / transformers, 64m, fp32, batch 1"
     assert (found["median"], found["least"], found["most"], found["met"]) == (2.0, 1.0, 2.0, True)
     slower = [{**one, SPEEDS: [speed / 2 for speed in one[SPEEDS]]} for one in decoding[:2]]
     assert not ratios([*slower, decoding[2]], [])[0]["met"]

@@ -64,6 +64,24 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             },
             is_tiny=False,
         ),
+        "570m": Shape(
+            "qwen3_5",
+            {
+                "vocab_size": 65_536,
+                "hidden_size": 1024,
+                "intermediate_size": 3584,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "head_dim": 128,
+                "linear_num_key_heads": 8,
+                "linear_num_value_heads": 16,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
+                "tie_word_embeddings": False,
+            },
+            is_tiny=False,
+        ),
         "64m": Shape(
             "qwen3_5",
             {
