@@ -2,7 +2,7 @@
 
 A process of its own prints what came of it as JSON: whether kernels are interpreted is settled when Triton is imported.
 
-Shapes: B rows, T tokens, C channels, W kernel width, H heads, X width.
+Shapes: B rows, T tokens, C channels, W kernel width, H heads, K key heads, S slots, X width, V value width.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.interpreter import InterpreterBuilder
 
 import mtp_inference.decoder
 from mtp_inference import SpeculativeDecoder
 from mtp_inference.kernels import programs
+from mtp_inference.kernels.attention import attend_in_torch, attend_window
 from mtp_inference.kernels.conv_delta import conv_in_torch, conv_window, delta_token, delta_window
 from mtp_inference.kernels.norms import FORMULAS, GATED_FORMULAS, NormFormula, rms_norm, rms_norm_in_torch
 from mtp_inference.kernels.rotary import rotate, rotated_in_torch
@@ -32,7 +35,15 @@ from tiny import tiny_head, tiny_trunk
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EPSILON = 1e-6
-PROGRAMS = ("rms_norm_program", "conv_window_program", "delta_program", "rotate_program")
+NAMES = {torch.int64: "i64"} | {dtype: name for name, dtype in DTYPES.items()}
+PROGRAMS = (
+    "rms_norm_program",
+    "conv_window_program",
+    "delta_program",
+    "rotate_program",
+    "attend_program",
+    "combine_program",
+)
 
 
 class Draw:
@@ -134,13 +145,78 @@ def rotations(draw: Draw) -> dict[str, tuple[float, float]]:
     return found
 
 
+class Attended(NamedTuple):
+    """A window of two rows, and the layer that attends from it."""
+
+    num_tokens: int
+    group: int
+    key_heads: int
+    slots: int
+    starts: tuple[int, int]
+    """Position of each row's first token; -2 is where a row of a chained module may start."""
+    widths: tuple[int, int] = (16, 16)
+    sliding_window: int | None = None
+    has_sinks: bool = False
+    softcap: float = 0.0
+
+
+ATTENDED = (
+    # More splits than are combined at once; a row out of use.
+    Attended(1, 1, 1, 1100, (0, 1090)),
+    Attended(2, 8, 1, 200, (0, 190), (16, 24)),
+    Attended(3, 2, 2, 200, (5, 130), (20, 12), has_sinks=True),
+    # Rings that the second row has filled more than once.
+    Attended(4, 4, 1, 40, (3, 77), sliding_window=24),
+    Attended(5, 3, 2, 40, (36, 500), (16, 8), sliding_window=24, has_sinks=True, softcap=5.0),
+    Attended(6, 6, 1, 150, (-2, 100), softcap=2.0),
+    Attended(7, 5, 1, 140, (0, 63)),
+    # Several blocks of queries.
+    Attended(8, 8, 1, 200, (3, 190)),
+    Attended(8, 7, 1, 96, (0, 300), sliding_window=80),
+)
+
+
+def attentions(draw: Draw) -> dict[str, tuple[float, float]]:
+    """Return how far windows are from torch's, and from torch's with one key less at either end of what is seen."""
+    found = {}
+    for one in ATTENDED:
+        heads, key_width = one.group * one.key_heads, one.widths[0]
+        query = draw(2, one.num_tokens, heads, 2 * key_width)[..., :key_width].transpose(1, 2)
+        # Slots in use of a larger buffer.
+        key, value = (draw(2, one.key_heads, one.slots + 8, width)[:, :, : one.slots] for width in one.widths)
+        positions = torch.tensor(one.starts, device=draw.device)[:, None] + torch.arange(one.num_tokens).to(draw.device)
+        reach, sinks = one.sliding_window or one.slots, draw(heads) if one.has_sinks else None
+        more = key_width**-0.5, sinks, one.softcap
+        ours = programs.launch_attend_window(query, key, value, positions, reach, *more)
+        if one.sliding_window is None:
+            wrong = attend_in_torch(query, key, value, positions - 1, reach, *more)
+        else:
+            wrong = attend_in_torch(query, key, value, positions, reach - 1, *more)
+        found[str(one)] = (
+            apart(ours, attend_in_torch(query, key, value, positions, reach, *more)),
+            apart(ours, wrong),
+        )
+    return found
+
+
+def dot_of_wide(builder: InterpreterBuilder, left: Any, right: Any, *others: Any) -> Any:
+    """Multiply in fp32: the interpreter of Triton 3.7 multiplies the bits of bf16 as if they were whole numbers."""
+    wide = [builder.cast_impl(one, tl.float32) if one.dtype == tl.bfloat16 else one for one in (left, right)]
+    return DOT(builder, *wide, *others)
+
+
+DOT = InterpreterBuilder.create_dot
+
+
 def agree(device: str) -> dict[str, Any]:
     """Compare every kernel with torch."""
+    InterpreterBuilder.create_dot = dot_of_wide
     kinds: dict[str, Callable[[Draw], dict[str, tuple[float, float]]]] = {
         "norm": norms,
         "convolution": convolutions,
         "delta": deltas,
         "rotation": rotations,
+        "attention": attentions,
     }
     return {
         name: {kind: compare(Draw(device, dtype)) for kind, compare in kinds.items()} for name, dtype in DTYPES.items()
@@ -163,6 +239,7 @@ def decode(name: str) -> dict[str, Any]:
     delta_window.register_kernel("cpu")(interpreted(programs.launch_delta_window))
     delta_token.register_kernel("cpu")(interpreted(programs.launch_delta_token))
     rotate.register_kernel("cpu")(interpreted(programs.launch_rotate))
+    attend_window.register_kernel("cpu")(interpreted(programs.launch_attend_window))
     trunk = tiny_trunk(name)
     head = tiny_head(trunk)
     prompts = [[5, 9, 2, 11, 3], [7, 1, 8]]
@@ -198,7 +275,7 @@ def compiled(target: GPUTarget, launch: Launch) -> dict[str, Any]:
         if is_constant:
             constants[name], signature[name] = value, "constexpr"
         elif isinstance(value, Tensor):
-            signature[name] = "*" + next(short for short, dtype in DTYPES.items() if dtype == value.dtype)
+            signature[name] = "*" + NAMES[value.dtype]
             attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
@@ -206,15 +283,18 @@ def compiled(target: GPUTarget, launch: Launch) -> dict[str, Any]:
                 attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     built = triton.compile(source, target=target, options=launch.options)
+    found = {"threads": built.metadata.num_warps * target.warp_size, "shared": built.metadata.shared}
     if target.backend == "hip":
-        return {"spilled": sum(map(int, re.findall(r"_spill_count:\s*(\d+)", built.asm["amdgcn"])))}
+        # Scalars beyond the scalar registers go to vector registers, and not to memory.
+        sizes = r"\.(?:vgpr_spill_count|private_segment_fixed_size):\s*(\d+)"
+        return found | {"spilled": sum(map(int, re.findall(sizes, built.asm["amdgcn"])))}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack, local = (int(re.findall(rf"{what}:(\d+)", usage)[-1]) for what in ("REG", "STACK", "LOCAL"))
-    return {"registers": registers, "spilled": stack + local}
+    return found | {"registers": registers, "spilled": stack + local}
 
 
 def launches(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
@@ -241,6 +321,12 @@ def launches(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         heads = [empty(1, num_tokens, count, 256).transpose(1, 2) for count in (16, 4)]
         return lambda: programs.launch_rotate(*heads, empty(1, num_tokens, 64), empty(1, num_tokens, 64))
 
+    def attention(num_tokens: int, num_heads: int, key_heads: int, widths: tuple[int, int]) -> Callable[[], Any]:
+        query = empty(1, num_heads, num_tokens, widths[0])
+        key, value = (empty(1, key_heads, 16384, width) for width in widths)
+        positions, sinks = empty(1, num_tokens, of=torch.int64), empty(num_heads)
+        return lambda: programs.launch_attend_window(query, key, value, positions, 4096, 0.1, sinks, 50.0)
+
     return {
         "norm 4096": norm(4096, FORMULAS[2]),
         "norm 16384": norm(16384, FORMULAS[0]),
@@ -252,6 +338,9 @@ def launches(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         "delta 8": delta(8, programs.launch_delta_window),
         "delta 1": delta(1, programs.launch_delta_token),
         "rotation 4": rotate(4),
+        "attention 4": attention(4, 16, 4, (256, 256)),
+        "attention 8": attention(8, 16, 4, (256, 256)),
+        "latent attention 4": attention(4, 128, 128, (192, 128)),
     }
 
 
@@ -264,9 +353,8 @@ def compile_all(backend: str, arch: str, dtype: str) -> dict[str, Any]:
         held = {program: Launch(kernel) for program, kernel in kernels.items()}
         vars(programs).update(held)
         launch()
-        (used,) = (one for one in held.values() if one.arguments)
         vars(programs).update(kernels)
-        found[name] = compiled(target, used)
+        found |= {f"{name}: {program}": compiled(target, one) for program, one in held.items() if one.arguments}
     return found
 
 

@@ -43,6 +43,8 @@ TWO_LAUNCHES = {
     "baddbmm",
     "slice_scatter",
     "select_scatter",
+    # One kernel for the splits of the keys, one that combines them.
+    "attend_window",
 }
 
 
@@ -77,7 +79,8 @@ def launches_of_a_round(
     prompt_RT = torch.arange(4)[None]
     batch.prefill(slice(0, 1), prompt_RT, torch.tensor([16]), torch.tensor([[NO_TOKEN]]))
     batch.depth_B.fill_(depth)
-    plan = round_up(RoundPlan(depth, 5 + depth, 1, PENDING_PLACES, None), batch.cache.capacity)
+    plan = RoundPlan(depth, 5 + depth, 1, PENDING_PLACES, None)
+    plan = round_up(plan, batch.cache.capacity, batch.reads_lengths)
     batch.run_round(plan)
     with LaunchCounter() as counter:
         batch.run_round(plan)

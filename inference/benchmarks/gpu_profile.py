@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mtp_inference.batch import RoundPlan
 from mtp_inference.bench.clock import Piece, captured, now, time_alone
-from mtp_inference.bench.round_costs import as_run, idle_batch
+from mtp_inference.bench.round_costs import as_run, at_position, idle_batch
 from mtp_inference.bench.subject import SHAPES, Subject, shape_subject
 from mtp_inference.session import PENDING_PLACES
 
@@ -43,9 +43,7 @@ def profile_round(subject: Subject, num_rows: int, used: int, depth: int) -> dic
     batch, _ = idle_batch(subject, num_rows, used, depth)
     plan = as_run(RoundPlan(depth, used, depth + 1, PENDING_PLACES, None), batch)
 
-    def run_round() -> None:
-        batch.run_round(plan)
-
+    run_round = at_position(batch, used - depth - 1, lambda: batch.run_round(plan))
     seconds = time_alone({"round": run_round}, device, REPEATS)["round"]
     run: Piece = captured(run_round) if on_gpu else run_round
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:

@@ -197,16 +197,28 @@ class Batch:
     def run_window(self, plan: RoundPlan, window_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Run the trunk over a window of every row; return hidden states (B, T, D) and logits (B, T, V)."""
         positions_BT = self.length_B[:, None] + torch.arange(window_BT.shape[1], device=window_BT.device)
-        window = Window(slice(0, len(window_BT)), positions_BT, plan.used, plan.start)
+        rows = slice(0, len(window_BT))
+        window = Window(rows, positions_BT, plan.used, plan.start, fuses=self.fused is not None)
         with self._fusing():
-            hidden_BTD = window_states(self.trunk, self.cache, window_BT, window, fuses=self.fused is not None)
+            hidden_BTD = window_states(self.trunk, self.cache, window_BT, window)
             return hidden_BTD, self.trunk.logits(hidden_BTD)
+
+    def place(self, plan: RoundPlan) -> Place:
+        """Return the positions of a round for the drafter."""
+        return Place(plan.used, plan.pending, self.last_B, self.length_B, self.cache, fuses=self.fused is not None)
+
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether the cost of a round depends on the positions of its rows, and not on :attr:`RoundPlan.used`."""
+        if self.fused is None or not self.cache.reads_lengths:
+            return False
+        return self.drafter is None or self.drafter.reads_lengths
 
     @torch.inference_mode()
     def settle(self, plan: RoundPlan) -> None:
         """Make the drafter process its pending tokens."""
         if self.drafter is not None:
-            self.drafter.settle(self._place(plan))
+            self.drafter.settle(self.place(plan))
 
     def reset(self) -> None:
         """Make all rows inactive, before a session."""
@@ -241,7 +253,7 @@ class Batch:
     def _draft(self, plan: RoundPlan) -> Drafts:
         if plan.depth == 0 or self.drafter is None:
             return Drafts(self.last_B.new_zeros(len(self.last_B), 0))
-        drafts = self.drafter.draft(plan.depth, self._place(plan), self.chooser)
+        drafts = self.drafter.draft(plan.depth, self.place(plan), self.chooser)
         if self.trunk.group is None:
             return drafts
         num_drafted_B = drafts.num_drafted_B
@@ -253,9 +265,6 @@ class Batch:
     def _agreed(self, decided: Tensor) -> Tensor:
         """Return a decision of the first of the processes that share the trunk; they must not part."""
         return decided if self.trunk.group is None else self.trunk.group.follow(decided)
-
-    def _place(self, plan: RoundPlan) -> Place:
-        return Place(plan.used, plan.pending, self.last_B, self.length_B, self.cache)
 
     def _commit(self, tokens_BT: Tensor, accepted_B: Tensor, kept_B: Tensor) -> None:
         counts_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < kept_B[:, None]

@@ -4,10 +4,10 @@ A round of a small batch consists of hundreds of short kernels, and launching th
 whole round (drafts, verification, acceptance, commit) is one graph. Plain decoding is captured in the same way, so that
 a measured speedup comes from the drafts alone.
 
-Each plan of a round has its own graph. Plans are therefore rounded up first: positions in use to a multiple of a step,
-pending tokens to the window of a round with drafts or to all places. Other devices run the same rounds without capture.
-So does a GPU if a round cannot be captured: some kernels of transformers synchronise with the host (grouped experts do
-on older GPUs).
+Each plan of a round has its own graph. Plans are therefore rounded up first: positions in use to the capacity if all
+attention reads lengths on the device (``kernels/attention.py``), else to a multiple of a step; pending tokens to the
+window of a round with drafts or to all places. Other devices run the same rounds without capture. So does a GPU if a
+round cannot be captured: some kernels of transformers synchronise with the host (grouped experts do on older GPUs).
 
 A failed capture leaves torch on the capture's stream. In torch 2.11 it also breaks the allocator, which then raises an
 assertion when it has to free memory (pytorch#180395), as every new capture requires. A child process therefore tries
@@ -29,7 +29,7 @@ from torch import Tensor
 from mtp_inference.batch import Batch, RoundPlan
 
 FINE_STEP, COARSE_STEP = 1024, 4096
-"""Positions in use are rounded up to multiples of these, as reading masked keys costs less than another graph."""
+"""With masks, positions in use are rounded up to multiples of these: masked keys cost less than another graph."""
 FINE_LIMIT = 8192
 SLOWER = "Rounds run one operation at a time from now on, which is slower for small batches; the text is the same."
 Result = TypeVar("Result")
@@ -61,7 +61,7 @@ class Rounds:
         """Run a round; see :meth:`Batch.run_round`."""
         if not self.captures:
             return Outcome(self.batch.run_round(plan))
-        plan = round_up(plan, self.batch.cache.capacity)
+        plan = round_up(plan, self.batch.cache.capacity, self.batch.reads_lengths)
         key = plan, self.batch.chooser.steps
         if key not in self._seen:
             # The first round with a key runs uncaptured: libraries choose kernels and allocate workspaces in it.
@@ -159,10 +159,16 @@ class Outcome:
         return rows
 
 
-def round_up(plan: RoundPlan, capacity: int) -> RoundPlan:
-    """Return a rounded-up plan whose graph is valid for this plan and for many others."""
+def round_up(plan: RoundPlan, capacity: int, reads_lengths: bool) -> RoundPlan:
+    """Return a rounded-up plan whose graph is valid for this plan and for many others.
+
+    Args:
+        plan: The plan.
+        capacity: Number of positions of a row.
+        reads_lengths: Whether positions that are not in use cost nothing; see :attr:`Batch.reads_lengths`.
+    """
     step = FINE_STEP if plan.used <= FINE_LIMIT else COARSE_STEP
-    used = min(capacity, -(-plan.used // step) * step)
+    used = capacity if reads_lengths else min(capacity, -(-plan.used // step) * step)
     # After a round with drafts at most its window is pending in a row; after plain rounds, any number.
     pending = plan.depth + 1 if plan.pending <= plan.depth + 1 else plan.most_pending
     return dataclasses.replace(plan, used=used, pending=pending, start=None)

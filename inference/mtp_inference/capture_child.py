@@ -64,7 +64,7 @@ def refused_rounds(subject: ProbeSubject, on_capture: Callable[[str], None]) -> 
         batch.chooser.set_rows(rows, [sampling] * subject.num_rows)
         for depth in (0, DEPTH):
             plan = RoundPlan(depth, PROMPT_TOKENS + DEPTH + 1, depth + 1, PENDING_PLACES, None)
-            plan = round_up(plan, batch.cache.capacity)
+            plan = round_up(plan, batch.cache.capacity, batch.reads_lengths)
             # Libraries choose kernels and allocate workspaces in this run.
             batch.run_round(plan)
             on_capture(kind)

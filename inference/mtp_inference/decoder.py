@@ -143,8 +143,8 @@ class SpeculativeDecoder:
         tokenizer: Needed for text prompts, for the text of results and for stop strings.
         prefill_chunk: Prompt tokens of one forward.
         captures: Whether to capture rounds as CUDA graphs; has no effect on other devices.
-        fuses: Whether rounds run norms, rotations and Gated DeltaNet windows in Triton kernels; has no effect on
-            devices without them (``kernels/trial.py``).
+        fuses: Whether rounds run norms, rotations, attention and Gated DeltaNet windows in Triton kernels; has no
+            effect on devices without them (``kernels/trial.py``).
         image_ids: Token ids that stand for images or videos: a text prompt with one of these is refused.
 
     Raises:

@@ -32,11 +32,9 @@ def prefill_chunks(model: Trunk, cache: WindowCache, rows: slice, prompt_RT: Ten
         yield hidden_RTD
 
 
-def window_states(model: Trunk, cache: WindowCache, tokens_BT: Tensor, window: Window, fuses: bool = False) -> Tensor:
-    """Run a window after earlier ones without committing it; return its hidden states, (B, T, D).
-
-    With ``fuses``, recurrent layers run in the kernels of ``mtp_inference.kernels``.
-    """
+def window_states(model: Trunk, cache: WindowCache, tokens_BT: Tensor, window: Window) -> Tensor:
+    """Run a window after earlier ones without committing it; return its hidden states, (B, T, D)."""
     masks = cache.begin(window)
-    with attending_in_windows(model.config), undecided_states(model.family, cache.recurrent if fuses else None):
+    fused = cache.recurrent if window.fuses else None
+    with attending_in_windows(model.config), undecided_states(model.family, fused):
         return model.window_hidden(tokens_BT, positions_BT=window.positions_BT, masks=masks, cache=cache)

@@ -125,8 +125,8 @@ def test_no_piece_of_a_round_waits_for_the_device(depth: int) -> None:
     """On a GPU every piece is captured, the drafts of a set acceptance too."""
     subject = shape_subject("tiny-qwen", dtype=torch.bfloat16, device=torch.device("cpu"), seed=0)
     batch, drafter = idle_batch(subject, num_rows=2, used=20, depth=depth)
-    plan = round_up(RoundPlan(depth, 20, depth + 1, PENDING_PLACES, None), batch.cache.capacity)
-    pieces = costs._pieces(batch, drafter, plan, dataclasses.replace(plan, depth=0))
+    plan = round_up(RoundPlan(depth, 20, depth + 1, PENDING_PLACES, None), batch.cache.capacity, batch.reads_lengths)
+    pieces = costs._pieces(batch, drafter, plan, dataclasses.replace(plan, depth=0), position=19 - depth)
     if drafter is not None and subject.drafting is not None:
         size = {"num_rows": 2, "num_positions": 30, "vocab_size": 512, "device": torch.device("cpu"), "seed": 0}
         forced = _SetDrafter(SetAcceptance(subject.drafting, 0.8, **size), drafter)

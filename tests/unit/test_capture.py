@@ -170,9 +170,44 @@ def test_rounds_of_fused_kernels_replay(
     monkeypatch.setattr(mtp_inference.decoder, "runs_kernels", lambda device: True)
     assert_replays_as_it_runs(trunk_of(name), DRAFTING[drafting](name), requests_of(3, Sampling()), as_on_a_gpu)
     captured = {func.overloadpacket.__name__ for graph in as_on_a_gpu for func, *_ in graph.recorder.operations}
-    assert {"rms_norm", "conv_window"} <= captured
+    assert {"rms_norm", "conv_window", "attend_window"} <= captured
     if name == "qwen3_5":
         assert {"recursive": "delta_window", "plain": "delta_token"}[drafting] in captured
+
+
+LONG = [dataclasses.replace(one, max_new_tokens=50, depth=3) for one in requests_of(3, Sampling(), (11, 4))]
+"""Requests whose positions exceed the step that plans are rounded up to."""
+
+
+@pytest.mark.parametrize(
+    ("name", "drafting"),
+    [("qwen2", "recursive"), ("qwen3_5", "model"), ("glm4_moe", "chained"), ("glm4_moe", "chained_drafts")],
+)
+def test_one_graph_serves_every_length_if_attention_reads_lengths(
+    name: str, drafting: str, as_on_a_gpu: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = decoded(trunk_of(name), None, LONG, captures=False)
+    captured = []
+    for runs in (False, True):
+        monkeypatch.setattr(mtp_inference.decoder, "runs_kernels", lambda device, runs=runs: runs)
+        as_on_a_gpu.clear()
+        found = decoded(trunk_of(name), DRAFTING[drafting](name), LONG, captures=True)
+        assert [result.token_ids for result in found] == [result.token_ids for result in plain]
+        captured.append((len(as_on_a_gpu), counts(found)))
+    (with_masks, drafts_with_masks), (with_lengths, drafts_with_lengths) = captured
+    assert with_masks > with_lengths == 1
+    assert drafts_with_masks == drafts_with_lengths
+
+
+def test_rounds_with_a_mask_have_a_graph_for_each_step(
+    as_on_a_gpu: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mtp_inference.decoder, "runs_kernels", lambda device: True)
+    # Layers that choose keys: of the trunk, and of a drafter beside a trunk whose attention reads lengths.
+    for name, drafter in (("deepseek_v32", "glm4_moe"), ("glm4_moe", "deepseek_v32")):
+        as_on_a_gpu.clear()
+        decoded(trunk_of(name), ModelDrafting(trunk_of(drafter)), LONG, captures=True)
+        assert len(as_on_a_gpu) > 1
 
 
 def test_rounds_of_changing_depth_replay(as_on_a_gpu: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +402,8 @@ PLAN = RoundPlan(depth=3, used=100, pending=4, most_pending=32, start=96)
     ],
 )
 def test_plans_are_rounded_up_to_few(plan: RoundPlan, used: int, pending: int) -> None:
-    assert round_up(plan, capacity=19500) == RoundPlan(plan.depth, used, pending, 32, start=None)
+    assert round_up(plan, 19500, reads_lengths=False) == RoundPlan(plan.depth, used, pending, 32, start=None)
+    assert round_up(plan, 19500, reads_lengths=True) == RoundPlan(plan.depth, 19500, pending, 32, start=None)
 
 
 class CountingBatch(Batch):
@@ -377,6 +413,7 @@ class CountingBatch(Batch):
         self.runs: list[RoundPlan] = []
         self.counter = torch.zeros(1, 1, dtype=torch.long)
         self.cache = type("Capacity", (), {"capacity": 5000})()
+        self.fused = None
         settings = [Sampling()]
         device = torch.device("cpu")
         self.chooser = Chooser(settings, "argmax", vocab_size=9, device=device, penalises=False)
@@ -389,7 +426,7 @@ class CountingBatch(Batch):
 def test_a_round_runs_then_is_captured_then_replayed(graphs: list[RecordedGraph]) -> None:
     batch = CountingBatch()
     rounds = Rounds(batch, captures=True)
-    rounded = round_up(PLAN, 5000)
+    rounded = round_up(PLAN, 5000, reads_lengths=False)
     history = []
     for _ in range(4):
         outcome = rounds.run(PLAN).rows()

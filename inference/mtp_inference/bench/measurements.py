@@ -278,6 +278,7 @@ class _SetDrafter:
     def __init__(self, maker: SetAcceptance, drafter: Drafter) -> None:
         self.maker = maker
         self.drafter = drafter
+        self.reads_lengths = drafter.reads_lengths
         self.text_rows_B = torch.arange(len(maker.text_BS), device=maker.text_BS.device)
         """Row of each batch row in the maker's tensors."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +152,8 @@ def measure_costs(subject: Subject, num_rows: int, used: int, depth: int) -> Cos
     device = subject.trunk.lm_head_VD.device
     batch, drafter = idle_batch(subject, num_rows, used, depth)
     plan = RoundPlan(depth, used, depth + 1, PENDING_PLACES, None)
-    pieces = _pieces(batch, drafter, as_run(plan, batch), as_run(dataclasses.replace(plan, depth=0), batch))
+    plans = as_run(plan, batch), as_run(dataclasses.replace(plan, depth=0), batch)
+    pieces = _pieces(batch, drafter, *plans, position=used - depth - 1)
     seconds = time_alone(pieces, device, REPEATS)
     milliseconds = {name: 1000 * seconds[name] for name in pieces}
     head = subject.head if drafter is not None else None
@@ -170,14 +172,17 @@ def measure_costs(subject: Subject, num_rows: int, used: int, depth: int) -> Cos
 def as_run(plan: RoundPlan, batch: Batch) -> RoundPlan:
     """Return the plan as decoding runs it: rounded up for a graph, with a known start on other devices if possible."""
     if batch.last_B.is_cuda:
-        return round_up(plan, batch.cache.capacity)
+        return round_up(plan, batch.cache.capacity, batch.reads_lengths)
     # Rows at one position that is known on the host share a mask or need none.
     stand_together = plan.depth == 0 or batch.cache.num_rows == 1
     return dataclasses.replace(plan, start=plan.used - plan.depth - 1) if stand_together else plan
 
 
 def idle_batch(subject: Subject, num_rows: int, used: int, depth: int) -> tuple[Batch, HeadDrafter | None]:
-    """Return a batch with allocated buffers and inactive rows, and its drafter."""
+    """Return a batch with allocated buffers and inactive rows, and its drafter; ``used`` as for :func:`measure_costs`.
+
+    A round leaves inactive rows at position 0: time it with :func:`at_position`.
+    """
     trunk = subject.trunk
     device = trunk.lm_head_VD.device
     needs = Needs(
@@ -197,10 +202,24 @@ def idle_batch(subject: Subject, num_rows: int, used: int, depth: int) -> tuple[
     room_R = torch.full((num_rows,), 2, device=device)
     batch.prefill(slice(0, num_rows), prompt_RT, room_R, prompt_RT[:, :0])
     batch.reset()
+    if drafter is not None:
+        drafter.pending.first_B.fill_(used - depth - 1)
     return batch, drafter
 
 
-def _pieces(batch: Batch, drafter: HeadDrafter | None, plan: RoundPlan, plain_plan: RoundPlan) -> dict[str, Piece]:
+def at_position(batch: Batch, position: int, piece: Piece) -> Piece:
+    """Return a piece of work that moves the rows to a position first, as attention reads only the keys before it."""
+
+    def moved() -> None:
+        batch.length_B.fill_(position)
+        piece()
+
+    return moved
+
+
+def _pieces(
+    batch: Batch, drafter: HeadDrafter | None, plan: RoundPlan, plain_plan: RoundPlan, position: int
+) -> dict[str, Piece]:
     trunk = batch.trunk
     weight_VD = trunk.lm_head_VD
     generator = torch.Generator().manual_seed(0)
@@ -211,21 +230,21 @@ def _pieces(batch: Batch, drafter: HeadDrafter | None, plan: RoundPlan, plain_pl
     given = Batch(trunk, _GivenDrafts(drafter, window_BT[:, 1:]), *parts, num_stops=0, fused=batch.fused)
     plain = Batch(trunk, None, *parts, num_stops=0, fused=batch.fused)
     pieces: dict[str, Piece] = {
-        "round": lambda: batch.run_round(plan),
-        "plain": lambda: plain.run_round(plain_plan),
-        "verify": lambda: batch.run_window(plan, window_BT),
-        "given drafts": lambda: given.run_round(plan),
+        "round": at_position(batch, position, lambda: batch.run_round(plan)),
+        "plain": at_position(plain, position, lambda: plain.run_round(plain_plan)),
+        "verify": at_position(batch, position, lambda: batch.run_window(plan, window_BT)),
+        "given drafts": at_position(given, position, lambda: given.run_round(plan)),
     }
     if drafter is None:
         return pieces
     hidden_B1D = weight_VD.new_zeros(num_rows, 1, weight_VD.shape[1])
     logits_B1V = trunk.project(hidden_B1D)
-    place = Place(plan.used, plan.pending, batch.last_B, batch.length_B, batch.cache)
 
     def head_alone() -> None:
         stock = drafter.logits
         drafter.logits = lambda _: logits_B1V
-        drafter.draft(plan.depth, place, batch.chooser)
+        with nullcontext() if batch.fused is None else batch.fused.used():
+            drafter.draft(plan.depth, batch.place(plan), batch.chooser)
         drafter.logits = stock
 
     def lm_head_alone() -> None:
@@ -237,6 +256,8 @@ def _pieces(batch: Batch, drafter: HeadDrafter | None, plan: RoundPlan, plain_pl
 
 class _GivenDrafts:
     """Return given drafts, to time a round without the drafter."""
+
+    reads_lengths = True
 
     def __init__(self, drafter: Drafter | None, tokens_BK: Tensor) -> None:
         self.drafter = drafter

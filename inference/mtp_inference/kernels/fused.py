@@ -2,7 +2,7 @@
 
 Modules keep their class and their weights. Inside :meth:`FusedKernels.used`, norms have another ``forward``, and the
 Python modules that define the layers have another ``apply_rotary_pos_emb``. The kernels of recurrent layers are chosen
-in ``cache/recurrent.py``.
+in ``cache/recurrent.py``, the attention of windows in ``cache/window.py``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ transformers' norms differ in four ways: the weight is stored as a factor or as 
 value is rounded to the input's dtype before the weight or after it, the epsilon has one of two names, and a gate may
 follow. :func:`norm_formula` finds the formula of a module by running it.
 
+The residual addition before a norm remains a launch of its own. transformers' decoder layers add in their own forward,
+and read the sum again for the next addition: a norm's forward receives the sum only. Fusing would take copied layers.
+
 Shapes: R rows, D width.
 """
 

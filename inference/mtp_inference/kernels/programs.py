@@ -1,11 +1,13 @@
 """Triton programs of the decoder's fused operations, and the functions that launch them.
 
 Every program computes in fp32 and rounds where the torch operations that it replaces round. The torch functions beside
-the operations (``norms.py``, ``conv_delta.py``, ``rotary.py``) state the arithmetic. Triton launches on the current
-device, so each launch selects the device of its tensors.
+the operations (``norms.py``, ``conv_delta.py``, ``rotary.py``, ``attention.py``) state the arithmetic. Triton launches
+on the current device, so each launch selects the device of its tensors.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +20,11 @@ CONV_BLOCK, CONV_WARPS = 256, 4
 """Channels of a program of the convolution."""
 DELTA_BLOCK, DELTA_WARPS = 16, 4
 """Columns of the state that a program of the delta rule holds in registers: 2,048 numbers at a key width of 128."""
+ATTENTION_PROGRAMS = 256
+"""Number of programs among which a window's attention is split: about two for each multiprocessor of an H100."""
+LEAST_BLOCK, MOST_KEYS, KEY_BLOCK_BYTES = 16, 64, 1 << 14
+"""Smallest block of queries or keys, as matrix products need it; largest number of keys in a block, and their bytes."""
+ATTENTION_STAGES, SPLITS_AT_ONCE, COMBINE_WARPS = 2, 16, 4
 
 
 @triton.jit
@@ -396,3 +403,267 @@ def launch_rotate(query_BHTX: Tensor, key_BHTX: Tensor, cos_BTR: Tensor, sin_BTR
             num_warps=1,
         )
     return outputs
+
+
+@triton.jit
+def _attended_range(position_ptr, reach, place_M, is_query_M, num_tokens: tl.constexpr, key_block: tl.constexpr):
+    """Return the positions of this program's split, and the first and the last of them that each query attends to.
+
+    The splits share the row's positions in whole blocks. In a short row the last ones get none.
+    """
+    last_M = tl.load(position_ptr + place_M % num_tokens, mask=is_query_M, other=-1).to(tl.int32)
+    first_M = tl.maximum(last_M - reach + 1, 0)
+    oldest = tl.min(tl.where(is_query_M, first_M, 2147483647), axis=0)
+    end = tl.max(last_M, axis=0) + 1
+    share = tl.cdiv(tl.cdiv(end - oldest, tl.num_programs(2)), key_block) * key_block
+    begin = oldest + tl.program_id(2) * share
+    end = tl.minimum(begin + share, end)
+    return begin, end, first_M, tl.minimum(last_M, end - 1)
+
+
+@triton.jit
+def _attend_block(query_MX, key_XN, value_NV, is_seen_MN, peak_M, total_M, sum_MV, scaling, softcap: tl.constexpr):
+    """Return the peak of the scores, the sum of the weights and the weighted sum of the values, with one block more."""
+    score_MN = tl.dot(query_MX, key_XN, input_precision="ieee") * scaling
+    if softcap > 0:
+        # softcap * tanh(score / softcap)
+        score_MN = softcap * (2 * tl.sigmoid(score_MN * (2 / softcap)) - 1)
+    score_MN = tl.where(is_seen_MN, score_MN, float("-inf"))
+    higher_M = tl.maximum(peak_M, tl.max(score_MN, axis=1))
+    # A query may attend to no key of a block.
+    base_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
+    weight_MN, decay_M = tl.exp(score_MN - base_M[:, None]), tl.exp(peak_M - base_M)
+    sum_MV = tl.dot(weight_MN.to(value_NV.dtype), value_NV, sum_MV * decay_M[:, None], input_precision="ieee")
+    return higher_M, total_M * decay_M + tl.sum(weight_MN, axis=1), sum_MV
+
+
+@triton.jit
+def attend_program(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    position_ptr,
+    sum_ptr,
+    peak_ptr,
+    total_ptr,
+    query_row_stride,
+    query_head_stride,
+    query_token_stride,
+    key_row_stride,
+    key_head_stride,
+    value_row_stride,
+    value_head_stride,
+    slots,
+    reach,
+    scaling,
+    num_tokens: tl.constexpr,
+    group: tl.constexpr,
+    key_heads: tl.constexpr,
+    key_width: tl.constexpr,
+    value_width: tl.constexpr,
+    key_size: tl.constexpr,
+    value_size: tl.constexpr,
+    query_block: tl.constexpr,
+    key_block: tl.constexpr,
+    softcap: tl.constexpr,
+):
+    """Attend from a block of the queries that share a key head to one split of their row's keys."""
+    row_head = tl.program_id(0).to(tl.int64)
+    row, head = row_head // key_heads, tl.program_id(0) % key_heads
+    place_M = tl.program_id(1) * query_block + tl.arange(0, query_block)
+    is_query_M = place_M < group * num_tokens
+    position_ptr += row * num_tokens
+    begin, end, first_M, last_M = _attended_range(position_ptr, reach, place_M, is_query_M, num_tokens, key_block)
+    place_X, place_V = tl.arange(0, key_size), tl.arange(0, value_size)
+    is_key_X, is_value_V = place_X < key_width, place_V < value_width
+    offset_M = (head * group + place_M // num_tokens) * query_head_stride + place_M % num_tokens * query_token_stride
+    query_ptr += row * query_row_stride + offset_M[:, None] + place_X[None, :]
+    query_MX = tl.load(query_ptr, mask=(is_query_M & (begin < end))[:, None] & is_key_X[None, :], other=0.0)
+    key_ptr += row * key_row_stride + head.to(tl.int64) * key_head_stride + place_X[:, None]
+    value_ptr += row * value_row_stride + head.to(tl.int64) * value_head_stride + place_V[None, :]
+    peak_M, total_M = tl.full([query_block], float("-inf"), tl.float32), tl.zeros([query_block], tl.float32)
+    sum_MV = tl.zeros([query_block, value_size], tl.float32)
+    for start in range(begin, end, key_block):
+        position_N = start + tl.arange(0, key_block)
+        slot_N, is_own_N = position_N % slots, position_N < end
+        key_mask_XN, value_mask_NV = is_key_X[:, None] & is_own_N[None, :], is_own_N[:, None] & is_value_V[None, :]
+        key_XN = tl.load(key_ptr + slot_N[None, :] * key_width, mask=key_mask_XN, other=0.0)
+        value_NV = tl.load(value_ptr + slot_N[:, None] * value_width, mask=value_mask_NV, other=0.0)
+        is_seen_MN = (position_N[None, :] >= first_M[:, None]) & (position_N[None, :] <= last_M[:, None])
+        peak_M, total_M, sum_MV = _attend_block(
+            query_MX, key_XN, value_NV, is_seen_MN, peak_M, total_M, sum_MV, scaling, softcap
+        )
+    written = (row_head * tl.num_programs(2) + tl.program_id(2)) * group * num_tokens + place_M
+    tl.store(peak_ptr + written, peak_M, mask=is_query_M)
+    tl.store(total_ptr + written, total_M, mask=is_query_M)
+    sum_ptr += written[:, None] * value_width + place_V[None, :]
+    tl.store(sum_ptr, sum_MV, mask=(is_query_M & (begin < end))[:, None] & is_value_V[None, :])
+
+
+@triton.jit
+def combine_program(
+    sum_ptr,
+    peak_ptr,
+    total_ptr,
+    sink_ptr,
+    output_ptr,
+    num_splits,
+    num_tokens: tl.constexpr,
+    group: tl.constexpr,
+    key_heads: tl.constexpr,
+    value_width: tl.constexpr,
+    value_size: tl.constexpr,
+    num_at_once: tl.constexpr,
+    has_sinks: tl.constexpr,
+):
+    """Combine the splits of one query, and divide by the sum of its weights."""
+    row_head = tl.program_id(0).to(tl.int64)
+    row, key_head = row_head // key_heads, row_head % key_heads
+    head, token = key_head * group + tl.program_id(1) // num_tokens, tl.program_id(1) % num_tokens
+    queries: tl.constexpr = group * num_tokens
+    first_written = row_head * num_splits * queries + tl.program_id(1)
+    place_V = tl.arange(0, value_size)
+    is_value_V = place_V < value_width
+    peak, total, sum_V = float("-inf"), 0.0, tl.zeros([value_size], tl.float32)
+    if has_sinks:
+        # A sink is one more weight without a value. It is rounded as torch's operations round it.
+        peak, total = tl.load(sink_ptr + head).to(output_ptr.dtype.element_ty).to(tl.float32), 1.0
+    for first in range(0, num_splits, num_at_once):
+        place_P = first + tl.arange(0, num_at_once)
+        is_split_P, written_P = place_P < num_splits, first_written + place_P * queries
+        peak_P = tl.load(peak_ptr + written_P, mask=is_split_P, other=float("-inf"))
+        total_P = tl.load(total_ptr + written_P, mask=is_split_P, other=0.0)
+        # Splits without keys have written no sum.
+        sum_mask_PV = (peak_P > float("-inf"))[:, None] & is_value_V[None, :]
+        sum_PV = tl.load(sum_ptr + written_P[:, None] * value_width + place_V[None, :], mask=sum_mask_PV, other=0.0)
+        higher = tl.maximum(peak, tl.max(peak_P, axis=0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        decay, decay_P = tl.exp(peak - base), tl.exp(peak_P - base)
+        total = total * decay + tl.sum(total_P * decay_P, axis=0)
+        sum_V = sum_V * decay + tl.sum(sum_PV * decay_P[:, None], axis=0)
+        peak = higher
+    # A query before position 0 attends to no key; its output is 0.
+    output_V = sum_V / tl.where(total == 0.0, 1.0, total)
+    output_ptr += ((row * num_tokens + token) * key_heads * group + head) * value_width
+    tl.store(output_ptr + place_V, output_V.to(output_ptr.dtype.element_ty), mask=is_value_V)
+
+
+class _AttentionShape(NamedTuple):
+    """How the attention of a window is divided into programs."""
+
+    key_size: int
+    value_size: int
+    query_block: int
+    key_block: int
+    num_splits: int
+    num_warps: int
+
+
+def _attention_shape(query_BHTX: Tensor, value_BKSV: Tensor, reach: int) -> _AttentionShape:
+    """Choose the blocks, and the number of splits, from shapes alone, so that a captured launch fits every length."""
+    num_rows, num_heads, num_tokens, key_width = query_BHTX.shape
+    key_heads, slots, value_width = value_BKSV.shape[1:]
+    key_size, value_size = (max(triton.next_power_of_2(width), LEAST_BLOCK) for width in (key_width, value_width))
+    queries = num_heads // key_heads * num_tokens
+    # fp32 products have no tensor cores to run on, and take more registers.
+    is_wide = query_BHTX.element_size() > 2
+    query_block = LEAST_BLOCK if is_wide or queries <= LEAST_BLOCK else 2 * LEAST_BLOCK
+    row_bytes = max(key_size, value_size) * query_BHTX.element_size()
+    key_block = min(max(KEY_BLOCK_BYTES // row_bytes, LEAST_BLOCK), MOST_KEYS)
+    num_programs = num_rows * key_heads * triton.cdiv(queries, query_block)
+    num_blocks = triton.cdiv(min(slots, reach + num_tokens), key_block)
+    num_splits = min(max(ATTENTION_PROGRAMS // num_programs, 1), num_blocks)
+    num_warps = 8 if is_wide or row_bytes > 512 else 4
+    return _AttentionShape(key_size, value_size, query_block, key_block, num_splits, num_warps)
+
+
+def _attend_splits(
+    query_BHTX: Tensor,
+    key_BKSX: Tensor,
+    value_BKSV: Tensor,
+    positions_BT: Tensor,
+    reach: int,
+    scaling: float,
+    softcap: float,
+    shape: _AttentionShape,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weighted sums of the values, the peaks of the scores and the sums of the weights, of every split."""
+    num_rows, num_heads, num_tokens, key_width = query_BHTX.shape
+    key_heads, slots, value_width = value_BKSV.shape[1:]
+    queries = num_heads // key_heads * num_tokens
+    query = query_BHTX if query_BHTX.stride(-1) == 1 else query_BHTX.contiguous()
+    # The slots of a head lie behind one another, as they do in a cache.
+    key, value = (
+        part if part.stride()[2:] == (part.shape[-1], 1) else part.contiguous() for part in (key_BKSX, value_BKSV)
+    )
+    peaks, totals = (
+        query.new_empty(num_rows * key_heads, shape.num_splits, queries, dtype=torch.float32) for _ in range(2)
+    )
+    sums = peaks.new_empty(*peaks.shape, value_width)
+    attend_program[(num_rows * key_heads, triton.cdiv(queries, shape.query_block), shape.num_splits)](
+        query,
+        key,
+        value,
+        positions_BT.contiguous(),
+        sums,
+        peaks,
+        totals,
+        *query.stride()[:3],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        slots,
+        reach,
+        scaling,
+        num_tokens,
+        num_heads // key_heads,
+        key_heads,
+        key_width,
+        value_width,
+        shape.key_size,
+        shape.value_size,
+        shape.query_block,
+        shape.key_block,
+        softcap,
+        num_warps=shape.num_warps,
+        num_stages=ATTENTION_STAGES,
+    )
+    return sums, peaks, totals
+
+
+def launch_attend_window(
+    query_BHTX: Tensor,
+    key_BKSX: Tensor,
+    value_BKSV: Tensor,
+    positions_BT: Tensor,
+    reach: int,
+    scaling: float,
+    sinks_H: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    """See :func:`mtp_inference.kernels.attention.attend_window`."""
+    num_rows, num_heads, num_tokens, _ = query_BHTX.shape
+    key_heads, _, value_width = value_BKSV.shape[1:]
+    group = num_heads // key_heads
+    shape = _attention_shape(query_BHTX, value_BKSV, reach)
+    output = query_BHTX.new_empty(num_rows, num_tokens, num_heads, value_width)
+    with torch.cuda.device_of(query_BHTX):
+        sums, peaks, totals = _attend_splits(
+            query_BHTX, key_BKSX, value_BKSV, positions_BT, reach, scaling, softcap, shape
+        )
+        combine_program[(num_rows * key_heads, group * num_tokens)](
+            sums,
+            peaks,
+            totals,
+            totals if sinks_H is None else sinks_H,
+            output,
+            shape.num_splits,
+            num_tokens,
+            group,
+            key_heads,
+            value_width,
+            shape.value_size,
+            SPLITS_AT_ONCE,
+            sinks_H is not None,
+            num_warps=COMBINE_WARPS,
+        )
+    return output

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mtp_inference.cache.delta import gated_delta_token, gated_delta_window
+from mtp_inference.kernels.attention import attend_in_torch, attend_window
 from mtp_inference.kernels.conv_delta import conv_in_torch, conv_window, delta_token, delta_window
 from mtp_inference.kernels.norms import FORMULAS, GATED_FORMULAS, rms_norm, rms_norm_in_torch
 from mtp_inference.kernels.rotary import rotate, rotated_in_torch
@@ -77,7 +78,12 @@ def why_wrong(device: torch.device) -> str | None:
         return "delta"
     angles = draw(2, 3, 8).repeat(1, 1, 2)
     heads, tables = (draw(2, 4, 3, 16), draw(2, 1, 3, 16)), (angles.cos(), angles.sin())
-    return "rotate" if _differs(rotate(*heads, *tables), [rotated_in_torch(one, *tables) for one in heads]) else None
+    if _differs(rotate(*heads, *tables), [rotated_in_torch(one, *tables) for one in heads]):
+        return "rotate"
+    # A row in one split and a row in several, which has turned around in its buffer; with attention sinks.
+    positions_BT = torch.tensor([[3, 4, 5], [498, 499, 500]], device=device)
+    window = draw(2, 4, 3, 16), draw(2, 2, 300, 16), draw(2, 2, 300, 8), positions_BT, 290, 0.25, draw(4), 0.0
+    return "attend_window" if _differs([attend_window(*window)], [attend_in_torch(*window)]) else None
 
 
 def _delta_differs(value: Tensor, key: Tensor, state: Tensor) -> bool:
