@@ -28,9 +28,9 @@ Norms of a few rows take the time of their calls: see :func:`mtp_inference.kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -87,7 +87,7 @@ class Product:
         self._layer = layer
         self._width = layer.in_features
         # Past nn.Module's slow lookup of attributes: a round calls hundreds of layers.
-        self._parameters = layer._parameters
+        self._parameters: Mapping[str, Any] = layer._parameters
         self._packs = packs
         self._by_columns = by_columns
         self._pads = pads
@@ -134,10 +134,8 @@ class CpuLayers:
             if packs or by_columns:
                 self.products[layer] = Product(layer, packs=packs, by_columns=by_columns, pads=pads)
         norms = {module: brief_norm(module) for module in modules}
-        self._forwards: dict[nn.Module, Callable[..., Tensor]] = {
-            **self.products,
-            **{module: forward for module, forward in norms.items() if forward is not None},
-        }
+        self._forwards: dict[nn.Module, Callable[..., Tensor]] = dict(self.products)
+        self._forwards.update({module: forward for module, forward in norms.items() if forward is not None})
 
     def refresh(self) -> None:
         """Drop the copies of weights that have changed."""

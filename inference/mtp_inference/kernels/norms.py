@@ -16,7 +16,7 @@ import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ def brief_norm(module: nn.Module) -> Callable[..., Tensor] | None:
 
 
 def brief_forward(
-    parameters: Mapping[str, Tensor], eps: float, formula: NormFormula, x: Tensor, gate: Tensor | None = None
+    parameters: Mapping[str, Any], eps: float, formula: NormFormula, x: Tensor, gate: Tensor | None = None
 ) -> Tensor:
     """Compute the norm of a module with these parameters; see :func:`rms_norm_in_torch` for the other arguments."""
     weight_D = parameters["weight"]
