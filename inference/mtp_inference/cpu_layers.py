@@ -134,8 +134,9 @@ class CpuLayers:
             if packs or by_columns:
                 self.products[layer] = Product(layer, packs=packs, by_columns=by_columns, pads=pads)
         norms = {module: brief_norm(module) for module in modules}
-        self._forwards: dict[nn.Module, Callable[..., Tensor]] = dict(self.products)
-        self._forwards.update({module: forward for module, forward in norms.items() if forward is not None})
+        self._forwards: dict[nn.Module, Callable[..., Tensor]] = {
+            module: forward for module, forward in (*self.products.items(), *norms.items()) if forward is not None
+        }
 
     def refresh(self) -> None:
         """Drop the copies of weights that have changed."""
