@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mtp_inference.cache.delta import DeltaWindow, gated_delta_token, gated_delta_window, require_short
+from mtp_inference.kernels import TORCH_DEVICES
 from mtp_train.upstream.transformers_private import ACT2FN
 
 CONV_ACTIVATIONS = ("", "silu")
@@ -39,7 +40,7 @@ def conv_in_torch(
     return known_BCN, output_BCT.transpose(1, 2).contiguous()
 
 
-@torch.library.custom_op("mtp_inference::conv_window", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("mtp_inference::conv_window", mutates_args=(), device_types=TORCH_DEVICES)
 def conv_window(
     before: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
@@ -54,7 +55,7 @@ def _(before: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, activ
     return launch_conv_window(before, inputs, weight, bias, activation)
 
 
-@torch.library.custom_op("mtp_inference::delta_window", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("mtp_inference::delta_window", mutates_args=(), device_types=TORCH_DEVICES)
 def delta_window(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, normalises: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -80,7 +81,7 @@ def _(
     return launch_delta_window(query, key, value, g, beta, state, normalises)
 
 
-@torch.library.custom_op("mtp_inference::delta_token", mutates_args=("state",), device_types="cpu")
+@torch.library.custom_op("mtp_inference::delta_token", mutates_args=("state",), device_types=TORCH_DEVICES)
 def delta_token(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, normalises: bool
 ) -> Tensor:

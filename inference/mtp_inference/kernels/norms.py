@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
+from mtp_inference.kernels import TORCH_DEVICES
+
 MAX_WIDTH = 16384
 """Largest width that one program of the kernel holds in registers."""
 EPSILON_NAMES = ("variance_epsilon", "eps")
@@ -59,7 +61,7 @@ def rms_norm_in_torch(x: Tensor, weight_D: Tensor, gate: Tensor | None, eps: flo
     return (scaled * _GATES[formula.activation](gate.float())).to(x.dtype)
 
 
-@torch.library.custom_op("mtp_inference::rms_norm", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("mtp_inference::rms_norm", mutates_args=(), device_types=TORCH_DEVICES)
 def rms_norm(
     x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, offset: float, rounds_first: bool, activation: str
 ) -> Tensor:
