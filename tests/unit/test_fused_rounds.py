@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import mtp_inference.decoder
 import mtp_inference.kernels.attention
-from launches import launches_of_a_round
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder, plain_greedy
 from mtp_inference.batch import HELD
+from mtp_inference.bench.launches import launches_of_a_round
 from mtp_inference.cache.window import Window, window_attention
 from mtp_inference.decoder import Needs, fused_kernels, make_batch
 from mtp_inference.forward import prefill_chunks, window_states
