@@ -144,9 +144,28 @@ def _epsilon(module: nn.Module) -> float:
     return float(next(vars(module)[name] for name in EPSILON_NAMES if name in vars(module)))
 
 
-@torch.no_grad()
+_formulas: dict[tuple[Any, ...], NormFormula | None] = {}
+"""Formulas found so far, by :func:`_traits`: a model has hundreds of norms of one kind."""
+
+
 def norm_formula(module: nn.Module) -> NormFormula | None:
-    """Return the formula that gives the module's output bit for bit; None if there is none.
+    """Return the formula that gives the module's output bit for bit; None if there is none."""
+    traits = _traits(module)
+    if traits not in _formulas:
+        _formulas[traits] = _find_formula(module)
+    return _formulas[traits]
+
+
+def _traits(module: nn.Module) -> tuple[Any, ...]:
+    """Return what a norm's output depends on, besides its input and its weight: its class and its settings."""
+    (stored_D,) = module.parameters()
+    settings = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+    return type(module), stored_D.dtype, len(stored_D), *sorted(settings.items())
+
+
+@torch.no_grad()
+def _find_formula(module: nn.Module) -> NormFormula | None:
+    """Return the formula that gives the output of the module.
 
     A copy of the module with a random weight is run on the CPU, so that the result does not depend on the weight. It
     is run in bf16, where formulas differ that are the same in fp32, and in the weight's dtype.
