@@ -22,7 +22,7 @@ from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
 from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
-from mtp_train.heads.module import unroll_of
+from mtp_train.heads.module import MtpHead, unroll_of
 from mtp_train.job.auto import Choice
 from mtp_train.job.decoding_group import NUM_HEADS, fitting_size, keeps_whole, require_size, require_splittable
 from mtp_train.job.input_identity import input_bytes
@@ -35,6 +35,7 @@ from mtp_train.job.inputs import (
     require_served,
     require_unroll,
 )
+from mtp_train.job.round_launches import count_launches
 from mtp_train.job.run_dir import require_place, with_recorded_precision, with_resolved_precision
 from mtp_train.job.sft.estimate_memory import tuning_cost, tuning_footprint
 from mtp_train.job.sft.tuned_model import require_trainable
@@ -112,10 +113,12 @@ class CheckResult:
     """For a new head, the kinds that the trunk can be given, each with the engines that draft with it; else empty."""
     hours: Hours | None = None
     """At most, by stage; None on a device whose speed is unknown, and for studies and fine-tunes."""
-    choices: tuple[Choice, ...] = ()
-    """Settings that were ``auto``, with the reasons for their values."""
+    launches_assumed: str | None = None
+    """Why the launches of a decoding round are assumed and not counted; None if they are counted."""
     decoding: Decoding | None = None
     """The trunk of a process while a run decodes; None where each process holds all of it."""
+    choices: tuple[Choice, ...] = ()
+    """Settings that were ``auto``, with the reasons for their values."""
     device_bytes: int | None = None
     """Memory of the device of each process, of which some must stay free; main memory for a CPU."""
     data: str | None = None
@@ -139,6 +142,7 @@ class CheckResult:
             "device_bytes": self.device_bytes,
             "cost": cost,
             "hours": None if self.hours is None else {**asdict(self.hours), "total": self.hours.total},
+            "launches_assumed": self.launches_assumed,
             "identity": {"bytes": self.hashed_bytes, "seconds": self.hashed_bytes / HASH_BYTES_PER_SECOND},
             "serves": dict(self.serves),
             "kinds": dict(self.kinds),
@@ -189,7 +193,12 @@ class CheckResult:
         hours = self.hours
         if hours is None:
             return ""
+        rounds, launches = hours.rounds, hours.rounds.launches
+        how = "counted" if self.launches_assumed is None else f"assumed, as {self.launches_assumed}"
         return (
+            f"# a step of training takes about {hours.step_seconds:.3g} s; a decoding round of one text "
+            f"{rounds.plain_seconds * 1e3:.3g} ms, with {rounds.depth} draft(s) {rounds.drafting_seconds * 1e3:.3g} ms "
+            f"({launches.plain:,} and {launches.drafting:,} kernels, {how})\n"
             f"# at most about {_duration(hours.total)} on {self.plan.world_size} x {hours.device}, from operations and "
             f"bytes: answers {_duration(hours.regenerate)}, training {_duration(hours.train)}, evaluation "
             f"{_duration(hours.evaluate)}\n"
@@ -320,26 +329,48 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
     memory = whole_footprint(recipe, trunk, head, plan, device, trained)
     drafts_chain = unroll_of(head_family, convention, num_modules) == "chained_drafts"
-    sizes = _sizes(trunk, head, memory, text_config, drafts_chain=drafts_chain)
+    sizes = _sizes(recipe, trunk, head, memory, text_config, drafts_chain=drafts_chain)
     shards = _sharded(recipe, raw, memory, trunk, plan)
     cost = whole_cost(recipe, plan, sizes, memory)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
+    hashed, data = input_bytes(recipe), _data(recipe, path, raw, text_config.vocab_size)
+    kinds = kinds_served(family, raw_text_config(raw)) if recipe.attaches else {}
+    decoding = _decoding(recipe, Checkpoint(path, raw, None, {}), trunk, memory, world_size, machine)
+    with torch.device("meta"):
+        empty_head = MtpHead(head_family, text_config, num_modules=num_modules, convention=convention)
+    hours, assumed = _hours(recipe, plan, cost, sizes, memory, trunk, empty_head, machine)
+    title = head_family.title
+    return CheckResult(
+        recipe, reason, title, plan, memory, shards, cost, hashed, serves, kinds, hours, assumed, decoding, data=data
+    )
+
+
+def _hours(
+    recipe: Recipe,
+    plan: Plan,
+    cost: Cost,
+    sizes: Sizes,
+    memory: Footprint,
+    trunk: Trunk,
+    head: MtpHead,
+    machine: Device,
+) -> tuple[Hours | None, str | None]:
+    """Return the hours of a run, None for those of a study or a fine-tune, and why its launches are assumed, if so."""
+    if recipe.study is not None or recipe.sft is not None:
+        return None, None
+    fuses = machine.kind == "cuda" and recipe.model.offload is None
+    launches, assumed = count_launches(trunk, head, recipe.head.num_depths, fuses=fuses)
     hours = estimate_hours(
         recipe,
         plan,
         cost,
         sizes,
         trunk_parameters=memory.trunk_parameters,
-        num_layers=text_config.num_hidden_layers,
+        num_layers=len(trunk.layers),
+        launches=launches,
         device=probed(machine),
     )
-    hashed, data = input_bytes(recipe), _data(recipe, path, raw, text_config.vocab_size)
-    kinds = kinds_served(family, raw_text_config(raw)) if recipe.attaches else {}
-    decoding = _decoding(recipe, Checkpoint(path, raw, None, {}), trunk, memory, world_size, machine)
-    title = head_family.title
-    return CheckResult(
-        recipe, reason, title, plan, memory, shards, cost, hashed, serves, kinds, hours, decoding=decoding, data=data
-    )
+    return hours, assumed
 
 
 def _sharded(recipe: Recipe, config: RawConfig, memory: Footprint, trunk: Trunk, plan: Plan) -> Footprint | None:
@@ -398,7 +429,13 @@ def _with_precision(recipe: Recipe, planned: Device | None, device: torch.device
 
 
 def _sizes(
-    trunk: Trunk, head: Mapping[str, Size], memory: Footprint, text_config: PretrainedConfig, *, drafts_chain: bool
+    recipe: Recipe,
+    trunk: Trunk,
+    head: Mapping[str, Size],
+    memory: Footprint,
+    text_config: PretrainedConfig,
+    *,
+    drafts_chain: bool,
 ) -> Sizes:
     experts = int(text_config.num_experts_per_tok) if any(".experts." in name for name in head) else 1
     module = {name: shape for name, shape in head.items() if name.startswith("blocks.0.")}
@@ -407,6 +444,7 @@ def _sizes(
         head=active_weights(module, experts),
         head_keys=key_weights(module) if drafts_chain else 0,
         lm_head=text_config.vocab_size * text_config.hidden_size,
+        draft_lm_head=(recipe.head.draft_vocab or text_config.vocab_size) * text_config.hidden_size,
         head_stored=memory.head_parameters,
         state=trunk.state_width,
         head_trained=memory.trained_parameters,

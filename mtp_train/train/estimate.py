@@ -47,6 +47,8 @@ class Sizes:
     0."""
     lm_head: int
     """Weights of the output matrix."""
+    draft_lm_head: int
+    """Weights of the output matrix that a draft reads: fewer with a draft vocabulary."""
     head_stored: int
     """All weights of the head."""
     state: int

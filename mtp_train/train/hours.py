@@ -1,8 +1,9 @@
 """Estimate the hours of a run from operations, bytes and kernel launches, for a few devices.
 
-A decoding step reads every weight that it uses once and launches the kernels of each layer; products of many rows take
-the time of their operations. The devices' figures in :data:`DEVICES` are the makers' peaks, of which :data:`SHARES` are
-assumed to be reached. They were not measured; a CPU is measured by a probe of a tenth of a second.
+A decoding round reads every weight that it uses once, for each draft those of the head, and launches its kernels;
+products of many rows take the time of their operations. The devices' figures in :data:`DEVICES` are the makers' peaks,
+of which :data:`SHARES` are assumed to be reached. They were not measured; a CPU is measured by a probe of a tenth of a
+second.
 """
 
 from __future__ import annotations
@@ -61,10 +62,38 @@ class Shares(NamedTuple):
 
 SHARES = Shares()
 KERNELS_PER_LAYER = 100
-"""Kernels of a decoder layer in one forward pass, counted in a model of 32 layers."""
+"""Kernels of a decoder layer in one forward pass of transformers' own functions, counted in a model of 32 layers."""
 BACKWARD = 3
 """Launches of a training step over those of a forward pass."""
+PLAIN_ARM = "none"
+"""The arm that decodes without drafts."""
 _ROWS, _SIZE, _COPIED = 256, 1024, 1 << 24
+
+
+@dataclass(frozen=True)
+class RoundLaunches:
+    """Kernels that a decoding round launches, in all layers, drafts included."""
+
+    plain: int
+    """Without drafts."""
+    drafting: int
+    """With ``head.num_depths`` drafts."""
+
+    @classmethod
+    def assumed(cls, num_layers: int, depth: int) -> RoundLaunches:
+        """Return the launches of a model whose rounds cannot be counted; each draft runs one layer of the head."""
+        return cls(num_layers * KERNELS_PER_LAYER, (num_layers + depth) * KERNELS_PER_LAYER)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Estimated seconds of a decoding round of one text, and its launches."""
+
+    plain_seconds: float
+    drafting_seconds: float
+    depth: int
+    """Drafts of a round with drafts."""
+    launches: RoundLaunches
 
 
 @dataclass(frozen=True)
@@ -75,6 +104,9 @@ class Hours:
     regenerate: float
     train: float
     evaluate: float
+    rounds: Rounds
+    step_seconds: float
+    """Seconds of a training step."""
 
     @property
     def total(self) -> float:
@@ -133,8 +165,76 @@ def _fastest(work: Callable[[], object]) -> float:
     return min(seconds[1:])
 
 
+class Speeds(NamedTuple):
+    """What a device is assumed to reach."""
+
+    flops: float
+    """Operations per second."""
+    bandwidth: float
+    """Bytes per second."""
+    launch_seconds: float
+    itemsize: int
+    """Bytes of a weight."""
+
+    @classmethod
+    def of(cls, device: Device) -> Speeds | None:
+        """Return the speeds of a device; None if they are unknown."""
+        if device.bf16_tflops is None or device.gb_per_second is None:
+            return None
+        return cls(
+            device.bf16_tflops * 1e12 * SHARES.operations,
+            device.gb_per_second * 1e9 * SHARES.bandwidth,
+            device.launch_seconds,
+            4 if device.kind == "cpu" else 2,
+        )
+
+
+@dataclass(frozen=True)
+class RoundModel:
+    """The time of a decoding round by the sizes of the model.
+
+    Args:
+        sizes: Weights that take part in products.
+        trunk_parameters: All weights of the trunk; of a mixture, those of every expert.
+        launches: Kernels of a round.
+        depth: Drafts of a round with drafts.
+        speeds: Speeds of the device.
+    """
+
+    sizes: Sizes
+    trunk_parameters: int
+    launches: RoundLaunches
+    depth: int
+    speeds: Speeds
+
+    def seconds(self, rows: int, *, drafts: bool, devices: int = 1) -> float:
+        """Return the seconds of a round of ``rows`` texts, whose weights and operations some devices may share."""
+        sizes, depth = self.sizes, self.depth if drafts else 0
+        window = rows * (1 + depth)
+        verify = self._pass(min(self.trunk_parameters, sizes.trunk * window), sizes.lm_head, sizes.trunk, window)
+        draft = self._pass(min(sizes.head_stored, sizes.head * rows), sizes.draft_lm_head, sizes.head, rows)
+        launches = self.launches.drafting if drafts else self.launches.plain
+        return (verify + depth * draft) / devices + launches * self.speeds.launch_seconds
+
+    def _pass(self, layers_read: int, output: int, layers: int, rows: int) -> float:
+        read, products = layers_read + output, 2 * (layers + output) * rows
+        return max(read * self.speeds.itemsize / self.speeds.bandwidth, products / self.speeds.flops)
+
+    def rounds(self) -> Rounds:
+        """Return the seconds of rounds of one text."""
+        return Rounds(self.seconds(1, drafts=False), self.seconds(1, drafts=True), self.depth, self.launches)
+
+
 def estimate_hours(
-    recipe: Recipe, plan: Plan, cost: Cost, sizes: Sizes, *, trunk_parameters: int, num_layers: int, device: Device
+    recipe: Recipe,
+    plan: Plan,
+    cost: Cost,
+    sizes: Sizes,
+    *,
+    trunk_parameters: int,
+    num_layers: int,
+    launches: RoundLaunches,
+    device: Device,
 ) -> Hours | None:
     """Estimate the hours of a run's stages.
 
@@ -145,40 +245,37 @@ def estimate_hours(
         sizes: Weights of the model.
         trunk_parameters: All weights of the trunk; of a mixture, those of every expert.
         num_layers: Layers of the trunk.
+        launches: Kernels of a decoding round.
         device: Of every process, :func:`probed`.
 
     Returns:
-        None where the device's speeds are unknown, and for studies and fine-tunes.
+        None where the device's speeds are unknown.
     """
-    if recipe.study is not None or recipe.sft is not None:
+    speeds = Speeds.of(device)
+    if speeds is None:
         return None
-    if device.bf16_tflops is None or device.gb_per_second is None:
-        return None
-    flops, bandwidth = device.bf16_tflops * 1e12 * SHARES.operations, device.gb_per_second * 1e9 * SHARES.bandwidth
-    itemsize = 4 if device.kind == "cpu" else 2
-    launches = num_layers * KERNELS_PER_LAYER * device.launch_seconds
-
-    def step(rows: int, devices: int = 1) -> float:
-        """Return the seconds of one decoding step of the trunk, which some devices may share."""
-        read = min(trunk_parameters, sizes.trunk * rows) + sizes.lm_head
-        products = 2 * (sizes.trunk + sizes.lm_head) * rows
-        return max(read * itemsize / bandwidth, products / flops) / devices + launches
-
+    model = RoundModel(sizes, trunk_parameters, launches, recipe.head.num_depths, speeds)
     spec, regenerate = recipe.data.regenerate, 0.0
     if spec is not None and spec.enabled and spec.endpoint is None:
         rows = spec.batch_size or 16
         batches = math.ceil((spec.max_prompts or 0) / (rows * plan.world_size))
-        regenerate = batches * spec.max_new_tokens * step(rows)
+        regenerate = batches * spec.max_new_tokens * model.seconds(rows, drafts=False)
     trained = cost.trunk_flops + cost.head_flops + cost.loss_flops
-    passes = plan.max_steps * plan.accumulation
-    train = trained / plan.world_size / flops + passes * BACKWARD * launches
+    launched = plan.accumulation * BACKWARD * num_layers * KERNELS_PER_LAYER * speeds.launch_seconds
+    step = trained / plan.max_steps / plan.world_size / speeds.flops + launched
+    evaluate = _evaluation_seconds(recipe, plan, model)
+    train = plan.max_steps * step
+    return Hours(device.name, regenerate / 3600, train / 3600, evaluate / 3600, model.rounds(), step)
+
+
+def _evaluation_seconds(recipe: Recipe, plan: Plan, model: RoundModel) -> float:
+    """Return the seconds of decoding the held-out prompts with every arm; no draft counts as accepted."""
     evaluate = recipe.evaluate
     # With `auto`, greedy decoding and the checkpoint's own sampling.
     settings = len(evaluate.temperature) if isinstance(evaluate.temperature, tuple) else 2
-    tokens = len(evaluate.arms) * settings * evaluate.max_new_tokens
-    if recipe.gate.endpoint is None:
-        evaluated = tokens * math.ceil(evaluate.prompts / plan.world_size) * step(1)
-    else:
-        # A server gets one prompt at a time, and shares its trunk among all devices.
-        evaluated = tokens * evaluate.prompts * step(1, plan.world_size)
-    return Hours(device.name, regenerate / 3600, train / 3600, evaluated / 3600)
+    # A server gets one prompt at a time, and shares its trunk among all devices.
+    is_served = recipe.gate.endpoint is not None
+    devices = plan.world_size if is_served else 1
+    prompts = evaluate.prompts if is_served else math.ceil(evaluate.prompts / plan.world_size)
+    rounds = sum(model.seconds(1, drafts=arm != PLAIN_ARM, devices=devices) for arm in evaluate.arms)
+    return settings * evaluate.max_new_tokens * prompts * rounds

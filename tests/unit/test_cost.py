@@ -14,7 +14,9 @@ from mtp_train.train.plan import make_plan
 from runs import tiny_recipe, write_inputs
 from tiny import ALL_FAMILIES
 
-SIZES = Sizes(trunk=100, head=10, head_keys=0, lm_head=1000, head_stored=12, state=8, head_trained=11)
+SIZES = Sizes(
+    trunk=100, head=10, head_keys=0, lm_head=1000, draft_lm_head=1000, head_stored=12, state=8, head_trained=11
+)
 
 
 def test_a_token_is_multiplied_with_the_experts_that_it_uses_and_with_no_embedding() -> None:

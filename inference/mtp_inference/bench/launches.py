@@ -59,7 +59,7 @@ PROMPT_TOKENS = 4
 def launches_of_a_round(
     trunk: Trunk, drafting: DrafterMaker | None, depth: int, fused: FusedKernels | None
 ) -> Counter[str]:
-    """Count the launches of a round of one text, planned as a captured round is, after a prefill and one round.
+    """Count the launches of a round of one text, planned as a captured round is, after a prefill.
 
     Args:
         trunk: The trunk. On the meta device the round has no weights and computes nothing.
@@ -79,7 +79,6 @@ def launches_of_a_round(
     batch.depth_B.fill_(depth)
     plan = RoundPlan(depth, PROMPT_TOKENS + 1 + depth, 1, PENDING_PLACES, None)
     plan = round_up(plan, batch.cache.capacity, batch.reads_lengths)
-    batch.run_round(plan)
     with LaunchCounter() as counter:
         batch.run_round(plan)
     return counter.counts
