@@ -7,13 +7,14 @@ rotary embeddings in ``transformers.models`` are named in the family records and
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import Template
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -41,6 +42,7 @@ __all__ = [
     "set_experts",
     "splits_models",
     "splitting",
+    "torch_function_of",
     "unpack_mxfp4",
     "use_one_gpu",
     "without_deepspeed",
@@ -94,6 +96,12 @@ SYMBOLS = (
         "_experts_implementation",
         "heads/module.py, cache/window.py",
         "as _attn_implementation",
+    ),
+    Symbol(
+        "transformers.integrations.hub_kernels",
+        "use_kernel_func_from_hub_with_fallback",
+        "trunk/recurrent_kernels.py",
+        "it chooses a kernel by the packages that are installed, and no argument of a model asks for torch",
     ),
     Symbol(
         "transformers.integrations.mxfp4",
@@ -306,6 +314,14 @@ class _PendingLayers:
             return None
         self._names[index].remove(name)
         return None if self._names[index] else self._layers[index]
+
+
+def torch_function_of(function: Any) -> Any:
+    """Return the torch function of a model that ``use_kernel_func_from_hub_with_fallback`` has replaced by a kernel."""
+    if isinstance(function, nn.Module):
+        # The package `kernels` makes a module of the function.
+        function = inspect.getclosurevars(type(function).forward).nonlocals["func"]
+    return function.__wrapped__
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
