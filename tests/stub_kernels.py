@@ -112,6 +112,8 @@ def delta(torch_name: str, module: str) -> Callable[[str, Arguments], Any]:
         if given["use_qk_l2norm_in_kernel"] is not True:
             raise ValueError("use_qk_l2norm_in_kernel: not set; the layers do not normalise keys themselves")
         before = KERNELS.note(name, num_tokens, given["initial_state"], bool(given["output_final_state"]))
+        # transformers 5.17 takes heads that are repeated already.
+        query, key = (one.repeat_interleave(heads // key_heads, dim=2) for one in (query, key))
         return plain(module, torch_name)(
             *(query, key, value),
             g=given["g"],
