@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import Template
 from torch import Tensor, nn
+from transformers import masking_utils
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -46,6 +47,7 @@ __all__ = [
     "unpack_mxfp4",
     "use_one_gpu",
     "without_deepspeed",
+    "without_packed_rows",
 ]
 
 SYMBOLS = (
@@ -60,6 +62,12 @@ SYMBOLS = (
         "sdpa_mask",
         "heads/attention.py, cache/window.py",
         "an attention function of our own has to be registered with a mask function, and there is no other public one",
+    ),
+    Symbol(
+        "transformers.masking_utils",
+        "find_packed_sequence_indices",
+        "trunk/load.py",
+        "it reads a value from the device in every forward, and no argument tells that rows are not packed",
     ),
     Symbol(
         "transformers.cache_utils",
@@ -206,6 +214,17 @@ def without_deepspeed() -> Iterator[None]:
     finally:
         if config is not None:
             deepspeed.set_hf_deepspeed_config(config)
+
+
+@contextmanager
+def without_packed_rows() -> Iterator[None]:
+    """Keep models from looking for packed sequences in the positions of their rows, which waits for the device."""
+    stock = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda _position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = stock
 
 
 def splits_models() -> bool:
