@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 
+from micro_batches import micro_batches
 from mtp_inference import SpeculativeDecoder
 from mtp_inference.capture import release_memory
 from mtp_inference.drafters.drafter import Drafter, Place, Size
@@ -46,8 +48,19 @@ def sequences(step: int) -> list[PackedSequence]:
     return pack_documents(documents, SEQ_LEN, pack=True, seed=0, epoch=0)
 
 
-def two_steps(accelerator: Accelerator, family: str, *, bf16: bool = False, recompute: bool = False) -> dict[str, Any]:
-    """Train a tiny head for two steps; return losses and gradient norms, and where and how that was done."""
+def two_steps(
+    accelerator: Accelerator,
+    family: str,
+    *,
+    bf16: bool = False,
+    recompute: bool = False,
+    second: AbstractContextManager[None] | None = None,
+) -> dict[str, Any]:
+    """Train a tiny head for two steps, the second one in a context.
+
+    Returns:
+        Losses and gradient norms, and where and how that was done.
+    """
     num_sequences = len(sequences(0))
     recipe = recipe_from_mapping(
         {
@@ -75,18 +88,22 @@ def two_steps(accelerator: Accelerator, family: str, *, bf16: bool = False, reco
     wrapped.train()
     for group in optimizer.param_groups:
         group["lr"] = recipe.train.lr
-    found = [optimise(wrapped, optimizer, accelerator, recipe, plan, sequences(step)) for step in range(STEPS)]
+    found = []
+    for step, context in enumerate((nullcontext(), second or nullcontext())):
+        given = micro_batches(sequences(step), recipe, plan, accelerator)
+        with context:
+            found.append(optimise(wrapped, optimizer, accelerator, recipe, given))
     joined = torch.distributed.is_initialized()
     return {
-        "losses": [float(value) for sums_K, _ in found for value in sums_K],
-        "norms": [norm for _, norm in found],
+        "losses": [float(value) for sums_2K, _ in found for value in sums_2K[0]],
+        "norms": [norm_1.item() for _, norm_1 in found],
         "sharded": sum(isinstance(parameter, DTensor) for parameter in module.trunk.layers.parameters()),
         "backend": torch.distributed.get_backend() if joined else None,
         **run_facts(accelerator, wrapped, "bf16" if bf16 else "fp32"),
     }
 
 
-def two_steps_on(family: str, *, on_cpu: bool, **settings: bool) -> dict[str, Any]:
+def two_steps_on(family: str, *, on_cpu: bool, **settings: Any) -> dict[str, Any]:
     """Train in this process, whatever accelerate was used for before."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

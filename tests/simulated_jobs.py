@@ -1,4 +1,6 @@
-"""What is done on the simulated device: ``python simulated_jobs.py refusals | decode KIND... | job DIR SETTINGS``.
+"""What is done on the simulated device.
+
+``python simulated_jobs.py refusals | waits DIR | decode KIND... | job DIR SETTINGS``
 
 A process of its own prints what came of it as JSON: torch counts the devices there are once, at its first gradient, and
 what follows in the process would find one more.
@@ -9,26 +11,39 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
 import torch
+from torch import Tensor
 
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder
 from mtp_inference.drafters.other_drafters import NgramDrafting
 from mtp_train.cli.main import main as command_line
+from mtp_train.data.pack import PackedSequence, global_batches
+from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation import run as study_run
 from mtp_train.job import generate
+from mtp_train.train import feed
+from mtp_train.train.head_training import HeadTraining
+from mtp_train.train.loop import train_head
+from mtp_train.train.plan import make_plan
 from mtp_train.trunk.load import Trunk
 from runs import run_quietly, tiny_recipe, write_inputs
-from simulated_device import simulated_device
-from tiny import CACHE_KINDS, tiny_head, tiny_trunk
+from simulated_device import Streams, simulated_device
+from tiny import CACHE_KINDS, VOCAB_SIZE, tiny_head, tiny_trunk
+from waits import Waits
 
 SHORT = {"train__max_steps": 2, "evaluate__prompts": 2, "gate__confidence": 0.6, "evaluate__max_new_tokens": 6}
+WAITS = {
+    **{"head__num_depths": 3, "data__seq_len_tokens": 16, "train__tokens_per_step": 64, "train__log_steps": 2},
+    **{"train__micro_batch_sequences": 2, "train__max_steps": 3, "train__save_steps": 100},
+}
 _SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=3)
 
 
@@ -82,6 +97,68 @@ def decoded(device: torch.device, kinds: list[str]) -> dict[str, Any]:
     return found
 
 
+class KeptStates:
+    """Hidden states in place of those of a trunk."""
+
+    def __init__(self, trunk: Trunk) -> None:
+        self.width = trunk.state_width
+
+    def rows(self, sequences: Sequence[PackedSequence], *, pins: bool = False) -> Tensor:
+        return torch.ones(len(sequences), len(sequences[0].input_ids_T), self.width)
+
+
+def documents() -> list[Document]:
+    """Return documents of several lengths, all of whose tokens are targets."""
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in (16, 9, 14, 7, 5, 11)]
+    return [Document(tuple(text), (True,) * len(text), "d", "g") for text in texts]
+
+
+def steps_waits(directory: Path, *, keeps: bool = False, knows: bool = True, streams: bool = True) -> list[list[str]]:
+    """Train, and return where the host waits in each step between the first and the last one.
+
+    Args:
+        directory: A new directory for resume states.
+        keeps: Whether hidden states are given.
+        knows: Whether forwards are told what the host knows; a control if not.
+        streams: Whether copies run beside the steps; a control if not.
+    """
+    used = tiny_recipe(directory, directory, **WAITS)
+    plan, trunk = make_plan(used, 1), tiny_trunk("qwen3_5")
+    settings: dict[str, Any] = {"draft_vocab": torch.arange(0, VOCAB_SIZE, 2)} if keeps else {"on_policy": True}
+    module = HeadTraining(trunk, tiny_head(trunk), num_depths=3, kind="lk", temperature=1.0, **settings)
+    sizes: dict[str, int] = {"seq_len_tokens": plan.seq_len_tokens, "sequences_per_step": plan.sequences_per_step}
+    forward, marks = HeadTraining.forward, list[int]()
+    with pytest.MonkeyPatch.context() as patch, Waits() as waits:
+        patch.setattr(feed, "streams_of", lambda _device: Streams() if streams else None)
+        patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+        patch.setattr(Tensor, "record_stream", lambda _tensor, _stream: None)
+        if not knows:
+            patch.setattr(HeadTraining, "forward", lambda *given, known: forward(*given))
+        train_head(
+            module,
+            recipe=used,
+            plan=plan,
+            batch_fn=global_batches(documents(), **sizes, pack=True, seed=0),
+            accelerator=accelerate.Accelerator(gradient_accumulation_steps=plan.accumulation),
+            state_dir=directory / "state",
+            make_log=lambda _step: None,
+            on_step=lambda _done: marks.append(len(waits.places)),
+            cache=KeptStates(trunk) if keeps else None,  # type: ignore[arg-type]
+        )
+    return [waits.places[begun:ended] for begun, ended in pairwise(marks[1:-1])]
+
+
+def waits(directory: Path) -> dict[str, list[list[str]]]:
+    """Return where the host waits in steps of training, and in those of the controls."""
+    return {
+        "with the trunk": steps_waits(directory / "trunk"),
+        "with states": steps_waits(directory / "states", keeps=True),
+        "unknown": steps_waits(directory / "unknown", knows=False),
+        "in order": steps_waits(directory / "order", streams=False),
+    }
+
+
 def job(device: torch.device, directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Run a job up to its report, then decode and evaluate with its head; the gate may refuse such a short one."""
     inputs, run_dir = write_inputs(directory / "in"), directory / "run"
@@ -108,6 +185,8 @@ def main() -> None:
     with everything_there() as device:
         if what == "refusals":
             found = refusals(device)
+        elif what == "waits":
+            found = waits(Path(words[0]))
         elif what == "decode":
             found = decoded(device, words)
         else:

@@ -35,6 +35,7 @@ PACKAGES = (
     "pyarrow",
     "gguf",
     "flash-linear-attention",
+    "causal-conv1d",
     "numpy",
 )
 

@@ -22,7 +22,12 @@ given for the chunked loss, and for the same loss with all logits at once, which
 
 For one chunk, the matrix products of the loss are also timed separately from the work on their rows (``--rows``, like
 ``objective.rows`` of a recipe). The floor of that work is to read p's and q's logits once and to write the gradient
-once per depth, at the rate of copying such logits.
+once per depth, at the rate of copying such logits. ``--chunk-rows`` sets the rows of a chunk; by default the device and
+its memory do, as in training.
+
+``loop`` is a step of the training loop itself on packed documents, with its logging: fed ahead
+(``mtp_train/train/feed.py``), and in turn, with batches that are collated when they are needed, copied while the host
+waits, and looked at on the device. On a CPU nothing is prepared ahead.
 
 Shapes: B rows, T tokens, K depths, N = B * T target rows, D hidden, V vocabulary.
 """
@@ -32,11 +37,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 import transformers
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
@@ -46,16 +53,26 @@ from mtp_inference.bench.measurements import paired_ratios
 from mtp_inference.bench.memory import PeakMemory
 from mtp_inference.bench.products import Product, Replay, recorded
 from mtp_inference.bench.subject import SHAPES, Subject, checkpoint_subject, shape_subject
+from mtp_train.data.pack import PackedSequence, global_batches
+from mtp_train.data.tokenize import Document
 from mtp_train.heads.flex import Attention, require_flex_device
-from mtp_train.losses import chunked as losses
-from mtp_train.losses.chunked import RowsIn, frozen_head_loss, row_work
+from mtp_train.losses.chunked import RowsIn, chunk_rows, frozen_head_loss, gpu_bytes_of, logit_bytes, row_work
+from mtp_train.recipe.loading import recipe_from_mapping
+from mtp_train.recipe.schema import Recipe
 from mtp_train.train.aligned import AlignedRows, Batch, aligned_rows
 from mtp_train.train.estimate import active_weights
+from mtp_train.train.feed import Feed, Preparation
 from mtp_train.train.head_training import HeadTraining
+from mtp_train.train.hidden_cache import HiddenCache
+from mtp_train.train.launch import clip_gradient
+from mtp_train.train.loop import optimise
+from mtp_train.train.plan import make_plan
 from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.weights.demo import resolve
 
 GIB = 1 << 30
+LOOP_STEPS = 3
+"""Steps of the training loop that are timed together."""
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -109,6 +126,13 @@ class Bench(NamedTuple):
         return self.module.num_depths
 
     @property
+    def loss_rows(self) -> int:
+        """Target rows of one chunk of the loss."""
+        module, matrix_VD = self.module, self.module.trunk.lm_head_VD
+        bytes_each = logit_bytes(module.rows_in, module.kind, module.compute_dtype)
+        return module.loss_rows or chunk_rows(len(matrix_VD), bytes_each, gpu_bytes_of(matrix_VD.device))
+
+    @property
     def output_VD(self) -> Tensor:
         """The output matrix, in the dtype of the loss's matrix products."""
         return self.module.trunk.lm_head_VD.to(self.module.compute_dtype)
@@ -122,6 +146,7 @@ def make_bench(
     *,
     compute_dtype: torch.dtype,
     rows_in: RowsIn = "torch",
+    loss_rows: int | None = None,
     attention: Attention = "dense",
 ) -> Bench:
     """Build module, optimiser and a batch of random tokens, with one document per full row.
@@ -133,6 +158,7 @@ def make_bench(
         num_depths: K.
         compute_dtype: See :class:`HeadTraining`.
         rows_in: See :class:`HeadTraining`.
+        loss_rows: See :class:`HeadTraining`.
         attention: See :class:`HeadTraining`.
     """
     trunk, head = subject.trunk, subject.head
@@ -154,6 +180,7 @@ def make_bench(
         kind="kl",
         temperature=1.0,
         rows_in=rows_in,
+        loss_rows=loss_rows,
         attention=attention,
         compute_dtype=compute_dtype,
     )
@@ -203,7 +230,7 @@ def time_loss(bench: Bench, repeats: int) -> dict[str, float]:
     lm_head_VD, targets_N = bench.output_VD, bench.batch.tokens_BT.flatten()
     state_ND = bench.hidden_BTD.flatten(0, 1).to(lm_head_VD.dtype)
     # Use different logits for q and p.
-    state_CD, targets_C = state_ND[: losses.CHUNK_ROWS], targets_N[: losses.CHUNK_ROWS]
+    state_CD, targets_C = state_ND[: bench.loss_rows], targets_N[: bench.loss_rows]
     teacher_CV, student_CV = state_CD @ lm_head_VD.T, state_CD.flip(0) @ lm_head_VD.T
 
     def multiply() -> None:
@@ -221,6 +248,90 @@ def time_loss(bench: Bench, repeats: int) -> dict[str, float]:
     parts: dict[str, Callable[[], object]] = {"products": multiply, "rows": work_on_rows, "copy": student_CV.clone}
     with torch.no_grad():
         return medians(take_turns(parts, repeats, device))
+
+
+@dataclass(frozen=True)
+class HeldStates:
+    """Hidden states in main memory in place of a cache on disk, the same for every sequence."""
+
+    states_BTD: Tensor
+
+    def rows(self, sequences: Sequence[PackedSequence], *, pins: bool = False) -> Tensor:
+        """Return a copy, like ``HiddenCache.rows``."""
+        held_BTD = self.states_BTD[: len(sequences)]
+        return torch.empty(held_BTD.shape, dtype=held_BTD.dtype, pin_memory=pins).copy_(held_BTD)
+
+
+class Loop:
+    """The training loop on packed documents of random tokens, four to a sequence.
+
+    Args:
+        bench: Module, optimiser and shapes.
+        states: Hidden states of the trunk; None computes them in every step.
+    """
+
+    def __init__(self, bench: Bench, states: HeldStates | None) -> None:
+        self.bench, self.states = bench, states
+        num_rows, seq_len = bench.batch.tokens_BT.shape
+        self.recipe = _recipe(bench.depths, num_rows, seq_len)
+        self.plan = make_plan(self.recipe, 1)
+        self.accelerator = Accelerator(cpu=bench.batch.tokens_BT.device.type == "cpu", mixed_precision="no")
+        self.optimizer = self.accelerator.prepare(bench.optimizer)
+        held = cast("HiddenCache | None", states)
+        self.preparation = Preparation.of(self.recipe, self.plan, self.accelerator, held)
+        vocab, generator = len(bench.module.trunk.lm_head_VD), torch.Generator().manual_seed(0)
+        texts = torch.randint(vocab, (4 * num_rows, max(1, seq_len // 4)), generator=generator).tolist()
+        documents = [Document(tuple(text), (True,) * len(text), "d", "g") for text in texts]
+        self.batch_fn = global_batches(
+            documents, seq_len_tokens=seq_len, pack=True, sequences_per_step=num_rows, seed=0
+        )
+
+    def ahead(self) -> None:
+        """Run steps that are fed ahead."""
+        with Feed(self.preparation.steps(self.batch_fn, 0), self.accelerator.device) as feed:
+            for _ in range(LOOP_STEPS):
+                given = feed.micro_batches(1)
+                sums_2K, norm_1 = optimise(self.bench.module, self.optimizer, self.accelerator, self.recipe, given)
+                torch.cat([sums_2K.flatten(), norm_1]).tolist()
+
+    def in_turn(self) -> None:
+        """Run steps whose batches are collated and copied when they are needed, and looked at on the device."""
+        module, device = self.bench.module, self.accelerator.device
+        for prepared in replace(self.preparation, pins=False).steps(self.batch_fn, 0):
+            given = prepared.micro_batch.mapped(lambda tensor: tensor.to(device))
+            terms = module(*given.batch, given.scale_K, given.hidden_BTD)
+            terms.total.backward()
+            float(clip_gradient(self.accelerator, module, self.recipe.train.max_grad_norm))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            torch.stack([terms.sum_K, terms.count_K]).tolist()
+
+
+def _recipe(num_depths: int, num_rows: int, seq_len: int) -> Recipe:
+    sizes = {"max_steps": LOOP_STEPS, "warmup_steps": 0, "tokens_per_step": num_rows * seq_len, "lr": 1e-6}
+    return recipe_from_mapping(
+        {
+            "run_dir": "run",
+            "model": {"trunk": "finetune", "head_from": "base"},
+            "head": {"num_depths": num_depths},
+            "data": {"sources": [{"path": "chats.jsonl"}], "seq_len_tokens": seq_len},
+            "train": {**sizes, "micro_batch_sequences": num_rows},
+            "evaluate": {"arms": ["none", "graft", "retrained"]},
+        }
+    )
+
+
+def time_loop(bench: Bench, repeats: int) -> dict[str, float]:
+    """Return the median seconds of a step of the training loop, fed ahead and in turn."""
+    whole, kept = Loop(bench, None), Loop(bench, HeldStates(bench.hidden_BTD.cpu()))
+    parts: dict[str, Callable[[], object]] = {
+        "ahead": whole.ahead,
+        "in turn": whole.in_turn,
+        "ahead, states kept": kept.ahead,
+        "in turn, states kept": kept.in_turn,
+    }
+    taken = take_turns(parts, repeats, bench.batch.tokens_BT.device)
+    return {name: seconds / LOOP_STEPS for name, seconds in medians(taken).items()}
 
 
 def counted_flops(bench: Bench) -> dict[str, int]:
@@ -246,7 +357,13 @@ def loss_memory(bench: Bench) -> dict[str, int]:
     weight_KN = rows.valid_KN.float()
     given = [student_KND, rows.teacher_ND, module.trunk.lm_head_VD, rows.targets_N, weight_KN]
     with PeakMemory(given) as ours:
-        terms = frozen_head_loss(*given, kind="kl", rows_in=module.rows_in, compute_dtype=module.compute_dtype)
+        terms = frozen_head_loss(
+            *given,
+            kind="kl",
+            rows_in=module.rows_in,
+            compute_dtype=module.compute_dtype,
+            num_rows=module.loss_rows,
+        )
         terms.total.backward()
     shadows = [torch.empty_like(one, device="meta") for one in given]
     shadows[0].requires_grad_(True)
@@ -291,6 +408,8 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
         # A copy reads one tensor and writes one; each depth reads two and writes one.
         "rows_over_floor": of_loss["rows"] / (1.5 * bench.depths * of_loss["copy"]),
         "step_peak_bytes": step_peak,
+        "loss_rows": bench.loss_rows,
+        "loop_seconds": time_loop(bench, repeats),
     }
 
 
@@ -305,16 +424,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--depths", type=int, default=3)
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: fp32 on a CPU, else bf16")
     parser.add_argument("--trunk-dtype", choices=tuple(DTYPES), default="auto", help="auto: fp32 on a CPU, else stored")
-    parser.add_argument(
-        "--chunk-rows", type=int, default=losses.CHUNK_ROWS, help="target rows of one chunk of the loss"
-    )
+    parser.add_argument("--chunk-rows", type=int, help="target rows of one chunk of the loss; default: the device's")
     parser.add_argument("--rows", choices=get_args(RowsIn), default="torch", help="what makes losses of logits")
     parser.add_argument("--attention", choices=("dense", "flex"), default="dense")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
     if options.tokens < options.seq_len or options.tokens % options.seq_len:
         parser.error(f"--tokens: found {options.tokens}; expected a multiple of --seq-len, {options.seq_len}")
-    if options.chunk_rows < 1:
+    if options.chunk_rows is not None and options.chunk_rows < 1:
         parser.error(f"--chunk-rows: found {options.chunk_rows}; expected 1 or more. Leave it out.")
     if options.precision is None:
         options.precision = "fp32" if options.device.type == "cpu" else "bf16"
@@ -326,8 +443,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     device = options.device
     require_flex_device(options.attention, device)
-    # The loss reads this constant at every call; recipes have no field for it.
-    losses.CHUNK_ROWS = options.chunk_rows
     dtype = DTYPES[options.trunk_dtype]
     if options.shape:
         subject = shape_subject(options.shape, dtype=dtype, device=device, seed=0)
@@ -342,6 +457,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.depths,
         compute_dtype=torch.bfloat16 if options.precision == "bf16" else torch.float32,
         rows_in=options.rows,
+        loss_rows=options.chunk_rows,
         attention=options.attention,
     )
     found = measure(bench, options.repeats)
@@ -358,6 +474,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"a chunk of the loss: products {1000 * of_loss['products']:.1f} ms, rows {1000 * of_loss['rows']:.1f} ms, "
         f"{found['rows_over_products']:.2f} x the products and {found['rows_over_floor']:.2f} x their floor"
     )
+    for name, seconds in found["loop_seconds"].items():
+        print(f"loop, {name:<20}{1000 * seconds:>12.1f} ms a step")
     settings = {name: str(value) for name, value in vars(options).items()} | {
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),

@@ -327,7 +327,8 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     trained = None
     if recipe.head.lora is not None:
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
-    memory = whole_footprint(recipe, trunk, head, plan, device, trained)
+    gpu_bytes = machine.memory_bytes if device.type == "cuda" else None
+    memory = whole_footprint(recipe, trunk, head, plan, device, gpu_bytes, trained)
     drafts_chain = unroll_of(head_family, convention, num_modules) == "chained_drafts"
     sizes = _sizes(recipe, trunk, head, memory, text_config, drafts_chain=drafts_chain)
     shards = _sharded(recipe, raw, memory, trunk, plan)
@@ -457,12 +458,13 @@ def whole_footprint(
     head: Mapping[str, Size],
     plan: Plan,
     device: torch.device,
+    gpu_bytes: int | None,
     lora_parameters: int | None,
 ) -> Footprint:
     """Estimate the memory of training a head, or of fine-tuning the trunk, as the recipe asks."""
     if recipe.sft is None:
-        return estimate_footprint(recipe, trunk, head, plan, device, lora_parameters)
-    return tuning_footprint(recipe, recipe.sft, trunk, head, plan)
+        return estimate_footprint(recipe, trunk, head, plan, device, gpu_bytes, lora_parameters)
+    return tuning_footprint(recipe, recipe.sft, trunk, head, plan, gpu_bytes)
 
 
 def whole_cost(recipe: Recipe, plan: Plan, sizes: Sizes, memory: Footprint) -> Cost:

@@ -23,11 +23,46 @@ if TYPE_CHECKING:
     from mtp_train.losses.catalogue import RowWork
 
 CHUNK_ROWS = 256
+"""Target rows of one chunk on a CPU, and the fewest on a GPU, see :func:`chunk_rows`."""
+MOST_CHUNK_ROWS, _ROWS_UNIT = 4096, 128
+LOSS_BYTES, _MEMORY_PARTS = 2 * 10**9, 32
+"""Most bytes of a chunk's tensors on a GPU, and the part of its memory that they may take: one of so many. The fewest
+rows may take more."""
 BLOCK_NUMBERS = 2**18
 """Logits of one block of rows on a CPU: 1 MiB in fp32, for the few tensors of a block to stay in the cache."""
 CHUNK_TENSORS = 5
 """Largest number of fp32 tensors of shape (C, V) that the losses of ``losses/catalogue.py`` hold at once: p, the head's
 logits, q, the gradient, and the products that ``torch.linalg.vecdot`` sums. ``kl`` holds four."""
+
+
+def logit_bytes(rows_in: RowsIn, kind: str, compute_dtype: torch.dtype) -> int:
+    """Return the most bytes that the tensors of a chunk take for each of its rows and each token of the vocabulary."""
+    if rows_in == "torch":
+        return CHUNK_TENSORS * 4
+    # Kernels read the logits, the trunk's too where the loss distils, and write the gradient over the head's.
+    return (2 if find_loss(kind).distils else 1) * compute_dtype.itemsize
+
+
+def chunk_rows(vocab_size: int, bytes_each: int, gpu_bytes: int | None) -> int:
+    """Return the number of target rows of one chunk.
+
+    A product of few rows reads the output matrix without filling a GPU: on an H100 it is bound by operations from about
+    300 rows on. A CPU works on a few rows at a time, and its chunks stay small.
+
+    Args:
+        vocab_size: V.
+        bytes_each: The result of :func:`logit_bytes`.
+        gpu_bytes: Memory of the GPU; None for any other device.
+    """
+    if gpu_bytes is None:
+        return CHUNK_ROWS
+    rows = min(LOSS_BYTES, gpu_bytes // _MEMORY_PARTS) // (vocab_size * bytes_each)
+    return max(CHUNK_ROWS, min(MOST_CHUNK_ROWS, rows // _ROWS_UNIT * _ROWS_UNIT))
+
+
+def gpu_bytes_of(device: torch.device) -> int | None:
+    """Return the memory of a CUDA or ROCm device; None for any other."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 class LossTerms(NamedTuple):
@@ -198,21 +233,21 @@ class _FrozenHeadLoss(torch.autograd.Function):
         temperature: float,
         on_policy: bool,
         rows_in: RowsIn,
-        compute_dtype: torch.dtype | None,
+        compute_dtype: torch.dtype,
+        num_rows: int,
+        used_N: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         loss = find_loss(kind)
         # Convert once for all chunks. The matrix may be held in fp32 for a step in bf16, or in bf16 on a CPU without
         # native bf16.
-        compute_dtype = compute_dtype or lm_head_VD.dtype
         lm_head_VD = lm_head_VD.to(compute_dtype)
         own_heads = None if own_heads is None else [own_VD.to(compute_dtype) for own_VD in own_heads]
         gradient_KND = torch.zeros_like(student_KND)
         loss_KN = torch.zeros_like(row_weight_KN)
         hit_KN = torch.zeros_like(row_weight_KN, dtype=torch.bool)
-        used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1)
-        buffer_CV = _logits_buffer(min(len(used_N), CHUNK_ROWS), lm_head_VD)
+        buffer_CV = _logits_buffer(min(len(used_N), num_rows), lm_head_VD)
         with torch.autocast(student_KND.device.type, enabled=False):
-            for rows_C in used_N.split(CHUNK_ROWS):
+            for rows_C in used_N.split(num_rows):
                 teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
                 work = row_work(rows_in, kind, teacher_CV, temperature)
                 # The work keeps what it reads of them.
@@ -249,7 +284,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *_grads_K: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_KND,) = ctx.saved_tensors
-        return gradient_KND * grad_total, *[None] * 10
+        return gradient_KND * grad_total, *[None] * 12
 
 
 def frozen_head_loss(
@@ -265,6 +300,8 @@ def frozen_head_loss(
     on_policy: bool = False,
     rows_in: RowsIn = "torch",
     compute_dtype: torch.dtype | None = None,
+    num_rows: int | None = None,
+    used_N: Tensor | None = None,
 ) -> LossTerms:
     """Return the weighted loss of all depths, rows chunked by target position.
 
@@ -281,7 +318,16 @@ def frozen_head_loss(
         rows_in: See :func:`row_work`.
         compute_dtype: The dtype of the products with the output matrix; softmax and losses are in fp32. A matrix held
             in another dtype is converted once for all rows. None uses the matrix's own dtype.
+        num_rows: Target rows of one chunk; None for :func:`chunk_rows`. Another number sums in another order.
+        used_N: int64, the rows of a weight other than 0, where the host knows them; None looks at the weights, for
+            which the host waits for the device.
     """
+    compute_dtype = compute_dtype or lm_head_VD.dtype
+    if used_N is None:
+        used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1)
+    if num_rows is None:
+        bytes_each = logit_bytes(rows_in, kind, compute_dtype)
+        num_rows = chunk_rows(len(lm_head_VD), bytes_each, gpu_bytes_of(lm_head_VD.device))
     total, sum_K, count_K = _FrozenHeadLoss.apply(
         student_KND,
         teacher_ND.detach(),
@@ -294,5 +340,7 @@ def frozen_head_loss(
         on_policy,
         rows_in,
         compute_dtype,
+        num_rows,
+        used_N,
     )
     return LossTerms(total, sum_K, count_K)

@@ -11,7 +11,7 @@ from mtp_train.heads.flex import Attention
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.losses.chunked import align_to_targets
-from mtp_train.trunk.isolate import isolated_hidden
+from mtp_train.trunk.isolate import Forwards, isolated_hidden
 from mtp_train.trunk.load import Trunk
 
 
@@ -42,6 +42,7 @@ def aligned_rows(
     num_depths: int,
     *,
     hidden_BTD: Tensor | None = None,
+    forwards: Forwards | None = None,
     apart: bool = False,
     recompute: bool = False,
     attention: Attention = "dense",
@@ -54,13 +55,14 @@ def aligned_rows(
         batch: The rows.
         num_depths: K.
         hidden_BTD: The trunk's hidden states of the rows, zeros on padding; None runs the trunk.
+        forwards: See :func:`mtp_train.trunk.isolate.isolated_hidden`.
         apart: See :func:`mtp_train.heads.step.unroll`.
         recompute: Likewise.
         attention: Likewise.
     """
     trunk.show_layers(head.trunk_layers)
     if hidden_BTD is None:
-        hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
+        hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT, forwards=forwards)
     starts = unroll(
         head,
         trunk.head_input(hidden_BTD, head.convention),

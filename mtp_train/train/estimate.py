@@ -19,7 +19,7 @@ from torch import Size
 
 from mtp_train.errors import OutOfMemoryError
 from mtp_train.losses.catalogue import find_loss
-from mtp_train.losses.chunked import CHUNK_ROWS, CHUNK_TENSORS
+from mtp_train.losses.chunked import CHUNK_ROWS, chunk_rows, logit_bytes
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.plan import Plan
@@ -142,6 +142,8 @@ class Footprint:
     head_and_optimizer_bytes: int
     loss_bytes: int
     activation_bytes: int
+    loss_rows: int = CHUNK_ROWS
+    """Target rows of one chunk of the loss."""
     converted_bytes: int = 0
     """Bytes of weights that are held a second time in the dtype of the products: the output matrix, and one layer if
     products are in fp32."""
@@ -166,8 +168,8 @@ class Footprint:
         elsewhere += f", converted weights {self.converted_bytes / GIB:.2f}" if self.converted_bytes else ""
         return (
             f"about {self.total_bytes / GIB:.2f} GiB: trunk {self.trunk_bytes / GIB:.2f}{elsewhere}, head with "
-            f"optimiser {self.head_and_optimizer_bytes / GIB:.2f}, loss {self.loss_bytes / GIB:.2f}, activations "
-            f"{self.activation_bytes / GIB:.2f}"
+            f"optimiser {self.head_and_optimizer_bytes / GIB:.2f}, loss {self.loss_bytes / GIB:.2f} in chunks of "
+            f"{self.loss_rows} rows, activations {self.activation_bytes / GIB:.2f}"
         )
 
 
@@ -177,9 +179,20 @@ def estimate_footprint(
     head: Mapping[str, Size],
     plan: Plan,
     device: torch.device,
+    gpu_bytes: int | None,
     lora_parameters: int | None = None,
 ) -> Footprint:
-    """Estimate the memory of training from shapes alone; without LoRA all of the head is trained."""
+    """Estimate the memory of training from shapes alone.
+
+    Args:
+        recipe: The recipe, its precision resolved.
+        trunk: The trunk, possibly on the meta device.
+        head: Shapes of the head's weights.
+        plan: The recipe's numbers.
+        device: The device of a process.
+        gpu_bytes: Its memory; None for any device but a CUDA or ROCm one.
+        lora_parameters: Number of LoRA's weights; None if all of the head is trained.
+    """
     trunk_parameters = sum(parameter.numel() for parameter in trunk.parameters())
     head_parameters = sum(shape.numel() for shape in head.values())
     trained = head_parameters if lora_parameters is None else lora_parameters
@@ -192,6 +205,9 @@ def estimate_footprint(
     if recipe.model.offload is not None:
         layers = _layer_bytes(trunk, trunk_itemsize)
         on_device, offloaded = on_device - sum(layers) + max(layers), sum(layers)
+    objective, computed = recipe.objective, COMPUTE_DTYPES[recipe.train.precision]
+    bytes_each = logit_bytes(objective.rows, objective.loss, computed)
+    loss_rows = chunk_rows(vocab, bytes_each, gpu_bytes)
     return Footprint(
         trunk_parameters=trunk_parameters,
         head_parameters=head_parameters,
@@ -199,8 +215,9 @@ def estimate_footprint(
         trunk_bytes=on_device,
         # Weights, gradients and AdamW's two moments, all in fp32.
         head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
-        loss_bytes=CHUNK_ROWS * vocab * CHUNK_TENSORS * 4,
+        loss_bytes=loss_rows * vocab * bytes_each,
         activation_bytes=activation_bytes(recipe, hidden, rows, plan.seq_len_tokens),
+        loss_rows=loss_rows,
         converted_bytes=_converted_bytes(recipe, trunk, trunk_itemsize, vocab),
         offloaded_bytes=offloaded,
         loading_bytes=0 if device.type == "cpu" else _loading_bytes(recipe, trunk, trunk_itemsize),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -17,10 +18,24 @@ from torch import Tensor, nn
 from mtp_train.heads.flex import Attention
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import LossTerms, RowsIn, frozen_head_loss
-from mtp_train.train.aligned import Batch, aligned_rows
+from mtp_train.train.aligned import AlignedRows, Batch, aligned_rows
 from mtp_train.train.teacher_forced import DenseSums, dense_sums
+from mtp_train.trunk.isolate import Forwards
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.widen import widened
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the host knows of a micro-batch. Otherwise it has to wait for the device in every forward.
+
+    No tuple or dict: wrappers move the tensors inside of these, one by one.
+    """
+
+    forwards: Forwards | None
+    """The trunk's passes; None if its hidden states are given."""
+    used_N: Tensor
+    """int64, on the device: the target rows at which any depth has a target."""
 
 
 class HeadTraining(nn.Module):
@@ -39,6 +54,7 @@ class HeadTraining(nn.Module):
         draft_vocab: int, shape (R,), ascending: p and q are distributions over these tokens alone, and no other token
             may be a target. None for all.
         rows_in: The implementation of the loss's rows (``losses.chunked.row_work``).
+        loss_rows: Target rows of one chunk of the loss; None for the device's (``losses.chunked.chunk_rows``).
         compute_dtype: The dtype of all matrix products, including the trunk's, whatever dtype the weights are held in:
             bfloat16 (by autocast) or float32. Packed quantised weights use the products of their own kernels.
     """
@@ -57,6 +73,7 @@ class HeadTraining(nn.Module):
         attention: Attention = "dense",
         draft_vocab: Tensor | None = None,
         rows_in: RowsIn = "torch",
+        loss_rows: int | None = None,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
@@ -72,6 +89,7 @@ class HeadTraining(nn.Module):
         self.temperature = temperature
         self.on_policy = on_policy
         self.rows_in = rows_in
+        self.loss_rows = loss_rows
         self.apart = apart
         self.recompute = recompute
         self.attention = attention
@@ -107,6 +125,7 @@ class HeadTraining(nn.Module):
         scale_K: Tensor,
         hidden_BTD: Tensor | None = None,
         *,
+        known: Known | None = None,
         measures: bool = False,
     ) -> LossTerms | DenseSums:
         """Return the loss of one micro-batch.
@@ -119,6 +138,7 @@ class HeadTraining(nn.Module):
             scale_K: fp32, factor of each depth's summed loss: the depth's weight over the number of its targets in the
                 whole step.
             hidden_BTD: The trunk's hidden states of the tokens; None runs the trunk's layers.
+            known: What the host knows of the batch; None looks at the tensors.
             measures: Return the sums for acceptance figures instead of the loss. They are computed in this forward
                 because sharded weights are whole only within it.
         """
@@ -130,12 +150,16 @@ class HeadTraining(nn.Module):
                 batch,
                 self.num_depths,
                 hidden_BTD=hidden_BTD,
+                forwards=None if known is None else known.forwards,
                 apart=self.apart,
                 recompute=self.recompute,
                 attention=self.attention,
             )
             if measures:
                 return dense_sums(rows, self.trunk, self.head)
+        return self._loss(rows, scale_K, None if known is None else known.used_N)
+
+    def _loss(self, rows: AlignedRows, scale_K: Tensor, used_N: Tensor | None) -> LossTerms:
         lm_head_VD, own_heads = self.trunk.lm_head_VD, self.head.own_lm_heads(self.num_depths)
         targets_N, vocab_R = rows.targets_N, cast("Tensor | None", self.draft_vocab)
         if vocab_R is not None:
@@ -156,4 +180,6 @@ class HeadTraining(nn.Module):
             on_policy=self.on_policy,
             rows_in=self.rows_in,
             compute_dtype=self.compute_dtype,
+            num_rows=self.loss_rows,
+            used_N=used_N,
         )

@@ -267,11 +267,13 @@ class HiddenCache:
         # Memory-mapped: the operating system caches as much as fits.
         self._files = [safe_open(_shard_path(directory, shard), framework="pt") for shard in range(layout.num_shards)]
 
-    def rows(self, sequences: Sequence[PackedSequence]) -> Tensor:
-        """Return what ``isolated_hidden`` returns for packed sequences: (B, T, D), 0 on padding, on the CPU."""
-        states_BTD = torch.zeros(
-            len(sequences), len(sequences[0].input_ids_T), self.layout.width, dtype=self.layout.computed
-        )
+    def rows(self, sequences: Sequence[PackedSequence], *, pins: bool = False) -> Tensor:
+        """Return what ``isolated_hidden`` returns for packed sequences: (B, T, D), 0 on padding, on the CPU.
+
+        With ``pins`` the result is in page-locked memory, which a GPU copies from while it computes.
+        """
+        shape = (len(sequences), len(sequences[0].input_ids_T), self.layout.width)
+        states_BTD = torch.zeros(shape, dtype=self.layout.computed, pin_memory=pins)
         for row, sequence in enumerate(sequences):
             place = 0
             for index in sequence.members:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
-from torch import nn
+from torch import Tensor, nn
 
 from mtp_train.errors import CheckpointError, LostProcessError, MtpError, TrainingError
 from mtp_train.recipe.shipped import accelerate_file
@@ -25,7 +25,7 @@ from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launcher import SHARDING, Request, launcher_request
 from mtp_train.train.moments import ZeroMoments
 from mtp_train.train.plan import Plan
-from mtp_train.train.shard import shard_layers, shards_trunk
+from mtp_train.train.shard import shard_layers, shards_trunk, whole
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.upstream.transformers_private import forget_deepspeed
@@ -246,12 +246,14 @@ def _configure_deepspeed(module: HeadTraining, accelerator: Accelerator, plan: P
     settings["zero_optimization"].setdefault("leaf_module", {"classes": []})
 
 
-def clip_gradient(accelerator: Accelerator, wrapped: nn.Module, max_grad_norm: float) -> float:
-    """Clip the gradient to a norm and return the norm before; DeepSpeed has clipped it in its backward pass."""
+def clip_gradient(accelerator: Accelerator, wrapped: nn.Module, max_grad_norm: float) -> Tensor | float:
+    """Clip the gradient to a norm and return the norm before, a scalar on the device if the host need not know it."""
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        # It has clipped in its backward pass.
         engine: Any = wrapped
-        return float(engine.get_global_grad_norm())
-    return float(accelerator.clip_grad_norm_(wrapped.parameters(), max_grad_norm))
+        norm: Tensor | float = engine.get_global_grad_norm()
+        return norm
+    return whole(accelerator.clip_grad_norm_(wrapped.parameters(), max_grad_norm))
 
 
 def run_facts(accelerator: Accelerator, wrapped: nn.Module, precision: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from accelerate.utils import broadcast_object_list
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mtp_train.data.pack import PackedSequence, collate, count_targets
+from mtp_train.data.pack import PackedSequence, collate
 from mtp_train.errors import TrainingError
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.recipe.schema import Recipe
 from mtp_train.stopping import Signals, noted_signal, stopped_after
+from mtp_train.train.feed import BatchFn, Feed, MicroBatch, Preparation
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.launch import clip_gradient, prepare, run_facts
@@ -40,7 +41,6 @@ from mtp_train.train.state import (
 )
 
 _LOG = logging.getLogger(__name__)
-BatchFn = Callable[[int], Sequence[PackedSequence]]
 
 
 @dataclass
@@ -143,8 +143,9 @@ def train_head(
     run = Run(recipe, plan, accelerator, head, wrapped, prepared, selection, state_dir, log, window)
     on_step(done)
     wrapped.train()
-    with noted_signal() as signals:
-        done = take_steps(run, done, batch_fn, cache, on_step, signals)
+    prepared = Preparation.of(recipe, plan, accelerator, cache).steps(batch_fn, done)
+    with noted_signal() as signals, Feed(prepared, accelerator.device) as feed:
+        done = take_steps(run, done, feed, on_step, signals)
     accelerator.wait_for_everyone()
     if log is not None:
         log.close()
@@ -172,22 +173,16 @@ def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelera
     return done
 
 
-def take_steps(
-    run: Run,
-    done: int,
-    batch_fn: BatchFn,
-    cache: HiddenCache | None,
-    on_step: Callable[[int], None],
-    signals: Signals,
-) -> int:
+def take_steps(run: Run, done: int, feed: Feed, on_step: Callable[[int], None], signals: Signals) -> int:
     """Train from step ``done`` until the end or a signal; return the number of steps done."""
     told_to_stop = False
     while not (told_to_stop or is_over(done, run.plan, run.selection)):
-        sequences = batch_fn(done)
+        sequences = feed.sequences()
         for group in run.optimizer.param_groups:
             group["lr"] = learning_rate(run.recipe, done)
-        sums_2K, norm = optimise(run.wrapped, run.optimizer, run.accelerator, run.recipe, run.plan, sequences, cache)
-        told_to_stop = gather(run, sums_2K, sequences, signals.number is not None)
+        given = feed.micro_batches(run.plan.accumulation)
+        sums_2K, norm_1 = optimise(run.wrapped, run.optimizer, run.accelerator, run.recipe, given)
+        norm, told_to_stop = gather(run, sums_2K, norm_1, sequences, signals.number is not None)
         done += 1
         finish_step(run, done, norm, sequences, saves=told_to_stop)
         on_step(done)
@@ -205,58 +200,37 @@ def chosen_weights(head: MtpHead, selection: Selection | None) -> dict[str, Tens
 
 
 def optimise(
-    wrapped: nn.Module,
-    optimizer: Any,
-    accelerator: Accelerator,
-    recipe: Recipe,
-    plan: Plan,
-    sequences: Sequence[PackedSequence],
-    cache: HiddenCache | None = None,
-) -> tuple[Tensor, float]:
-    """Do one optimiser step over the ranks' shares of ``sequences``.
-
-    Losses are divided by the number of targets of the whole step, over all ranks and micro-batches, so the gradient is
-    the same for every world size and accumulation. The factors undo the wrapper's averaging over ranks and
-    accelerate's averaging over micro-batches.
+    wrapped: nn.Module, optimizer: Any, accelerator: Accelerator, recipe: Recipe, micro_batches: Iterable[MicroBatch]
+) -> tuple[Tensor, Tensor]:
+    """Do one optimiser step over this rank's micro-batches of it, without waiting for the device.
 
     Returns:
-        Each depth's loss sum and number of counted targets on this rank, shape (2, K), and the gradient norm.
+        Each depth's loss sum and number of counted targets on this rank, shape (2, K), and the gradient norm, (1,).
     """
-    num_depths = recipe.head.num_depths
-    totals = [sum(column) for column in zip(*(count_targets(one, num_depths) for one in sequences), strict=True)]
-    weights = depth_weights(num_depths, recipe.objective.depth_decay)
-    rounds = plan.world_size * plan.accumulation
-    scale_K = torch.tensor(
-        [rounds * weight / max(1, total) for weight, total in zip(weights, totals, strict=True)],
-        device=accelerator.device,
-    )
-    sums_2K = torch.zeros(2, num_depths, device=accelerator.device)
-    norm = 0.0
-    for micro in range(plan.accumulation):
-        own = list(sequences[plan.share(micro, accelerator.process_index)])
-        batch = {name: values.to(accelerator.device) for name, values in collate(own).items()}
+    sums_2K = torch.zeros(2, recipe.head.num_depths, device=accelerator.device)
+    norm_1 = sums_2K.new_zeros(1)
+    for micro in micro_batches:
         with accelerator.accumulate(wrapped):
-            terms = wrapped(
-                batch["input_ids_BT"],
-                batch["positions_BT"],
-                batch["document_BT"],
-                batch["loss_mask_BT"],
-                scale_K,
-                None if cache is None else cache.rows(own).to(accelerator.device),
-            )
+            terms = wrapped(*micro.batch, micro.scale_K, micro.hidden_BTD, known=micro.known)
             accelerator.backward(terms.total)
             sums_2K += torch.stack([terms.sum_K, terms.count_K])
             if accelerator.sync_gradients:
-                norm = clip_gradient(accelerator, wrapped, recipe.train.max_grad_norm)
+                norm_1 += clip_gradient(accelerator, wrapped, recipe.train.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-    return sums_2K, norm
+    return sums_2K, norm_1
 
 
-def gather(run: Run, sums_2K: Tensor, sequences: Sequence[PackedSequence], told_to_stop: bool) -> bool:
-    """Add one step's sums over all ranks to the window; return whether any rank was told to stop."""
-    told_1 = torch.tensor([float(told_to_stop)], device=sums_2K.device)
-    *sums, told = run.accelerator.reduce(torch.cat([sums_2K.flatten(), told_1]), reduction="sum").tolist()
+def gather(
+    run: Run, sums_2K: Tensor, norm_1: Tensor, sequences: Sequence[PackedSequence], told_to_stop: bool
+) -> tuple[float, bool]:
+    """Add one step's sums over all ranks to the window; return its gradient norm, and whether any rank shall stop.
+
+    The host waits for the device here, once in a step.
+    """
+    told_1 = sums_2K.new_full((1,), float(told_to_stop))
+    reduced = run.accelerator.reduce(torch.cat([sums_2K.flatten(), told_1]), reduction="sum")
+    *sums, told, norm = torch.cat([reduced, norm_1]).tolist()
     num_depths = sums_2K.shape[1]
     for depth in range(num_depths):
         run.window.loss_sum_K[depth] += sums[depth]
@@ -264,7 +238,7 @@ def gather(run: Run, sums_2K: Tensor, sequences: Sequence[PackedSequence], told_
         run.window.targets_K[depth] += sums[num_depths + depth]
     for sequence in sequences:
         run.window.tokens += int((sequence.document_T >= 0).sum())
-    return told > 0
+    return norm, told > 0
 
 
 def finish_step(run: Run, done: int, norm: float, sequences: Sequence[PackedSequence], *, saves: bool) -> None:

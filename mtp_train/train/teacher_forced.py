@@ -19,7 +19,7 @@ from torch import Tensor
 from mtp_train.acceptance.counts import entropy, overlap
 from mtp_train.heads.flex import Attention
 from mtp_train.heads.module import MtpHead
-from mtp_train.losses.chunked import CHUNK_ROWS, to_starts
+from mtp_train.losses.chunked import CHUNK_TENSORS, chunk_rows, gpu_bytes_of, to_starts
 from mtp_train.train.aligned import Batch, aligned_rows
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.widen import many_rows
@@ -80,7 +80,9 @@ def target_figures(
     entropy_N = torch.zeros(valid_KN.shape[1], device=valid_KN.device)
     # Stored as int32, on any device.
     vocab_R = None if draft_vocab_R is None else draft_vocab_R.to(valid_KN.device, torch.long)
-    for chunk in valid_KN.any(dim=0).nonzero().squeeze(1).split(CHUNK_ROWS):
+    # As many fp32 tensors of a chunk as in a loss: p, q and what they are computed from.
+    num_rows = chunk_rows(len(trunk.lm_head_VD), CHUNK_TENSORS * 4, gpu_bytes_of(valid_KN.device))
+    for chunk in valid_KN.any(dim=0).nonzero().squeeze(1).split(num_rows):
         p_CV = _softmax(trunk.project(rows.teacher_ND[chunk]), temperature)
         entropy_N[chunk] = entropy(p_CV)
         for depth in range(len(valid_KN)):

@@ -11,9 +11,13 @@ Shapes: B packed rows, T tokens, N documents of a group, L padded length, D hidd
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mtp_train.heads.alignment import PADDING_DOCUMENT
@@ -28,16 +32,14 @@ class Segment(NamedTuple):
     length: int
 
 
-def segments(document_BT: Tensor) -> list[Segment]:
+def segments(document_BT: NDArray[np.int64]) -> list[Segment]:
     """List the documents of a packed batch, row by row."""
     found: list[Segment] = []
-    for row, numbers in enumerate(document_BT.tolist()):
-        start = 0
-        for end in range(1, len(numbers) + 1):
-            if end == len(numbers) or numbers[end] != numbers[start]:
-                if numbers[start] != PADDING_DOCUMENT:
-                    found.append(Segment(row, start, end - start))
-                start = end
+    for row, numbers_T in enumerate(document_BT):
+        starts = [0, *(np.flatnonzero(np.diff(numbers_T)) + 1).tolist()]
+        for start, end in zip(starts, [*starts[1:], len(numbers_T)], strict=True):
+            if numbers_T[start] != PADDING_DOCUMENT:
+                found.append(Segment(row, start, end - start))
     return found
 
 
@@ -52,7 +54,23 @@ def group_by_length(found: list[Segment], max_tokens: int) -> list[list[Segment]
     return groups
 
 
-def isolated_hidden(trunk: Trunk, tokens_BT: Tensor, document_BT: Tensor, max_tokens: int | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Forwards:
+    """The forward passes that compute the hidden states of a packed batch, planned on the host."""
+
+    groups: Sequence[Sequence[Segment]]
+    """The documents of each pass."""
+    num_calls: int
+    """Number of passes to make: more than groups where another process needs more, see ``Trunk.calls_together``."""
+
+
+def isolated_hidden(
+    trunk: Trunk,
+    tokens_BT: Tensor,
+    document_BT: Tensor,
+    max_tokens: int | None = None,
+    forwards: Forwards | None = None,
+) -> Tensor:
     """Return the trunk's hidden states of packed documents, each computed as if it were alone.
 
     Args:
@@ -61,17 +79,20 @@ def isolated_hidden(trunk: Trunk, tokens_BT: Tensor, document_BT: Tensor, max_to
         document_BT: int, document number of each token, ``PADDING_DOCUMENT`` on padding.
         max_tokens: Tokens of one forward pass, padding included; a longer document has a pass of its own. None is B *
             T.
+        forwards: The passes, planned from the same documents. None plans them here: the host waits for the device's
+            ``document_BT``, and the processes that share the trunk exchange their numbers of passes.
 
     Returns:
         Shape (B, T, D); 0 on padding. No gradient.
     """
     hidden_BTD: Tensor | None = None
     with torch.no_grad():
-        groups = group_by_length(segments(document_BT), max_tokens or tokens_BT.numel())
-        # Before the first forward: the processes of a launch exchange their counts here, and all have to do so in the
-        # same order.
-        spare_calls = trunk.calls_together(len(groups)) - len(groups)
-        for group in groups:
+        if forwards is None:
+            groups = group_by_length(segments(document_BT.cpu().numpy()), max_tokens or tokens_BT.numel())
+            # Before the first forward: the processes of a launch exchange their counts here, and all have to do so in
+            # the same order.
+            forwards = Forwards(groups, trunk.calls_together(len(groups)))
+        for group in forwards.groups:
             longest = group[0].length
             rows_NL = tokens_BT.new_zeros(len(group), longest)
             for index, (row, start, length) in enumerate(group):
@@ -81,7 +102,7 @@ def isolated_hidden(trunk: Trunk, tokens_BT: Tensor, document_BT: Tensor, max_to
                 hidden_BTD = hidden_NLD.new_zeros(*tokens_BT.shape, hidden_NLD.shape[-1])
             for index, (row, start, length) in enumerate(group):
                 hidden_BTD[row, start : start + length] = hidden_NLD[index, :length]
-        for _ in range(spare_calls):
+        for _ in range(forwards.num_calls - len(forwards.groups)):
             trunk.hidden(tokens_BT[:1, :1])
     if hidden_BTD is None:
         return trunk.embed(tokens_BT).new_zeros(*tokens_BT.shape, trunk.state_width)

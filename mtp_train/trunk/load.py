@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,8 +28,14 @@ from mtp_train.families import Convention, Family
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.diagnose import trunk_config
 from mtp_train.trunk.quantise import Quantization, packing
+from mtp_train.trunk.recurrent_kernels import choose_kernels
 from mtp_train.trunk.tensor_parallel import ParallelGroup, split_rules
-from mtp_train.upstream.transformers_private import loading_layer_by_layer, renamed_keys, splitting
+from mtp_train.upstream.transformers_private import (
+    loading_layer_by_layer,
+    renamed_keys,
+    splitting,
+    without_packed_rows,
+)
 from mtp_train.weights.adapter import refuse_embedded_adapter
 from mtp_train.weights.files import open_checkpoint
 
@@ -117,6 +124,7 @@ class Trunk(nn.Module):
         if not is_view:
             self.listen()
             family.trunk.prepare(self.decoder)
+            choose_kernels(sys.modules[type(self.decoder).__module__], family.trunk.recurrent)
         self._logit_divisor = family.divisor(self.config)
         self._real_vocab = None if family.trunk.real_vocab is None else self.config.to_dict()[family.trunk.real_vocab]
 
@@ -241,6 +249,7 @@ class Trunk(nn.Module):
         return self._call(self.causal_lm.get_input_embeddings(), tokens_BT)
 
     @without_cudnn_attention()
+    @without_packed_rows()
     def hidden(self, tokens_BT: Tensor, *, cache: Cache | None = None) -> Tensor:
         """Return the last hidden state, the input of :meth:`logits` and :meth:`head_input`. Shape (B, T, D).
 
@@ -248,7 +257,7 @@ class Trunk(nn.Module):
         it.
 
         Args:
-            tokens_BT: int tokens.
+            tokens_BT: int tokens, one sequence per row.
             cache: The state of earlier tokens; updated in place.
         """
         output = self.decoder(input_ids=tokens_BT, past_key_values=cache, use_cache=cache is not None)

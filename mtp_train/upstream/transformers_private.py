@@ -7,13 +7,15 @@ rotary embeddings in ``transformers.models`` are named in the family records and
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import Template
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import masking_utils
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -41,9 +43,11 @@ __all__ = [
     "set_experts",
     "splits_models",
     "splitting",
+    "torch_function_of",
     "unpack_mxfp4",
     "use_one_gpu",
     "without_deepspeed",
+    "without_packed_rows",
 ]
 
 SYMBOLS = (
@@ -58,6 +62,12 @@ SYMBOLS = (
         "sdpa_mask",
         "heads/attention.py, cache/window.py",
         "an attention function of our own has to be registered with a mask function, and there is no other public one",
+    ),
+    Symbol(
+        "transformers.masking_utils",
+        "find_packed_sequence_indices",
+        "trunk/load.py",
+        "it reads a value from the device in every forward, and no argument tells that rows are not packed",
     ),
     Symbol(
         "transformers.cache_utils",
@@ -94,6 +104,12 @@ SYMBOLS = (
         "_experts_implementation",
         "heads/module.py, cache/window.py",
         "as _attn_implementation",
+    ),
+    Symbol(
+        "transformers.integrations.hub_kernels",
+        "use_kernel_func_from_hub_with_fallback",
+        "trunk/recurrent_kernels.py",
+        "it chooses a kernel by the packages that are installed, and no argument of a model asks for torch",
     ),
     Symbol(
         "transformers.integrations.mxfp4",
@@ -198,6 +214,17 @@ def without_deepspeed() -> Iterator[None]:
     finally:
         if config is not None:
             deepspeed.set_hf_deepspeed_config(config)
+
+
+@contextmanager
+def without_packed_rows() -> Iterator[None]:
+    """Keep models from looking for packed sequences in the positions of their rows, which waits for the device."""
+    stock = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda _position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = stock
 
 
 def splits_models() -> bool:
@@ -306,6 +333,14 @@ class _PendingLayers:
             return None
         self._names[index].remove(name)
         return None if self._names[index] else self._layers[index]
+
+
+def torch_function_of(function: Any) -> Any:
+    """Return the torch function of a model that ``use_kernel_func_from_hub_with_fallback`` has replaced by a kernel."""
+    if isinstance(function, nn.Module):
+        # The package `kernels` makes a module of the function.
+        function = inspect.getclosurevars(type(function).forward).nonlocals["func"]
+    return function.__wrapped__
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

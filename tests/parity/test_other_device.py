@@ -30,6 +30,17 @@ def test_a_tensor_of_the_cpu_is_refused_there() -> None:
     assert (found["allowed"], found["devices"]) == ([2.0], [DEVICE, "cpu"])
 
 
+def test_a_training_step_waits_for_the_device_once(tmp_path: Path) -> None:
+    """For the losses, the gradient norm and other processes' signals together; nothing else needs a value."""
+    found = on_the_device("waits", tmp_path)
+    once = ["loop.gather: tolist"]
+    assert found["with the trunk"] == found["with states"] == [once]
+    # Two micro-batches: documents that are looked at on the device, and target rows that are looked for there.
+    looked = ["isolate.isolated_hidden: _to_copy", "chunked.frozen_head_loss: nonzero"]
+    assert found["unknown"] == [[*looked, *looked, *once]]
+    assert [set(places) for places in found["in order"]] == [{"feed.<lambda>: _to_copy", *once}]
+
+
 @pytest.mark.parametrize(
     "kinds",
     [TELLING, *(pytest.param([kind], marks=pytest.mark.slow) for kind in CACHE_KINDS if kind not in TELLING)],

@@ -9,6 +9,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -121,6 +123,25 @@ def test_two_training_steps_are_those_of_a_cpu(family: str, recompute: bool) -> 
     assert found["device"].startswith(DEVICE)
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-2)
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Let torch raise where the host would wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_training_step_does_not_wait_for_the_gpu(bf16: bool) -> None:
+    expected = two_steps_on("qwen3_5", on_cpu=False, bf16=bf16)
+    found = two_steps_on("qwen3_5", on_cpu=False, bf16=bf16, second=waiting_is_an_error())
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+    with pytest.raises(RuntimeError, match="synchronizing"), waiting_is_an_error():
+        torch.ones(2, device=DEVICE).nonzero()
 
 
 def test_two_training_steps_in_bf16_lose_about_what_they_do_in_fp32() -> None:

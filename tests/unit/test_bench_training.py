@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from benchmarks import training
-from benchmarks.training import Bench, all_logits_kl, loss_memory, main, make_bench
+from benchmarks.training import Bench, HeldStates, Loop, all_logits_kl, loss_memory, main, make_bench
 from flex_on_cpu import flex_on_cpu
 from mtp_inference.bench.memory import PeakMemory
 from mtp_inference.bench.subject import shape_subject
 from mtp_train.heads.flex import Attention
-from mtp_train.losses import chunked as losses
 from mtp_train.losses.chunked import frozen_head_loss
 from mtp_train.train.aligned import aligned_rows
 from mtp_train.trunk.load import Trunk
@@ -29,6 +28,7 @@ NOTHING_MEASURED: dict[str, Any] = {
     "loss_seconds": {"products": 1.0, "rows": 1.0},
     "rows_over_products": 1.0,
     "rows_over_floor": 1.0,
+    "loop_seconds": {},
 }
 
 
@@ -83,6 +83,22 @@ def test_states_at_hand_spare_the_trunk(monkeypatch: pytest.MonkeyPatch) -> None
         one.step()
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["with the trunk", "states kept"])
+def test_both_loops_take_the_same_steps(kept: bool) -> None:
+    heads = []
+    for name in ("ahead", "in_turn"):
+        # Not Adam, which makes whole steps of differences in rounding.
+        one = bench()
+        one = one._replace(optimizer=torch.optim.SGD(one.module.head.parameters(), lr=1.0))
+        states = HeldStates(torch.randn(one.hidden_BTD.shape, generator=torch.Generator().manual_seed(1)))
+        getattr(Loop(one, states if kept else None), name)()
+        heads.append(one.module.head.state_dict())
+    start = bench().module.head.state_dict()
+    moved = max(float((value - start[key]).abs().max()) for key, value in heads[0].items())
+    apart = max(float((value - heads[1][key]).abs().max()) for key, value in heads[0].items())
+    assert apart < 1e-3 * moved
+
+
 def test_memory_that_is_only_counted_is_what_computing_takes() -> None:
     one = bench()
     counted = loss_memory(one)
@@ -115,6 +131,9 @@ def test_the_last_line_is_everything(capsys: pytest.CaptureFixture[str]) -> None
     # At 3 depths, nine tensors of logits are read or written at the least; a copy does two.
     assert results["rows_over_floor"] == pytest.approx(of_loss["rows"] / (4.5 * of_loss["copy"]))
     assert results["rows_over_products"] == pytest.approx(of_loss["rows"] / of_loss["products"])
+    assert results["loss_rows"] == 256
+    assert list(results["loop_seconds"]) == ["ahead", "in turn", "ahead, states kept", "in turn, states kept"]
+    assert min(results["loop_seconds"].values()) > 0
 
 
 @pytest.mark.parametrize(
@@ -140,12 +159,11 @@ def test_precision_and_the_rows_of_a_chunk_are_recorded_and_passed_on(
         return NOTHING_MEASURED
 
     monkeypatch.setattr(training, "measure", measured)
-    monkeypatch.setattr(losses, "CHUNK_ROWS", 256)
     main(["--shape", "tiny-qwen", "--tokens", "64", "--seq-len", "64", "--chunk-rows", "16", *asked])
     settings = json.loads(capsys.readouterr().out.splitlines()[-1])["settings"]
     assert (settings["precision"], settings["dtype"], settings["chunk_rows"]) == (precision, held, "16")
     assert made[0].module.compute_dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
-    assert losses.CHUNK_ROWS == 16
+    assert made[0].module.loss_rows == made[0].loss_rows == 16
 
 
 @pytest.mark.parametrize("tokens", ["100", "32"])

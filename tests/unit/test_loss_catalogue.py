@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from micro_batches import micro_batches
 from mtp_train.data.pack import pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError
@@ -75,7 +76,8 @@ def test_a_head_learns_by_it(brier: str) -> None:
     wrapped.train()
     totals = []
     for _ in range(12):
-        (sums_K, _), _ = optimise(wrapped, optimizer, accelerator, used, plan, sequences)
+        given = micro_batches(sequences, used, plan, accelerator)
+        (sums_K, _), _ = optimise(wrapped, optimizer, accelerator, used, given)
         totals.append(float(sums_K.sum()))
     assert totals[-1] < 0.5 * totals[0]
 

@@ -5,7 +5,8 @@ Shapes: K depths, N target rows, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,14 +15,19 @@ from torch.nn import functional as F
 
 from mtp_inference.bench.memory import PeakMemory
 from mtp_train.losses import chunked as losses
+from mtp_train.losses.catalogue import RowLoss
 from mtp_train.losses.chunked import (
     CHUNK_ROWS,
     CHUNK_TENSORS,
+    LOSS_BYTES,
     LossTerms,
+    RowsIn,
     align_to_targets,
     chain_losses,
+    chunk_rows,
     depth_weights,
     frozen_head_loss,
+    logit_bytes,
     row_work,
 )
 from mtp_train.losses.rows import row_losses
@@ -148,14 +154,87 @@ def test_loss_and_gradient_equal_autograd(kind: str, temperature: float, num_row
     torch.testing.assert_close(gradient.double(), 3 * gradient_KND, rtol=1e-5, atol=1e-5 if kind == "ce" else 1e-4)
 
 
-def test_the_size_of_a_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_rows", [1, 7, 50, 4096])
+def test_the_size_of_a_chunk_changes_rounding_alone(num_rows: int, kind: str) -> None:
     rows = random_rows(50)
-    whole = ours(rows, "kl")
-    gradient = gradient_of(whole, rows.student_KND)
-    monkeypatch.setattr(losses, "CHUNK_ROWS", 7)
-    pieces = ours(rows, "kl")
+    whole, pieces = (
+        frozen_head_loss(**rows._asdict(), kind=kind, on_policy=kind == "kl", num_rows=number)
+        for number in (None, num_rows)
+    )
     torch.testing.assert_close(pieces.total, whole.total)
-    torch.testing.assert_close(gradient_of(pieces, rows.student_KND), gradient)
+    torch.testing.assert_close(pieces.sum_K, whole.sum_K)
+    assert torch.equal(pieces.count_K, whole.count_K)
+    gradients = [gradient_of(one, rows.student_KND) for one in (pieces, whole)]
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_the_host_knows_give_the_bits_of_rows_that_are_looked_for(kind: str) -> None:
+    rows = random_rows(50)
+    used_N = (rows.row_weight_KN != 0).any(dim=0).nonzero().squeeze(1)
+    assert 0 < len(used_N) < 50
+    looked_for, known = (frozen_head_loss(**rows._asdict(), kind=kind, used_N=one) for one in (None, used_N))
+    assert all(torch.equal(*pair) for pair in zip(looked_for, known, strict=True))
+    assert torch.equal(*(gradient_of(one, rows.student_KND) for one in (looked_for, known)))
+    fewer = frozen_head_loss(**rows._asdict(), kind=kind, used_N=used_N[1:])
+    assert not torch.equal(fewer.total, known.total)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "bytes_each", "gpu_gib", "expected"),
+    [
+        (248_320, 20, None, 256),
+        (248_320, 20, 80, 384),
+        (248_320, 4, 80, 1920),
+        # A thirty-second part of the memory: 0.8 and 0.5 GB.
+        (248_320, 4, 24, 768),
+        (32_000, 20, 16, 768),
+        # Never fewer than on a CPU, and not more than products gain from.
+        (248_320, 20, 16, 256),
+        (4096, 20, 80, 4096),
+    ],
+)
+def test_a_gpu_has_chunks_for_its_memory(vocab_size: int, bytes_each: int, gpu_gib: int | None, expected: int) -> None:
+    assert chunk_rows(vocab_size, bytes_each, None if gpu_gib is None else gpu_gib << 30) == expected
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows_in", ["torch", "triton"])
+def test_a_chunk_on_a_gpu_takes_no_more_than_two_gigabytes(
+    rows_in: RowsIn, compute_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The goal of 8,192 tokens, 248,320 words and three depths, counted on tensors without values."""
+    vocab_size, num_tokens, width = 248_320, 8192, 64
+    num_rows = chunk_rows(vocab_size, logit_bytes(rows_in, "kl", compute_dtype), 80 << 30)
+    monkeypatch.setattr(torch, "autocast", lambda *_device, **_enabled: nullcontext())
+    if rows_in == "triton":
+        # What its kernels keep: the trunk's logits, and the head's logits, which become the gradient.
+        def by_kernels(_rows: str, _kind: str, teacher_CV: Tensor, _temperature: float) -> Any:
+            return lambda logits_CV, _targets: RowLoss(teacher_CV[:, 0].float(), logits_CV)
+
+        monkeypatch.setattr(losses, "row_work", by_kernels)
+    student_KND, teacher_ND, lm_head_VD, weight_KN = (
+        torch.empty(shape, device="meta", dtype=dtype)
+        for shape, dtype in (
+            ((3, num_tokens, width), torch.float32),
+            ((num_tokens, width), compute_dtype),
+            ((vocab_size, width), compute_dtype),
+            ((3, num_tokens), torch.float32),
+        )
+    )
+    used_N = torch.arange(num_tokens, device="meta")
+    given = [student_KND.requires_grad_(), teacher_ND, lm_head_VD, used_N, weight_KN]
+    settings = {"kind": "kl", "rows_in": rows_in, "compute_dtype": compute_dtype, "used_N": used_N}
+    with PeakMemory(given) as memory:
+        frozen_head_loss(*given, **settings, num_rows=num_rows)
+    # Beside the gradient, which is the result.
+    beside = student_KND.nbytes
+    assert num_rows * vocab_size * 4 < memory.peak_bytes - beside < LOSS_BYTES == 2e9
+    with PeakMemory(given) as larger:
+        frozen_head_loss(*given, **settings, num_rows=2 * num_rows)
+    assert larger.peak_bytes - beside > LOSS_BYTES
 
 
 @pytest.mark.parametrize("kind", KINDS)

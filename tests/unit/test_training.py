@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from micro_batches import micro_batches
 from mtp_train.data.pack import PackedSequence, collate, count_targets, global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
@@ -91,11 +92,12 @@ def one_step(
     wrapped, optimizer = accelerator.prepare(module, torch.optim.SGD(module.head.parameters(), lr=0.0))
     optimizer.optimizer.register_step_pre_hook(keep_gradient)
     wrapped.train()
-    (sums_K, count_K), norm = optimise(wrapped, optimizer, accelerator, used, plan, sequences)
+    given = micro_batches(sequences, used, plan, accelerator)
+    (sums_K, count_K), norm = optimise(wrapped, optimizer, accelerator, used, given)
     targets = zip(*(count_targets(one, NUM_DEPTHS) for one in sequences), strict=True)
     assert count_K.tolist() == [sum(column) for column in targets]
     squares = sum(float(value.double().square().sum()) for value in gradient.values())
-    assert norm == pytest.approx(math.sqrt(squares), rel=1e-4)
+    assert norm.item() == pytest.approx(math.sqrt(squares), rel=1e-4)
     return gradient, sums_K
 
 
@@ -218,7 +220,8 @@ def test_only_the_head_learns(family_name: str) -> None:
     used = recipe(train__micro_batch_sequences=4)
     wrapped, optimizer = accelerator.prepare(module, make_optimizer(module.head, used))
     wrapped.train()
-    optimise(wrapped, optimizer, accelerator, used, make_plan(used, 1), four_sequences())
+    given = micro_batches(four_sequences(), used, make_plan(used, 1), accelerator)
+    optimise(wrapped, optimizer, accelerator, used, given)
     assert all(torch.equal(value, trunk_before[name]) for name, value in module.trunk.state_dict().items())
     assert all(value.grad is None and not value.requires_grad for value in module.trunk.parameters())
     assert not any(part.training for part in module.trunk.modules())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Size
 
 from mtp_train.job.sft.tuned_model import lora_weights
-from mtp_train.losses.chunked import CHUNK_ROWS, CHUNK_TENSORS
+from mtp_train.losses.chunked import CHUNK_TENSORS, chunk_rows
 from mtp_train.recipe.schema import Recipe, SftSection
 from mtp_train.train.estimate import GIB, Cost, Footprint, Sizes
 from mtp_train.train.plan import Plan
@@ -50,9 +50,9 @@ class TuningFootprint(Footprint):
 
 
 def tuning_footprint(
-    recipe: Recipe, sft: SftSection, trunk: Trunk, head: Mapping[str, Size], plan: Plan
+    recipe: Recipe, sft: SftSection, trunk: Trunk, head: Mapping[str, Size], plan: Plan, gpu_bytes: int | None
 ) -> TuningFootprint:
-    """Estimate the memory of a fine-tune, for rows without padding."""
+    """Estimate the memory of a fine-tune, for rows without padding; ``gpu_bytes`` as for a head on a frozen trunk."""
     parameters = sum(parameter.numel() for parameter in trunk.parameters())
     head_parameters = sum(shape.numel() for shape in head.values())
     beside = head_parameters if sft.head == "beside" else 0
@@ -69,6 +69,7 @@ def tuning_footprint(
     activations = rows * config.hidden_size * bytes_each
     # As for a head on a frozen trunk, see ``train/estimate.py``.
     of_head = rows * trunk.family.state_width(config) * 4 * 30 * recipe.head.num_depths if beside else 0
+    loss_rows = chunk_rows(config.vocab_size, CHUNK_TENSORS * 4, gpu_bytes)
     return TuningFootprint(
         trunk_parameters=parameters,
         head_parameters=head_parameters,
@@ -76,7 +77,7 @@ def tuning_footprint(
         trunk_bytes=parameters * itemsize,
         head_and_optimizer_bytes=beside * 16,
         loss_bytes=rows * config.vocab_size * _LOGIT_BYTES
-        + (CHUNK_ROWS * config.vocab_size * CHUNK_TENSORS * 4 if beside else 0),
+        + (loss_rows * config.vocab_size * CHUNK_TENSORS * 4 if beside else 0),
         activation_bytes=activations + of_head,
         learning_bytes=learning,
     )

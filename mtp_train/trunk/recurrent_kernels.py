@@ -1,0 +1,116 @@
+"""Run recurrent layers in the kernels of installed packages where the tensors fit them, else in torch.
+
+When transformers imports a model, it replaces the model's torch functions by those of flash-linear-attention,
+causal-conv1d and mamba-ssm as far as these packages can be imported. It does not look at the tensors: with
+flash-linear-attention installed, Qwen3.5 fails on a CPU. The kernels stay in use for prefill, whose chunks continue an
+earlier state, and for the trunk's forwards in training. For rounds, the decoder replaces all of these functions
+(``mtp_inference/cache/recurrent.py``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+from packaging.version import Version
+from torch import Tensor
+
+from mtp_train.families.spec import RecurrentKernels
+from mtp_train.trunk.precision import HALF_DTYPES
+from mtp_train.upstream.transformers_private import torch_function_of
+
+_LOG = logging.getLogger(__name__)
+
+KERNEL_DEVICES = ("cuda", "xpu")
+"""Types of the devices that the packages' kernels run on. ROCm's is ``cuda``."""
+_PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
+_CONV, _SINGLE_CONV = "causal_conv1d_fn", "causal_conv1d_update"
+_WITH_GROUPED_HEADS = Version("0.5")
+"""The first flash-linear-attention whose chunked Gated DeltaNet takes fewer key heads than value heads, as transformers
+gives them. Earlier ones read past the keys."""
+
+
+@dataclass(frozen=True)
+class ByTensor:
+    """A function of a recurrent layer that chooses between a package's kernel and torch in each call.
+
+    Attributes:
+        kernel: The model's function as transformers defines it, which calls the kernel.
+        plain: The model's torch function.
+        takes: Whether the kernel takes a first argument that is on a suitable device.
+    """
+
+    kernel: Callable[..., Any]
+    plain: Callable[..., Any]
+    takes: Callable[[Tensor], bool]
+
+    def __call__(self, first: Tensor, *others: Any, **named: Any) -> Any:
+        """Run the function."""
+        fits = first.device.type in KERNEL_DEVICES and self.takes(first)
+        return (self.kernel if fits else self.plain)(first, *others, **named)
+
+
+def choose_kernels(module: ModuleType, recurrent: RecurrentKernels | None) -> None:
+    """Make the recurrent layers of a model's Python module choose their kernels in each call.
+
+    Without any of the packages the module stays as it is. The change is for all models of the module, and for good.
+
+    Args:
+        module: The Python module that defines the model.
+        recurrent: The names of its functions; None for a model without a recurrent state.
+    """
+    if not any(importlib.util.find_spec(package) for package in _PACKAGES):
+        return
+    _choose(module, _CONV, _takes_strides)
+    _choose(module, _SINGLE_CONV, _takes_any)
+    if recurrent is not None:
+        _choose(module, recurrent.single, _takes_any)
+        in_kernel = recurrent.rule != "gated_delta" or _groups_heads()
+        _choose(module, recurrent.chunked, _takes_halves if in_kernel else _takes_none)
+
+
+def _choose(module: ModuleType, name: str, takes: Callable[[Tensor], bool]) -> None:
+    stock = getattr(module, name, None)
+    if stock is not None and not isinstance(stock, ByTensor):
+        setattr(module, name, ByTensor(stock, torch_function_of(stock), takes))
+
+
+def _takes_any(_first: Tensor) -> bool:
+    return True
+
+
+def _takes_none(_first: Tensor) -> bool:
+    return False
+
+
+def _takes_halves(first: Tensor) -> bool:
+    # Kernels of several tokens multiply matrices, for which Triton rounds fp32 inputs to TF32.
+    return first.dtype in HALF_DTYPES
+
+
+def _takes_strides(inputs_BCT: Tensor) -> bool:
+    # causal-conv1d refuses other strides where the channels come last.
+    by_row, by_channel, by_token = inputs_BCT.stride()
+    return not by_channel == 1 < by_token or not any(one % 8 for one in (inputs_BCT.shape[1], by_row, by_token))
+
+
+def _groups_heads() -> bool:
+    """Return whether flash-linear-attention, if there is one, takes fewer key heads than value heads."""
+    try:
+        found = metadata.version("fla-core")
+    except metadata.PackageNotFoundError:
+        return True
+    if Version(found) >= _WITH_GROUPED_HEADS:
+        return True
+    _LOG.warning(
+        "flash-linear-attention %s: its chunked Gated DeltaNet takes no grouped heads; expected %s or later. Recurrent "
+        "layers run in torch, many times slower. Run pip install -U flash-linear-attention.",
+        found,
+        _WITH_GROUPED_HEADS,
+    )
+    return False
