@@ -1,70 +1,19 @@
-"""Count the kernels that a captured round would launch, on a CPU: operations of a round that compute or copy.
-
-Each of torch's operations is one launch. Views and empty buffers launch nothing. Operations that are two kernels on a
-GPU (a copy, then a change in place) count twice. What a GPU alone decides is not seen, such as splitting a product.
-"""
+"""Count the kernels that a captured round would launch, on a CPU: operations of a round that compute or copy."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_inference.batch import NO_TOKEN, RoundPlan
+from mtp_inference.bench.launches import LaunchCounter
 from mtp_inference.capture import round_up
 from mtp_inference.decoder import Needs, make_batch
 from mtp_inference.drafters.drafter import DrafterMaker
 from mtp_inference.kernels.fused import FusedKernels
 from mtp_inference.session import PENDING_PLACES
 from mtp_train.trunk.load import Trunk
-
-NO_LAUNCH = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "detach",
-    "lift_fresh",
-    "resize_",
-    "_unsafe_view",
-}
-TWO_LAUNCHES = {
-    "masked_fill",
-    "masked_scatter",
-    "scatter",
-    "scatter_add",
-    "index_put",
-    "index_copy",
-    "index_fill",
-    "constant_pad_nd",
-    "baddbmm",
-    "slice_scatter",
-    "select_scatter",
-}
-
-
-class LaunchCounter(TorchDispatchMode):
-    """Count the launches of the operations inside the mode, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # In inference mode an operation arrives whole that autograd would have split into those that launch.
-        with self:
-            outputs = func.decompose(*args, **(kwargs or {}))
-        if outputs is not NotImplemented:
-            return outputs
-        name = func.overloadpacket.__name__
-        if not func.is_view and name not in NO_LAUNCH:
-            self.counts[name] += 2 if name in TWO_LAUNCHES else 1
-        return func(*args, **(kwargs or {}))
 
 
 def launches_of_a_round(
