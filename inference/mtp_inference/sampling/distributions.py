@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from mtp_inference.sampling.filters import LISTED, keep_top, listed_width
+from mtp_inference.sampling.filters import LISTED, TopRows, keep_top, listed_width
 from mtp_inference.sampling.scan import first_over, in_blocks
 from mtp_train.errors import MtpError
 
@@ -87,21 +87,13 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SamplingRows:
+class SamplingRows(TopRows):
     """The settings of a batch: one entry per row, and flags for the steps that at least one row needs."""
 
     temperature_B: Tensor
     """fp32; 1 in greedy rows."""
     is_greedy_B: Tensor
     """bool."""
-    kth_B: Tensor
-    """int64, ``top_k - 1``: the place of the last score that top-k keeps; 0 if top-k is off."""
-    keeps_any_k_B: Tensor
-    """bool: top-k is off."""
-    is_listed_B: Tensor
-    """bool: top-k keeps so few tokens that top-p finds its edge in a list of them (``filters.py``)."""
-    top_p_tail_B: Tensor
-    """fp32, ``1 - top_p``: subtracted in double like in transformers, as rounding decides ties at the edge."""
     min_p_B: Tensor
     """fp32."""
     penalty_B: Tensor
@@ -109,16 +101,8 @@ class SamplingRows:
     seed_B: Tensor
     """int64."""
     any_sampled: bool
-    any_top_k: bool
-    any_top_p: bool
     any_min_p: bool
     any_penalty: bool
-    any_listed: bool
-    """Whether a row with top-p is listed."""
-    any_searched: bool
-    """Whether a row with top-p is not listed."""
-    top_k_width: int
-    """Number of scores that top-k lists; 0 if no row has a top-k."""
 
     @property
     def steps(self) -> tuple[int, ...]:

@@ -21,15 +21,13 @@ J thresholds, R = B x T.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtp_inference.sampling.scan import first_over, in_blocks
-
-if TYPE_CHECKING:
-    from mtp_inference.sampling.distributions import SamplingRows
 
 LISTED = 1024
 """Number of largest scores in a list. On a CPU, ``topk`` takes as long for 64 of 250,000 scores as for 1024."""
@@ -46,6 +44,28 @@ class Edge(NamedTuple):
     dropped_BT1: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TopRows:
+    """The settings of top-k and top-p of a batch: one entry per row, and flags for the steps that a row needs."""
+
+    kth_B: Tensor
+    """int64, ``top_k - 1``: the place of the last score that top-k keeps; 0 if top-k is off."""
+    keeps_any_k_B: Tensor
+    """bool: top-k is off."""
+    is_listed_B: Tensor
+    """bool: top-k keeps at most ``LISTED`` scores."""
+    top_p_tail_B: Tensor
+    """fp32, ``1 - top_p``: subtracted in double like in transformers, as rounding decides ties at the edge."""
+    any_top_k: bool
+    any_top_p: bool
+    any_listed: bool
+    """Whether a row with top-p is listed."""
+    any_searched: bool
+    """Whether a row with top-p is not listed."""
+    top_k_width: int
+    """Number of scores that top-k lists; 0 if no row has a top-k."""
+
+
 def listed_width(top_k: int) -> int:
     """Return the number of scores to list for the largest top-k of a batch: one of few, as graphs depend on it."""
     width = LISTED
@@ -54,7 +74,7 @@ def listed_width(top_k: int) -> int:
     return width
 
 
-def keep_top(scores_BTV: Tensor, rows: SamplingRows) -> Tensor:
+def keep_top(scores_BTV: Tensor, rows: TopRows) -> Tensor:
     """Apply top-k, then top-p, in place: set the scores of dropped tokens to minus infinity."""
     if rows.any_top_k:
         top_BTM = scores_BTV.topk(min(rows.top_k_width, scores_BTV.shape[-1])).values
