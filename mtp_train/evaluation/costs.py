@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.batch import choose_widening
-from mtp_inference.bench.clock import now, time_alone
+from mtp_inference.bench.clock import now
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, IndexedStore, WindowCache
 from mtp_inference.cache.ngrams import NgramStore
 from mtp_inference.cache.pooled import KeyPools
@@ -344,17 +344,18 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-OUTPUT_REPEATS = 5
+OUTPUT_REPEATS, OUTPUT_ROUNDS = 5, 3
+"""Turns that the output matrix is timed in, after one more, and plain rounds of each."""
 
 
-def draft_head(trunk: Trunk, maker: HeadDrafting, plan: HeadPlan, batch: int) -> DraftHead:
+def draft_head(trunk: Trunk, maker: HeadDrafting, plan: HeadPlan, prompts: Group) -> DraftHead:
     """Return what a suggestion of a draft vocabulary needs, and time the output matrix of a draft.
 
     Args:
         trunk: The trunk.
         maker: The head.
         plan: The plan that the head was built from.
-        batch: Rows of the rounds that were measured.
+        prompts: As many prompts as the measured rounds had rows.
     """
     vocab_size, num_drafted = len(trunk.lm_head_VD), maker.draft_vocab_R
     own_output = maker.head.module_for(1).lm_head is not None
@@ -366,28 +367,44 @@ def draft_head(trunk: Trunk, maker: HeadDrafting, plan: HeadPlan, batch: int) ->
         num_drafted=None if num_drafted is None else len(num_drafted),
         own_output=own_output,
         readers=tuple(name for name, one in plan.family.serving.items() if one.supported) if reads else (),
-        output_seconds={} if is_fixed else output_seconds(trunk, maker, sizes_for(vocab_size), batch),
+        output_times={} if is_fixed else output_times(trunk, maker, sizes_for(vocab_size), prompts),
     )
 
 
-def output_seconds(trunk: Trunk, maker: HeadDrafting, sizes: Sequence[int], batch: int) -> dict[int, float]:
+def output_times(trunk: Trunk, maker: HeadDrafting, sizes: Sequence[int], prompts: Group) -> dict[int, float]:
     """Time the output matrix of one draft, whole and with fewer rows, as a round multiplies with it.
 
+    It takes turns with plain rounds, whose time is the unit: a busy machine slows both down. On a GPU launches count
+    too, so that parts of the matrix seem a little slower than in a captured round.
+
     Returns:
-        Seconds by number of rows, a text's share of the batch; empty if there are no sizes.
+        Times by number of rows; empty if there are no sizes.
     """
     if not sizes:
         return {}
-    weight_VD = trunk.lm_head_VD
+    weight_VD, batch = trunk.lm_head_VD, len(prompts)
     hidden_B1D = weight_VD.new_zeros(batch, 1, weight_VD.shape[1])
-    pieces: dict[str, Callable[[], object]] = {str(len(weight_VD)): partial(trunk.project, hidden_B1D)}
+    pieces: dict[int, Callable[[], object]] = {len(weight_VD): partial(trunk.project, hidden_B1D)}
     for size in sizes:
         # Which rows does not matter for the time.
         rows = OutputRows(weight_VD[:size].detach(), torch.arange(size), len(weight_VD))
-        pieces[str(size)] = partial(rows, hidden_B1D)
-    with ExitStack() as stack:
-        if choose_widening(trunk, batch).rounds:
-            stack.enter_context(widened(trunk))
-        stack.enter_context(prepacked_linears(trunk, maker).used())
-        seconds = time_alone(pieces, weight_VD.device, OUTPUT_REPEATS)
-    return {int(size): one / batch for size, one in seconds.items()}
+        pieces[size] = partial(rows, hidden_B1D)
+    plain, prepacked = SpeculativeDecoder(trunk, None, 0, eos_ids=(), max_batch=batch), prepacked_linears(trunk, maker)
+    taken: dict[int, list[float]] = {size: [] for size in pieces}
+    for _ in range(OUTPUT_REPEATS + 1):
+        unit = _plain_round_seconds(plain, prompts)
+        with torch.inference_mode(), ExitStack() as stack:
+            if choose_widening(trunk, batch).rounds:
+                stack.enter_context(widened(trunk))
+            stack.enter_context(prepacked.used())
+            for size, piece in pieces.items():
+                started = now(weight_VD.device)
+                piece()
+                taken[size].append((now(weight_VD.device) - started) / unit)
+    return {size: median(times[1:]) for size, times in taken.items()}
+
+
+def _plain_round_seconds(decoder: SpeculativeDecoder, prompts: Group) -> float:
+    results = decoder.decode([Request(prompt_ids=ids, max_new_tokens=1 + OUTPUT_ROUNDS) for ids in prompts])
+    # Prompts of other lengths are prefilled one after the other; rounds begin after the last one.
+    return min(one.seconds_decode for one in results) / OUTPUT_ROUNDS

@@ -33,8 +33,8 @@ SIZES = (8_192, 16_384, 32_768, 65_536)
 FOLDS = 5
 MIN_GROUPS, MIN_ACCEPTED = 8, 500
 """Fewest groups of prompts, and fewest accepted drafts, that an estimate is made from."""
-LEAST_GAIN = 1.02
-"""Smallest lower bound of the speed that is suggested. The interval does not contain the spread of measured times."""
+LEAST_GAIN = 1.05
+"""Smallest lower bound of the speed that is suggested: the interval does not contain the spread of measured times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class DraftHead:
     """Whether it has an output matrix of its own, which a draft vocabulary does not make smaller."""
     readers: tuple[str, ...]
     """Engines that draft from a reduced vocabulary with this kind of head, besides the built-in decoder."""
-    output_seconds: Mapping[int, float]
-    """Seconds that a draft of one text spends in the output matrix, by its number of rows; with V for the whole one."""
+    output_times: Mapping[int, float]
+    """Time of a draft in the output matrix, over that of a plain round, by number of rows; with V for the whole one."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -58,8 +58,8 @@ class DraftHead:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> DraftHead:
         """Read what :meth:`to_json` returned."""
-        seconds = {int(rows): one for rows, one in raw["output_seconds"].items()}
-        return cls(**{**raw, "readers": tuple(raw["readers"]), "output_seconds": seconds})
+        times = {int(rows): one for rows, one in raw["output_times"].items()}
+        return cls(**{**raw, "readers": tuple(raw["readers"]), "output_times": times})
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _estimates(head: DraftHead, arm: MeasuredArm, setting: Setting, text: Counte
     round_seconds, plain_seconds = _round_seconds(records), _round_seconds(plain)
     found = []
     for index, size in enumerate(sizes):
-        saved = drafts_a_round * (head.output_seconds[head.vocab_size] - head.output_seconds[size])
+        saved = drafts_a_round * plain_seconds * (head.output_times[head.vocab_size] - head.output_times[size])
         # No round is faster than a plain one, which has the same output matrix to verify with.
         round_time = max(round_seconds - saved, plain_seconds) / round_seconds
         kept_G = kept_GXK[:, index].sum(axis=-1)

@@ -385,7 +385,7 @@ def _measure_costs(study: _Study, loaded: _Loaded, found: Measured) -> None:
                 repeats=LATENCY_REPEATS,
                 on_run=lambda: None,
             )
-            head = _draft_head(study, loaded, name, maker)
+            head = _draft_head(loaded, name, maker, prompts[: study.grid.batch])
             measured = {"costs": asdict(costs), "latency": [asdict(one) for one in latency]}
             write_json(path, {**measured, "draft_head": None if head is None else head.to_json()})
         kept = read_json(path)
@@ -397,11 +397,11 @@ def _measure_costs(study: _Study, loaded: _Loaded, found: Measured) -> None:
             found.vocab[name] = VocabBasis(head, loaded.eos_ids, _training_counts(loaded, name))
 
 
-def _draft_head(study: _Study, loaded: _Loaded, name: str, maker: DrafterMaker) -> DraftHead | None:
+def _draft_head(loaded: _Loaded, name: str, maker: DrafterMaker, prompts: Sequence[Sequence[int]]) -> DraftHead | None:
     plan = next(arm.model.plan for arm in loaded.arms if arm.spec.name == name)
     if plan is None or not isinstance(maker, HeadDrafting):
         return None
-    return draft_head(loaded.trunk, maker, plan, study.grid.batch)
+    return draft_head(loaded.trunk, maker, plan, prompts)
 
 
 def _training_counts(loaded: _Loaded, name: str) -> Counts | None:

@@ -200,7 +200,9 @@ def measure_arms(
     arms, captured_rounds = decode(recipe, inputs, trunk, heads, names, settings, accelerator, progress)
     by_depth = measure_depths(recipe, inputs, trunk, heads, names, settings[0], accelerator, progress)
     dense = measure_dense(recipe, inputs, trunk, heads, outputs(arms[0], settings[0]), progress)
-    head = draft_head(trunk, heads[RETRAINED], plans[RETRAINED], batch=1) if RETRAINED in heads else None
+    head = None
+    if RETRAINED in heads:
+        head = draft_head(trunk, heads[RETRAINED], plans[RETRAINED], [inputs.held_out[0].prompt_ids])
     facts = evaluation_settings(recipe, inputs, settings) | trunk_facts(recipe, trunk)
     facts |= {
         "processes": accelerator.num_processes,

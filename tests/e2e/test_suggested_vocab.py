@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console, RenderableType
 
 from mtp_inference.drafters.drafter import DrafterMaker
 from mtp_train.evaluation import costs, draft_vocab, run
@@ -19,6 +17,7 @@ from mtp_train.evaluation.results import load_report
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.table import summary
 from mtp_train.trunk.load import Trunk
+from rendering import printed
 from runs import LEARNS, document, run_quietly, tiny_recipe, write_inputs
 
 SIZES = (16, 64)
@@ -28,11 +27,14 @@ SIZES = (16, 64)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make small vocabularies large ones, whose output matrix takes most of a round's time."""
 
-    def seconds(trunk: Trunk, maker: DrafterMaker, sizes: Sequence[int], batch: int) -> dict[int, float]:
+    def times(
+        trunk: Trunk, maker: DrafterMaker, sizes: Sequence[int], prompts: Sequence[Sequence[int]]
+    ) -> dict[int, float]:
+        assert len(prompts) == 1
         assert tuple(sizes) == SIZES
         return {len(trunk.lm_head_VD): 1.0, **dict.fromkeys(sizes, 0.0)}
 
-    monkeypatch.setattr(costs, "output_seconds", seconds)
+    monkeypatch.setattr(costs, "output_times", times)
     monkeypatch.setattr(draft_vocab, "SIZES", SIZES)
     monkeypatch.setattr(draft_vocab, "MIN_GROUPS", 2)
     monkeypatch.setattr(draft_vocab, "MIN_ACCEPTED", 1)
@@ -51,12 +53,6 @@ def command(subject: object, out: Path) -> list[Any]:
     return ["evaluate", subject, *small, "--out", out]
 
 
-def printed(shown: RenderableType) -> str:
-    console = Console(file=StringIO(), width=400)
-    console.print(shown)
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_evaluate_suggests_a_vocabulary_in_the_report_on_the_page_and_in_the_terminal(
     tmp_path: Path, large: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,14 +65,7 @@ def test_evaluate_suggests_a_vocabulary_in_the_report_on_the_page_and_in_the_ter
     assert [one["size"] for one in found["sizes"]] == list(SIZES)
     assert load_study(out / "report.json").to_json() == report
     assert found["override"] in (out / "report.html").read_text(encoding="utf-8")
-    assert f"Draft vocabulary\n{found['reason']}" in printed(study_summary(load_study(out / "report.json")))
-    # A study that was measured before there were suggestions goes on without one.
-    (kept,) = out.glob("measured/*/costs.json")
-    measured = json.loads(kept.read_text(encoding="utf-8"))
-    del measured["draft_head"]
-    kept.write_text(json.dumps(measured))
-    (out / "report.json").unlink()
-    assert document(command("demo:base", out), capfd)["draft_vocab"] == []
+    assert f"Draft vocabulary\n{found['reason']}" in printed(study_summary(load_study(out / "report.json")), width=400)
 
 
 def test_a_small_vocabulary_is_named_as_the_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +84,21 @@ def test_a_run_suggests_by_its_training_text_and_so_does_an_evaluation_of_its_he
     (found,) = report.draft_vocab
     assert (found.arm, found.size in SIZES, found.counted_on) == ("retrained", True, "the training text")
     assert found.override in (run_dir / "report.html").read_text(encoding="utf-8")
-    assert f"Draft vocabulary: {found.reason}" in printed(summary(report))
+    assert f"Draft vocabulary: {found.reason}" in printed(summary(report), width=400)
     evaluation = [*command(run_dir, tmp_path / "out"), "--suite", inputs / "chats.jsonl"]
     (later,) = document(evaluation, capfd)["draft_vocab"]
     assert (later["counted_on"], later["counted_tokens"]) == ("the head's training text", found.counted_tokens)
+
+
+@pytest.mark.slow
+def test_a_study_that_was_measured_before_there_were_suggestions_goes_on_without_one(
+    tmp_path: Path, large: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert document(command("demo:base", out), capfd)["draft_vocab"]
+    (kept,) = out.glob("measured/*/costs.json")
+    measured = json.loads(kept.read_text(encoding="utf-8"))
+    del measured["draft_head"]
+    kept.write_text(json.dumps(measured))
+    (out / "report.json").unlink()
+    assert document(command("demo:base", out), capfd)["draft_vocab"] == []
