@@ -3,7 +3,8 @@
 Both keep the tokens from an edge on: all tokens with a larger score than the edge, and some of the tokens with the
 edge's own score. The result is that of transformers' processors, which sort the scores in ascending order. Top-k keeps
 every token that ties with the k-th. Top-p drops tokens one by one while the probabilities dropped so far sum to at most
-``1 - top_p``: of equal scores the first in the vocabulary first, and never the last token of the order.
+``1 - top_p``: of equal scores the first in the vocabulary first, and never the last token of the order. Where a whole
+number of equal tokens makes up this sum, rounding decides about one of them, as it does in a sort.
 
 Ways to find the edge of top-p:
 
