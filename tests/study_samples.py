@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import accumulate, combinations
 from operator import mul
 
@@ -23,6 +23,7 @@ from mtp_train.evaluation.cells import (
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import TeacherForced
 from mtp_train.report import ArmResult, Lossless
+from report_samples import DRAFT_VOCAB
 
 PLAIN = "distilled"
 RATES = {"vanilla+native": 0.72, "distilled+graft": 0.38, "distilled+retrained": 0.8}
@@ -242,6 +243,10 @@ STUDY = StudyReport(
         ),
         Finding(tone="bad", statement="The graft keeps the vanilla level", evidence="Tau 1.58 against 2.61."),
         Finding(tone="neutral", statement="Longer contexts lower tau", evidence="-0.02 [-0.10, 0.06]."),
+    ),
+    draft_vocab=(
+        replace(DRAFT_VOCAB, arm="distilled+graft"),
+        replace(DRAFT_VOCAB, arm="distilled+retrained", size=None, override=None, reason="None suggested.", sizes=()),
     ),
     endpoint={"url": "(given)", "engine": "vllm", "speeds": [{"temperature": 0.0, "requests": 48}], "depths": [1, 3]},
 )

@@ -30,7 +30,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
-PART_LIMIT_S, TOTAL_LIMIT_S = 600, 1500
+PART_LIMIT_S, TOTAL_LIMIT_S = 600, 1560
 """Time limits of each part, and of A, B and C together."""
 CPU_PATIENCE = 4
 """Factor on the time limit of a step on a CPU, which may be busy with other work."""
@@ -133,7 +133,7 @@ def part_b(place: Place) -> list[Step]:
 
 
 def part_c(place: Place) -> list[Step]:
-    """Return the steps for batches, transformers' decoding, the demo's recipe, one rank of FSDP2, and rollback."""
+    """Return the steps for batches, transformers' decoding, the demo's recipe, FSDP2, rollback and sampling."""
     short = "train.max_steps=6 data.regenerate.max_prompts=64 evaluate.prompts=8"
     launcher = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--config_file")
     config = REPOSITORY / "recipes" / "accelerate" / ("fsdp2.yaml" if place.on_gpu else "single.yaml")
@@ -156,6 +156,11 @@ def part_c(place: Place) -> list[Step]:
             *("rollback", 30, "rollback.py", "--key-heads 16 --heads 32"),
             gpu="--rows 1,16 --window 4,8 --key-width 128 --value-width 128 --layers 24 --repeats 30",
             cpu="--rows 1,2 --window 4 --key-width 8 --value-width 8 --layers 2 --repeats 2",
+        ),
+        place.script(
+            *("sampling", 30, "sampling.py", ""),
+            gpu="--rows 1,4,64 --repeats 30",
+            cpu="--rows 1,4 --vocab 4096 --repeats 2",
         ),
     ]
 

@@ -33,7 +33,7 @@ FINE_STEP, COARSE_STEP = 1024, 4096
 FINE_LIMIT = 8192
 SLOWER = "Rounds run one operation at a time from now on, which is slower for small batches; the text is the same."
 Result = TypeVar("Result")
-RoundKey = tuple[RoundPlan, tuple[bool, ...]]
+RoundKey = tuple[RoundPlan, tuple[int, ...]]
 """A plan, and the sampling steps of the batch: the key of a graph."""
 _failure: str | None = None
 """Reason of a failed capture in this process; None if none failed."""

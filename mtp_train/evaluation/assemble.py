@@ -13,11 +13,13 @@ import torch
 import transformers
 
 from mtp_train.acceptance.intervals import holm, tau_difference
+from mtp_train.data.frequency import Counts
 from mtp_train.evaluation.cells import ALL_TASKS, Advice, ArmComparison, ArmCosts, BreakEven, Cell, Latency, StudyReport
+from mtp_train.evaluation.draft_vocab import CountedText, DraftHead, suggest_draft_vocab
 from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_difference
 from mtp_train.evaluation.grid import Grid
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.results import ArmResult, recommended
+from mtp_train.evaluation.results import ArmResult, DraftVocab, recommended
 from mtp_train.evaluation.served.measure import Served
 from mtp_train.evaluation.statistics import (
     MeasuredArm,
@@ -255,6 +257,16 @@ def _output_tokens(best: _Compared, extra_prefill_seconds: float) -> int | None:
     return 1 + math.ceil(extra_prefill_seconds / saved_per_token)
 
 
+@dataclass(frozen=True)
+class VocabBasis:
+    """What a suggestion of a draft vocabulary for an arm is computed from, besides records."""
+
+    head: DraftHead
+    eos_ids: frozenset[int]
+    counts_V: Counts | None
+    """Counts of the text that the head was trained on; None where they are not known."""
+
+
 @dataclass
 class Measured:
     """The measurements of all arms."""
@@ -266,6 +278,8 @@ class Measured:
     """Dtype and device."""
     flags: dict[str, Flags] = field(default_factory=dict)
     """Engine flags by arm; arms that no engine serves are missing."""
+    vocab: dict[str, VocabBasis] = field(default_factory=dict)
+    """By arm; arms without a head, and those whose times were not measured, are missing."""
     served: Served | None = None
     """Measurements of a server, its answers compared with the trunk's; None where that trunk was not measured."""
 
@@ -289,7 +303,27 @@ def assemble(found: Measured, grid: Grid, title: str) -> StudyReport:
         lossless=lossless([record for arm in found.arms for record in checked_records([arm], arm.settings)]),
         gate=None,
         settings=_settings(found, grid),
+        draft_vocab=_draft_vocab(found, grid.headline),
     )
+
+
+def _draft_vocab(found: Measured, setting: Setting) -> tuple[DraftVocab, ...]:
+    """Return a suggestion for every arm with a head whose times were measured."""
+    suggested = []
+    for arm in found.arms:
+        basis = found.vocab.get(arm.name)
+        if basis is None:
+            continue
+        if basis.counts_V is not None:
+            groups = {one.group for one in arm.decoded[setting]}
+            text = CountedText.apart(basis.counts_V, "the head's training text", groups, basis.eos_ids)
+        else:
+            # Plain decoding at every temperature. With another context a prompt has nearly the same answer.
+            plain = [at for at in arm.decoded if not at.depth and at.context_tokens == setting.context_tokens]
+            answers = [one for at in plain for one in arm.decoded[at]]
+            text = CountedText.across_groups(answers, basis.head.vocab_size, basis.eos_ids)
+        suggested.append(suggest_draft_vocab(basis.head, arm, setting, text))
+    return tuple(suggested)
 
 
 def _no_flags(depth: int) -> dict[str, str]:

@@ -250,7 +250,7 @@ class StudyReport(RunReport):
     def from_json(cls, raw: object, where: str) -> StudyReport:
         """Read a report back; ``where`` is the start of error messages."""
         names = {field.name for field in fields(cls)}
-        if not isinstance(raw, dict) or raw.keys() | _OF_RUNS != names:
+        if not isinstance(raw, dict) or raw.keys() | _MAY_LACK != names:
             raise DataError(
                 f"{where}: not the report of a study; expected exactly the fields {', '.join(sorted(names))}. Read it "
                 "with the version that wrote it."
@@ -263,8 +263,8 @@ class StudyReport(RunReport):
         return make(**cls._shared(raw, where), **rows, title=raw["title"], endpoint=raw["endpoint"])
 
 
-_OF_RUNS = {"depths", "samples"}
-"""Fields that are empty in a study; older reports lack them."""
+_MAY_LACK = {"depths", "samples", "draft_vocab"}
+"""Fields that older reports lack; the first two are empty in a study."""
 _ROWS: dict[str, type] = {
     "cells": Cell,
     "comparisons": ArmComparison,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -15,20 +17,26 @@ import torch
 from torch import Tensor
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_inference.batch import choose_widening
 from mtp_inference.bench.clock import now
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, IndexedStore, WindowCache
 from mtp_inference.cache.ngrams import NgramStore
 from mtp_inference.cache.pooled import KeyPools
 from mtp_inference.cache.recurrent import RecurrentStore
-from mtp_inference.decoder import Needs, make_batch
+from mtp_inference.decoder import Needs, make_batch, prepacked_linears
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
 from mtp_inference.drafters.drafter import Drafter, DrafterMaker
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
 from mtp_inference.drafters.other_drafters import ModelDrafter, ModelDrafting
 from mtp_inference.requests import MAX_DEPTH, Request
 from mtp_train.evaluation.cells import ArmCosts, Latency
-from mtp_train.heads.module import MtpHead
+from mtp_train.evaluation.draft_vocab import DraftHead, sizes_for
+from mtp_train.families.drafts.record import parts_of
+from mtp_train.heads.build import HeadPlan
+from mtp_train.heads.module import MtpHead, OutputRows
+from mtp_train.recipe.head_kinds import find_head_kind
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.widen import widened
 
 WARM_UP_TOKENS = 8
 OnRun = Callable[[], None]
@@ -334,3 +342,69 @@ def _unseen() -> None:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+OUTPUT_REPEATS, OUTPUT_ROUNDS = 5, 3
+"""Turns that the output matrix is timed in, after one more, and plain rounds of each."""
+
+
+def draft_head(trunk: Trunk, maker: HeadDrafting, plan: HeadPlan, prompts: Group) -> DraftHead:
+    """Return what a suggestion of a draft vocabulary needs, and time the output matrix of a draft.
+
+    Args:
+        trunk: The trunk.
+        maker: The head.
+        plan: The plan that the head was built from.
+        prompts: As many prompts as the measured rounds had rows.
+    """
+    vocab_size, num_drafted = len(trunk.lm_head_VD), maker.draft_vocab_R
+    own_output = maker.head.module_for(1).lm_head is not None
+    is_fixed = own_output or num_drafted is not None
+    kind = find_head_kind(plan.family.kind)
+    reads = kind.draft_parts is not None and parts_of(kind).format.draft_vocab
+    return DraftHead(
+        vocab_size=vocab_size,
+        num_drafted=None if num_drafted is None else len(num_drafted),
+        own_output=own_output,
+        readers=tuple(name for name, one in plan.family.serving.items() if one.supported) if reads else (),
+        output_times={} if is_fixed else output_times(trunk, maker, sizes_for(vocab_size), prompts),
+    )
+
+
+def output_times(trunk: Trunk, maker: HeadDrafting, sizes: Sequence[int], prompts: Group) -> dict[int, float]:
+    """Time the output matrix of one draft, whole and with fewer rows, as a round multiplies with it.
+
+    It takes turns with plain rounds, whose time is the unit: a busy machine slows both down. On a GPU launches count
+    too, so that parts of the matrix seem a little slower than in a captured round.
+
+    Returns:
+        Times by number of rows; empty if there are no sizes.
+    """
+    if not sizes:
+        return {}
+    weight_VD, batch = trunk.lm_head_VD, len(prompts)
+    hidden_B1D = weight_VD.new_zeros(batch, 1, weight_VD.shape[1])
+    pieces: dict[int, Callable[[], object]] = {len(weight_VD): partial(trunk.project, hidden_B1D)}
+    for size in sizes:
+        # Which rows does not matter for the time.
+        rows = OutputRows(weight_VD[:size].detach(), torch.arange(size), len(weight_VD))
+        pieces[size] = partial(rows, hidden_B1D)
+    plain, prepacked = SpeculativeDecoder(trunk, None, 0, eos_ids=(), max_batch=batch), prepacked_linears(trunk, maker)
+    taken: dict[int, list[float]] = {size: [] for size in pieces}
+    for _ in range(OUTPUT_REPEATS + 1):
+        unit = _plain_round_seconds(plain, prompts)
+        with torch.inference_mode(), ExitStack() as stack:
+            if choose_widening(trunk, batch).rounds:
+                stack.enter_context(widened(trunk))
+            stack.enter_context(prepacked.used())
+            for size, piece in pieces.items():
+                started = now(weight_VD.device)
+                piece()
+                taken[size].append((now(weight_VD.device) - started) / unit)
+    return {size: median(times[1:]) for size, times in taken.items()}
+
+
+def _plain_round_seconds(decoder: SpeculativeDecoder, prompts: Group) -> float:
+    results = decoder.decode([Request(prompt_ids=ids, max_new_tokens=1 + OUTPUT_ROUNDS) for ids in prompts])
+    # Prompts of other lengths are prefilled one after the other; rounds begin after the last one.
+    return min(one.seconds_decode for one in results) / OUTPUT_ROUNDS

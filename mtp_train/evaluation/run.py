@@ -13,6 +13,8 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.head_drafter import HeadDrafting
+from mtp_train.data.frequency import COUNTS_FILE, Counts, load_counts
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import (
     PLAIN,
@@ -24,11 +26,12 @@ from mtp_train.evaluation.arms import (
     require_distinct,
     trunk_label,
 )
-from mtp_train.evaluation.assemble import Measured, assemble
+from mtp_train.evaluation.assemble import Measured, VocabBasis, assemble
 from mtp_train.evaluation.cells import ArmCosts, Latency, StudyReport, load_study
-from mtp_train.evaluation.costs import head_costs, measure_latency
+from mtp_train.evaluation.costs import draft_head, head_costs, measure_latency
 from mtp_train.evaluation.decoding import Prompts, RecordTable, decode_prompts, joined, num_decodings
 from mtp_train.evaluation.dense import DenseRows, dense_rows
+from mtp_train.evaluation.draft_vocab import DraftHead
 from mtp_train.evaluation.grid import Grid, grid_prompts
 from mtp_train.evaluation.prompt_records import Decoded, Setting, TaskPrompt
 from mtp_train.evaluation.results import REPORT_FILE, build
@@ -382,7 +385,26 @@ def _measure_costs(study: _Study, loaded: _Loaded, found: Measured) -> None:
                 repeats=LATENCY_REPEATS,
                 on_run=lambda: None,
             )
-            write_json(path, {"costs": asdict(costs), "latency": [asdict(one) for one in latency]})
+            head = _draft_head(loaded, name, maker, prompts[: study.grid.batch])
+            measured = {"costs": asdict(costs), "latency": [asdict(one) for one in latency]}
+            write_json(path, {**measured, "draft_head": None if head is None else head.to_json()})
         kept = read_json(path)
         found.costs.append(build(ArmCosts, kept["costs"], str(path)))
         found.latency += [build(Latency, one, str(path)) for one in kept["latency"]]
+        # Files of earlier versions have no such entry.
+        if kept.get("draft_head") is not None:
+            head = DraftHead.from_json(kept["draft_head"])
+            found.vocab[name] = VocabBasis(head, loaded.eos_ids, _training_counts(loaded, name))
+
+
+def _draft_head(loaded: _Loaded, name: str, maker: DrafterMaker, prompts: Sequence[Sequence[int]]) -> DraftHead | None:
+    plan = next(arm.model.plan for arm in loaded.arms if arm.spec.name == name)
+    if plan is None or not isinstance(maker, HeadDrafting):
+        return None
+    return draft_head(loaded.trunk, maker, plan, prompts)
+
+
+def _training_counts(loaded: _Loaded, name: str) -> Counts | None:
+    """Return the token counts of the text that a run's head was trained on; None for other heads."""
+    head = next(arm.spec.head for arm in loaded.arms if arm.spec.name == name)
+    return None if head is None else load_counts(Path(head).parent / COUNTS_FILE, len(loaded.trunk.lm_head_VD))

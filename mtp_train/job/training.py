@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.acceptance.counts import tau
+from mtp_train.data.frequency import frequent_tokens
 from mtp_train.data.pack import PackedSequence, global_batches, pack_documents
 from mtp_train.data.split import split_by_group
 from mtp_train.data.tokenize import Document
@@ -52,25 +53,6 @@ from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES
 from mtp_train.weights.artifact import Artifact, save_artifact
-
-
-def frequent_tokens(documents: Sequence[Document], size: int, vocab_size: int, always: Collection[int]) -> list[int]:
-    """Return the ``size`` most frequent target tokens, in ascending order.
-
-    Tokens with equal counts, including tokens that do not occur, are ranked by id: tokenizers assign low ids first.
-
-    Args:
-        documents: The training text.
-        size: Number of tokens to return, at most ``vocab_size``.
-        vocab_size: Size of the vocabulary.
-        always: Tokens that are included whatever their count, such as end-of-text tokens.
-    """
-    counts_V = np.zeros(vocab_size, dtype=np.int64)
-    for document in documents:
-        np.add.at(counts_V, document.input_ids[document.loss_mask], 1)
-    counts = counts_V.tolist()
-    ranked = sorted(range(vocab_size), key=lambda token: (token not in always, -counts[token], token))
-    return sorted(ranked[:size])
 
 
 def keep_targets(documents: Sequence[Document], vocab: Collection[int]) -> list[Document]:

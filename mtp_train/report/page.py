@@ -32,6 +32,7 @@ from mtp_train.report.study_serving import (
     advice_of,
     break_even_grid,
     cost_grid,
+    draft_vocab_grid,
     latency_grid,
     task_words,
 )
@@ -49,12 +50,15 @@ from mtp_train.report.study_wording import (
 from mtp_train.report.wording import (
     COLUMNS,
     DEPTH_COLUMNS,
+    DRAFT_VOCAB_COLUMNS,
     GATE_COLUMNS,
     GLOSSARY,
     apart_sentence,
     arm_cells,
     capitalised,
     depth_rows,
+    draft_vocab_rows,
+    draft_vocab_sentences,
     flatten,
     format_number,
     gate_rows,
@@ -88,6 +92,8 @@ def render_page(report: RunReport, figures: Sequence[FigureFile], provenance: Ma
         "serving_sentence": serving_sentence(report),
         "depth_columns": DEPTH_COLUMNS,
         "depth_rows": depth_rows(report),
+        "draft_vocab": list(zip(draft_vocab_sentences(report), map(draft_vocab_rows, report.draft_vocab), strict=True)),
+        "draft_vocab_columns": DRAFT_VOCAB_COLUMNS,
         "gate": report.gate,
         "gate_columns": GATE_COLUMNS,
         "gate_rows": gate_rows(report.gate),
@@ -190,6 +196,8 @@ class Section:
 
     title: str
     notes: tuple[str, ...] = ()
+    statements: tuple[str, ...] = ()
+    """Sentences that are content of their own."""
     arms: Sequence[Mapping[str, Any]] = ()
     figures: Sequence[Mapping[str, str]] = ()
     positions: bool = False
@@ -206,7 +214,8 @@ class Section:
     @property
     def is_empty(self) -> bool:
         """Whether the section has no content besides notes."""
-        return not (self.arms or self.figures or self.positions or self.grids or self.flags or self.rows)
+        shown = (self.statements, self.arms, self.figures, self.positions, self.grids, self.flags, self.rows)
+        return not any(shown)
 
 
 def render_study_page(report: StudyReport, figures: Sequence[FigureFile], provenance: Mapping[str, Any]) -> str:
@@ -242,6 +251,11 @@ def _sections(slices: Slices, figures: Mapping[str, FigureFile], positions: bool
             "Differences", _difference_notes(slices), grids=_given(difference_grid(slices), difference_matrix(slices))
         ),
         Section("What to serve", grids=_given(advice_grid(slices), by_task), flags=_flags(slices)),
+        Section(
+            "Draft vocabulary",
+            statements=tuple(draft_vocab_sentences(report)),
+            grids=_given(draft_vocab_grid(slices)),
+        ),
         Section("By position in the draft", positions=positions),
         Section("By task", figures=maps, grids=_given(task_grid(slices))),
         Section("By temperature", (_RULE_NOTE,), grids=_given(temperature_grid(slices))),

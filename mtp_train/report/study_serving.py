@@ -6,7 +6,14 @@ from mtp_train.evaluation.cells import ALL_TASKS, Advice, BreakEven
 from mtp_train.report.study_grids import Grid, Row, Texts, make_grid, make_matrix
 from mtp_train.report.study_slices import Slices
 from mtp_train.report.study_wording import depth_words
-from mtp_train.report.wording import format_bytes, format_number, format_seconds, format_speedup
+from mtp_train.report.wording import (
+    DRAFT_VOCAB_COLUMNS,
+    draft_vocab_rows,
+    format_bytes,
+    format_number,
+    format_seconds,
+    format_speedup,
+)
 
 
 def cost_grid(slices: Slices) -> Grid | None:
@@ -77,6 +84,16 @@ def advice_matrix(slices: Slices) -> Grid | None:
         drafts = f"{row.depth} ({format_speedup(row.speedup)})" if row.depth else "none"
         texts.setdefault(task_words(row.task), {})[row.arm] = drafts
     return make_matrix("drafts for", tuple(dict.fromkeys(row.arm for row in advice)), {"": texts})
+
+
+def draft_vocab_grid(slices: Slices) -> Grid | None:
+    """Return the estimates for smaller draft vocabularies; None where there are none."""
+    found = slices.report.draft_vocab
+    groups = {
+        one.arm if len(found) > 1 else "": [Row(name, tuple(cells)) for name, *cells in draft_vocab_rows(one)]
+        for one in found
+    }
+    return make_grid(DRAFT_VOCAB_COLUMNS, groups)
 
 
 def task_words(task: str) -> str:

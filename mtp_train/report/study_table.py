@@ -22,6 +22,7 @@ from mtp_train.report.study_wording import (
 from mtp_train.report.table import TONES, plain_table, verdict_panel
 from mtp_train.report.wording import (
     capitalised,
+    draft_vocab_sentences,
     format_groups,
     format_number,
     format_shares,
@@ -45,6 +46,8 @@ def study_summary(report: StudyReport) -> RenderableType:
         parts += [_title(f"Differences: {count_real(slices)} are real, over the whole grid"), _differences(slices)]
     if advice := advice_matrix(slices):
         parts += [_title("Drafts to serve with"), _grid_table(advice)]
+    if vocab := draft_vocab_sentences(report):
+        parts += [_title("Draft vocabulary"), Text("\n".join(vocab))]
     return Group(*parts, Text(f"\nLossless: {lossless_sentence(report.lossless)}"))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import PLAIN_BASELINE, GateVerdict
 from mtp_train.acceptance.intervals import POWER
-from mtp_train.evaluation.results import ArmResult, Lossless, RunReport, recommended
+from mtp_train.evaluation.results import ArmResult, DraftVocab, Lossless, RunReport, recommended
 
 Arms = dict[str, ArmResult]
 Tone = Literal["good", "bad", "neutral"]
@@ -205,6 +205,29 @@ def depth_lines(report: RunReport) -> list[str]:
         f"{_drafts(int(drafts))} a round: tau {found}, break-even {needed}, speedup {speed}; pays: {pays}"
         for drafts, _, found, needed, speed, pays in depth_rows(report)
     ]
+
+
+DRAFT_VOCAB_COLUMNS = ("draft vocabulary", "accepted drafts kept", "tau", "time of a round", "speed [95 %]")
+
+
+def draft_vocab_rows(one: DraftVocab) -> list[tuple[str, ...]]:
+    """Return the estimate for each size, one row of :data:`DRAFT_VOCAB_COLUMNS` each; ratios are to all tokens."""
+    return [
+        (
+            f"{size.size:,}",
+            format_percent(size.kept),
+            format_number(size.tau, 2),
+            format_number(size.round_time, 2),
+            format_estimate(size.speed, size.speed_ci95),
+        )
+        for size in one.sizes
+    ]
+
+
+def draft_vocab_sentences(report: RunReport) -> list[str]:
+    """Return the suggestion of a draft vocabulary for each head, with the arm's name if there are several."""
+    several = len(report.draft_vocab) > 1
+    return [f"{one.arm}: {one.reason}" if several else one.reason for one in report.draft_vocab]
 
 
 def kept_headline(report: RunReport) -> Headline:

@@ -17,7 +17,8 @@ from study_samples import BARE, RATES, STUDY, make_comparisons
 
 FIGURES = [FigureFile(stem, f"Caption of {stem}.", b"\x89PNG fake") for stem in ("tau", "tasks_1", "depth", "drift")]
 SECTIONS = (
-    *("Arms", "Differences", "What to serve", "By position in the draft", "By task", "By temperature", "By depth"),
+    *("Arms", "Differences", "What to serve", "Draft vocabulary", "By position in the draft", "By task"),
+    *("By temperature", "By depth"),
     *("By context", "What it costs", "Time of a reply", "From which length on", "While the trunk is fine-tuned"),
     "The served model",
 )
@@ -81,6 +82,7 @@ def test_hostile_names_are_shown_as_text() -> None:
             replace(c, arm=HOSTILE, task=HOSTILE, reason=HOSTILE, flags={HOSTILE: HOSTILE}) for c in STUDY.advice
         ),
         "drift": tuple(replace(c, label=HOSTILE) for c in STUDY.drift),
+        "draft_vocab": tuple(replace(c, arm=HOSTILE, reason=HOSTILE) for c in STUDY.draft_vocab),
         "findings": tuple(replace(c, tone=HOSTILE, statement=HOSTILE + "!", evidence=HOSTILE) for c in STUDY.findings),
     }
     arms = {HOSTILE: replace(STUDY.arms[arm], trunk=HOSTILE, head=HOSTILE)}
@@ -103,6 +105,17 @@ def test_lossy_decoder_is_said_before_any_finding() -> None:
 def test_findings_are_told_once_each() -> None:
     body = body_text(PAGE)
     assert [body.count(finding.statement) for finding in STUDY.findings] == [1, 1, 1]
+
+
+def test_a_draft_vocabulary_is_told_for_each_arm_with_its_estimates() -> None:
+    text = section(PAGE, "Draft vocabulary")
+    assert "distilled+graft: head.draft_vocab=16384 is expected to decode at 1.07 [1.05, 1.09] times the speed." in text
+    assert "distilled+retrained: None suggested." in text
+    for cell in ("16,384", "97.6 %", "3.38", "0.91", "1.07 [1.05, 1.09]"):
+        assert cell in text
+    # A reason is content, without a table too.
+    bare = replace(BARE, draft_vocab=STUDY.draft_vocab[1:])
+    assert "None suggested." in section(page_of(bare), "Draft vocabulary")
 
 
 def test_differences_are_told_in_words() -> None:

@@ -171,10 +171,9 @@ class Chooser:
             self.seen_BV = self.seen_BV[rows_R]
 
     @property
-    def steps(self) -> tuple[bool, ...]:
+    def steps(self) -> tuple[int, ...]:
         """Return which sampling steps run. A round captured as a CUDA graph is valid only for equal steps."""
-        rows = self.rows
-        return (rows.any_sampled, rows.any_top_k, rows.any_top_p, rows.any_min_p, rows.any_penalty)
+        return self.rows.steps
 
     def read_prompts(self, rows: slice, prompt_RT: Tensor) -> None:
         """Record the tokens of prompts, (R, tokens), in place of the earlier texts of these rows."""

@@ -8,7 +8,8 @@ decides, and a stream, one for each decision at a position. A text therefore doe
 and a position that is decided again, after a rejected draft, gets the same number.
 
 All functions run on the tensors' device in fixed shapes and do not synchronise, so a CUDA graph can capture them. The
-Python flags of :class:`SamplingRows` select the steps that run, so they are part of the key of a captured graph.
+Python values of :class:`SamplingRows` select the steps that run and their shapes, so they are part of the key of a
+captured graph. On a CPU, where reading a value costs nothing, one filter reads values (``filters.py``).
 
 Shapes: B rows of the batch, T positions, V vocabulary.
 """
@@ -17,11 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+from mtp_inference.sampling.filters import LISTED, TopRows, keep_top, listed_width
+from mtp_inference.sampling.scan import first_over, in_blocks
 from mtp_train.errors import MtpError
 
 TOKEN, DRAFT, ACCEPT = 0, 1, 2
@@ -84,15 +87,13 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SamplingRows:
+class SamplingRows(TopRows):
     """The settings of a batch: one entry per row, and flags for the steps that at least one row needs."""
 
     temperature_B: Tensor
-    """fp32."""
-    top_k_B: Tensor
-    """int64; 0 is off."""
-    top_p_tail_B: Tensor
-    """fp32, ``1 - top_p``: subtracted in double like in transformers, as rounding decides ties at the edge."""
+    """fp32; 1 in greedy rows."""
+    is_greedy_B: Tensor
+    """bool."""
     min_p_B: Tensor
     """fp32."""
     penalty_B: Tensor
@@ -100,10 +101,14 @@ class SamplingRows:
     seed_B: Tensor
     """int64."""
     any_sampled: bool
-    any_top_k: bool
-    any_top_p: bool
     any_min_p: bool
     any_penalty: bool
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Return which steps run, and in which shapes: equal for batches that run the same operations."""
+        flags = (self.any_sampled, self.any_top_k, self.any_top_p, self.any_min_p, self.any_penalty)
+        return (*flags, self.any_listed, self.any_searched, self.top_k_width)
 
     @classmethod
     def stack(cls, settings: Sequence[Sampling], device: torch.device | str) -> SamplingRows:
@@ -114,35 +119,33 @@ class SamplingRows:
 
         # Filters have no effect on greedy rows.
         sampled = [one for one in settings if one.temperature > 0.0]
+        most_k = max((one.top_k for one in sampled), default=0)
+        # Of the sampled rows with top-p.
+        lists = {_is_listed(one) for one in sampled if one.top_p < 1.0}
         return cls(
-            temperature_B=column([one.temperature for one in settings], torch.float32),
-            top_k_B=column([one.top_k for one in settings], torch.int64),
+            temperature_B=column([one.temperature or 1.0 for one in settings], torch.float32),
+            is_greedy_B=column([one.temperature == 0.0 for one in settings], torch.bool),
+            kth_B=column([max(one.top_k - 1, 0) for one in settings], torch.int64),
+            keeps_any_k_B=column([one.top_k == 0 for one in settings], torch.bool),
+            is_listed_B=column([_is_listed(one) for one in settings], torch.bool),
             top_p_tail_B=column([1.0 - one.top_p for one in settings], torch.float32),
             min_p_B=column([one.min_p for one in settings], torch.float32),
             penalty_B=column([one.repetition_penalty for one in settings], torch.float32),
             seed_B=column([one.seed for one in settings], torch.int64),
             any_sampled=bool(sampled),
-            any_top_k=any(one.top_k > 0 for one in sampled),
-            any_top_p=any(one.top_p < 1.0 for one in sampled),
+            any_top_k=most_k > 0,
+            any_top_p=bool(lists),
             any_min_p=any(one.min_p > 0.0 for one in sampled),
             any_penalty=any(one.repetition_penalty != 1.0 for one in settings),
+            any_listed=True in lists,
+            any_searched=False in lists,
+            top_k_width=listed_width(most_k) if most_k else 0,
         )
 
     def replaced(self, new: SamplingRows) -> SamplingRows:
         """Write new settings into these tensors in place: a captured round refers to them by address."""
-        return SamplingRows(
-            temperature_B=self.temperature_B.copy_(new.temperature_B),
-            top_k_B=self.top_k_B.copy_(new.top_k_B),
-            top_p_tail_B=self.top_p_tail_B.copy_(new.top_p_tail_B),
-            min_p_B=self.min_p_B.copy_(new.min_p_B),
-            penalty_B=self.penalty_B.copy_(new.penalty_B),
-            seed_B=self.seed_B.copy_(new.seed_B),
-            any_sampled=new.any_sampled,
-            any_top_k=new.any_top_k,
-            any_top_p=new.any_top_p,
-            any_min_p=new.any_min_p,
-            any_penalty=new.any_penalty,
-        )
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_B")}
+        return replace(new, **{name: tensor.copy_(getattr(new, name)) for name, tensor in tensors.items()})
 
 
 def seen_before(seen_BV: Tensor, window_tokens_BT: Tensor) -> Tensor:
@@ -195,7 +198,7 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows, seen_BTV: Tensor | Non
     if not rows.any_sampled:
         return _one_hot(first_BT1, scores_BTV)
     p_BTV = _filtered(scores_BTV, rows).softmax(-1)
-    return torch.where(rows.temperature_B[:, None, None] > 0.0, p_BTV, _one_hot(first_BT1, scores_BTV))
+    return torch.where(rows.is_greedy_B[:, None, None], _one_hot(first_BT1, scores_BTV), p_BTV)
 
 
 def distribution_of(sampling: Sampling, device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -231,14 +234,13 @@ def draw(p_BTV: Tensor, u_BT: Tensor) -> Tensor:
     Returns:
         Tokens, int64 (B, T), never a token of weight 0. ``u_BT`` resolves weights to 2**-24 of their sum.
     """
-    # A parallel scan sums each entry in its own order, so sums may change at a weight of 0, and may even fall.
-    # Therefore weights of 0 are masked out, and the total is the largest sum, not the last.
-    sums_BTV = p_BTV.cumsum(-1).masked_fill_(p_BTV <= 0.0, 0.0)
-    total_BT1 = sums_BTV.amax(-1, keepdim=True)
-    # u * total may round up to the total, for example a subnormal one; no sum would then exceed the threshold.
-    below_BT1 = total_BT1.nextafter(torch.zeros_like(total_BT1))
-    threshold_BT1 = (u_BT[..., None] * total_BT1).minimum(below_BT1)
-    return (sums_BTV > threshold_BT1).view(torch.uint8).argmax(-1)
+    p_BTNS = in_blocks(p_BTV)
+    sums_BTN = p_BTNS.sum(-1)
+    return first_over(p_BTNS, sums_BTN, u_BT[..., None] * sums_BTN.sum(-1, keepdim=True))[..., 0]
+
+
+def _is_listed(sampling: Sampling) -> bool:
+    return 1 <= sampling.top_k <= LISTED
 
 
 def _require(is_right: bool, complaint: str) -> None:
@@ -252,32 +254,14 @@ def _one_hot(token_BT1: Tensor, like_BTV: Tensor) -> Tensor:
 
 def _filtered(scores_BTV: Tensor, rows: SamplingRows) -> Tensor:
     """Apply temperature, top-k, top-p and min-p; ignore the result for greedy rows."""
-    temperature_B11 = rows.temperature_B[:, None, None]
-    scores_BTV = scores_BTV / torch.where(temperature_B11 > 0.0, temperature_B11, 1.0)
+    scores_BTV = scores_BTV / rows.temperature_B[:, None, None]
     if rows.any_top_k or rows.any_top_p:
-        scores_BTV = _keep_top(scores_BTV, rows)
+        scores_BTV = keep_top(scores_BTV, rows)
     if rows.any_min_p:
         p_BTV = scores_BTV.softmax(-1)
         least_BT1 = rows.min_p_B[:, None, None] * p_BTV.amax(-1, keepdim=True)
         scores_BTV.masked_fill_(p_BTV < least_BT1, -math.inf)
     return scores_BTV
-
-
-def _keep_top(scores_BTV: Tensor, rows: SamplingRows) -> Tensor:
-    """Apply top-k, then top-p, with one sort, in place: another tensor of a real vocabulary's size costs time."""
-    vocab = scores_BTV.shape[-1]
-    # Ascending like in transformers, but stable: of equal scores at the edge of top-p the first are dropped, for every
-    # window width. Plain decoding and a window must keep the same tokens.
-    sorted_BTV, order_BTV = scores_BTV.sort(dim=-1, stable=True)
-    if rows.any_top_k:
-        k_B = torch.where(rows.top_k_B > 0, rows.top_k_B.clamp(max=vocab), vocab)
-        least_BT1 = sorted_BTV.gather(-1, (vocab - k_B)[:, None, None].expand(-1, scores_BTV.shape[1], 1))
-        sorted_BTV.masked_fill_(sorted_BTV < least_BT1, -math.inf)
-    if rows.any_top_p:
-        dropped_BTV = sorted_BTV.softmax(-1).cumsum_(-1) <= rows.top_p_tail_B[:, None, None]
-        dropped_BTV[..., -1] = False
-        sorted_BTV.masked_fill_(dropped_BTV, -math.inf)
-    return scores_BTV.scatter_(-1, order_BTV, sorted_BTV)
 
 
 def _mix(bits: Tensor) -> Tensor:

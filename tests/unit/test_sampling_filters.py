@@ -1,0 +1,218 @@
+"""Top-k, top-p and draws without a sort or a scan of the vocabulary: what a sort keeps, and what a scan draws."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.sampling import draw_by_scan, keep_top_by_sort
+from mtp_inference.sampling import filters
+from mtp_inference.sampling.distributions import Sampling, SamplingRows, draw
+from mtp_inference.sampling.filters import GROWTH, LISTED, keep_top
+from mtp_inference.sampling.scan import first_over, in_blocks
+from recorded_graph import Recorder
+
+SETTINGS = [
+    Sampling(temperature=1.0, top_k=top_k, top_p=top_p)
+    for top_k, top_p in itertools.product((0, 1, 5, 300, LISTED, LISTED + 1, 5000), (1.0, 0.999, 0.95, 0.5, 0.1, 1e-9))
+]
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "peaked": lambda logits: 3.0 * logits,
+    "sharp": lambda logits: 8.0 * logits,
+    "tied": lambda logits: (3.0 * logits).round(),
+    "bf16": lambda logits: (3.0 * logits).bfloat16().float(),
+    "with minus infinity": lambda logits: (3.0 * logits).masked_fill(logits < -0.5, -math.inf),
+    "with zeros of both signs": lambda logits: torch.where(logits.abs() < 1.0, logits.sign() * 0.0, logits),
+}
+EQUAL_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all equal": torch.zeros_like,
+    "two values": lambda logits: 2.0 * (logits > 1.0),
+}
+
+
+@pytest.fixture(params=["lists", "blocks"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Find edges as on a CPU, or as on a GPU."""
+    monkeypatch.setattr(filters, "reads_values", lambda device: request.param == "lists")
+    return str(request.param)
+
+
+def logits_of(kind: str, vocab: int, num_rows: int = len(SETTINGS), window: int = 2) -> Tensor:
+    return (KINDS | EQUAL_KINDS)[kind](torch.randn(num_rows, window, vocab))
+
+
+def kept(find: Callable[[Tensor, SamplingRows], Tensor], logits_BTV: Tensor, settings: list[Sampling]) -> Tensor:
+    """Return which tokens can be drawn."""
+    return find(logits_BTV.clone(), SamplingRows.stack(settings, "cpu")).softmax(-1) > 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", [50, 1500, 2560])
+def test_every_row_of_a_mixed_batch_keeps_what_a_sort_keeps(vocab: int, kind: str, way: str) -> None:
+    logits_BTV = logits_of(kind, vocab)
+    assert torch.equal(kept(keep_top, logits_BTV, SETTINGS), kept(keep_top_by_sort, logits_BTV, SETTINGS))
+
+
+@pytest.mark.parametrize("fault", ["one more", "one less", "the last"])
+def test_an_edge_that_drops_other_tokens_is_found_out(fault: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = filters._keep_from
+
+    def faulty(edge: filters.Edge, scores_BTV: Tensor) -> Tensor:
+        if fault == "the last":
+            return stock(edge, scores_BTV.flip(-1)).flip(-1)
+        change = 1.0 if fault == "one more" else -1.0
+        return stock(edge._replace(dropped_BT1=edge.dropped_BT1 + change), scores_BTV)
+
+    monkeypatch.setattr(filters, "_keep_from", faulty)
+    logits_BTV = logits_of("tied", 1500)
+    assert not torch.equal(kept(keep_top, logits_BTV, SETTINGS), kept(keep_top_by_sort, logits_BTV, SETTINGS))
+
+
+@pytest.mark.parametrize("kind", EQUAL_KINDS)
+def test_of_many_equal_tokens_the_first_are_dropped_up_to_the_tail(kind: str, way: str) -> None:
+    """Where a whole number of tokens makes up the tail, rounding decides about one of them."""
+    logits_BTV = logits_of(kind, 2560)
+    ours_BTV, sorted_BTV = (kept(one, logits_BTV, SETTINGS) for one in (keep_top, keep_top_by_sort))
+    assert int((ours_BTV.sum(-1) - sorted_BTV.sum(-1)).abs().max()) <= 1
+    # One set contains the other: both drop from the front.
+    assert torch.equal((ours_BTV & sorted_BTV).sum(-1), ours_BTV.sum(-1).minimum(sorted_BTV.sum(-1)))
+
+
+def test_more_tokens_than_are_listed_may_tie_with_the_last_of_top_k(way: str) -> None:
+    logits_BTV = torch.zeros(2, 1, 5 * LISTED)
+    logits_BTV[..., :3] = 1.0
+    settings = [Sampling(temperature=1.0, top_k=5, top_p=top_p) for top_p in (1.0, 0.5)]
+    all_BTV, half_BTV = kept(keep_top, logits_BTV, settings)
+    assert bool(all_BTV.all())
+    # The three kept tokens make up 0.00159 of the sum: 2555 of the other 5117 are dropped, those in front.
+    assert half_BTV[0, :3].all()
+    assert half_BTV[0].sum() == 5 * LISTED - int(0.5 * (5117 + 3 * math.e))
+    assert half_BTV[0, -2000:].all()
+
+
+def test_a_row_keeps_the_same_tokens_alone_and_in_a_window_of_one(way: str) -> None:
+    logits_BTV = logits_of("bf16", 2560, window=4)
+    together_BTV = kept(keep_top, logits_BTV, SETTINGS)
+    for row, setting in enumerate(SETTINGS):
+        for t in range(4):
+            alone_BTV = kept(keep_top, logits_BTV[row : row + 1, t : t + 1], [setting])
+            assert torch.equal(alone_BTV[0, 0], together_BTV[row, t])
+
+
+def test_lists_grow_for_the_rows_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab, widths = 20 * LISTED, []
+    stock = filters._list_of
+
+    def watched(scores_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        widths.append((len(scores_RV), width))
+        return stock(scores_RV, width)
+
+    monkeypatch.setattr(filters, "_list_of", watched)
+    logits_BTV = torch.randn(4, 1, vocab) * torch.tensor([8.0, 0.3, 2.5, 8.0])[:, None, None]
+    settings = [Sampling(temperature=1.0, top_p=0.95)] * 3 + [Sampling(temperature=1.0)]
+    assert torch.equal(kept(keep_top, logits_BTV, settings), kept(keep_top_by_sort, logits_BTV, settings))
+    # The last row has no top-p. The second one keeps more tokens than the second list has.
+    assert widths == [(3, LISTED), (1, GROWTH * LISTED), (1, GROWTH * LISTED), (1, GROWTH**2 * LISTED)]
+
+
+def test_the_search_for_an_edge_reads_no_value_and_a_growing_list_does() -> None:
+    scores_BTV, tail_B11 = torch.randn(3, 2, 1500), torch.full((3, 1, 1), 0.05)
+    with Recorder():
+        found = filters.edge_of_sorted_blocks(scores_BTV, tail_B11)
+    with Recorder(), pytest.raises(RuntimeError, match="not permitted while a stream is capturing"):
+        filters.edge_of_growing_lists(scores_BTV, tail_B11.double())
+    listed = filters.edge_of_growing_lists(scores_BTV, tail_B11.double())
+    for one, other in zip(found, listed, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_keys_are_in_the_order_of_scores() -> None:
+    ordered = [-math.inf, -3e38, -1.5, -1e-45, -0.0, 0.0, 1e-45, 1e-30, 1.0, 1.0 + 2.0**-23, 3e38]
+    scores = torch.tensor(ordered)
+    bits = scores.view(torch.int32)
+    keys = (bits ^ ((bits >> 31) & 0x7FFF_FFFF)).long()
+    assert keys.tolist() == sorted(set(keys.tolist()))
+    assert keys[0] == filters._LEAST_KEY
+    assert torch.equal(filters._score_of(keys).view(torch.int32), bits)
+
+
+def test_batches_of_usual_settings_share_graphs() -> None:
+    def steps(*settings: Sampling) -> tuple[int, ...]:
+        return SamplingRows.stack(settings, "cpu").steps
+
+    usual = steps(Sampling(temperature=0.6, top_k=20, top_p=0.95))
+    assert usual == steps(Sampling(temperature=1.0, top_k=64, top_p=0.8, seed=3), Sampling())
+    others = [
+        steps(Sampling(temperature=1.0, top_p=0.95)),
+        steps(Sampling(temperature=1.0, top_k=20)),
+        steps(Sampling(temperature=1.0, top_k=5000, top_p=0.95)),
+        steps(Sampling(temperature=1.0, top_k=20, top_p=0.9), Sampling(temperature=1.0, top_p=0.9)),
+    ]
+    assert len({usual, *others}) == 5
+    assert steps(Sampling(top_k=20, top_p=0.5)) == steps(Sampling())
+
+
+@pytest.mark.parametrize(
+    ("vocab", "shape"),
+    [(248_320, (485, 512)), (151_936, (1187, 128)), (50_257, (99, 512)), (8, (1, 8)), (600, (2, 512))],
+)
+def test_a_vocabulary_is_divided_without_a_copy_where_a_size_divides_it(vocab: int, shape: tuple[int, int]) -> None:
+    values_BTV = torch.arange(vocab).float()[None, None]
+    blocks_BTNS = in_blocks(values_BTV)
+    assert blocks_BTNS.shape[2:] == shape
+    assert (blocks_BTNS.data_ptr() == values_BTV.data_ptr()) == (math.prod(shape) == vocab)
+    assert torch.equal(blocks_BTNS.flatten()[:vocab], values_BTV.flatten())
+    assert not blocks_BTNS.flatten()[vocab:].any()
+
+
+@pytest.mark.parametrize("vocab", [2560, 1500])
+def test_a_draw_finds_the_token_that_a_scan_in_double_finds(vocab: int) -> None:
+    p_BTV = (3.0 * torch.randn(1, 1, vocab)).softmax(-1)
+    u_BT = (torch.arange(4000) + 0.5)[:, None] / 4000
+    tokens_B = draw(p_BTV.expand(len(u_BT), -1, -1), u_BT)[:, 0]
+    sums_V = p_BTV[0, 0].double().cumsum(-1)
+    low_B, high_B = sums_V[tokens_B] - p_BTV[0, 0].double()[tokens_B], sums_V[tokens_B]
+    assert float((low_B - u_BT[:, 0]).max()) < 1e-6
+    assert float((u_BT[:, 0] - high_B).max()) < 1e-6
+    # Whole blocks lie between the first token and the last.
+    assert int(tokens_B[0]) < 200
+    assert int(tokens_B[-1]) > vocab - 200
+    assert bool((tokens_B.diff() >= 0).all())
+    scanned_B = draw_by_scan(p_BTV.expand(len(u_BT), -1, -1), u_BT)[:, 0]
+    assert int((tokens_B != scanned_B).sum()) <= 2
+
+
+def test_a_draw_that_forgets_the_blocks_before_is_found_out() -> None:
+    p_BTV = (3.0 * torch.randn(1, 1, 2560)).softmax(-1)
+    u_BT = (torch.arange(4000) + 0.5)[:, None] / 4000
+    blocks_BTNS = in_blocks(p_BTV).expand(4000, -1, -1, -1)
+    right_B = first_over(blocks_BTNS, blocks_BTNS.sum(-1), u_BT[..., None])[:, 0, 0]
+    wrong_B = first_over(blocks_BTNS, blocks_BTNS.sum(-1).roll(1, dims=-1), u_BT[..., None])[:, 0, 0]
+    scanned_B = draw_by_scan(p_BTV.expand(4000, -1, -1), u_BT)[:, 0]
+    assert int((right_B != scanned_B).sum()) <= 2
+    assert int((wrong_B != scanned_B).sum()) > 1000
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e-30, 1e-45])
+@pytest.mark.parametrize("places", [[2000], [0, 2559], [511, 512], [700, 701, 1500]])
+def test_a_weight_of_0_is_never_drawn_from_many_blocks(places: list[int], weight: float) -> None:
+    p_BTV = torch.zeros(1, 5, 2560)
+    p_BTV[..., places] = weight
+    tokens_T = draw(p_BTV, torch.tensor([[0.0, 2.0**-24, 0.4999, 0.9999, 1.0 - 2.0**-24]]))[0]
+    assert set(tokens_T.tolist()) <= set(places)
+    assert int(tokens_T[0]) == places[0]
+    if weight > 1e-40:
+        assert int(tokens_T[-1]) == places[-1]
+
+
+def test_a_draw_depends_neither_on_the_batch_nor_on_the_window() -> None:
+    p_BTV = (3.0 * torch.randn(5, 4, 2560)).softmax(-1)
+    u_BT = torch.rand(5, 4)
+    together_BT = draw(p_BTV, u_BT)
+    for row in range(5):
+        assert torch.equal(draw(p_BTV[row : row + 1, 1:2], u_BT[row : row + 1, 1:2])[0, 0], together_BT[row, 1])
