@@ -23,7 +23,7 @@ from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, Con
 from mtp_inference.cache.ngrams import NgramStore
 from mtp_inference.cache.pooled import KeyPools
 from mtp_inference.cache.recurrent import RecurrentStore
-from mtp_inference.decoder import Needs, make_batch, prepacked_linears
+from mtp_inference.decoder import Needs, layers_on_cpu, make_batch
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
 from mtp_inference.drafters.drafter import Drafter, DrafterMaker
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
@@ -389,14 +389,14 @@ def output_times(trunk: Trunk, maker: HeadDrafting, sizes: Sequence[int], prompt
         # Which rows does not matter for the time.
         rows = OutputRows(weight_VD[:size].detach(), torch.arange(size), len(weight_VD))
         pieces[size] = partial(rows, hidden_B1D)
-    plain, prepacked = SpeculativeDecoder(trunk, None, 0, eos_ids=(), max_batch=batch), prepacked_linears(trunk, maker)
+    plain, cpu_layers = SpeculativeDecoder(trunk, None, 0, eos_ids=(), max_batch=batch), layers_on_cpu(trunk, maker)
     taken: dict[int, list[float]] = {size: [] for size in pieces}
     for _ in range(OUTPUT_REPEATS + 1):
         unit = _plain_round_seconds(plain, prompts)
         with torch.inference_mode(), ExitStack() as stack:
             if choose_widening(trunk, batch).rounds:
                 stack.enter_context(widened(trunk))
-            stack.enter_context(prepacked.used())
+            stack.enter_context(cpu_layers.used())
             for size, piece in pieces.items():
                 started = now(weight_VD.device)
                 piece()
