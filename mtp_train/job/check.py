@@ -115,10 +115,10 @@ class CheckResult:
     """At most, by stage; None on a device whose speed is unknown, and for studies and fine-tunes."""
     launches_assumed: str | None = None
     """Why the launches of a decoding round are assumed and not counted; None if they are counted."""
-    decoding: Decoding | None = None
-    """The trunk of a process while a run decodes; None where each process holds all of it."""
     choices: tuple[Choice, ...] = ()
     """Settings that were ``auto``, with the reasons for their values."""
+    decoding: Decoding | None = None
+    """The trunk of a process while a run decodes; None where each process holds all of it."""
     device_bytes: int | None = None
     """Memory of the device of each process, of which some must stay free; main memory for a CPU."""
     data: str | None = None
@@ -342,7 +342,20 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     hours, assumed = _hours(recipe, plan, cost, sizes, memory, trunk, empty_head, machine)
     title = head_family.title
     return CheckResult(
-        recipe, reason, title, plan, memory, shards, cost, hashed, serves, kinds, hours, assumed, decoding, data=data
+        recipe,
+        reason,
+        title,
+        plan,
+        memory,
+        shards,
+        cost,
+        hashed,
+        serves,
+        kinds,
+        hours,
+        assumed,
+        decoding=decoding,
+        data=data,
     )
 
 

@@ -70,7 +70,7 @@ FUNCTIONS = {
 }
 RECORDS = {
     "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves kinds hours "
-    "choices decoding device_bytes data",
+    "launches_assumed choices decoding device_bytes data",
     "DemoResult": "base finetune prompts",
     "WriteRecipeResult": "out start family note",
     "EvaluationGrid": "suite tasks prompts_per_task temperatures contexts depths rules max_new_tokens batch seed",
