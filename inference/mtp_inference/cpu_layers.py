@@ -4,24 +4,15 @@ A product of few rows takes the time of reading its matrix, and torch's own prod
 or less: MKL reorders an fp32 matrix in every call from two rows on, oneDNN a bf16 matrix from one row on. So the
 matrices are kept in oneDNN's blocked layout, reordered once. The copies need as much memory as the matrices.
 
-The fastest way depends on the number of rows, on the width of the input and on the processor. GB/s of one thread, on an
-AMD EPYC (Zen 4), for a matrix of 4096 x 2048:
+The fastest way depends on the number of rows, on the matrix and on the processor (``inference/benchmarks/cpu/`` has the
+figures of ``inference/benchmarks/cpu_products.py``):
 
-=====  =======  ======  =================  =======  ==============
-rows   linear   packed  packed, as 4 rows  columns  linear in bf16
-=====  =======  ======  =================  =======  ==============
-1      19       15      20                 14       9
-2      10       13      20                 14       14
-4      9        20      20                 8        13
-8      8        16                                  10
-=====  =======  ======  =================  =======  ==============
-
-- oneDNN's AVX-512 kernels multiply four rows as fast as one or two, or faster: fewer rows are padded. In bf16 all ways
-  but the padded one are slower still.
-- "Columns" multiplies the matrix by the transposed rows. With inputs of up to 1024 numbers it reads 20 GB/s for one or
-  two rows, and needs no copy.
-- On an Intel Xeon (Emerald Rapids) one or two rows take as long in every way, and 4 to 16 packed rows two thirds of the
-  time of torch's product.
+- "Packed" is the product with the reordered matrix. On an Intel Xeon (Emerald Rapids) it takes two thirds of the time
+  of torch's product for 4 to 16 rows, and as long for one or two.
+- "Padded": oneDNN's AVX-512 kernels multiply four rows faster than one or two on an AMD EPYC (Zen 4), so fewer rows are
+  padded.
+- "Columns" multiplies the matrix by the transposed rows, on AMD's CPUs. It needs no copy, and is the fastest way for
+  one or two rows if the input is narrow or the matrix small.
 
 Norms of a few rows take the time of their calls: see :func:`mtp_inference.kernels.norms.brief_norm`.
 """
@@ -49,6 +40,8 @@ COLUMNS = 2
 COLUMNS_WIDTH, COLUMNS_NUMBERS = 1024, 2**20
 """A matrix is multiplied as columns if its input is at most this wide, or if it has at most so many numbers: oneDNN's
 call then takes longer."""
+COLUMNS_WIDTH_IF_PADDED = 512
+"""The same width where rows can be padded instead."""
 MIN_NUMBERS_BY_COLUMNS = 2**16
 """Numbers of the smallest matrix to multiply by columns: for smaller ones, the call takes longer than the product."""
 _PROBES = 64
@@ -73,7 +66,7 @@ _packs: WeakKeyDictionary[nn.Linear, Pack] = WeakKeyDictionary()
 """For the life of a layer, so that decoders of one model share the copies."""
 
 
-class Product:
+class FastLinear:
     """The forward of a linear layer for few rows.
 
     Args:
@@ -88,22 +81,22 @@ class Product:
         self._width = layer.in_features
         # Past nn.Module's slow lookup of attributes: a round calls hundreds of layers.
         self._parameters: Mapping[str, Any] = layer._parameters
-        self._packs = packs
-        self._by_columns = by_columns
-        self._pads = pads
+        self.packs = packs
+        self.by_columns = by_columns
+        self.pads = pads
 
     def __call__(self, input: Tensor) -> Tensor:
         """Return the layer's output (..., O), contiguous, for an input (..., I)."""
         num_rows = input.numel() // self._width
         weight_OI, bias_O = self._parameters["weight"], self._parameters["bias"]
-        if self._by_columns and 0 < num_rows <= COLUMNS:
+        if self.by_columns and 0 < num_rows <= COLUMNS:
             return _product_by_columns(input, weight_OI, bias_O, num_rows)
-        if not self._packs:
+        if not self.packs:
             return linear(input, weight_OI, bias_O)
         pack = _packs.get(self._layer)
         if pack is None:
             pack = _packs[self._layer] = Pack(self._layer)
-        if not self._pads or not 0 < num_rows < PADDED_ROWS - 1:
+        if not self.pads or not 0 < num_rows < PADDED_ROWS - 1:
             return _packed_product(input, pack.packed, bias_O)
         rows_RI = input.reshape(num_rows, self._width)
         padded_RO = _packed_product(torch.cat([rows_RI] * (PADDED_ROWS // num_rows)), pack.packed, bias_O)
@@ -128,11 +121,12 @@ class CpuLayers:
         self.packed = large if num_bytes <= MEMORY_SHARE * main_memory_bytes() else set()
         is_amd = runs_on_amd()
         pads = is_amd and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        self.products: dict[nn.Linear, Product] = {}
+        self.products: dict[nn.Linear, FastLinear] = {}
         for layer in plain:
-            packs, by_columns = layer in self.packed, is_amd and multiplies_by_columns(layer)
+            packs = layer in self.packed
+            by_columns = is_amd and multiplies_by_columns(layer, pads=packs and pads)
             if packs or by_columns:
-                self.products[layer] = Product(layer, packs=packs, by_columns=by_columns, pads=pads)
+                self.products[layer] = FastLinear(layer, packs=packs, by_columns=by_columns, pads=pads)
         norms = {module: brief_norm(module) for module in modules}
         self._forwards: dict[nn.Module, Callable[..., Tensor]] = {
             module: forward for module, forward in (*self.products.items(), *norms.items()) if forward is not None
@@ -184,10 +178,10 @@ def runs_on_amd() -> bool:
     return "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")
 
 
-def multiplies_by_columns(layer: nn.Linear) -> bool:
-    """Return whether one or two rows are multiplied faster as columns on AMD's CPUs."""
-    numbers = layer.weight.numel()
-    is_narrow = layer.in_features <= COLUMNS_WIDTH or numbers <= COLUMNS_NUMBERS
+def multiplies_by_columns(layer: nn.Linear, *, pads: bool) -> bool:
+    """Return whether one or two rows are multiplied faster as columns on AMD's CPUs, if they can be padded or not."""
+    numbers, widest = layer.weight.numel(), COLUMNS_WIDTH_IF_PADDED if pads else COLUMNS_WIDTH
+    is_narrow = layer.in_features <= widest or numbers <= COLUMNS_NUMBERS
     return is_narrow and layer.weight.dtype is torch.float32 and numbers >= MIN_NUMBERS_BY_COLUMNS
 
 

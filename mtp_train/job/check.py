@@ -341,22 +341,8 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
         empty_head = MtpHead(head_family, text_config, num_modules=num_modules, convention=convention)
     hours, assumed = _hours(recipe, plan, cost, sizes, memory, trunk, empty_head, machine)
     title = head_family.title
-    return CheckResult(
-        recipe,
-        reason,
-        title,
-        plan,
-        memory,
-        shards,
-        cost,
-        hashed,
-        serves,
-        kinds,
-        hours,
-        assumed,
-        decoding=decoding,
-        data=data,
-    )
+    found = CheckResult(recipe, reason, title, plan, memory, shards, cost, hashed, serves, kinds, hours, assumed)
+    return replace(found, decoding=decoding, data=data)
 
 
 def _hours(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mtp_inference import SpeculativeDecoder, cpu_layers
-from mtp_inference.cpu_layers import CpuLayers, Product, is_plain
+from mtp_inference.cpu_layers import CpuLayers, FastLinear, is_plain
 from mtp_inference.kernels.norms import (
     FORMULAS,
     GATED_FORMULAS,
@@ -131,7 +131,7 @@ def test_few_rows_of_a_packed_product_are_padded(num_rows: int, monkeypatch: pyt
         return packed_product(input, *packed)
 
     monkeypatch.setattr(cpu_layers, "_packed_product", noted)
-    product = Product(layer, packs=True, by_columns=False, pads=True)
+    product = FastLinear(layer, packs=True, by_columns=False, pads=True)
     input_BTD = torch.randn(1, num_rows, 16)[..., 8:]
     with torch.inference_mode():
         found_BTD = product(input_BTD)
@@ -174,6 +174,25 @@ def test_a_matrix_too_small_to_pack_is_multiplied_by_columns_only(
     assert packs == [large]
     monkeypatch.setattr(cpu_layers, "MIN_NUMBERS_BY_COLUMNS", 49)
     assert list(CpuLayers([small, large]).products) == [large]
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_room", "columns"),
+    # Layers by the width of their input: only a wide one is faster as columns where it cannot be padded.
+    [("AVX512", True, {512}), ("AVX2", True, {512, 1024}), ("AVX512", False, {512, 1024})],
+)
+def test_columns_give_way_to_padded_rows(
+    capability: str, has_room: bool, columns: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_on_amd(monkeypatch, True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(cpu_layers, "main_memory_bytes", lambda: 2**40 if has_room else 0)
+    monkeypatch.setattr(cpu_layers, "COLUMNS_NUMBERS", 1)
+    layers = [nn.Linear(width, 8) for width in (512, 1024, 2048)]
+    products = CpuLayers(layers).products
+    found = {layer.in_features for layer, product in products.items() if product.by_columns}
+    assert found == columns
+    assert {layer for layer, product in products.items() if product.packs} == (set(layers) if has_room else set())
 
 
 def test_an_interrupted_round_restores_the_layers() -> None:
