@@ -319,7 +319,8 @@ class Trunk(nn.Module):
 
     def project(self, state: Tensor) -> Tensor:
         """Return the logits of states after the norm: a head's states, or the result of :meth:`normed`."""
-        logits: Tensor = self.causal_lm.lm_head(state)[..., : self._real_vocab]
+        # torch multiplies a part of longer rows, such as the last token of prompts, by one copy of the matrix per row.
+        logits: Tensor = self.causal_lm.lm_head(state.contiguous())[..., : self._real_vocab]
         bound = self._logit_bound
         return logits if bound is None else bound * torch.tanh(logits / bound)
 

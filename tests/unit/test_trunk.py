@@ -21,6 +21,7 @@ from checkpoints import (
     wrap_as_vision_language,
 )
 from mtp_inference import SpeculativeDecoder, plain_greedy
+from mtp_inference.bench.launches import LaunchCounter
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Convention
 from mtp_train.heads.build import build_head, native_plan
@@ -28,6 +29,7 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.weights.files import open_checkpoint
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
+from tolerances import rounding
 
 TOKENS_1T = torch.arange(9)[None]
 
@@ -143,6 +145,19 @@ def test_states_are_scaled_for_the_lm_head_alone_and_rows_that_pad_it_are_left_o
     assert torch.equal(trunk.head_input(hidden, Convention()), trunk.decoder(TOKENS_1T).last_hidden_state)
     (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 3, ()).decode([[1, 2, 3]], 12)
     assert list(result.token_ids) == plain_greedy(trunk, [1, 2, 3], 12, ())
+
+
+@torch.inference_mode()
+def test_the_last_states_of_several_prompts_read_the_lm_head_once() -> None:
+    trunk = tiny_trunk("qwen3_5")
+    last_31D = trunk.hidden(torch.arange(12).view(3, 4))[:, -1:]
+    with LaunchCounter() as counter:
+        logits_31V = trunk.logits(last_31D)
+    assert (counter.counts["mm"], counter.counts["bmm"]) == (1, 0)
+    with LaunchCounter() as control:
+        expected_31V = torch.nn.functional.linear(last_31D, trunk.lm_head_VD)
+    assert (control.counts["mm"], control.counts["bmm"]) == (0, 1)
+    torch.testing.assert_close(logits_31V, expected_31V, atol=rounding(expected_31V, last_31D.shape[-1]), rtol=0)
 
 
 @pytest.mark.skipif("qwen4_exp" not in ALL_FAMILIES, reason="this transformers has no Qwen4-Exp")
