@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from launching import environment, told_by
+from tiny import ALL_FAMILIES
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton: not installed")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -64,6 +65,8 @@ def test_kernels_compute_what_torch_computes() -> None:
     ],
 )
 def test_rounds_of_interpreted_kernels_have_the_same_text(name: str, kernels: set[str]) -> None:
+    if name not in ALL_FAMILIES:
+        pytest.skip(f"this transformers has no {name}")
     found = of_kernels("decode", name, env=environment(**INTERPRETED))
     assert found["fused"] == found["torch"]
     assert found["launches"].keys() == kernels | {"launch_rms_norm", "launch_attend_window"}

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from mtp_train.heads.module import MtpHead
 from mtp_train.job.round_launches import count_launches
@@ -140,6 +142,9 @@ def test_two_nodes_of_eight_are_planned_for_deepseek_v3_with_servers(directory: 
     assert "# training does not fit: 178 GiB on a process, and its device has 141 GiB." in str(found["h200"])
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="the launches of an older transformers are others"
+)
 def test_the_page_has_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = PAGE.read_text(encoding="utf-8").partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
     assert shown == table()
