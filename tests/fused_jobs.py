@@ -234,7 +234,7 @@ def decode(name: str) -> dict[str, Any]:
 
         return run
 
-    # For all of torch's devices at once: torch 2.11 runs the last one's kernel for each.
+    # For all of torch's devices at once: torch 2.13 runs the last one's kernel for each.
     rms_norm.register_kernel(TORCH_DEVICES)(interpreted(programs.launch_rms_norm))
     conv_window.register_kernel(TORCH_DEVICES)(interpreted(programs.launch_conv_window))
     delta_window.register_kernel(TORCH_DEVICES)(interpreted(programs.launch_delta_window))
