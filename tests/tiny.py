@@ -22,6 +22,9 @@ from tiny_configs import SLIDING_WINDOW as SLIDING_WINDOW
 from tiny_configs import VOCAB_SIZE as VOCAB_SIZE
 from tiny_configs import tiny_config
 
+IS_OLD = Version(transformers.__version__) < Version("5.23")
+"""Whether transformers is older than the one that most figures of the tests are of."""
+
 
 def _runs(family: Family) -> bool:
     needed = family.trunk.needs_transformers or "0"

@@ -13,7 +13,7 @@ from mtp_inference.bench.chain import Chain
 from mtp_inference.bench.products import Operand, Product, Replay, recorded
 from mtp_inference.bench.subject import Subject, random_head
 from mtp_train.trunk.load import Trunk
-from tiny import family_of
+from tiny import IS_OLD, family_of
 
 VOCAB, WIDTH, ROWS, TOKENS, DEPTHS = 40, 16, 2, 12, 2
 
@@ -46,6 +46,7 @@ def layouts(products: list[Product]) -> list[tuple[Any, ...]]:
     return [(one.operation, [operand[1:] for operand in one.tensors], one.options.keys()) for one in products]
 
 
+@pytest.mark.skipif(IS_OLD, reason="an older transformers multiplies rotary angles as matrices")
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_a_steps_products_are_those_counted_by_hand(compute: torch.dtype) -> None:
     one = bench(2, compute)

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 
 import mtp_inference.decoder
@@ -31,7 +29,7 @@ from mtp_inference.kernels.norms import NormFormula, fused_norm, norm_formula, r
 from mtp_inference.kernels.rotary import fused_rotary
 from mtp_train.trunk.load import Trunk
 from scripted import BatchRun
-from tiny import ALL_FAMILIES, CACHE_KINDS, VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, CACHE_KINDS, IS_OLD, VOCAB_SIZE, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 
 CPU = torch.device("cpu")
@@ -80,7 +78,7 @@ def counted(trunk: Trunk, monkeypatch: pytest.MonkeyPatch, *, fuses: bool) -> tu
 
 
 NEEDS_NEWEST = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"),
+    IS_OLD,
     reason="launches are those of transformers 5.23; the layers of 5.17 repeat keys themselves",
 )
 

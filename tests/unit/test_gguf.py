@@ -26,7 +26,7 @@ from mtp_train.job.checkpoints.export_gguf import checkpoint_name
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from mtp_train.weights.native import NativeHead
 from mtp_train.weights.writing import held_tensor
-from tiny import ALL_FAMILIES
+from tiny import ALL_FAMILIES, IS_OLD
 
 SERVED = [one.name for one in FAMILIES if set(one.model_types) & GGUF_HEADS.keys() and one.name in ALL_FAMILIES]
 # Which means another norm in a trunk's layer.
@@ -211,6 +211,7 @@ def test_names_are_those_of_the_gguf_package(model_type: str) -> None:
 # Metadata
 
 
+@pytest.mark.skipif(IS_OLD, reason="an older transformers saves a second share of rotated dimensions")
 def test_metadata_of_a_hybrid_trunk(qwen: Path, tmp_path: Path) -> None:
     found = metadata(exported(qwen, tmp_path / "out"))
     expected = {

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
-from packaging.version import Version
 
 from mtp_train.heads.module import MtpHead
 from mtp_train.job.round_launches import count_launches
 from mtp_train.train.hours import RoundLaunches
 from mtp_train.trunk.load import Trunk
 from scripts.plan_table import BEGIN, END, PAGE, RECIPE, planned, row, table
+from tiny import IS_OLD
 
 # Qwen3.5 9B: 32 layers, every fourth with full attention, the others with Gated DeltaNet.
 VOCAB, WIDTH, LAYERS, FULL = 248_320, 4096, 32, 8
@@ -142,9 +141,7 @@ def test_two_nodes_of_eight_are_planned_for_deepseek_v3_with_servers(directory: 
     assert "# training does not fit: 178 GiB on a process, and its device has 141 GiB." in str(found["h200"])
 
 
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"), reason="the launches of an older transformers are others"
-)
+@pytest.mark.skipif(IS_OLD, reason="the launches of an older transformers are others")
 def test_the_page_has_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = PAGE.read_text(encoding="utf-8").partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
     assert shown == table()

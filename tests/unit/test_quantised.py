@@ -20,7 +20,7 @@ from mtp_train.job.checkpoints.inspect import compare_trunks
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from mtp_train.weights.quantised import leave_alone
 from runs import document
-from tiny import FAMILY_NAMES
+from tiny import FAMILY_NAMES, IS_OLD
 
 Capture = pytest.CaptureFixture[str]
 BLOCK = 16
@@ -147,6 +147,7 @@ def test_a_head_in_plain_floats_is_named_in_the_quantisation_config(
     assert (tmp_path / "again" / "config.json").read_bytes() == (tmp_path / "out" / "config.json").read_bytes()
 
 
+@pytest.mark.skipif(IS_OLD, reason="an older transformers takes layer 3 for layer 30")
 def test_transformers_reads_the_list_the_same_way(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "glm4_moe")
     quantise(finetune, r"layers\..*_proj\.weight")
