@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,9 +25,11 @@ from mtp_inference.cache.window import Window, window_attention
 from mtp_inference.decoder import Needs, fused_kernels, make_batch
 from mtp_inference.forward import prefill_chunks, window_states
 from mtp_inference.kernels import trial
+from mtp_inference.kernels.attention import attend_window
+from mtp_inference.kernels.conv_delta import conv_window, delta_token, delta_window
 from mtp_inference.kernels.fused import FusedKernels
 from mtp_inference.kernels.norms import NormFormula, fused_norm, norm_formula, rms_norm
-from mtp_inference.kernels.rotary import fused_rotary
+from mtp_inference.kernels.rotary import fused_rotary, rotate
 from mtp_train.trunk.load import Trunk
 from scripted import BatchRun
 from tiny import ALL_FAMILIES, CACHE_KINDS, IS_OLD, VOCAB_SIZE, tiny_head, tiny_trunk
@@ -369,6 +372,15 @@ def test_a_cpu_and_a_shared_trunk_run_torchs_operations(monkeypatch: pytest.Monk
     assert fused_kernels(trunk, None) is not None
     trunk.offloaded = True
     assert fused_kernels(trunk, None) is None
+
+
+@pytest.mark.parametrize("operation", [rms_norm, conv_window, delta_window, delta_token, rotate, attend_window])
+def test_an_operation_runs_its_own_program_on_gpus(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = operation._name
+    programs: Any = ModuleType("programs")
+    vars(programs)[f"launch_{name}"] = lambda *arguments: (name, *arguments)
+    monkeypatch.setitem(sys.modules, "mtp_inference.kernels.programs", programs)
+    assert operation._backend_fns["cuda"](1, 2.0) == (name, 1, 2.0)
 
 
 def test_the_trial_passes_on_right_kernels_and_names_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:

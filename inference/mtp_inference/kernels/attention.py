@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtp_inference.kernels import TORCH_DEVICES
+from mtp_inference.kernels import TORCH_DEVICES, run_on_gpus
 
 MAX_KEY_BYTES = 1024
 """Bytes of the widest key or value. Even the smallest blocks of wider ones exceed the 64 KiB of shared memory that a
@@ -93,17 +93,4 @@ def attend_window(
     return attend_in_torch(query, key, value, positions, reach, scaling, sinks, softcap)
 
 
-@attend_window.register_kernel("cuda")
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    reach: int,
-    scaling: float,
-    sinks: Tensor | None,
-    softcap: float,
-) -> Tensor:
-    from mtp_inference.kernels.programs import launch_attend_window
-
-    return launch_attend_window(query, key, value, positions, reach, scaling, sinks, softcap)
+run_on_gpus(attend_window, "launch_attend_window")

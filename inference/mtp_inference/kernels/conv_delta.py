@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mtp_inference.cache.delta import DeltaWindow, gated_delta_token, gated_delta_window, require_short
-from mtp_inference.kernels import TORCH_DEVICES
+from mtp_inference.kernels import TORCH_DEVICES, run_on_gpus
 from mtp_train.upstream.transformers_private import ACT2FN
 
 CONV_ACTIVATIONS = ("", "silu")
@@ -48,11 +48,7 @@ def conv_window(
     return conv_in_torch(before, inputs, weight, bias, activation)
 
 
-@conv_window.register_kernel("cuda")
-def _(before: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    from mtp_inference.kernels.programs import launch_conv_window
-
-    return launch_conv_window(before, inputs, weight, bias, activation)
+run_on_gpus(conv_window, "launch_conv_window")
 
 
 @torch.library.custom_op("mtp_inference::delta_window", mutates_args=(), device_types=TORCH_DEVICES)
@@ -72,13 +68,7 @@ def delta_window(
     return output.contiguous(), window.key_NTK.clone(), window.correction_NTV, window.log_decay_NTX.clone()
 
 
-@delta_window.register_kernel("cuda")
-def _(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, normalises: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from mtp_inference.kernels.programs import launch_delta_window
-
-    return launch_delta_window(query, key, value, g, beta, state, normalises)
+run_on_gpus(delta_window, "launch_delta_window")
 
 
 @torch.library.custom_op("mtp_inference::delta_token", mutates_args=("state",), device_types=TORCH_DEVICES)
@@ -92,11 +82,7 @@ def delta_token(
     return output.contiguous()
 
 
-@delta_token.register_kernel("cuda")
-def _(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, normalises: bool) -> Tensor:
-    from mtp_inference.kernels.programs import launch_delta_token
-
-    return launch_delta_token(query, key, value, g, beta, state, normalises)
+run_on_gpus(delta_token, "launch_delta_token")
 
 
 def fused_conv(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
-from mtp_inference.kernels import TORCH_DEVICES
+from mtp_inference.kernels import TORCH_DEVICES, run_on_gpus
 
 MAX_WIDTH = 16384
 """Largest width that one program of the kernel holds in registers."""
@@ -69,13 +69,7 @@ def rms_norm(
     return rms_norm_in_torch(x, weight, gate, eps, NormFormula(offset, rounds_first, activation))
 
 
-@rms_norm.register_kernel("cuda")
-def _(
-    x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, offset: float, rounds_first: bool, activation: str
-) -> Tensor:
-    from mtp_inference.kernels.programs import launch_rms_norm
-
-    return launch_rms_norm(x, weight, gate, eps, offset, rounds_first, activation)
+run_on_gpus(rms_norm, "launch_rms_norm")
 
 
 def fused_norm(module: nn.Module) -> Callable[..., Tensor] | None:

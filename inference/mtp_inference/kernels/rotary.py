@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_inference.kernels import TORCH_DEVICES
+from mtp_inference.kernels import TORCH_DEVICES, run_on_gpus
 
 Rotary = Callable[..., tuple[Tensor, Tensor]]
 _WIDTH = 8
@@ -36,11 +36,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     return rotated_in_torch(query, cos, sin), rotated_in_torch(key, cos, sin)
 
 
-@rotate.register_kernel("cuda")
-def _(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    from mtp_inference.kernels.programs import launch_rotate
-
-    return launch_rotate(query, key, cos, sin)
+run_on_gpus(rotate, "launch_rotate")
 
 
 def fused_rotary(stock: Rotary) -> Rotary | None:
