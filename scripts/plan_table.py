@@ -20,6 +20,7 @@ from typing import Any
 from transformers import DeepseekV3Config, Qwen3_5TextConfig, Qwen3MoeConfig
 
 import mtp_train as mtp
+from mtp_inference.bench.output import markdown
 
 PAGE = Path(__file__).parents[1] / "recipes" / "README.md"
 BEGIN, END = "<!-- plan -->", "<!-- /plan -->"
@@ -113,8 +114,7 @@ def table() -> str:
             for name in SHAPES
             for processes in PROCESSES
         ]
-    lines = [HEADER, ["---"] * len(HEADER), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown(HEADER, rows)
 
 
 def main() -> None:

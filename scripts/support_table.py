@@ -18,6 +18,7 @@ import re
 import textwrap
 from pathlib import Path
 
+from mtp_inference.bench.output import markdown
 from mtp_train.families import FAMILIES, Family
 from mtp_train.gguf.model_types import GGUF_HEADS
 
@@ -62,8 +63,8 @@ def row(family: Family, runs: set[tuple[str, str]]) -> list[str]:
 def table() -> str:
     """Return the table and the sentence below it, in Markdown."""
     runs = witnessed()
-    lines = [HEADER, ["---"] * len(HEADER), *(row(family, runs) for family in FAMILIES if not family.attached)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{attached()}"
+    rows = (row(family, runs) for family in FAMILIES if not family.attached)
+    return f"{markdown(HEADER, rows)}\n\n{attached()}"
 
 
 def attached() -> str:

@@ -37,6 +37,7 @@ import transformers
 from mtp_inference import SpeculativeDecoder
 from mtp_inference.batch import HELD, WIDE_ROWS, Widening, choose_widening
 from mtp_inference.bench.machine import cpu_name
+from mtp_inference.bench.output import finish, markdown
 from mtp_inference.bench.subject import Subject, checkpoint_subject, shape_subject
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.precision import COMPUTE_DTYPES, held_dtype, resolve_precision
@@ -201,17 +202,15 @@ def measured_apart(arguments: Sequence[str], held_back: bool) -> dict[str, Any]:
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
     """Return a row for each model and stage."""
-    lines = [
-        "| instruction set | model | stage | fp32 | bf16 | bf16, widened | auto | auto / better |",
-        "|---" * 8 + "|",
-    ]
+    header = ("instruction set", "model", "stage", "fp32", "bf16", "bf16, widened", "auto", "auto / better")
+    rows = []
     for setting in found:
         name = setting["capability"] + (", held back" if setting["held_back"] else "")
         for cell in setting["cells"]:
             rate = cell["tokens_per_second"]
             columns = [name, cell["model"], cell["stage"], rate["fp32"], rate["bf16"], rate.get("widened", "")]
-            lines.append("| " + " | ".join(map(str, [*columns, cell["auto"], cell["auto_over_better"]])) + " |")
-    return "\n".join(lines)
+            rows.append([*columns, cell["auto"], cell["auto_over_better"]])
+    return markdown(header, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -226,9 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = SMALL if options.small else Sizes()
     if options.rounds:
         cells = measure_rounds(options.models.split(","), sizes)
-        print("| " + " | ".join(cells[0]) + " |", "|---" * len(cells[0]) + "|", sep="\n")
-        for cell in cells:
-            print("| " + " | ".join(map(str, cell.values())) + " |")
+        print(markdown([*cells[0]], (cell.values() for cell in cells)))
         print(json.dumps({"capability": torch.backends.cpu.get_cpu_capability(), "rounds": cells}))
         return
     if options.here:
@@ -249,11 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "within_bound": worst >= BEHIND,
     }
     print(table(found))
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        name = found[0]["capability"].lower()
-        (options.out / f"precision-{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document))
+    finish(document, options.out, f"precision-{found[0]['capability'].lower()}.json")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Prints a table, and last one line of JSON.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from datetime import date
 from functools import partial
@@ -25,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from mtp_inference.bench.clock import Piece, take_turns
-from mtp_inference.bench.machine import cpu_name
+from mtp_inference.bench.machine import cpu_facts
+from mtp_inference.bench.output import finish, markdown
 from mtp_inference.cpu_layers import COLUMNS, PADDED_ROWS, FastLinear
 from mtp_train.trunk.precision import bf16_support
 
@@ -85,8 +85,7 @@ def measure(shape: tuple[int, int], precision: str, num_bytes: int, repeats: int
 def table(records: Sequence[dict[str, object]]) -> str:
     """Return the records in Markdown."""
     names = ("matrix", "precision", "rows", *WAYS)
-    lines = [names, ("---",) * len(names), *([record.get(name, "") for name in names] for record in records)]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return markdown(names, ([record.get(name, "") for name in names] for record in records))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -106,17 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     document = {
         "benchmark": "cpu products",
-        "hardware": {"processor": cpu_name(), "capability": torch.backends.cpu.get_cpu_capability(), "threads": 1},
+        "hardware": cpu_facts(),
         "versions": {"torch": torch.__version__},
         "date": date.today().isoformat(),
         "unit": "GB/s",
         "results": results,
     }
     print(table(results))
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "products.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document))
+    finish(document, options.out, "products.json")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ Prints a table, and last one line of JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import subprocess
 import tempfile
@@ -42,7 +41,7 @@ from torch import Tensor
 
 from mtp_inference import Request, SpeculativeDecoder
 from mtp_inference.bench.clock import take_turns, worked
-from mtp_inference.bench.machine import cpu_name
+from mtp_inference.bench.machine import cpu_facts
 from mtp_inference.bench.measurements import (
     Arm,
     Plan,
@@ -52,6 +51,7 @@ from mtp_inference.bench.measurements import (
     measure_decoding,
     paired_ratios,
 )
+from mtp_inference.bench.output import finish, markdown
 from mtp_inference.bench.subject import Subject, shape_subject, trained_subject
 from mtp_inference.bench.texts import Group, Prompts
 from mtp_inference.requests import MtpMode
@@ -355,30 +355,29 @@ def measure(sizes: Sizes, llama_batched_bench: Path | None) -> dict[str, Any]:
 
 def table(document: Mapping[str, Any]) -> str:
     """Return the tables of a document in Markdown."""
-    lines = ["| model | precision | batch | decoder | tokens/s | range | tau |", "|---|---|---|---|---|---|---|"]
+    speeds = []
     for row in document["decoding"]:
         arm = row["arm"] if row["depth"] is None else f"ours, depth {row['depth']}" if row["depth"] else "ours, plain"
         drafted = f"{row['tau']:.2f}" if row["depth"] else ""
-        cells = [row["model"], row["precision"], row["batch"], arm, *_range(row[SPEEDS]), drafted]
-        lines.append(_line(cells))
+        speeds.append([row["model"], row["precision"], row["batch"], arm, *_range(row[SPEEDS]), drafted])
     for row in document["ragged"]:
         for arm in ("plain", "auto"):
-            cells = [row["model"], "fp32", f"{row['batch']}, {row['cell']}", f"ours, {arm}", *_range(row[arm]), ""]
-            lines.append(_line(cells))
-    lines += ["", "| ratio | median | range | goal | met |", "|---|---|---|---|---|"]
+            cell = f"{row['batch']}, {row['cell']}"
+            speeds.append([row["model"], "fp32", cell, f"ours, {arm}", *_range(row[arm]), ""])
+    compared = []
     for row in document["ratios"]:
         spread = f"{row['least']:.2f} to {row['most']:.2f}"
-        cells = [row["ratio"], f"{row['median']:.2f}", spread, row["goal"], "yes" if row["met"] else "no"]
-        lines.append(_line(cells))
-    return "\n".join(lines)
+        compared.append([row["ratio"], f"{row['median']:.2f}", spread, row["goal"], "yes" if row["met"] else "no"])
+    return "\n\n".join(
+        (
+            markdown(("model", "precision", "batch", "decoder", "tokens/s", "range", "tau"), speeds),
+            markdown(("ratio", "median", "range", "goal", "met"), compared),
+        )
+    )
 
 
 def _range(speeds: Sequence[float]) -> tuple[str, str]:
     return f"{median(speeds):.1f}", f"{min(speeds):.1f} to {max(speeds):.1f}"
-
-
-def _line(cells: Sequence[object]) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -395,7 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         versions["llama.cpp"] = llama_cpp_version(options.llama_batched_bench)
     document = {
         "benchmark": "cpu table",
-        "hardware": {"processor": cpu_name(), "capability": torch.backends.cpu.get_cpu_capability(), "threads": 1},
+        "hardware": cpu_facts(),
         "versions": versions,
         "date": date.today().isoformat(),
         "sizes": sizes._asdict() | {"batches": dict(sizes.batches), "acceptance": ACCEPTANCE},
@@ -404,10 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(document))
     for peer, reason in document["skipped"].items():
         print(f"skipped {peer}: {reason}")
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "table.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document))
+    finish(document, options.out, "table.json")
 
 
 if __name__ == "__main__":

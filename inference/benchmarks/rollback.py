@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from mtp_inference.bench.clock import Piece, time_alone
+from mtp_inference.bench.output import print_columns
 from mtp_inference.cache.delta import MAX_WINDOW, DeltaWindow, gated_delta_window
 
 
@@ -262,9 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for rows, window in itertools.product(options.rows, options.window):
         shape = Shape(rows, window, options.heads, options.key_heads, options.key_width, options.value_width)
         results += measure(shape, options.layers, options.repeats, options.device)
-    print("".join(f"{name:>12}" for name in results[0]))
-    for record in results:
-        print("".join(f"{value:>12}" for value in record.values()))
+    print_columns(results)
     print(json.dumps({"benchmark": "rollback", "settings": settings, "results": results}))
 
 

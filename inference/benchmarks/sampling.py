@@ -32,6 +32,7 @@ from torch import Tensor
 from mtp_inference.bench.clock import Piece, take_turns, time_alone
 from mtp_inference.bench.launches import LaunchCounter
 from mtp_inference.bench.machine import cpu_name
+from mtp_inference.bench.output import print_columns
 from mtp_inference.sampling.distributions import Sampling, SamplingRows, draw
 from mtp_inference.sampling.filters import keep_top
 
@@ -176,9 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     kinds = LOGITS if options.logits == "all" else (options.logits,)
     results = [record for kind in kinds for rows in options.rows for record in measure(rows, kind, options)]
-    print("".join(f"{name:>12}" for name in results[0]))
-    for record in results:
-        print("".join(f"{value!s:>12}" for value in record.values()))
+    print_columns(results)
     print(json.dumps({"benchmark": "sampling", "settings": settings, "results": results}))
 
 

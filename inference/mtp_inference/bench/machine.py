@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
+from typing import Any
+
+import torch
 
 
 def cpu_name() -> str:
@@ -14,3 +17,9 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def cpu_facts() -> dict[str, Any]:
+    """Return the processor's name, torch's instruction set, and the number of threads."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"processor": cpu_name(), "capability": capability, "threads": torch.get_num_threads()}
