@@ -9,11 +9,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Inference mode shows linear layers whole.
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default)
+_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.linear.default,
+    torch.ops.aten._grouped_mm.default,
+)
 
 
 class Products(TorchDispatchMode):
-    """Notes the dtypes that linear layers, and the losses' own products, multiply."""
+    """Notes the dtypes that linear layers, experts, and the losses' own products, multiply."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,5 +27,6 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note an operation and run it."""
         if func in _PRODUCTS:
-            self.dtypes |= {one.dtype for one in args if isinstance(one, Tensor)}
+            # Grouped products are also given where their groups end.
+            self.dtypes |= {one.dtype for one in args if isinstance(one, Tensor) and one.is_floating_point()}
         return func(*args, **(kwargs or {}))

@@ -114,17 +114,20 @@ def documents() -> list[Document]:
     return [Document(tuple(text), (True,) * len(text), "d", "g") for text in texts]
 
 
-def steps_waits(directory: Path, *, keeps: bool = False, knows: bool = True, streams: bool = True) -> list[list[str]]:
+def steps_waits(
+    directory: Path, name: str = "qwen3_5", *, keeps: bool = False, knows: bool = True, streams: bool = True
+) -> list[list[str]]:
     """Train, and return where the host waits in each step between the first and the last one.
 
     Args:
         directory: A new directory for resume states.
+        name: The trunk's.
         keeps: Whether hidden states are given.
         knows: Whether forwards are told what the host knows; a control if not.
         streams: Whether copies run beside the steps; a control if not.
     """
     used = tiny_recipe(directory, directory, **WAITS)
-    plan, trunk = make_plan(used, 1), tiny_trunk("qwen3_5")
+    plan, trunk = make_plan(used, 1), tiny_trunk(name)
     settings: dict[str, Any] = {"draft_vocab": torch.arange(0, VOCAB_SIZE, 2)} if keeps else {"on_policy": True}
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=3, kind="lk", temperature=1.0, **settings)
     sizes: dict[str, int] = {"seq_len_tokens": plan.seq_len_tokens, "sequences_per_step": plan.sequences_per_step}
@@ -154,6 +157,7 @@ def waits(directory: Path) -> dict[str, list[list[str]]]:
     return {
         "with the trunk": steps_waits(directory / "trunk"),
         "with states": steps_waits(directory / "states", keeps=True),
+        "with experts": steps_waits(directory / "experts", "qwen3_5_moe"),
         "unknown": steps_waits(directory / "unknown", knows=False),
         "in order": steps_waits(directory / "order", streams=False),
     }

@@ -20,6 +20,7 @@ from transformers import DynamicCache, PretrainedConfig
 from mtp_train.families import Convention, Family
 from mtp_train.families.drafts.record import Block, parts_of
 from mtp_train.heads.attention import HEAD_ATTENTION
+from mtp_train.heads.experts import GROUPED_EXPERTS
 from mtp_train.recipe.head_kinds import find_head_kind
 from mtp_train.upstream.transformers_private import DynamicSlidingWindowLayer, set_attention, set_experts
 
@@ -161,7 +162,7 @@ class MtpHead(nn.Module):
         self.config = family.layer.config(text_config, num_modules)
         # transformers sets both when it builds a model; the head's layers are built without one.
         set_attention(self.config, HEAD_ATTENTION)
-        set_experts(self.config, "eager")
+        set_experts(self.config, GROUPED_EXPERTS)
         kind = find_head_kind(family.kind)
         make_module = HeadModule if kind.draft_parts is None else parts_of(kind).module
         self.blocks = nn.ModuleList(make_module(family, self.config, index) for index in range(num_modules))

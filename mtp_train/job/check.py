@@ -176,9 +176,15 @@ class CheckResult:
         least = min(one.total_bytes for one in (self.memory, self.memory_in_shards) if one is not None)
         if self.device_bytes is None or least <= self.device_bytes:
             return ""
+        less = [
+            "more processes",
+            *(["head.lora"] if self.recipe.head.lora is None else []),
+            *([] if self.recipe.train.gradient_checkpointing else ["train.gradient_checkpointing"]),
+            "smaller data.seq_len_tokens",
+        ]
         return (
             f"# training does not fit: {least / GIB:.0f} GiB on a process, and its device has "
-            f"{self.device_bytes / GIB:.0f} GiB. More processes, head.lora and smaller data.seq_len_tokens take less\n"
+            f"{self.device_bytes / GIB:.0f} GiB. Less is needed with {', '.join(less[:-1])} or {less[-1]}\n"
         )
 
     def _loading_text(self) -> str:

@@ -27,6 +27,8 @@ from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES, held_dtype
 from mtp_train.trunk.quantise import trunk_bytes
 
+_MASTER_BYTES = 4
+"""Bytes of each of the head's weights, which are in fp32."""
 _STATE_BYTES = 12
 """Bytes per weight in a resume state: the weight and AdamW's two moments, in fp32."""
 _STATES_AT_ONCE = 3
@@ -83,9 +85,13 @@ def active_weights(shapes: Mapping[str, Size], experts_per_token: int) -> int:
     for name, shape in shapes.items():
         if len(shape) < 2 or "embed" in name or "lm_head" in name:
             continue
-        stacked = ".experts." in name and len(shape) == 3
-        total += shape.numel() * experts_per_token // shape[0] if stacked else shape.numel()
+        total += shape.numel() * experts_per_token // shape[0] if _is_stacked(name, shape) else shape.numel()
     return total
+
+
+def _is_stacked(name: str, shape: Size) -> bool:
+    """Return whether a weight has the matrices of all experts."""
+    return ".experts." in name and len(shape) == 3
 
 
 def key_weights(shapes: Mapping[str, Size]) -> int:
@@ -145,8 +151,8 @@ class Footprint:
     loss_rows: int = CHUNK_ROWS
     """Target rows of one chunk of the loss."""
     converted_bytes: int = 0
-    """Bytes of weights that are held a second time in the dtype of the products: the output matrix, and one layer if
-    products are in fp32."""
+    """Bytes of weights that are held a second time in the dtype of the products: the output matrix, one layer of the
+    trunk if products are in fp32, and the head if they are in bf16."""
     offloaded_bytes: int = 0
     """Bytes of the trunk's layers in main memory or on disk."""
     loading_bytes: int = 0
@@ -218,7 +224,7 @@ def estimate_footprint(
         loss_bytes=loss_rows * vocab * bytes_each,
         activation_bytes=activation_bytes(recipe, hidden, rows, plan.seq_len_tokens),
         loss_rows=loss_rows,
-        converted_bytes=_converted_bytes(recipe, trunk, trunk_itemsize, vocab),
+        converted_bytes=_converted_bytes(recipe, trunk, trunk_itemsize, vocab) + converted_head_bytes(recipe, head),
         offloaded_bytes=offloaded,
         loading_bytes=0 if device.type == "cpu" else _loading_bytes(recipe, trunk, trunk_itemsize),
     )
@@ -262,6 +268,28 @@ def _converted_bytes(recipe: Recipe, trunk: Trunk, held: int, vocab: int) -> int
     matrix = vocab * int(trunk.config.hidden_size)
     layer = max(_layer_bytes(trunk, 1), default=0) if computed > held else 0
     return (matrix + layer) * computed
+
+
+def converted_head_bytes(recipe: Recipe, head: Mapping[str, Size]) -> int:
+    """Return the bytes of the copies of a head's matrices in the dtype of the products.
+
+    autocast makes one copy of a trained matrix for all depths. Experts, and with LoRA all frozen matrices, are copied
+    for each depth that their module computes. The backward pass needs the copies; with checkpointing, it makes them
+    again for one depth at a time.
+
+    Args:
+        recipe: The recipe.
+        head: Shapes of the head's weights.
+    """
+    computed = COMPUTE_DTYPES[recipe.train.precision].itemsize
+    if computed == _MASTER_BYTES:
+        return 0
+    num_modules = len({name.split(".")[1] for name in head if name.startswith("blocks.")})
+    depths = 1 if recipe.train.gradient_checkpointing else max(1, recipe.head.num_depths // max(1, num_modules))
+    matrices = {name: shape for name, shape in head.items() if len(shape) > 1 and "embed" not in name}
+    is_adapted = recipe.head.lora is not None
+    copies = {name: depths if is_adapted or _is_stacked(name, shape) else 1 for name, shape in matrices.items()}
+    return computed * sum(shape.numel() * copies[name] for name, shape in matrices.items())
 
 
 def _layer_bytes(trunk: Trunk, itemsize: int) -> list[int]:

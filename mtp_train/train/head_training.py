@@ -8,13 +8,14 @@ Shapes: B packed rows, T tokens, K depths, N = B * T target rows, D hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from mtp_train.heads.experts import following_autocast
 from mtp_train.heads.flex import Attention
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import LossTerms, RowsIn, frozen_head_loss
@@ -22,6 +23,7 @@ from mtp_train.train.aligned import AlignedRows, Batch, aligned_rows
 from mtp_train.train.teacher_forced import DenseSums, dense_sums
 from mtp_train.trunk.isolate import Forwards
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.precision import HALF_DTYPES
 from mtp_train.trunk.widen import widened
 
 
@@ -78,6 +80,8 @@ class HeadTraining(nn.Module):
     ) -> None:
         super().__init__()
         self.trunk = trunk.requires_grad_(False).eval()
+        # Quantised experts have products of their own.
+        self._is_packed = any(value.dtype not in (torch.float32, *HALF_DTYPES) for value in trunk.parameters())
         # Before the first forward pass: states of shown layers are recorded during the pass.
         self.trunk.show_layers(head.trunk_layers)
         self.head = head
@@ -107,7 +111,8 @@ class HeadTraining(nn.Module):
             with widened(self.trunk):
                 yield
             return
-        with torch.autocast(self.trunk.lm_head_VD.device.type, self.compute_dtype):
+        experts = nullcontext() if self._is_packed else following_autocast(self.trunk.config)
+        with experts, torch.autocast(self.trunk.lm_head_VD.device.type, self.compute_dtype):
             yield
 
     def train(self, mode: bool = True) -> HeadTraining:

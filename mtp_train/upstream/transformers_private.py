@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -25,6 +26,7 @@ from mtp_train.upstream.symbols import Symbol
 
 __all__ = [
     "ACT2FN",
+    "ALL_EXPERTS_FUNCTIONS",
     "SYMBOLS",
     "DynamicIndexedLayer",
     "DynamicSlidingWindowLayer",
@@ -102,8 +104,14 @@ SYMBOLS = (
     Symbol(
         "transformers:PretrainedConfig",
         "_experts_implementation",
-        "heads/module.py, cache/window.py",
+        "heads/experts.py, heads/module.py",
         "as _attn_implementation",
+    ),
+    Symbol(
+        "transformers.integrations.moe",
+        "ALL_EXPERTS_FUNCTIONS",
+        "heads/experts.py",
+        "the registry of functions for a mixture's experts has no public name",
     ),
     Symbol(
         "transformers.integrations.hub_kernels",

@@ -34,7 +34,7 @@ def test_a_training_step_waits_for_the_device_once(tmp_path: Path) -> None:
     """For the losses, the gradient norm and other processes' signals together; nothing else needs a value."""
     found = on_the_device("waits", tmp_path)
     once = ["loop.gather: tolist"]
-    assert found["with the trunk"] == found["with states"] == [once]
+    assert found["with the trunk"] == found["with states"] == found["with experts"] == [once]
     # Two micro-batches: documents that are looked at on the device, and target rows that are looked for there.
     looked = ["isolate.isolated_hidden: _to_copy", "chunked.frozen_head_loss: nonzero"]
     assert found["unknown"] == [[*looked, *looked, *once]]

@@ -16,11 +16,12 @@ from mtp_train.trunk.load import Trunk
 from tiny import IS_OLD, family_of
 
 VOCAB, WIDTH, ROWS, TOKENS, DEPTHS = 40, 16, 2, 12, 2
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
 
 
-def bench(num_layers: int, compute: torch.dtype = torch.float32) -> Bench:
-    """Return a benchmark of a small dense trunk: its attention is fused, so all products are with weights."""
-    family = family_of("qwen3_5")
+def bench(num_layers: int, compute: torch.dtype = torch.float32, name: str = "qwen3_5", **fields: int) -> Bench:
+    """Return a benchmark of a small trunk: its attention is fused, so all products are with weights."""
+    family = family_of(name)
     config = AutoConfig.for_model(
         family.model_types[0],
         vocab_size=VOCAB,
@@ -32,6 +33,7 @@ def bench(num_layers: int, compute: torch.dtype = torch.float32) -> Bench:
         num_key_value_heads=1,
         head_dim=8,
         tie_word_embeddings=False,
+        **fields,
     )
     trunk = Trunk(AutoModelForCausalLM.from_config(config), family).eval()
     subject = Subject(trunk, random_head(trunk), Chain.random_text(VOCAB))
@@ -48,8 +50,9 @@ def layouts(products: list[Product]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.skipif(IS_OLD, reason="an older transformers multiplies rotary angles as matrices")
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-def test_a_steps_products_are_those_counted_by_hand(compute: torch.dtype) -> None:
-    one = bench(2, compute)
+@pytest.mark.parametrize(("name", "fields"), [("qwen3_5", {}), ("qwen3_5_moe", EXPERTS)])
+def test_a_steps_products_are_those_counted_by_hand(compute: torch.dtype, name: str, fields: dict[str, int]) -> None:
+    one = bench(2, compute, name, **fields)
     counted, found = counted_flops(one), record_steps(one)
     # The first token of a row is no target row, and the last one has no target: 10 of 12 rows are multiplied.
     loss = counted["loss"] * (TOKENS - 2) // TOKENS
@@ -71,6 +74,15 @@ def test_the_replay_computes_the_recorded_products_and_no_other_ones() -> None:
     found = record_steps(bench(2)).step
     assert layouts(recorded(Replay(found))) == layouts(found)
     assert layouts(recorded(Replay(found[1:]))) != layouts(found)
+
+
+def test_grouped_products_are_repeated_with_their_groups() -> None:
+    ends = torch.tensor([3, 3, 7], dtype=torch.int32)
+    products = recorded(lambda: torch.nn.functional.grouped_mm(torch.randn(7, 8), torch.randn(3, 8, 16), offs=ends))
+    assert flops(products) == 2 * 7 * 8 * 16
+    (call,) = Replay(products).calls
+    assert torch.equal(call.keywords["offs"], ends)
+    assert recorded(call)[0].operation is products[0].operation
 
 
 def test_matrices_that_shared_memory_share_it_again() -> None:

@@ -214,21 +214,22 @@ def test_the_reason_names_the_processor(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("held", "computed", "expected"),
     [
-        ("float32", "fp32", lambda matrix, layer: 0),
-        ("float32", "bf16", lambda matrix, layer: 2 * matrix),
-        ("bfloat16", "fp32", lambda matrix, layer: 4 * (matrix + layer)),
-        ("bfloat16", "bf16", lambda matrix, layer: 0),
+        ("float32", "fp32", lambda matrix, layer, head: 0),
+        ("float32", "bf16", lambda matrix, layer, head: 2 * (matrix + head)),
+        ("bfloat16", "fp32", lambda matrix, layer, head: 4 * (matrix + layer)),
+        ("bfloat16", "bf16", lambda matrix, layer, head: 2 * head),
     ],
 )
 def test_the_plan_counts_weights_that_are_converted(
-    held: str, computed: str, expected: Callable[[int, int], int], tmp_path: Path
+    held: str, computed: str, expected: Callable[[int, int, int], int], tmp_path: Path
 ) -> None:
     inputs = write_inputs(tmp_path / "in")
     recipe = tiny_recipe(inputs, tmp_path / "run", model__dtype=held, train__precision=computed)
     memory = check(recipe, processes=1).memory
     trunk = load_trunk(inputs / "finetune", open_checkpoint(inputs / "finetune").family, dtype=torch.float32)
     layer = max(sum(weight.numel() for weight in one.parameters()) for one in trunk.layers)
-    assert memory.converted_bytes == expected(trunk.lm_head_VD.numel(), layer)
+    head = sum(weight.numel() for weight in tiny_head(trunk).parameters() if weight.ndim > 1)
+    assert memory.converted_bytes == expected(trunk.lm_head_VD.numel(), layer, head)
     assert memory.total_bytes > memory.trunk_bytes + memory.converted_bytes
 
 

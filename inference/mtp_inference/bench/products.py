@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _ATEN = torch.ops.aten
 _ADDING = (_ATEN.addmm, _ATEN.baddbmm)
-# Inference mode shows the last two whole.
-PRODUCTS = frozenset({_ATEN.mm, _ATEN.bmm, *_ADDING, _ATEN.linear, _ATEN.matmul})
+# Inference mode shows linear layers and `matmul` whole.
+PRODUCTS = frozenset({_ATEN.mm, _ATEN.bmm, *_ADDING, _ATEN.linear, _ATEN.matmul, _ATEN._grouped_mm})
 """Operations that are recorded, also those into a given tensor. Fused attention and convolutions are not."""
 
 
@@ -44,7 +44,8 @@ class Product(NamedTuple):
     operands: tuple[Operand, ...]
     """The matrices, with the addend of ``addmm`` and the bias of ``linear``."""
     options: Mapping[str, Any]
-    """Factors by name, and as ``out`` the operand that the product is written into."""
+    """Factors by name, as ``out`` the operand that the product is written into, and as ``offs`` the ends of the groups
+    of a grouped product."""
 
     @property
     def tensors(self) -> list[Operand]:
@@ -71,8 +72,11 @@ class RecordedProducts(TorchDispatchMode):
         given = kwargs or {}
         if func.overloadpacket in PRODUCTS:
             # An absent bias is None.
-            operands = tuple(_operand(one) for one in args if isinstance(one, Tensor))
+            tensors = [one for one in args if isinstance(one, Tensor)]
+            operands = tuple(_operand(one) for one in tensors if one.is_floating_point())
             options = {name: _operand(one) if isinstance(one, Tensor) else one for name, one in given.items()}
+            ends = [one.clone() for one in tensors if not one.is_floating_point()]
+            options |= {"offs": ends[0]} if ends else {}
             if all(math.prod(one.shape) for one in operands):
                 self.products.append(Product(func.overloadpacket, operands, options))
         return func(*args, **given)

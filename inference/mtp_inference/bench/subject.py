@@ -100,6 +100,27 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             },
             is_tiny=False,
         ),
+        "245m-moe": Shape(
+            "qwen3_5_moe",
+            {
+                "vocab_size": 32_768,
+                "hidden_size": 512,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 128,
+                "shared_expert_intermediate_size": 128,
+                "num_hidden_layers": 8,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+                "linear_num_key_heads": 4,
+                "linear_num_value_heads": 8,
+                "linear_key_head_dim": 64,
+                "linear_value_head_dim": 64,
+                "tie_word_embeddings": False,
+            },
+            is_tiny=False,
+        ),
         "tiny-qwen": Shape(
             "qwen3_5",
             _TINY

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from mtp_inference.kernels.attention import attended_slots, is_narrow
 from mtp_train.heads.attention import masked_attention, without_cudnn_attention
-from mtp_train.upstream.transformers_private import attention_of, experts_of, sdpa_mask, set_attention, set_experts
+from mtp_train.upstream.transformers_private import attention_of, sdpa_mask, set_attention
 
 WINDOW_ATTENTION = "mtp_window"
 MAX_PACKED_QUERIES = 64
@@ -187,20 +187,13 @@ AttentionMaskInterface.register(WINDOW_ATTENTION, sdpa_mask)
 
 @contextmanager
 def attending_in_windows(*configs: PretrainedConfig) -> Iterator[None]:
-    """Make the models of these configs use :func:`window_attention` inside the block.
-
-    Heads have transformers' eager loop over experts, which synchronises with the device; it is replaced by grouped
-    matrix products.
-    """
-    stock = [(attention_of(config), experts_of(config)) for config in configs]
+    """Make the models of these configs use :func:`window_attention` inside the block."""
+    stock = [attention_of(config) for config in configs]
     for config in configs:
         set_attention(config, WINDOW_ATTENTION)
-        if experts_of(config) == "eager":
-            set_experts(config, "grouped_mm")
     try:
         with without_cudnn_attention():
             yield
     finally:
-        for config, (attention, experts) in zip(configs, stock, strict=True):
+        for config, attention in zip(configs, stock, strict=True):
             set_attention(config, attention)
-            set_experts(config, experts)

@@ -1,0 +1,70 @@
+"""Compute a mixture's experts by grouped matrix products: a function that is registered with transformers.
+
+transformers' own loop over experts waits for the device at each expert. In its backward pass, each expert also fills a
+gradient of the size of all experts, so the time of a step grows with the square of their number. Its grouped products
+do neither, but multiply in the dtype in which the weights are held, also under autocast (pytorch/pytorch#174763).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from mtp_train.upstream.transformers_private import ALL_EXPERTS_FUNCTIONS, experts_of, set_experts
+
+GROUPED_EXPERTS = "mtp_grouped_mm"
+_STOCK = "grouped_mm"
+"""transformers' choice for a model that it loads."""
+
+
+class _Converted:
+    """An experts module whose weights are read in another dtype; gradients reach the weights."""
+
+    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
+        self._experts = experts
+        self._dtype = dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def grouped_experts(experts: nn.Module, state_ND: Tensor, chosen_NE: Tensor, weight_NE: Tensor) -> Tensor:
+    """Return the weighted sum of the experts' outputs, of shape (N, D), by products in autocast's dtype.
+
+    Args:
+        experts: A module of transformers with the weights of all experts, stacked.
+        state_ND: The input of N tokens.
+        chosen_NE: int64, the E experts of each token.
+        weight_NE: The weight of each of their outputs.
+    """
+    kind = state_ND.device.type
+    # The meta device, on which launches are counted, has no autocast.
+    converts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    read = _Converted(experts, torch.get_autocast_dtype(kind)) if converts else experts
+    output_ND: Tensor = ALL_EXPERTS_FUNCTIONS[_STOCK](read, state_ND, chosen_NE, weight_NE)
+    return output_ND
+
+
+@contextmanager
+def following_autocast(config: PretrainedConfig) -> Iterator[None]:
+    """Make the models of a config compute their experts in autocast's dtype inside the block.
+
+    Models that do not use transformers' grouped products are left alone.
+    """
+    follows = experts_of(config) == _STOCK
+    if follows:
+        set_experts(config, GROUPED_EXPERTS)
+    try:
+        yield
+    finally:
+        if follows:
+            set_experts(config, _STOCK)
+
+
+ALL_EXPERTS_FUNCTIONS.register(GROUPED_EXPERTS, grouped_experts)
