@@ -70,6 +70,17 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Shapes:
+    """Names of model shapes (``mtp_inference/bench/subject.py``)."""
+
+    gpu: str
+    cpu: str
+
+
+DENSE, EXPERTS = Shapes("9b", "tiny-qwen"), Shapes("7b-moe", "tiny-glm")
+
+
+@dataclass(frozen=True)
 class Place:
     """Device and directories of the steps of a part."""
 
@@ -89,18 +100,18 @@ class Place:
         words = (str(HERE / file), "--device", self.device, *both.split(), *(gpu if self.on_gpu else cpu).split())
         return Step(name, limit_s, words, **more)
 
-    def bench(self, name: str, limit_s: int, both: str, gpu: str, cpu: str) -> Step:
+    def bench(self, name: str, limit_s: int, both: str, gpu: str, cpu: str, shapes: Shapes = DENSE) -> Step:
         """Return a step of ``mtp_inference.bench``, whose file keeps the cells that were measured before a timeout."""
         out = self.results / f"{name}.json"
-        shape = "9b" if self.on_gpu else "tiny-qwen"
+        shape = shapes.gpu if self.on_gpu else shapes.cpu
         words = ("-m", "mtp_inference.bench", "--shape", shape, "--device", self.device, "--dtype", "bfloat16")
         rest = (gpu if self.on_gpu else cpu).split()
         return Step(name, limit_s, (*words, "--out", str(out), *both.split(), *rest), result=out)
 
-    def train(self, name: str, limit_s: int, both: str = "", **more: Any) -> Step:
+    def train(self, name: str, limit_s: int, both: str = "", shapes: Shapes = DENSE, **more: Any) -> Step:
         """Return a step that times head training in bf16."""
-        gpu = "--shape 9b --tokens 8192 --seq-len 2048 --repeats 3"
-        cpu = "--shape tiny-qwen --trunk-dtype bfloat16 --tokens 16 --seq-len 16 --repeats 1"
+        gpu = f"--shape {shapes.gpu} --tokens 8192 --seq-len 2048 --repeats 3"
+        cpu = f"--shape {shapes.cpu} --trunk-dtype bfloat16 --tokens 16 --seq-len 16 --repeats 1"
         return self.script(name, limit_s, "training.py", f"--precision bf16 {both}", gpu, cpu, **more)
 
 
@@ -205,6 +216,19 @@ def part_d3(place: Place) -> list[Step]:
     return [recipe_step("study", 540, ("-m",), work / "study", fields, recipe="vanilla_vs_distill")]
 
 
+def part_e(place: Place) -> list[Step]:
+    """Return the steps that time decoding and head training of a mixture of experts."""
+    return [
+        place.bench(
+            *("experts", 120, "--accept 0.8 --depths 0,3 --batches 1 --prompt-lengths 32 --against transformers"),
+            gpu="--new-tokens 64 --repeats 2",
+            cpu="--new-tokens 8 --repeats 1",
+            shapes=EXPERTS,
+        ),
+        place.train("train-experts", 120, shapes=EXPERTS),
+    ]
+
+
 def maker_step(name: str, place: Place, stages: str, notes: tuple[str, ...]) -> Step:
     """Return a step that makes models of the larger pair."""
     words = (str(REPOSITORY / "scripts" / "make_demo.py"), *stages.split(), "--size", "large", "--device", "cuda")
@@ -221,9 +245,12 @@ PARTS: dict[str, Callable[[Place], list[Step]]] = {
     "D1": part_d1,
     "D2": part_d2,
     "D3": part_d3,
+    "E": part_e,
 }
 MEASURED = ("A", "B", "C")
-"""The parts of ``all``. The parts D1 to D3 form a study with a common work directory."""
+"""The parts of ``all``."""
+STUDY = ("D1", "D2", "D3")
+"""Parts with a common work directory."""
 
 
 def steps_of(part: str, place: Place, commit: str | None) -> list[Step]:
@@ -409,7 +436,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.parts = [one for part in options.parts for one in (MEASURED if part == "all" else (part,))]
     if options.out is None:
         parser.error("--out: none, and $OUT is not set; expected a directory for the results. Give --out DIR.")
-    if options.work is None and not set(options.parts) <= set(MEASURED):
+    if options.work is None and not set(options.parts).isdisjoint(STUDY):
         parser.error("--work: none; expected a directory that the parts D share. Give --work DIR.")
     return options
 
@@ -428,7 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in options.parts:
         with tempfile.TemporaryDirectory() as scratch:
             results = Path(scratch, "results")
-            work = Path(scratch, "work") if part in MEASURED else options.work.absolute()
+            work = options.work.absolute() if part in STUDY else Path(scratch, "work")
             results.mkdir()
             work.mkdir(parents=True, exist_ok=True)
             place = Place(not options.cpu, results, work)

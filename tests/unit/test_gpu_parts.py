@@ -64,9 +64,9 @@ def test_the_script_is_valid_bash_and_runs_the_parts() -> None:
     assert subprocess.run(["bash", "-n", SCRIPT], check=False).returncode == 0
     assert os.access(SCRIPT, os.X_OK)
     env = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    done = subprocess.run(["bash", SCRIPT, "E"], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", SCRIPT, "F"], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "invalid choice: 'E'" in done.stderr
+    assert "invalid choice: 'F'" in done.stderr
 
 
 def test_the_limits_of_a_part_and_of_all_parts_add_up() -> None:
@@ -104,7 +104,7 @@ def test_every_program_takes_the_words_that_it_is_given(on_gpu: bool) -> None:
             else:
                 continue
             understood.append(f"{part} {step.name}")
-    assert len(understood) == 12
+    assert len(understood) == 14
 
 
 def test_words_that_a_recipe_refuses_are_found() -> None:
@@ -310,7 +310,22 @@ def test_the_profile_lists_what_a_round_runs(capsys: pytest.CaptureFixture[str])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton: not installed")
 def test_every_part_runs_on_a_cpu_and_leaves_its_two_files(tmp_path: Path) -> None:
     out, work = tmp_path / "out", tmp_path / "work"
-    command = ["bash", SCRIPT, "all", "D1", "D2", "D3", "--cpu", "--out", out, "--work", work, "--commit", "c0ffee"]
+    command = [
+        "bash",
+        SCRIPT,
+        "all",
+        "D1",
+        "D2",
+        "D3",
+        "E",
+        "--cpu",
+        "--out",
+        out,
+        "--work",
+        work,
+        "--commit",
+        "c0ffee",
+    ]
     env = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -100,6 +100,28 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             },
             is_tiny=False,
         ),
+        # Eight of the layers of Qwen3.5 35B-A3B.
+        "7b-moe": Shape(
+            "qwen3_5_moe",
+            {
+                "vocab_size": 248_320,
+                "hidden_size": 2048,
+                "num_experts": 256,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 512,
+                "shared_expert_intermediate_size": 512,
+                "num_hidden_layers": 8,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+                "head_dim": 256,
+                "linear_num_key_heads": 16,
+                "linear_num_value_heads": 32,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
+                "tie_word_embeddings": False,
+            },
+            is_tiny=False,
+        ),
         "245m-moe": Shape(
             "qwen3_5_moe",
             {
