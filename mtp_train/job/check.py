@@ -176,9 +176,10 @@ class CheckResult:
         least = min(one.total_bytes for one in (self.memory, self.memory_in_shards) if one is not None)
         if self.device_bytes is None or least <= self.device_bytes:
             return ""
+        lora = self.recipe.head.lora
         less = [
             "more processes",
-            *(["head.lora"] if self.recipe.head.lora is None else []),
+            *(["head.lora"] if lora is None else ["fewer head.lora.targets"] if lora.targets is None else []),
             *([] if self.recipe.train.gradient_checkpointing else ["train.gradient_checkpointing"]),
             "smaller data.seq_len_tokens",
         ]

@@ -152,7 +152,7 @@ class Footprint:
     """Target rows of one chunk of the loss."""
     converted_bytes: int = 0
     """Bytes of weights that are held a second time in the dtype of the products: the output matrix, one layer of the
-    trunk if products are in fp32, and the head if they are in bf16."""
+    trunk if products are in fp32, and the head if they are in bf16. Also those of experts' gradients in passing."""
     offloaded_bytes: int = 0
     """Bytes of the trunk's layers in main memory or on disk."""
     loading_bytes: int = 0
@@ -224,7 +224,9 @@ def estimate_footprint(
         loss_bytes=loss_rows * vocab * bytes_each,
         activation_bytes=activation_bytes(recipe, hidden, rows, plan.seq_len_tokens),
         loss_rows=loss_rows,
-        converted_bytes=_converted_bytes(recipe, trunk, trunk_itemsize, vocab) + converted_head_bytes(recipe, head),
+        converted_bytes=_converted_bytes(recipe, trunk, trunk_itemsize, vocab)
+        + converted_head_bytes(recipe, head)
+        + passing_expert_bytes(recipe, head),
         offloaded_bytes=offloaded,
         loading_bytes=0 if device.type == "cpu" else _loading_bytes(recipe, trunk, trunk_itemsize),
     )
@@ -271,25 +273,50 @@ def _converted_bytes(recipe: Recipe, trunk: Trunk, held: int, vocab: int) -> int
 
 
 def converted_head_bytes(recipe: Recipe, head: Mapping[str, Size]) -> int:
-    """Return the bytes of the copies of a head's matrices in the dtype of the products.
+    """Return the bytes of the copies of a head's matrices that a backward pass needs.
 
     autocast makes one copy of a trained matrix for all depths. Experts, and with LoRA all frozen matrices, are copied
-    for each depth that their module computes. The backward pass needs the copies; with checkpointing, it makes them
-    again for one depth at a time.
+    for each depth that their module computes. So is, in any dtype, the sum of experts and LoRA's products. With
+    checkpointing, the backward pass makes the copies again for one depth at a time.
 
     Args:
         recipe: The recipe.
         head: Shapes of the head's weights.
     """
-    computed = COMPUTE_DTYPES[recipe.train.precision].itemsize
-    if computed == _MASTER_BYTES:
-        return 0
+    computed, is_adapted = COMPUTE_DTYPES[recipe.train.precision].itemsize, recipe.head.lora is not None
     num_modules = len({name.split(".")[1] for name in head if name.startswith("blocks.")})
     depths = 1 if recipe.train.gradient_checkpointing else max(1, recipe.head.num_depths // max(1, num_modules))
-    matrices = {name: shape for name, shape in head.items() if len(shape) > 1 and "embed" not in name}
-    is_adapted = recipe.head.lora is not None
-    copies = {name: depths if is_adapted or _is_stacked(name, shape) else 1 for name, shape in matrices.items()}
-    return computed * sum(shape.numel() * copies[name] for name, shape in matrices.items())
+    copied = 0
+    for name, shape in head.items():
+        if len(shape) < 2 or "embed" in name:
+            continue
+        if computed < _MASTER_BYTES or _is_adapted_expert(recipe, name, shape):
+            copied += shape.numel() * (depths if is_adapted or _is_stacked(name, shape) else 1)
+    return computed * copied
+
+
+def passing_expert_bytes(recipe: Recipe, head: Mapping[str, Size]) -> int:
+    """Return the bytes of what is made of all experts at once and soon freed.
+
+    A gradient of a trained tensor is as large as that of all its experts, and is transposed. LoRA multiplies its
+    matrices for all experts, in fp32. Both were measured by ``mtp_inference/bench/memory.py``.
+
+    Args:
+        recipe: The recipe.
+        head: Shapes of the head's weights.
+    """
+    experts = {name: shape for name, shape in head.items() if _is_stacked(name, shape)}
+    if recipe.head.lora is not None:
+        adapted = (shape.numel() for name, shape in experts.items() if _is_adapted_expert(recipe, name, shape))
+        return _MASTER_BYTES * sum(adapted)
+    largest = max((shape.numel() for shape in experts.values()), default=0)
+    return 2 * largest * COMPUTE_DTYPES[recipe.train.precision].itemsize
+
+
+def _is_adapted_expert(recipe: Recipe, name: str, shape: Size) -> bool:
+    lora = recipe.head.lora
+    is_target = lora is not None and (lora.targets is None or name.rpartition(".")[-1] in lora.targets)
+    return is_target and _is_stacked(name, shape)
 
 
 def _layer_bytes(trunk: Trunk, itemsize: int) -> list[int]:

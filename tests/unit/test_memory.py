@@ -7,14 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from mtp_inference.bench.memory import PeakMemory
+from mtp_inference.bench.subject import random_head
 from mtp_train.errors import OutOfMemoryError
 from mtp_train.heads.lora import put_on_lora
 from mtp_train.recipe.loading import recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
-from mtp_train.train.estimate import converted_head_bytes, memory_is_named
+from mtp_train.train.estimate import converted_head_bytes, memory_is_named, passing_expert_bytes
 from mtp_train.train.head_training import HeadTraining
-from tiny import tiny_head, tiny_trunk
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.precision import COMPUTE_DTYPES
+from tiny import family_of, tiny_head, tiny_trunk
+from tiny_configs import tiny_config
 
 SMALLEST = {
     "run_dir": "run",
@@ -127,6 +133,46 @@ def test_the_copies_of_a_heads_weights_are_planned(name: str, lora: list[str], d
     unneeded = depths * shapes.get("blocks.0.layer.mlp.gate.weight", torch.Size([0])).numel()
     unneeded += shapes["blocks.0.proj.weight"].numel() if lora else 0
     assert converted_head_bytes(used, shapes) - 2 * unneeded <= kept <= converted_head_bytes(used, shapes)
+
+
+def peak(num_experts: int, used: Recipe) -> tuple[int, int]:
+    """Return the peak bytes of a step beside all parameters, and what of it is planned by the number of experts."""
+    config = tiny_config("qwen3_5_moe", num_layers=1)
+    config.num_experts, config.moe_intermediate_size = num_experts, 64
+    trunk = Trunk(AutoModelForCausalLM.from_config(config).requires_grad_(False).eval(), family_of("qwen3_5_moe"))
+    head = random_head(trunk)
+    shapes = {name: value.shape for name, value in head.named_parameters()}
+    gradients = 4 * sum(value.numel() for value in head.parameters())
+    if used.head.lora is not None:
+        put_on_lora(head, used.head.lora, seed=0)
+        gradients = 0
+    module = HeadTraining(
+        trunk,
+        head,
+        num_depths=used.head.num_depths,
+        kind="kl",
+        temperature=1.0,
+        recompute=used.train.gradient_checkpointing,
+        compute_dtype=COMPUTE_DTYPES[used.train.precision],
+    ).train()
+    tokens_BT = torch.arange(8)[None]
+    zeros_BT = torch.zeros_like(tokens_BT)
+    with PeakMemory(module.parameters()) as memory:
+        given = (tokens_BT, tokens_BT, zeros_BT, zeros_BT == 0, torch.ones(used.head.num_depths))
+        module(*given).total.backward()
+    planned = gradients + converted_head_bytes(used, shapes) + passing_expert_bytes(used, shapes)
+    return memory.peak_bytes, planned
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("lora", [[], ["head.lora={r: 2}"], ["head.lora={r: 2, targets: [q_proj, down_proj]}"]])
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+def test_more_experts_take_the_memory_that_is_planned(precision: str, lora: list[str], checkpointing: str) -> None:
+    used = recipe(
+        f"train.precision={precision}", f"train.gradient_checkpointing={checkpointing}", "head.num_depths=3", *lora
+    )
+    (few, planned_few), (many, planned_many) = peak(32, used), peak(64, used)
+    assert 0.9 < (planned_many - planned_few) / (many - few) < 1.5
 
 
 def test_with_checkpointing_copies_are_planned_for_one_depth() -> None:
