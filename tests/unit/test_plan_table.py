@@ -146,8 +146,8 @@ def test_nodes_of_eight_are_planned_for_deepseek_v3_with_servers(directory: Path
     assert "does not fit" not in str(found["mi300x", 32])
     everywhere = planned("DeepSeek V3 671B", 32, directory, "mi300x", changes | {"head.lora": {"r": 16}})
     assert (
-        "# training does not fit: 198 GiB on a process, and its device has 192 GiB. Less is needed with more processes, "
-        "fewer head.lora.targets or smaller data.seq_len_tokens\n"
+        "# training does not fit: 198 GiB on a process, and its device has 192 GiB. Less is needed with more "
+        "processes, fewer head.lora.targets or smaller data.seq_len_tokens\n"
     ) in str(everywhere)
     for asked, needs, has in ((("mi300x", 16), 196, 192), (("h200", 32), 156, 141)):
         expected = f"# training does not fit: {needs} GiB on a process, and its device has {has} GiB."
