@@ -276,8 +276,8 @@ def converted_head_bytes(recipe: Recipe, head: Mapping[str, Size]) -> int:
     """Return the bytes of the copies of a head's matrices that a backward pass needs.
 
     autocast makes one copy of a trained matrix for all depths. Experts, and with LoRA all frozen matrices, are copied
-    for each depth that their module computes. So is, in any dtype, the sum of experts and LoRA's products. With
-    checkpointing, the backward pass makes the copies again for one depth at a time.
+    for each depth that their module computes. Experts with LoRA are copied in fp32 too: peft adds the product of LoRA's
+    matrices to them. With checkpointing, the backward pass makes the copies again for one depth at a time.
 
     Args:
         recipe: The recipe.
@@ -296,10 +296,10 @@ def converted_head_bytes(recipe: Recipe, head: Mapping[str, Size]) -> int:
 
 
 def passing_expert_bytes(recipe: Recipe, head: Mapping[str, Size]) -> int:
-    """Return the bytes of what is made of all experts at once and soon freed.
+    """Return the bytes of tensors that are as large as those of all experts, and soon freed.
 
-    A gradient of a trained tensor is as large as that of all its experts, and is transposed. LoRA multiplies its
-    matrices for all experts, in fp32. Both were measured by ``mtp_inference/bench/memory.py``.
+    Trained experts: the gradient of one depth, and its transpose. Experts with LoRA: the product of LoRA's matrices, in
+    fp32, of which peft keeps one for each tensor during a forward pass.
 
     Args:
         recipe: The recipe.

@@ -1,0 +1,135 @@
+"""The plan of what a training step holds of a head's weights beside the weights themselves, against such steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Size, Tensor
+from transformers import AutoModelForCausalLM
+
+from mtp_inference.bench.memory import PeakMemory
+from mtp_inference.bench.subject import random_head
+from mtp_train.heads.lora import put_on_lora
+from mtp_train.heads.module import MtpHead
+from mtp_train.recipe.loading import recipe_from_mapping
+from mtp_train.recipe.schema import Recipe
+from mtp_train.train.estimate import converted_head_bytes, passing_expert_bytes
+from mtp_train.train.head_training import HeadTraining
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.precision import COMPUTE_DTYPES
+from tiny import family_of, tiny_head, tiny_trunk
+from tiny_configs import tiny_config
+
+LORA = "head.lora={r: 2}"
+ONE_OF_THE_EXPERTS = "head.lora={r: 2, targets: [q_proj, down_proj]}"
+
+
+def recipe(precision: str, depths: int, *overrides: str) -> Recipe:
+    smallest = {
+        "run_dir": "run",
+        "model": {"trunk": "finetune", "head_from": "base"},
+        "data": {"sources": [{"path": "chats.jsonl"}]},
+        "train": {"max_steps": 10, "tokens_per_step": 2048, "lr": 1e-3},
+        "evaluate": {"arms": ["none", "graft", "retrained"]},
+    }
+    return recipe_from_mapping(smallest, [f"train.precision={precision}", f"head.num_depths={depths}", *overrides])
+
+
+class Step:
+    """A training step of a head, as a recipe has it.
+
+    Args:
+        trunk: The trunk.
+        head: The head; gets LoRA's matrices if the recipe says so.
+        used: The recipe.
+    """
+
+    def __init__(self, trunk: Trunk, head: MtpHead, used: Recipe) -> None:
+        self.weights = {name: value.detach().clone() for name, value in head.named_parameters()}
+        if used.head.lora is not None:
+            put_on_lora(head, used.head.lora, seed=0)
+        self.module = HeadTraining(
+            trunk,
+            head,
+            num_depths=used.head.num_depths,
+            kind="kl",
+            temperature=1.0,
+            recompute=used.train.gradient_checkpointing,
+            compute_dtype=COMPUTE_DTYPES[used.train.precision],
+        ).train()
+
+    @property
+    def shapes(self) -> dict[str, Size]:
+        """The shapes of the head's own weights."""
+        return {name: value.shape for name, value in self.weights.items()}
+
+    def forward(self) -> Tensor:
+        """Return the loss."""
+        tokens_BT = torch.arange(12)[None]
+        zeros_BT = torch.zeros_like(tokens_BT)
+        scale_K = torch.ones(self.module.num_depths)
+        total: Tensor = self.module(tokens_BT, tokens_BT, zeros_BT, zeros_BT == 0, scale_K).total
+        return total
+
+    def kept_copies(self) -> int:
+        """Return the bytes of copies in bf16 of the head's matrices that a forward keeps for the backward."""
+        saved: dict[int, Tensor] = {}
+
+        def keep(value: Tensor) -> Tensor:
+            if value.dtype is torch.bfloat16:
+                storage = value.untyped_storage()
+                saved[storage.data_ptr()] = value.new_empty(0).set_(storage)
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            self.forward()
+        halves = [value.bfloat16().flatten() for value in self.weights.values() if value.ndim > 1]
+        return sum(one.nbytes for one in saved.values() if any(torch.equal(one, half) for half in halves))
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that forward and backward hold at a time, beside all weights."""
+        with PeakMemory(self.module.parameters()) as memory:
+            self.forward().backward()
+        return memory.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("lora", [[], [LORA]])
+@pytest.mark.parametrize("depths", [1, 3])
+def test_the_copies_of_a_heads_weights_are_planned(name: str, lora: list[str], depths: int) -> None:
+    trunk, used = tiny_trunk(name), recipe("bf16", depths, *lora)
+    step = Step(trunk, tiny_head(trunk), used)
+    planned = converted_head_bytes(used, step.shapes)
+    # Not kept: the router's matrix, which is multiplied in fp32, and with LoRA the projection of depth 1, whose input
+    # needs no gradient.
+    unneeded = depths * step.shapes.get("blocks.0.layer.mlp.gate.weight", Size([0])).numel()
+    unneeded += step.shapes["blocks.0.proj.weight"].numel() if lora else 0
+    assert planned - 2 * unneeded <= step.kept_copies() <= planned
+
+
+def test_with_checkpointing_copies_are_planned_for_one_depth() -> None:
+    trunk, checkpointing = tiny_trunk("qwen3_5_moe"), "train.gradient_checkpointing=true"
+    one, three = recipe("bf16", 3, LORA, checkpointing), recipe("bf16", 3, LORA)
+    step = Step(trunk, tiny_head(trunk), one)
+    assert 3 * converted_head_bytes(one, step.shapes) == converted_head_bytes(three, step.shapes)
+    assert step.kept_copies() == 0
+
+
+def with_experts(num_experts: int, used: Recipe) -> tuple[int, int]:
+    """Return the peak of a step of a mixture, and what of it is planned by the shapes of its weights."""
+    config = tiny_config("qwen3_5_moe", num_layers=1)
+    config.num_experts, config.moe_intermediate_size = num_experts, 64
+    trunk = Trunk(AutoModelForCausalLM.from_config(config).requires_grad_(False).eval(), family_of("qwen3_5_moe"))
+    step = Step(trunk, random_head(trunk), used)
+    gradients = 4 * sum(shape.numel() for shape in step.shapes.values()) if used.head.lora is None else 0
+    planned = gradients + converted_head_bytes(used, step.shapes) + passing_expert_bytes(used, step.shapes)
+    return step.peak_bytes(), planned
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("lora", [[], [LORA], [ONE_OF_THE_EXPERTS]])
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+def test_more_experts_take_the_memory_that_is_planned(precision: str, lora: list[str], checkpointing: str) -> None:
+    used = recipe(precision, 3, f"train.gradient_checkpointing={checkpointing}", *lora)
+    (few, planned_few), (many, planned_many) = with_experts(32, used), with_experts(64, used)
+    assert 0.9 < (planned_many - planned_few) / (many - few) < 1.5
