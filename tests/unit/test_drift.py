@@ -28,6 +28,7 @@ from mtp_train.job.study.drift import (
 from mtp_train.recipe.schema import FineTuneSpec, Recipe
 from mtp_train.trunk.load import Trunk
 from mtp_train.weights.files import open_checkpoint
+from products import Products
 from runs import tiny_recipe, write_inputs
 from tiny import tiny_trunk
 
@@ -50,14 +51,16 @@ def inputs(recipe: Recipe) -> Inputs:
     return gather_inputs(recipe, 1, QUIET)
 
 
-def learn(trunk: Trunk, documents: list[Document], spec: FineTuneSpec = SPEC) -> list[tuple[int, int]]:
+def learn(
+    trunk: Trunk, documents: list[Document], spec: FineTuneSpec = SPEC, precision: str = "fp32"
+) -> list[tuple[int, int]]:
     points: list[tuple[int, int]] = []
     steps: list[int] = []
     fine_tune(
         trunk,
         documents,
         spec,
-        precision="fp32",
+        precision=precision,
         seed=0,
         on_step=steps.append,
         on_point=lambda step, tokens: points.append((step, tokens)),
@@ -82,6 +85,14 @@ def test_fine_tuning_learns_what_it_is_shown_and_counts_its_tokens() -> None:
     assert change_of(trunk, before) > 0.01
     assert not trunk.training
     assert not any(parameter.requires_grad for parameter in trunk.parameters())
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_all_products_of_a_fine_tune_are_in_its_precision(precision: str, dtype: torch.dtype) -> None:
+    """The experts' too, which transformers' own function multiplies in the dtype of their weights."""
+    with Products() as products:
+        learn(tiny_trunk("glm4_moe"), DOCUMENTS, FineTuneSpec(max_steps=1, lr=1e-3, points=(1.0,)), precision)
+    assert products.dtypes == {dtype}
 
 
 @torch.no_grad()

@@ -53,6 +53,16 @@ def test_half_the_precision_and_less_kept_need_less(inputs: Path) -> None:
     assert memory(inputs, way="kept", train__gradient_checkpointing=True).activation_bytes < full.activation_bytes
 
 
+def test_products_in_bf16_of_weights_in_fp32_need_copies(inputs: Path) -> None:
+    exact, rounded = memory(inputs, way="kept"), memory(inputs, way="kept", train__precision="bf16")
+    config = open_location(str(inputs / "base")).text_config
+    embedding = config["vocab_size"] * config["hidden_size"]
+    assert not config["tie_word_embeddings"]
+    assert (exact.converted_bytes, rounded.converted_bytes) == (0, 2 * (rounded.trunk_parameters - embedding))
+    half = {"trunk": str(inputs / "base"), "dtype": "bfloat16"}
+    assert memory(inputs, way="kept", train__precision="bf16", model=half).converted_bytes == 0
+
+
 def test_a_recurrent_layer_keeps_more_than_one_that_attends(inputs: Path) -> None:
     config = open_location(str(inputs / "base")).text_config
     kinds = config["layer_types"]

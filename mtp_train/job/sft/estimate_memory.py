@@ -10,7 +10,7 @@ from torch import Size
 from mtp_train.job.sft.tuned_model import lora_weights
 from mtp_train.losses.chunked import CHUNK_TENSORS, chunk_rows
 from mtp_train.recipe.schema import Recipe, SftSection
-from mtp_train.train.estimate import GIB, Cost, Footprint, Sizes
+from mtp_train.train.estimate import GIB, Cost, Footprint, Sizes, converted_head_bytes, passing_expert_bytes
 from mtp_train.train.plan import Plan
 from mtp_train.trunk.load import Trunk
 
@@ -43,9 +43,10 @@ class TuningFootprint(Footprint):
     def to_text(self) -> str:
         """Return total and parts for a reader."""
         return (
-            f"about {self.total_bytes / GIB:.2f} GiB: trunk {self.trunk_bytes / GIB:.2f}, its gradients and moments "
-            f"{self.learning_bytes / GIB:.2f}, head with optimiser {self.head_and_optimizer_bytes / GIB:.2f}, logits "
-            f"{self.loss_bytes / GIB:.2f}, activations {self.activation_bytes / GIB:.2f}"
+            f"about {self.total_bytes / GIB:.2f} GiB: trunk {self.trunk_bytes / GIB:.2f}, copied for its products "
+            f"{self.converted_bytes / GIB:.2f}, its gradients and moments {self.learning_bytes / GIB:.2f}, head with "
+            f"optimiser {self.head_and_optimizer_bytes / GIB:.2f}, logits {self.loss_bytes / GIB:.2f}, activations "
+            f"{self.activation_bytes / GIB:.2f}"
         )
 
 
@@ -63,6 +64,10 @@ def tuning_footprint(
         trained = lora_weights(trunk, sft.lora)
         learning = trained * 16
     rows, config = plan.micro_batch_tokens, trunk.config
+    # autocast copies every matrix in a forward pass, but not an embedding that only looks up.
+    embedded = 0 if config.tie_word_embeddings else trunk.causal_lm.get_input_embeddings().weight.numel()
+    copied = 2 * (parameters - embedded) if itemsize == 4 and recipe.train.precision == "bf16" else 0
+    copied += converted_head_bytes(recipe, head) + passing_expert_bytes(recipe, head) if beside else 0
     layers = [_RECURRENT_BYTES if kind in _RECURRENT else _LAYER_BYTES for kind in layer_kinds(trunk)]
     # Checkpointing keeps each layer's input, and all activations of one layer.
     bytes_each = max(layers) + 4 * len(layers) if recipe.train.gradient_checkpointing else sum(layers)
@@ -79,6 +84,7 @@ def tuning_footprint(
         loss_bytes=rows * config.vocab_size * _LOGIT_BYTES
         + (loss_rows * config.vocab_size * CHUNK_TENSORS * 4 if beside else 0),
         activation_bytes=activations + of_head,
+        converted_bytes=copied,
         learning_bytes=learning,
     )
 

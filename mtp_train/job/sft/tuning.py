@@ -22,6 +22,7 @@ from mtp_train.data.pack import global_batches
 from mtp_train.data.trainer_rows import StepRows, pad_rows
 from mtp_train.errors import TrainingError
 from mtp_train.heads.attention import without_cudnn_attention
+from mtp_train.heads.experts import following_autocast
 from mtp_train.hooks.keep_head import keep_head
 from mtp_train.hooks.train_beside import shards_model, train_head_beside
 from mtp_train.job.inputs import Inputs
@@ -188,7 +189,8 @@ def fine_tune_stage(
     accelerator.wait_for_everyone()
     with noted_signal() as signals, without_cudnn_attention():
         trainer = make_trainer(recipe, sft, run_dir, inputs, saved, accelerator, progress, signals)
-        trainer.train(resume_from_checkpoint=None if saved is None else str(saved))
+        with following_autocast(trainer.model.config):
+            trainer.train(resume_from_checkpoint=None if saved is None else str(saved))
     if trainer.state.global_step < recipe.train.max_steps:
         raise stopped_after(run_dir, trainer.state.global_step, recipe.train.max_steps, signals)
 

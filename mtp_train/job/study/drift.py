@@ -34,6 +34,7 @@ from mtp_train.evaluation.settings import draft_depth, greedy
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.build import build_head, graft_plan, native_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.experts import following_autocast
 from mtp_train.heads.module import MtpHead
 from mtp_train.job.evaluate_run import dense_batches, held_out_prompts
 from mtp_train.job.inputs import Inputs
@@ -83,7 +84,12 @@ def fine_tune(
     model = trunk.causal_lm
     trunk.requires_grad_(True)
     on_point(0, 0)
-    with alone(), without_cudnn_attention(), tempfile.TemporaryDirectory() as unused:
+    with (
+        alone(),
+        without_cudnn_attention(),
+        following_autocast(model.config),
+        tempfile.TemporaryDirectory() as unused,
+    ):
         trainer = Trainer(
             model=model,
             args=_arguments(spec, unused, on_cpu=trunk.lm_head_VD.device.type == "cpu", precision=precision, seed=seed),
