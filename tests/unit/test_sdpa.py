@@ -25,10 +25,12 @@ from mtp_inference.drafters.other_drafters import ModelDrafting
 from mtp_train.data.tokenize import Document
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.attention import without_cudnn_attention
+from mtp_train.heads.experts import GROUPED_EXPERTS
 from mtp_train.job.study.drift import fine_tune
 from mtp_train.recipe.schema import FineTuneSpec
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.load import Trunk
+from mtp_train.upstream.transformers_private import experts_of
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 enabled = torch.backends.cuda.cudnn_sdp_enabled
@@ -116,9 +118,14 @@ def test_fine_tuning_runs_without_cudnn(seen: list[bool], monkeypatch: pytest.Mo
         on_point=lambda done, tokens: None,
     )
     assert set(seen) == {False}
-    # A run's own fine-tuning leaves forwards to the Trainer as well.
-    found: list[bool] = []
-    trainer = SimpleNamespace(train=lambda **options: found.append(enabled()), state=SimpleNamespace(global_step=1))
+    # A run's own fine-tuning leaves forwards to the Trainer as well, and has experts follow its autocast.
+    found: list[tuple[bool, str | None]] = []
+    model = tiny_trunk("glm4_moe").causal_lm
+    trainer = SimpleNamespace(
+        model=model,
+        train=lambda **options: found.append((enabled(), experts_of(model.config))),
+        state=SimpleNamespace(global_step=1),
+    )
     monkeypatch.setattr(mtp_train.job.sft.tuning, "make_trainer", lambda *_unused: trainer)
     monkeypatch.setattr(mtp_train.job.sft.tuning, "newest_checkpoint", lambda _directory: None)
     monkeypatch.setattr(mtp_train.job.sft.tuning, "clear_torn", lambda _directory: None)
@@ -126,7 +133,7 @@ def test_fine_tuning_runs_without_cudnn(seen: list[bool], monkeypatch: pytest.Mo
     recipe: Any = SimpleNamespace(train=SimpleNamespace(max_steps=1))
     nothing: Any = None
     mtp_train.job.sft.tuning.fine_tune_stage(recipe, nothing, tmp_path, nothing, accelerator, nothing)
-    assert found == [False]
+    assert found == [(False, GROUPED_EXPERTS)]
 
 
 def test_the_benchmark_runs_transformers_without_cudnn_too(
