@@ -12,14 +12,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from transformers import PretrainedConfig
 
+from mtp_train.heads.autocast import autocast_dtype
 from mtp_train.upstream.transformers_private import ALL_EXPERTS_FUNCTIONS, experts_of, set_experts
 
 GROUPED_EXPERTS = "mtp_grouped_mm"
 _STOCK = "grouped_mm"
 """transformers' choice for a model that it loads."""
+
+
+def is_stacked(name: str, shape: Size) -> bool:
+    """Return whether a weight of this name and shape has the matrices of all experts."""
+    return ".experts." in name and len(shape) == 3
 
 
 class _Converted:
@@ -43,10 +49,8 @@ def grouped_experts(experts: nn.Module, state_ND: Tensor, chosen_NE: Tensor, wei
         chosen_NE: int64, the E experts of each token.
         weight_NE: The weight of each of their outputs.
     """
-    kind = state_ND.device.type
-    # The meta device, on which launches are counted, has no autocast.
-    converts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    read = _Converted(experts, torch.get_autocast_dtype(kind)) if converts else experts
+    dtype = autocast_dtype(state_ND.device)
+    read = experts if dtype is None else _Converted(experts, dtype)
     output_ND: Tensor = ALL_EXPERTS_FUNCTIONS[_STOCK](read, state_ND, chosen_NE, weight_NE)
     return output_ND
 

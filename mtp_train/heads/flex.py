@@ -31,6 +31,7 @@ from transformers import PretrainedConfig
 from mtp_train.errors import RecipeError
 from mtp_train.families import Family
 from mtp_train.heads.alignment import PADDING_DOCUMENT
+from mtp_train.heads.autocast import autocast_dtype
 
 Attention = Literal["dense", "flex"]
 
@@ -160,10 +161,9 @@ def _compiled() -> Callable[..., Any]:
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tensors in autocast's dtype, as flex_attention rejects mixed dtypes and does not cast."""
-    device = query.device.type
-    if not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(query.device)
+    if dtype is None:
         return query, key, value
-    dtype = torch.get_autocast_dtype(device)
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from mtp_train.errors import RecipeError
 from mtp_train.families import Convention, Family
+from mtp_train.heads.experts import is_stacked
 from mtp_train.heads.module import MtpHead
 from mtp_train.recipe.schema import LoraSpec
 
@@ -45,6 +46,11 @@ def put_on_lora(head: MtpHead, spec: LoraSpec, *, seed: int) -> Any:
 def is_lora(name: str) -> bool:
     """Return whether a parameter name of a head belongs to one of LoRA's matrices."""
     return any(part in name for part in _MATRICES)
+
+
+def is_target(name: str, targets: tuple[str, ...] | None) -> bool:
+    """Return whether the targets of a recipe, None for all, include a layer or a tensor of experts of this name."""
+    return targets is None or name.rpartition(".")[-1] in targets
 
 
 def merged_weights(head: MtpHead, spec: LoraSpec, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -82,7 +88,7 @@ def _chosen(blocks: nn.Module, targets: tuple[str, ...] | None) -> tuple[list[st
     """Return the names of the linear layers and of the stacked experts that are targeted."""
     # No subclasses: DeepSeek V4 has one that multiplies group by group, which peft's matrices would not do.
     layers = [name for name, part in blocks.named_modules() if type(part) is nn.Linear and part.weight.requires_grad]
-    experts = [name for name, value in blocks.named_parameters() if ".experts." in name and value.ndim == 3]
+    experts = [name for name, value in blocks.named_parameters() if is_stacked(name, value.shape)]
     if targets is None:
         return layers, experts
     known = sorted({name.rpartition(".")[-1] for name in layers + experts})
@@ -95,6 +101,6 @@ def _chosen(blocks: nn.Module, targets: tuple[str, ...] | None) -> tuple[list[st
     if problems:
         raise RecipeError(problems)
     return (
-        [name for name in layers if name.rpartition(".")[-1] in targets],
-        [name for name in experts if name.rpartition(".")[-1] in targets],
+        [name for name in layers if is_target(name, targets)],
+        [name for name in experts if is_target(name, targets)],
     )

@@ -32,6 +32,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
+from mtp_train.heads.autocast import autocast_dtype
 from mtp_train.heads.build import HeadPlan, build_head, native_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.hooks.keep_head import inside, keep_head, kept_base, save_with
@@ -193,8 +194,8 @@ class HeadBeside(TrainerCallback):
             return
         batch = batch_of(tokens_BT, named.get("attention_mask"), named.get("position_ids"), outer.get("labels"))
         # The trainer uses no autocast for a model in bf16, but the head is in fp32 and needs it.
-        dtype, on = hidden_BTD.dtype, hidden_BTD.device.type
-        with torch.autocast(on, dtype) if dtype != torch.float32 else contextlib.nullcontext():
+        dtype = hidden_BTD.dtype
+        with torch.autocast(hidden_BTD.device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext():
             rows = aligned_rows(self.trunk, self.head, batch, len(self.weight_K), hidden_BTD=hidden_BTD)
         count_K = rows.valid_KN.sum(dim=1)
         scale_K = self.weight_K / count_K.clamp(min=1)
@@ -206,7 +207,7 @@ class HeadBeside(TrainerCallback):
             rows.valid_KN.float() * scale_K[:, None],
             kind="kl",
             own_heads=self.head.own_lm_heads(len(self.weight_K)),
-            compute_dtype=torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else None,
+            compute_dtype=autocast_dtype(hidden_BTD.device),
         )
         # Gradients of the head's own parameters only: it also uses the model's embedding and norm.
         gradients = torch.autograd.grad(terms.total, list(self.named.values()), materialize_grads=True)

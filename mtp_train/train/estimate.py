@@ -18,6 +18,8 @@ import torch
 from torch import Size
 
 from mtp_train.errors import OutOfMemoryError
+from mtp_train.heads.experts import is_stacked
+from mtp_train.heads.lora import is_target
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.losses.chunked import CHUNK_ROWS, chunk_rows, logit_bytes
 from mtp_train.recipe.schema import Recipe
@@ -85,13 +87,8 @@ def active_weights(shapes: Mapping[str, Size], experts_per_token: int) -> int:
     for name, shape in shapes.items():
         if len(shape) < 2 or "embed" in name or "lm_head" in name:
             continue
-        total += shape.numel() * experts_per_token // shape[0] if _is_stacked(name, shape) else shape.numel()
+        total += shape.numel() * experts_per_token // shape[0] if is_stacked(name, shape) else shape.numel()
     return total
-
-
-def _is_stacked(name: str, shape: Size) -> bool:
-    """Return whether a weight has the matrices of all experts."""
-    return ".experts." in name and len(shape) == 3
 
 
 def key_weights(shapes: Mapping[str, Size]) -> int:
@@ -291,7 +288,7 @@ def converted_head_bytes(recipe: Recipe, head: Mapping[str, Size]) -> int:
         if len(shape) < 2 or "embed" in name:
             continue
         if computed < _MASTER_BYTES or _is_adapted_expert(recipe, name, shape):
-            copied += shape.numel() * (depths if is_adapted or _is_stacked(name, shape) else 1)
+            copied += shape.numel() * (depths if is_adapted or is_stacked(name, shape) else 1)
     return computed * copied
 
 
@@ -305,7 +302,7 @@ def passing_expert_bytes(recipe: Recipe, head: Mapping[str, Size]) -> int:
         recipe: The recipe.
         head: Shapes of the head's weights.
     """
-    experts = {name: shape for name, shape in head.items() if _is_stacked(name, shape)}
+    experts = {name: shape for name, shape in head.items() if is_stacked(name, shape)}
     if recipe.head.lora is not None:
         adapted = (shape.numel() for name, shape in experts.items() if _is_adapted_expert(recipe, name, shape))
         return _MASTER_BYTES * sum(adapted)
@@ -315,8 +312,7 @@ def passing_expert_bytes(recipe: Recipe, head: Mapping[str, Size]) -> int:
 
 def _is_adapted_expert(recipe: Recipe, name: str, shape: Size) -> bool:
     lora = recipe.head.lora
-    is_target = lora is not None and (lora.targets is None or name.rpartition(".")[-1] in lora.targets)
-    return is_target and _is_stacked(name, shape)
+    return lora is not None and is_target(name, lora.targets) and is_stacked(name, shape)
 
 
 def _layer_bytes(trunk: Trunk, itemsize: int) -> list[int]:

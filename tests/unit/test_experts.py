@@ -1,17 +1,16 @@
-"""A head's experts: what transformers' own loop computes, in operations whose number does not grow with theirs."""
+"""A head's experts: what transformers' own loop computes, in launches whose number does not grow with theirs."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtp_train.heads.experts import GROUPED_EXPERTS, following_autocast
+from mtp_inference.bench.launches import LaunchCounter
+from mtp_train.heads.experts import GROUPED_EXPERTS, following_autocast, is_stacked
 from mtp_train.upstream.transformers_private import experts_of, set_experts
 from products import Products
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
@@ -22,15 +21,11 @@ LOOP, GROUPED = "eager", "grouped_mm"
 HALF = torch.bfloat16
 
 
-def experts_in(head: nn.Module) -> Iterator[Any]:
-    for module in head.modules():
-        down = dict(module.named_parameters(recurse=False)).get("down_proj")
-        if down is not None and down.ndim == 3:
-            yield module
-
-
 def experts_of_family(name: str) -> Any:
-    return next(experts_in(tiny_head(tiny_trunk(name))), None)
+    """Return the first module of experts in a family's head; None if it has none."""
+    head = tiny_head(tiny_trunk(name))
+    stacked = (key for key, value in head.named_parameters() if is_stacked(key, value.shape))
+    return next((head.get_submodule(key.rpartition(".")[0]) for key in stacked), None)
 
 
 def computed(experts: Any, function: str, seed: int = 0) -> list[Tensor]:
@@ -77,33 +72,22 @@ def test_products_are_in_autocasts_dtype_and_gradients_in_the_weights(name: str)
     assert dtypes == {GROUPED_EXPERTS: {HALF}, GROUPED: {torch.float32}}
 
 
-class Operations(TorchDispatchMode):
-    """Counts operations."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count one operation and run it."""
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def num_operations(num_experts: int, function: str) -> int:
-    """Return the number of operations, forward and backward, of tokens that choose among so many experts."""
+def num_launches(num_experts: int, function: str) -> int:
+    """Return the number of launches, forward and backward, of tokens that choose among so many experts."""
     some = experts_of_family("qwen3_5_moe")
     config = copy.deepcopy(some.config)
     config.num_experts = num_experts
     experts = type(some)(config)
     for weight in experts.parameters():
         nn.init.normal_(weight)
-    with Operations() as operations:
+    with LaunchCounter() as launches:
         computed(experts, function)
-    return operations.count
+    return launches.counts.total()
 
 
-def test_the_number_of_operations_does_not_depend_on_the_number_of_experts() -> None:
-    assert num_operations(4, GROUPED_EXPERTS) == num_operations(16, GROUPED_EXPERTS)
-    assert num_operations(4, LOOP) < num_operations(16, LOOP)
+def test_the_number_of_launches_does_not_depend_on_the_number_of_experts() -> None:
+    assert num_launches(4, GROUPED_EXPERTS) == num_launches(16, GROUPED_EXPERTS)
+    assert num_launches(4, LOOP) < num_launches(16, LOOP)
 
 
 def test_a_trunks_experts_follow_autocast_inside_the_block_alone() -> None:

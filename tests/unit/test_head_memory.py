@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Size, Tensor
@@ -11,28 +14,22 @@ from mtp_inference.bench.memory import PeakMemory
 from mtp_inference.bench.subject import random_head
 from mtp_train.heads.lora import put_on_lora
 from mtp_train.heads.module import MtpHead
-from mtp_train.recipe.loading import recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.estimate import converted_head_bytes, passing_expert_bytes
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES
+from runs import tiny_recipe
 from tiny import family_of, tiny_head, tiny_trunk
 from tiny_configs import tiny_config
 
-LORA = "head.lora={r: 2}"
-ONE_OF_THE_EXPERTS = "head.lora={r: 2, targets: [q_proj, down_proj]}"
+LORA: dict[str, Any] = {"r": 2}
+ONE_OF_THE_EXPERTS: dict[str, Any] = {"r": 2, "targets": ["q_proj", "down_proj"]}
 
 
-def recipe(precision: str, depths: int, *overrides: str) -> Recipe:
-    smallest = {
-        "run_dir": "run",
-        "model": {"trunk": "finetune", "head_from": "base"},
-        "data": {"sources": [{"path": "chats.jsonl"}]},
-        "train": {"max_steps": 10, "tokens_per_step": 2048, "lr": 1e-3},
-        "evaluate": {"arms": ["none", "graft", "retrained"]},
-    }
-    return recipe_from_mapping(smallest, [f"train.precision={precision}", f"head.num_depths={depths}", *overrides])
+def recipe(precision: str, depths: int, lora: dict[str, Any] | None = None, checkpointing: bool = False) -> Recipe:
+    settings = {"train__precision": precision, "train__gradient_checkpointing": checkpointing}
+    return tiny_recipe(Path("in"), Path("run"), head__num_depths=depths, head__lora=lora, **settings)
 
 
 class Step:
@@ -94,10 +91,10 @@ class Step:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-@pytest.mark.parametrize("lora", [[], [LORA]])
+@pytest.mark.parametrize("lora", [None, LORA])
 @pytest.mark.parametrize("depths", [1, 3])
-def test_the_copies_of_a_heads_weights_are_planned(name: str, lora: list[str], depths: int) -> None:
-    trunk, used = tiny_trunk(name), recipe("bf16", depths, *lora)
+def test_the_copies_of_a_heads_weights_are_planned(name: str, lora: dict[str, Any] | None, depths: int) -> None:
+    trunk, used = tiny_trunk(name), recipe("bf16", depths, lora)
     step = Step(trunk, tiny_head(trunk), used)
     planned = converted_head_bytes(used, step.shapes)
     # Not kept: the router's matrix, which is multiplied in fp32, and with LoRA the projection of depth 1, whose input
@@ -108,8 +105,8 @@ def test_the_copies_of_a_heads_weights_are_planned(name: str, lora: list[str], d
 
 
 def test_with_checkpointing_copies_are_planned_for_one_depth() -> None:
-    trunk, checkpointing = tiny_trunk("qwen3_5_moe"), "train.gradient_checkpointing=true"
-    one, three = recipe("bf16", 3, LORA, checkpointing), recipe("bf16", 3, LORA)
+    trunk = tiny_trunk("qwen3_5_moe")
+    one, three = recipe("bf16", 3, LORA, True), recipe("bf16", 3, LORA)
     step = Step(trunk, tiny_head(trunk), one)
     assert 3 * converted_head_bytes(one, step.shapes) == converted_head_bytes(three, step.shapes)
     assert step.kept_copies() == 0
@@ -127,9 +124,11 @@ def with_experts(num_experts: int, used: Recipe) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("lora", [[], [LORA], [ONE_OF_THE_EXPERTS]])
-@pytest.mark.parametrize("checkpointing", ["true", "false"])
-def test_more_experts_take_the_memory_that_is_planned(precision: str, lora: list[str], checkpointing: str) -> None:
-    used = recipe(precision, 3, f"train.gradient_checkpointing={checkpointing}", *lora)
+@pytest.mark.parametrize("lora", [None, LORA, ONE_OF_THE_EXPERTS])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_more_experts_take_the_memory_that_is_planned(
+    precision: str, lora: dict[str, Any] | None, checkpointing: bool
+) -> None:
+    used = recipe(precision, 3, lora, checkpointing)
     (few, planned_few), (many, planned_many) = with_experts(32, used), with_experts(64, used)
     assert 0.9 < (planned_many - planned_few) / (many - few) < 1.5

@@ -43,6 +43,19 @@ _TINY = {
     "head_dim": 24,
     "tie_word_embeddings": False,
 }
+_SMALL = {
+    "vocab_size": 32_768,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "tie_word_embeddings": False,
+}
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
         "9b": Shape(
@@ -82,24 +95,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             },
             is_tiny=False,
         ),
-        "64m": Shape(
-            "qwen3_5",
-            {
-                "vocab_size": 32_768,
-                "hidden_size": 512,
-                "intermediate_size": 1536,
-                "num_hidden_layers": 8,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 2,
-                "head_dim": 64,
-                "linear_num_key_heads": 4,
-                "linear_num_value_heads": 8,
-                "linear_key_head_dim": 64,
-                "linear_value_head_dim": 64,
-                "tie_word_embeddings": False,
-            },
-            is_tiny=False,
-        ),
+        "64m": Shape("qwen3_5", _SMALL | {"intermediate_size": 1536}, is_tiny=False),
         # Eight of the layers of Qwen3.5 35B-A3B.
         "7b-moe": Shape(
             "qwen3_5_moe",
@@ -124,22 +120,12 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         ),
         "245m-moe": Shape(
             "qwen3_5_moe",
-            {
-                "vocab_size": 32_768,
-                "hidden_size": 512,
+            _SMALL
+            | {
                 "num_experts": 128,
                 "num_experts_per_tok": 8,
                 "moe_intermediate_size": 128,
                 "shared_expert_intermediate_size": 128,
-                "num_hidden_layers": 8,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 2,
-                "head_dim": 64,
-                "linear_num_key_heads": 4,
-                "linear_num_value_heads": 8,
-                "linear_key_head_dim": 64,
-                "linear_value_head_dim": 64,
-                "tie_word_embeddings": False,
             },
             is_tiny=False,
         ),
