@@ -104,6 +104,13 @@ class GateRefusedError(MtpError):
     """Directory of the refused run, with its report; None for an error of another function than ``run``."""
 
 
+class NotLosslessError(MtpError):
+    """Report a decoder that changes the text of this trunk. Exit code 1, as no input of the user caused it."""
+
+    exit_code = 1
+    reason = "not_lossless"
+
+
 class LostProcessError(MtpError):
     """Report that another process of a distributed run died. Exit code 1, as no input of the user caused it."""
 

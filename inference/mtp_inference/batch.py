@@ -10,8 +10,8 @@ N stop tokens, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -173,9 +173,17 @@ class Batch:
             ``BAD_DRAFTER`` if the logits that they were chosen from are not finite), the number of accepted drafts, and
             the number of drafts.
         """
-        cpu_layers = nullcontext() if self._cpu_layers is None else self._cpu_layers.used()
-        with self._widened(self.widening.rounds), cpu_layers, self._fusing():
+        with self._in_round():
             return self._round(plan)
+
+    @torch.inference_mode()
+    def replay(self, plan: RoundPlan, window_BT: Tensor, num_kept_B: Tensor) -> Tensor:
+        """Verify a window of given tokens as a round does, keep the first of them, and return the logits (B, T, V)."""
+        with self._in_round():
+            _, logits_BTV = self.run_window(plan, window_BT)
+            self.cache.commit(num_kept_B)
+        self.length_B += num_kept_B
+        return logits_BTV
 
     def _round(self, plan: RoundPlan) -> Tensor:
         drafts = self._draft(plan)
@@ -243,6 +251,13 @@ class Batch:
             self.drafter.keep_rows(rows_R)
         keep_rows_of(self, ("last_B", "length_B", "active_B", "room_B", "depth_B", "stop_BN"), rows_R)
         self.rows_B1 = self.rows_B1[: len(rows)]
+
+    @contextmanager
+    def _in_round(self) -> Iterator[None]:
+        """Choose the precision and the kernels of a round."""
+        cpu_layers = nullcontext() if self._cpu_layers is None else self._cpu_layers.used()
+        with self._widened(self.widening.rounds), cpu_layers, self._fusing():
+            yield
 
     def _widened(self, applies: bool) -> AbstractContextManager[None]:
         return widened(self.trunk, self._scratch) if applies else nullcontext()

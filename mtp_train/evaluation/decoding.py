@@ -13,13 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
-import torch
-
-from mtp_inference import GenerationResult, Request, Sampling, SpeculativeDecoder
+from mtp_inference import Comparison, GenerationResult, Request, Sampling, SpeculativeDecoder, compare
 from mtp_inference.drafters.drafter import DrafterMaker
-from mtp_inference.reference import NEAR_TIE_GAP, Comparison, compare, compare_sampled
+from mtp_inference.requests import Round
 from mtp_train.data.regenerated import noise_seed
 from mtp_train.evaluation.prompt_records import Decoded, Setting, TaskPrompt
 from mtp_train.evaluation.store import Store
@@ -30,13 +27,6 @@ PLAIN = "none"
 Prompts = Mapping[int | None, Sequence[TaskPrompt]]
 """Prompts by the context length that they were extended to; None: as they are."""
 WARM_UP_TOKENS = 8
-LOW_PRECISION_TIE_GAP = 0.25
-"""Logit gap that counts as a tie below fp32: four steps of bfloat16 at the size logits have (8 to 16).
-
-Measured on the demo: of 384 texts 3 parted from plain decoding, each at one step (`tests/parity/test_bf16_ties.py`)."""
-
-TIE_OF_DRAWS, LOW_PRECISION_TIE_OF_DRAWS = 1e-4, 1e-2
-"""How far a uniform number may lie outside a token's interval of the cumulative distribution to be a tie: rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +159,7 @@ def _decode_group(
     if plain is None or setting.rule not in ("greedy", "argmax"):
         return decoded
     return [
-        replace(one, same_as_plain=_verdict(block, prompt, setting, one, plain[prompt.id]))
-        for prompt, one in zip(group, decoded, strict=True)
+        _compared(block, prompt, setting, one, plain[prompt.id]) for prompt, one in zip(group, decoded, strict=True)
     ]
 
 
@@ -217,31 +206,17 @@ def _record(prompt: TaskPrompt, result: GenerationResult, seconds: float, num_ro
     )
 
 
-def _verdict(
-    block: _Block, prompt: TaskPrompt, setting: Setting, drafted: Decoded, plain: Decoded
-) -> Literal["identical", "near_tie", "divergence"]:
-    sampling = sampling_of(setting, noise_seed(prompt.id, block.options.seed))
-    return compare_with_plain(drafted.token_ids, plain.token_ids, block.trunk, prompt.prompt_ids, sampling).verdict
+def _compared(block: _Block, prompt: TaskPrompt, setting: Setting, drafted: Decoded, plain: Decoded) -> Decoded:
+    """Return a record with the verdict of its comparison with the plain text of the same prompt."""
+    found = compare_records(
+        drafted, plain, block.trunk, prompt, sampling_of(setting, noise_seed(prompt.id, block.options.seed))
+    )
+    return replace(drafted, same_as_plain=found.verdict, noise=found.noise)
 
 
-def compare_with_plain(
-    tokens: Sequence[int],
-    plain_tokens: Sequence[int],
-    trunk: Trunk,
-    prompt_ids: Sequence[int],
-    sampling: Sampling,
+def compare_records(
+    drafted: Decoded, plain: Decoded, trunk: Trunk, prompt: TaskPrompt, sampling: Sampling
 ) -> Comparison:
-    """Compare a text with plain decoding; the gap that counts as a near tie depends on the trunk's dtype.
-
-    Args:
-        tokens: New tokens of the decoder under test, whose drafts were not sampled.
-        plain_tokens: New tokens of plain decoding.
-        trunk: The trunk that decoded both.
-        prompt_ids: The prompt of both.
-        sampling: The sampling parameters of both, seed included.
-    """
-    exact = trunk.lm_head_VD.dtype is torch.float32
-    if sampling.temperature == 0.0:
-        return compare(tokens, plain_tokens, trunk, prompt_ids, NEAR_TIE_GAP if exact else LOW_PRECISION_TIE_GAP)
-    gap = TIE_OF_DRAWS if exact else LOW_PRECISION_TIE_OF_DRAWS
-    return compare_sampled(tokens, plain_tokens, trunk, prompt_ids, sampling, gap)
+    """Compare a text whose drafts were not sampled with plain decoding of the same prompt and sampling parameters."""
+    rounds = [Round(*counts) for counts in zip(drafted.drafted, drafted.accepted, strict=True)]
+    return compare(drafted.token_ids, plain.token_ids, trunk, prompt.prompt_ids, sampling=sampling, rounds=rounds)

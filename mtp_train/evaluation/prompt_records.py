@@ -94,6 +94,8 @@ class Decoded:
     same_as_plain: Literal["identical", "near_tie", "divergence"] | None
     """How the tokens compare with plain decoding of the same seed. None for plain decoding itself and with rule
     ``sampled``, whose text may differ."""
+    noise: float | None = None
+    """Largest error of a logit in plain decoding, measured where the text first differs; None where it does not."""
 
     @property
     def from_drafts(self) -> tuple[bool, ...]:

@@ -147,6 +147,8 @@ class Lossless:
     """Outputs equal token for token."""
     near_tie_divergences: int
     """Outputs whose first difference is a near tie of the trunk's two best tokens, which rounding decides."""
+    noise: float | None = None
+    """Largest error of a logit in plain decoding in the run's dtype, over the first differences; None without any."""
 
     @property
     def faults(self) -> int:

@@ -103,6 +103,7 @@ def lossless(checked: Sequence[Decoded]) -> Lossless:
         checked=len(verdicts),
         identical=verdicts.count("identical"),
         near_tie_divergences=verdicts.count("near_tie"),
+        noise=max((one.noise for one in checked if one.noise is not None), default=None),
     )
 
 

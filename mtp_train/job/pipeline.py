@@ -18,8 +18,10 @@ from rich.progress import Progress
 
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
+from mtp_train.evaluation.settings import draft_depth
 from mtp_train.heads.flex import require_flex_device
 from mtp_train.job.auto import settle_training, tell_choices
+from mtp_train.job.decoder_check import check_decoder
 from mtp_train.job.evaluate_run import Evaluation, evaluate_run
 from mtp_train.job.evaluate_served import evaluate_served
 from mtp_train.job.export_run import write_export
@@ -207,6 +209,9 @@ def run_stages(
     inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
     trunks.offload()
     if not trained:
+        if trunks.evaluates:
+            held_out = [prompt.prompt_ids for prompt in inputs.held_out]
+            check_decoder(trunks.trunk, held_out, inputs.eos_ids, draft_depth(recipe), progress.console)
         stage.name = "data"
         documents = make_documents(recipe, run_dir, inputs, trunks.trunk, accelerator, progress)
         recipe, inputs = settle_length(recipe, run_dir, inputs, documents, accelerator, auto, progress)

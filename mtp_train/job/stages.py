@@ -152,6 +152,11 @@ class RunTrunks:
             raise ValueError("no trunk in memory; expected load() before.")
         return self._trunk
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether the trunk in memory can decode: it is whole, or in parts of a group."""
+        return self._evaluates
+
     @cached_property
     def _group(self) -> ParallelGroup | None:
         return settle_group(self._recipe, self._inputs, self._accelerator)
@@ -167,7 +172,7 @@ class RunTrunks:
         to_shard = not decodes and shards_trunk(self._accelerator)
         arguments = self._recipe, self._inputs, self._accelerator, self._progress
         self._trunk = load_run_trunk(*arguments, group=group if decodes else None, to_shard=to_shard)
-        self._evaluates = decodes or group is None
+        self._evaluates = decodes or (group is None and not to_shard)
 
     def offload(self) -> None:
         """Offload the layers of the trunk in memory if the recipe asks for it."""

@@ -323,7 +323,10 @@ def lossless_sentence(lossless: Lossless | None) -> str:
             "Acceptance has no meaning for a decoder that changes the text."
         )
     if lossless.near_tie_divergences:
-        return f"{same}; the other {lossless.near_tie_divergences} diverge at a near tie, where rounding decides."
+        noise = "" if lossless.noise is None else f" (it moves logits by up to {lossless.noise:.2g} here)"
+        return (
+            f"{same}; the other {lossless.near_tie_divergences} diverge at a near tie, where rounding decides{noise}."
+        )
     return f"{same}."
 
 

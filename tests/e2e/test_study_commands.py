@@ -54,7 +54,7 @@ def test_evaluate_measures_a_grid(inputs: Path, tmp_path: Path, capfd: pytest.Ca
         assert sum(cell["accepted_histogram"]) == cell["rounds"]
         assert len(cell["overlap"]) == cell["depth"]
     # Greedy and argmax texts equal plain decoding; sampled ones need not.
-    assert report["lossless"] == {"checked": 12, "identical": 12, "near_tie_divergences": 0}
+    assert report["lossless"] == {"checked": 12, "identical": 12, "near_tie_divergences": 0, "noise": None}
     assert (out / "report.html").is_file()
     with (out / "acceptance.csv").open(encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == len(report["cells"])

@@ -7,7 +7,6 @@ import torch
 
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, compare, plain_greedy
 from mtp_inference.capture_probe import ask_child, probe_subject
-from mtp_inference.reference import NEAR_TIE_GAP
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
@@ -15,7 +14,6 @@ from tiny import CACHE_KINDS, VOCAB_SIZE, tiny_head, tiny_trunk
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
-BF16_GAP = 0.25
 LENGTHS = (1, 2, 9, 9, 40)
 NEW_TOKENS = 40
 
@@ -43,7 +41,7 @@ def test_captured_decoding_equals_plain_decoding_call_after_call(depth: int, max
     for _ in range(3):
         for prompt, result in zip(prompts(), decoder.decode(prompts(), NEW_TOKENS), strict=True):
             plain = plain_greedy(trunk, prompt, NEW_TOKENS, ())
-            assert compare(result.token_ids, plain, trunk, prompt, NEAR_TIE_GAP).verdict != "divergence"
+            assert compare(result.token_ids, plain, trunk, prompt, rounds=result.round_log).verdict != "divergence"
 
 
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sampled"])
@@ -70,7 +68,7 @@ def test_captured_bf16_decoding_diverges_at_near_ties_only() -> None:
     decoder = SpeculativeDecoder(trunk, head, 3, (), max_batch=3)
     for prompt, result in zip(prompts(), decoder.decode(prompts(), NEW_TOKENS), strict=True):
         plain = plain_greedy(trunk, prompt, NEW_TOKENS, ())
-        assert compare(result.token_ids, plain, trunk, prompt, BF16_GAP).verdict != "divergence"
+        assert compare(result.token_ids, plain, trunk, prompt, rounds=result.round_log).verdict != "divergence"
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -84,7 +82,6 @@ def test_every_kind_of_cache_is_captured_and_says_what_it_says_uncaptured(kind: 
     """A round that cannot be captured is warned of, and so fails here by its reason."""
     dtype = dtype_of(CACHE_KINDS[kind])
     trunk, head = models_of(CACHE_KINDS[kind], dtype)
-    gap = NEAR_TIE_GAP if dtype is torch.float32 else BF16_GAP
     captured, uncaptured = (
         SpeculativeDecoder(trunk, HeadDrafting(head), 3, (), max_batch=3, captures=captures)
         for captures in (True, False)
@@ -92,7 +89,10 @@ def test_every_kind_of_cache_is_captured_and_says_what_it_says_uncaptured(kind: 
     for _ in range(2):
         found, expected = (decoder.decode(prompts(), NEW_TOKENS) for decoder in (captured, uncaptured))
         for prompt, result, other in zip(prompts(), found, expected, strict=True):
-            assert compare(result.token_ids, other.token_ids, trunk, prompt, gap).verdict != "divergence"
+            assert (
+                compare(result.token_ids, other.token_ids, trunk, prompt, rounds=result.round_log).verdict
+                != "divergence"
+            )
     assert captured.captured_rounds > 0
     assert uncaptured.captured_rounds == 0
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_inference import Sampling, SpeculativeDecoder, batch
+from mtp_inference import SpeculativeDecoder, batch, compare
 from mtp_inference.batch import WIDE_ROWS, Batch
-from mtp_train.evaluation.decoding import compare_with_plain
 from mtp_train.train.aligned import Batch as Rows
 from mtp_train.train.teacher_forced import dense_metrics
 from mtp_train.trunk.load import Trunk
@@ -83,7 +82,7 @@ def test_prompts_run_in_fp32_and_few_rows_in_bf16_where_bf16_is_slow(
     # Routers multiply in fp32 in any case.
     assert (torch.bfloat16 in prompts.dtypes) is native
     assert torch.bfloat16 in rounds.dtypes
-    assert compare_with_plain(drafted, plain, half, [*PROMPT, 0], Sampling()).verdict in ("identical", "near_tie")
+    assert compare(drafted, plain, half, [*PROMPT, 0]).verdict in ("identical", "near_tie")
 
 
 @pytest.mark.usefixtures("slow")

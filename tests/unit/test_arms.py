@@ -14,7 +14,7 @@ from mtp_inference import HeadDrafting
 from mtp_train.evaluation.decoding import (
     PLAIN,
     DecodingOptions,
-    compare_with_plain,
+    compare_records,
     decode_prompts,
     num_decodings,
     sampling_of,
@@ -98,7 +98,7 @@ def test_sampled_texts_are_compared_with_plain_sampling_of_the_same_seed(trunk: 
     # The control: plain sampling with another seed is another text, and no near tie.
     other = decode(trunk, (WARM,), seed=1).arms[0]
     verdicts = [
-        compare_with_plain(mine.token_ids, theirs.token_ids, trunk, prompt.prompt_ids, sampling_of(WARM, 5)).verdict
+        compare_records(mine, theirs, trunk, prompt, sampling_of(WARM, 5)).verdict
         for mine, theirs, prompt in zip(plain.decoded[WARM.plain], other.decoded[WARM.plain], prompts(), strict=True)
     ]
     assert "divergence" in verdicts

@@ -57,7 +57,7 @@ SIGNATURES = {
     ),
     mtp_inference.compare: (
         "(tokens: Sequence[int], plain_tokens: Sequence[int], trunk: Trunk, prompt_ids: Sequence[int], "
-        "near_tie_gap: float = 1e-05) -> Comparison"
+        "*, sampling: Sampling | None = None, rounds: Sequence[Round] = ()) -> Comparison"
     ),
     mtp_inference.HeadDrafting: "(head: MtpHead, draft_vocab_R: Tensor | None = None) -> None",
     mtp_inference.ModelDrafting: "(model: Trunk) -> None",
@@ -66,7 +66,6 @@ SIGNATURES = {
 }
 NAMES = [
     "MAX_DEPTH",
-    "NEAR_TIE_GAP",
     "AssistantDrafting",
     "Chunk",
     "Comparison",

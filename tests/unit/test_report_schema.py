@@ -59,7 +59,7 @@ def test_report_has_the_promised_fields() -> None:
     }
     setting = {"arm", "temperature", "top_p", "top_k", "rule", "depth"}
     assert [set(cell) for cell in raw["cells"]] == [set(raw["arms"]["retrained"]) | setting] * 3
-    assert set(raw["lossless"]) == {"checked", "identical", "near_tie_divergences"}
+    assert set(raw["lossless"]) == {"checked", "identical", "near_tie_divergences", "noise"}
     assert set(raw["gate"]) == {
         *("passed", "baseline", "delta_tau_ci95", "reason", "groups", "detectable_gain", "settings")
     }

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder
 from mtp_inference.drafters.drafter import DrafterMaker
 from mtp_inference.drafters.other_drafters import NgramDrafting
-from mtp_inference.reference import compare_sampled
+from mtp_inference.lossless import compare, gap_of_draws
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
 from mtp_train.data.regenerated import noise_seed
 from mtp_train.errors import OutputExistsError
@@ -201,45 +200,20 @@ def test_a_sampled_text_that_parts_anywhere_is_a_divergence(
     trunk: Trunk, sampled: tuple[TaskPrompt, Sampling, list[int]]
 ) -> None:
     prompt, sampling, text = sampled
-    assert compare_sampled(text, text, trunk, prompt.prompt_ids, sampling, 1e-4).verdict == "identical"
+    assert compare(text, text, trunk, prompt.prompt_ids, sampling=sampling).verdict == "identical"
     for position in (0, 5):
         other = [*text[:position], (text[position] + 7) % 60, *text[position + 1 :]]
-        found = compare_sampled(other, text, trunk, prompt.prompt_ids, sampling, 1e-4)
+        found = compare(other, text, trunk, prompt.prompt_ids, sampling=sampling)
         assert (found.verdict, found.position) == ("divergence", position)
-    assert compare_sampled(text[:4], text, trunk, prompt.prompt_ids, sampling, 1e-4).verdict == "divergence"
-
-
-def test_a_sampled_text_that_parts_at_an_edge_is_a_near_tie(
-    trunk: Trunk, sampled: tuple[TaskPrompt, Sampling, list[int]]
-) -> None:
-    """Its neighbour in the distribution is a tie for a gap as wide as the way to its stretch, and not for less."""
-    prompt, sampling, text = sampled
-    other = [*text[:3], text[3] + 1, *text[4:]]
-    gap = compare_sampled(other, text, trunk, prompt.prompt_ids, sampling, 0.0).gap
-    assert gap is not None
-    assert gap > 0.0
-    assert compare_sampled(other, text, trunk, prompt.prompt_ids, sampling, gap * 1.01).verdict == "near_tie"
-    assert compare_sampled(other, text, trunk, prompt.prompt_ids, sampling, gap * 0.99).verdict == "divergence"
-
-
-class Fixed:
-    """A trunk that gives the same logits after every text."""
-
-    lm_head_VD = torch.zeros(4, 1)
-
-    def __init__(self, *p: float) -> None:
-        self.logits_V = torch.tensor(p).log()
-
-    def hidden(self, tokens_1T: Tensor) -> Tensor:
-        return tokens_1T[..., None]
-
-    def logits(self, _hidden: Tensor) -> Tensor:
-        return self.logits_V
+    assert compare(text[:4], text, trunk, prompt.prompt_ids, sampling=sampling).verdict == "divergence"
 
 
 def drawn_from(p: Sequence[float], number: float) -> int:
     """Return the token in whose stretch of the distribution a number in 0..1 lies."""
     return int(np.searchsorted(np.cumsum(p) / sum(p), number, side="right"))
+
+
+NOISE = 1e-4
 
 
 @pytest.mark.parametrize(
@@ -258,15 +232,16 @@ def test_a_filter_that_rounding_moves_is_a_near_tie(
     p: tuple[float, ...], filters: dict[str, Any], kept: list[tuple[float, ...]], verdict: str
 ) -> None:
     """A text drawn from the tokens that a filter could have kept by rounding is no fault; from others it is."""
-    trunk: Any = Fixed(*p)
+    logits_V = torch.tensor(p).log()
     verdicts = set()
     for seed in range(60):
         sampling = Sampling(temperature=1.0, seed=seed, **filters)
         seed_1 = torch.tensor([seed])
         number = float(uniform(seed_1, torch.tensor([[1]]), TOKEN))
-        p_V = probabilities(trunk.logits_V[None, None], SamplingRows.stack([sampling], "cpu"))[0, 0]
+        p_V = probabilities(logits_V[None, None], SamplingRows.stack([sampling], "cpu"))[0, 0]
         here = drawn_from(p_V.tolist(), number)
         for other in kept:
             if (there := drawn_from(other, number)) != here:
-                verdicts.add(compare_sampled([there], [here], trunk, [0], sampling, 1e-4).verdict)
+                gap = gap_of_draws(logits_V, sampling, 1, (there, here), NOISE)
+                verdicts.add("near_tie" if gap <= NOISE else "divergence")
     assert verdicts == {verdict}
