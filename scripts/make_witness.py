@@ -14,7 +14,7 @@ import argparse
 import json
 from pathlib import Path
 
-from mtp_train.recipe.head_kinds import head_kind_names
+from mtp_train.head_kinds import head_kind_names
 from witness_maker.making import make_witness
 from witness_maker.shapes import SHAPES
 

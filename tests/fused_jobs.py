@@ -26,7 +26,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 import mtp_inference.decoder
 from mtp_inference import SpeculativeDecoder
-from mtp_inference.kernels import TORCH_DEVICES, programs
+from mtp_inference.kernels import programs
 from mtp_inference.kernels.attention import attend_in_torch, attend_window
 from mtp_inference.kernels.conv_delta import conv_in_torch, conv_window, delta_token, delta_window
 from mtp_inference.kernels.norms import FORMULAS, GATED_FORMULAS, NormFormula, rms_norm, rms_norm_in_torch
@@ -235,12 +235,12 @@ def decode(name: str) -> dict[str, Any]:
         return run
 
     # For all of torch's devices at once: torch 2.13 runs the last one's kernel for each.
-    rms_norm.register_kernel(TORCH_DEVICES)(interpreted(programs.launch_rms_norm))
-    conv_window.register_kernel(TORCH_DEVICES)(interpreted(programs.launch_conv_window))
-    delta_window.register_kernel(TORCH_DEVICES)(interpreted(programs.launch_delta_window))
-    delta_token.register_kernel(TORCH_DEVICES)(interpreted(programs.launch_delta_token))
-    rotate.register_kernel(TORCH_DEVICES)(interpreted(programs.launch_rotate))
-    attend_window.register_kernel(TORCH_DEVICES)(interpreted(programs.launch_attend_window))
+    rms_norm.register_kernel(("cpu", "meta"))(interpreted(programs.launch_rms_norm))
+    conv_window.register_kernel(("cpu", "meta"))(interpreted(programs.launch_conv_window))
+    delta_window.register_kernel(("cpu", "meta"))(interpreted(programs.launch_delta_window))
+    delta_token.register_kernel(("cpu", "meta"))(interpreted(programs.launch_delta_token))
+    rotate.register_kernel(("cpu", "meta"))(interpreted(programs.launch_rotate))
+    attend_window.register_kernel(("cpu", "meta"))(interpreted(programs.launch_attend_window))
     trunk = tiny_trunk(name)
     head = tiny_head(trunk)
     prompts = [[5, 9, 2, 11, 3], [7, 1, 8]]

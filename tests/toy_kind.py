@@ -12,7 +12,7 @@ from mtp_train.families.drafts.llama import PLAIN_SETTINGS, llama_draft_config, 
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
 from mtp_train.families.engines import EngineSupport, engine_table, no
 from mtp_train.families.spec import Borrowed, Family, KeyRule, RawConfig
-from mtp_train.recipe.head_kinds import HeadKind
+from mtp_train.head_kinds import HeadKind
 
 
 class ToyModule(Block):

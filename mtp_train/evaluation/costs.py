@@ -32,9 +32,9 @@ from mtp_inference.requests import MAX_DEPTH, Request
 from mtp_train.evaluation.cells import ArmCosts, Latency
 from mtp_train.evaluation.draft_vocab import DraftHead, sizes_for
 from mtp_train.families.drafts.record import parts_of
+from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.build import HeadPlan
 from mtp_train.heads.module import MtpHead, OutputRows
-from mtp_train.recipe.head_kinds import find_head_kind
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.widen import widened
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.convention import Convention
-from mtp_train.recipe.head_kinds import draft_kinds
+from mtp_train.head_kinds import draft_kinds
 
 
 @dataclass(frozen=True)

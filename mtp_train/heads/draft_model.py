@@ -21,9 +21,9 @@ from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family, draft_kind, of_kind
 from mtp_train.families.drafts.record import DraftFormat, parts_of
 from mtp_train.families.models.attached import LLAMA
+from mtp_train.head_kinds import HeadKind
 from mtp_train.heads.build import HeadPlan, OwnOutput
 from mtp_train.heads.diagnose import HeadDiagnosis, head_shapes, layout_of, named_rejections, text_config_of
-from mtp_train.recipe.head_kinds import HeadKind
 from mtp_train.weights.draft_checkpoint import BIAS_KEY, CHOSEN_KEY, OFFSETS_KEY, OUTPUT_KEY
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.keymap import HeadLayout

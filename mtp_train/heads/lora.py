@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,24 @@ from mtp_train.errors import RecipeError
 from mtp_train.families import Convention, Family
 from mtp_train.heads.experts import is_stacked
 from mtp_train.heads.module import MtpHead
-from mtp_train.recipe.schema import LoraSpec
 
 _MATRICES = (".lora_A.", ".lora_B.")
+
+
+class LoraSpec(Protocol):
+    """Settings of LoRA, as the recipe's ``head.lora`` has them."""
+
+    @property
+    def r(self) -> int:
+        """The rank; of stacked experts, the rank of each expert."""
+
+    @property
+    def alpha(self) -> int:
+        """The product of the low-rank matrices is scaled by ``alpha / r``."""
+
+    @property
+    def targets(self) -> tuple[str, ...] | None:
+        """Layers to adapt, by the last part of their names; None for all linear layers and experts."""
 
 
 def put_on_lora(head: MtpHead, spec: LoraSpec, *, seed: int) -> Any:

@@ -19,9 +19,9 @@ from transformers import DynamicCache, PretrainedConfig
 
 from mtp_train.families import Convention, Family
 from mtp_train.families.drafts.record import Block, parts_of
+from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.attention import HEAD_ATTENTION
 from mtp_train.heads.experts import GROUPED_EXPERTS
-from mtp_train.recipe.head_kinds import find_head_kind
 from mtp_train.upstream.transformers_private import DynamicSlidingWindowLayer, set_attention, set_experts
 
 

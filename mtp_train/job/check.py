@@ -30,6 +30,7 @@ from mtp_train.job.inputs import (
     gather_text,
     require_attention,
     require_draft_vocab,
+    require_offload,
     require_own_data,
     require_rows,
     require_served,
@@ -57,7 +58,6 @@ from mtp_train.train.estimate import (
 from mtp_train.train.hours import Device, Hours, device_named, estimate_hours, probed
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.trunk.load import Trunk, empty_trunk
-from mtp_train.trunk.offload import require_offload
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.trunk.quantise import require_quantizable
 from mtp_train.trunk.tensor_parallel import part_bytes

@@ -24,12 +24,12 @@ from mtp_train.evaluation.run import run_study
 from mtp_train.evaluation.served.beside import Server
 from mtp_train.job.display import quiet_progress, rich_to_html, rich_to_text
 from mtp_train.job.run_dir import checkpoint_identity, environment_facts, held_by_one_run
-from mtp_train.recipe.loading import is_run
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.study_write import WandbMode, log_study, write_study
 from mtp_train.trunk.quantise import Quantization
 from mtp_train.weights.demo import PREFIX
 from mtp_train.weights.locations import open_location
+from mtp_train.weights.run_export import is_run
 from mtp_train.weights.writing import full_disk_is_named
 
 AUTO = "auto"

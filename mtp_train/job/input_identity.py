@@ -13,7 +13,6 @@ from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError, MtpError
 from mtp_train.evaluation.suites import suite_location
 from mtp_train.job.run_dir import PROVENANCE_FILE
-from mtp_train.recipe.loading import RECIPE_FILE, exported_of, is_run
 from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.demo import resolve
 from mtp_train.weights.files import locate_checkpoint, read_json
@@ -35,6 +34,7 @@ from mtp_train.weights.identity import (
     write_records,
 )
 from mtp_train.weights.locations import open_location
+from mtp_train.weights.run_export import RECIPE_FILE, exported_of, is_run
 
 TRUNK, HEAD_FROM, ADAPTER = "model.trunk", "model.head_from", "model.adapter"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from accelerate import PartialState
 from rich.progress import Progress
 from transformers import PretrainedConfig
@@ -26,7 +27,7 @@ from mtp_train.data.split import mix, split_by_group
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.evaluation.settings import draft_depth, served_settings
-from mtp_train.families import Convention, Family
+from mtp_train.families import Convention, Family, RawConfig
 from mtp_train.families.engines import NAMED_BY
 from mtp_train.heads.build import HeadPlan, fresh_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
@@ -35,8 +36,10 @@ from mtp_train.heads.lora import require_lora_targets
 from mtp_train.job.export_run import require_exportable
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.plan import Plan, make_plan
-from mtp_train.trunk.offload import require_offload
+from mtp_train.trunk.offload import Offload
+from mtp_train.trunk.precision import automatic_dtype
 from mtp_train.trunk.quantise import require_bitsandbytes, require_quantizable
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.trunk.whole import require_whole_trunk
@@ -46,6 +49,7 @@ from mtp_train.weights.files import Checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.identity import Contents
 from mtp_train.weights.locations import open_location
+from mtp_train.weights.quantised import quant_method
 
 HOME_PROMPTS = 12
 """Most prompts of its own kind that the vanilla model decodes, each from another group. The demo's vanilla model writes
@@ -472,3 +476,32 @@ def prompts_of(records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
     texts = [record for record in records if isinstance(record.content, PlainText)]
     others = [record for record in records if not isinstance(record.content, PlainText)]
     return build_prompts(others, tokenizer) + continuation_prompts(texts, tokenizer)
+
+
+def require_offload(offload: Offload, world_size: int, config: RawConfig, *, where: Path) -> None:
+    """Check that a run has one process, and a checkpoint whose layers accelerate can load one at a time.
+
+    Raises:
+        RecipeError: There are several processes.
+        CheckpointError: The weights are quantised.
+    """
+    if world_size > 1:
+        raise RecipeError(
+            [
+                f"model.offload: {offload}, with {world_size} processes; expected one process. Launch with "
+                f"{accelerate_file('single')}; or write model.offload: null and use {accelerate_file('fsdp2')}."
+            ]
+        )
+    method = quant_method(config)
+    if method is not None:
+        raise CheckpointError(
+            f"{where}: quantised with {method}, while model.offload is {offload}; expected plain weights. Write "
+            "model.offload: null, or point model.trunk at the unquantised checkpoint."
+        )
+
+
+def trunk_dtype(recipe: Recipe, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
+    """Return the dtype in which a trunk is held: the recipe's, or for ``auto`` :func:`automatic_dtype`."""
+    if recipe.model.dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
+    return automatic_dtype(checkpoint, checkpoint.family, device)

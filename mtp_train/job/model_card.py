@@ -19,9 +19,9 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from mtp_train import __version__
 from mtp_train.evaluation.results import REPORT_FILE, RunReport, load_report
 from mtp_train.families.engines import EngineSupport, engine_commands
+from mtp_train.head_kinds import find_head_kind
 from mtp_train.job.run_dir import PROVENANCE_FILE
-from mtp_train.recipe.head_kinds import find_head_kind
-from mtp_train.recipe.loading import RECIPE_FILE, dump_recipe, dump_yaml, load_recipe
+from mtp_train.recipe.loading import dump_recipe, dump_yaml, load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.wording import (
     COLUMNS,
@@ -36,6 +36,7 @@ from mtp_train.report.wording import (
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.demo import PREFIX
 from mtp_train.weights.files import open_checkpoint, read_json
+from mtp_train.weights.run_export import RECIPE_FILE
 from mtp_train.weights.writing import write_text
 
 Identity = Mapping[str, Any]

@@ -53,7 +53,6 @@ from mtp_train.job.stages import RunTrunks, Stage, claim_run, make_documents, tr
 from mtp_train.job.training import HEAD, STATE, train_stage
 from mtp_train.progress import progress_on
 from mtp_train.recipe.auto_fields import FROM_TEXT
-from mtp_train.recipe.loading import EXPORT
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.table import summary
 from mtp_train.report.write import write_report
@@ -64,6 +63,7 @@ from mtp_train.train.log import read_metrics
 from mtp_train.train.plan import make_plan
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import read_json
+from mtp_train.weights.run_export import EXPORT
 from mtp_train.weights.writing import LOCK_FILE, full_disk_is_named
 
 

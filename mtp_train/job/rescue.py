@@ -31,12 +31,12 @@ from mtp_train.job.probe import ProbeResult, default_out, probe_with
 from mtp_train.job.run_dir import PROBE, checkpoint_identity, held_by_one_run, require_ours
 from mtp_train.job.start import Overrides, require_one_process
 from mtp_train.job.write_recipe import rescue_recipe
-from mtp_train.recipe.loading import EXPORT, is_run
 from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.adapter import locate_adapter
 from mtp_train.weights.files import open_checkpoint
 from mtp_train.weights.locations import open_location
 from mtp_train.weights.lora_merge import write_adapted
+from mtp_train.weights.run_export import EXPORT, is_run
 from mtp_train.weights.writing import full_disk_is_named, removed_on_failure
 
 

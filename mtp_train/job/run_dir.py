@@ -33,12 +33,13 @@ from mtp_train.errors import (
     printable,
     redacted,
 )
-from mtp_train.recipe.loading import RECIPE_FILE, dump_recipe, is_run, load_recipe, parse_yaml, recipe_from_mapping
+from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.weights.demo import resolve
 from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
 from mtp_train.weights.identity import RECORD_FILE
+from mtp_train.weights.run_export import RECIPE_FILE, is_run
 from mtp_train.weights.writing import LOCK_FILE, write_json, write_text
 
 FIRST_STAGE = "check"

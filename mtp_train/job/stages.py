@@ -19,23 +19,23 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.job.decoding_group import settle_group
 from mtp_train.job.input_identity import record_run_inputs, require_run_inputs, run_contents
-from mtp_train.job.inputs import Inputs
+from mtp_train.job.inputs import Inputs, trunk_dtype
 from mtp_train.job.regeneration import regenerate_stage, stored_documents
 from mtp_train.job.run_dir import FIRST_STAGE, checkpoint_identity, claim, environment_facts
 from mtp_train.job.shared_files import checkpoints_checksum, require_alike, require_shared, text_checksum
 from mtp_train.job.training import part_documents
 from mtp_train.progress import shown_loading
-from mtp_train.recipe.loading import RECIPE_FILE
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.shard import give_up_shards, layer_sharder, shards_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
-from mtp_train.trunk.precision import slow_halves, trunk_dtype
+from mtp_train.trunk.precision import slow_halves
 from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.weights.identity import RECORD_FILE, Records
 from mtp_train.weights.quantised import quant_method
+from mtp_train.weights.run_export import RECIPE_FILE
 
 
 class Stage:

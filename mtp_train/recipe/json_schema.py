@@ -18,10 +18,10 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
+from mtp_train.head_kinds import head_kind_names
 from mtp_train.losses.catalogue import loss_names
 from mtp_train.recipe import schema
 from mtp_train.recipe.auto_fields import AUTO, STAND_INS
-from mtp_train.recipe.head_kinds import head_kind_names
 from mtp_train.recipe.schema import Recipe
 
 Node = dict[str, Any]

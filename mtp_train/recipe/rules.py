@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from mtp_train.head_kinds import find_head_kind
 from mtp_train.losses.catalogue import find_loss
-from mtp_train.recipe.head_kinds import find_head_kind
 from mtp_train.recipe.json_schema import shown
 from mtp_train.recipe.schema import AUTO, DENSE_TOKENS, Recipe
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from mtp_train.head_kinds import find_head_kind, head_kind_names
 from mtp_train.losses.catalogue import loss_choices, loss_names
-from mtp_train.recipe.head_kinds import find_head_kind, head_kind_names
 
 AUTO = "auto"
 DENSE_TOKENS = 16384

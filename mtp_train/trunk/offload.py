@@ -15,36 +15,10 @@ from typing import Literal
 import torch
 from accelerate import cpu_offload, disk_offload
 
-from mtp_train.errors import CheckpointError, RecipeError
-from mtp_train.families import RawConfig
-from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.trunk.load import Trunk
-from mtp_train.weights.quantised import quant_method
 
 Offload = Literal["cpu", "disk"]
 FOLDER_PREFIX = ".offload-"
-
-
-def require_offload(offload: Offload, world_size: int, config: RawConfig, *, where: Path) -> None:
-    """Check that a run has one process, and a checkpoint whose layers accelerate can load one at a time.
-
-    Raises:
-        RecipeError: There are several processes.
-        CheckpointError: The weights are quantised.
-    """
-    if world_size > 1:
-        raise RecipeError(
-            [
-                f"model.offload: {offload}, with {world_size} processes; expected one process. Launch with "
-                f"{accelerate_file('single')}; or write model.offload: null and use {accelerate_file('fsdp2')}."
-            ]
-        )
-    method = quant_method(config)
-    if method is not None:
-        raise CheckpointError(
-            f"{where}: quantised with {method}, while model.offload is {offload}; expected plain weights. Write "
-            "model.offload: null, or point model.trunk at the unquantised checkpoint."
-        )
 
 
 def offload_layers(trunk: Trunk, offload: Offload, device: torch.device, directory: Path) -> None:

@@ -19,7 +19,6 @@ import torch
 
 from mtp_train.families import Family
 from mtp_train.heads.diagnose import stored_dtype
-from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 
 Precision = Literal["fp32", "bf16"]
@@ -112,13 +111,6 @@ def main_memory_bytes() -> int:
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdigit() else total
-
-
-def trunk_dtype(recipe: Recipe, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype in which a trunk is held: the recipe's, or for ``auto`` :func:`automatic_dtype`."""
-    if recipe.model.dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
-    return automatic_dtype(checkpoint, checkpoint.family, device)
 
 
 def automatic_dtype(checkpoint: Checkpoint, family: Family, device: torch.device) -> torch.dtype:

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from mtp_train.errors import CheckpointError
 from mtp_train.families import RawConfig, require_served_trunk
 from mtp_train.families.drafts.record import SpeculatorsForm, parts_of
-from mtp_train.recipe.head_kinds import HeadKind, draft_kinds, find_head_kind
+from mtp_train.head_kinds import HeadKind, draft_kinds, find_head_kind
 from mtp_train.weights.artifact import Artifact
 from mtp_train.weights.files import CONFIG_FILE, SINGLE_FILE, TORCH_DTYPES, Checkpoint
 from mtp_train.weights.keymap import HeadLayout

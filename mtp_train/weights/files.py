@@ -23,7 +23,7 @@ from torch import Tensor
 from mtp_train.errors import CheckpointError
 from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config, refuse_unserved_heads
 from mtp_train.families.engines import EngineSupport
-from mtp_train.recipe.loading import exported_of
+from mtp_train.weights.run_export import exported_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

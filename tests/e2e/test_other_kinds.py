@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from test_attach_head import ATTACH, write_headless
 
 from launching import ROOT, metrics, outcome, start
+from mtp_train import head_kinds
 from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError
 from mtp_train.families.drafts.eagle3 import Eagle3Layer
+from mtp_train.head_kinds import register_head_kind
 from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
-from mtp_train.recipe import head_kinds
-from mtp_train.recipe.head_kinds import register_head_kind
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.weights.files import open_checkpoint
 from runs import document, run_quietly, write_recipe

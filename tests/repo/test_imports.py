@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -20,8 +21,8 @@ ORDER = (
     "mtp_train.stopping",
     "mtp_train.progress",
     "mtp_train.upstream",
+    "mtp_train.head_kinds",
     "mtp_train.losses",
-    "mtp_train.recipe",
     "mtp_train.acceptance",
     "mtp_train.families",
     "mtp_train.weights",
@@ -29,6 +30,7 @@ ORDER = (
     "mtp_train.heads",
     "mtp_train.trunk",
     "mtp_train.data",
+    "mtp_train.recipe",
     "mtp_train.train",
     "mtp_inference",
     "mtp_train.evaluation",
@@ -44,6 +46,7 @@ DECODER_SEES = (
     "mtp_inference",
     "mtp_train.errors",
     "mtp_train.upstream",
+    "mtp_train.head_kinds",
     "mtp_train.acceptance",
     "mtp_train.families",
     "mtp_train.weights",
@@ -202,7 +205,8 @@ def test_a_circle_is_found() -> None:
         ("mtp_train.heads.step", "from ..train import loop", "mtp_train.train.loop"),
         ("mtp_train.heads.step", "from mtp_train.trunk.load import Trunk", "mtp_train.trunk.load.Trunk"),
         ("mtp_train.families", "from .. import weights", "mtp_train.weights"),
-        ("mtp_train.recipe.schema", "from mtp_train import acceptance", "mtp_train.acceptance"),
+        ("mtp_train.recipe.schema", "from mtp_train import train", "mtp_train.train"),
+        ("mtp_train.weights.files", "from mtp_train.recipe import loading", "mtp_train.recipe.loading"),
         ("mtp_train.data.pack", "from mtp_inference import reference", "mtp_inference.reference"),
         ("mtp_train.train.loop", "import mtp_inference.decoder", "mtp_inference.decoder"),
         ("mtp_train.train.loop", "import mtp_train.job.pipeline", "mtp_train.job.pipeline"),
@@ -263,6 +267,27 @@ def test_the_decoder_leaves_the_trainer_stack_alone() -> None:
     not_ours = heavy_imports("from transformers import AttentionInterface", TRAINER_STACK)
     assert not_ours <= {"accelerate"}
     assert heavy_imports("import mtp_inference", TRAINER_STACK) <= not_ours
+
+
+def test_checkpoints_are_read_and_decoded_without_the_recipe_and_pydantic() -> None:
+    """An image of a serving stack may lack pydantic, and needs no recipe."""
+    program = """
+        import sys
+        sys.modules["pydantic"] = None
+        from mtp_inference import SpeculativeDecoder
+        decoder = SpeculativeDecoder.from_pretrained("demo:base", depth=3, device="cpu")
+        (result,) = decoder.generate("import ", max_new_tokens=8)
+        assert len(result.token_ids) == 8 and result.num_drafts
+        import mtp_train.weights.artifact
+        assert not [name for name in sys.modules if name.startswith("mtp_train.recipe")]
+    """
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))}
+    done = subprocess.run([sys.executable, "-c", dedent(program)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # The control: a recipe needs pydantic.
+    control = 'import sys\nsys.modules["pydantic"] = None\nimport mtp_train.recipe.loading'
+    done = subprocess.run([sys.executable, "-c", control], env=env, capture_output=True, text=True, check=False)
+    assert "pydantic" in done.stderr
 
 
 def test_a_heavy_import_is_found_in_a_package_that_hides_it(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from mtp_train import head_kinds
 from mtp_train.errors import RecipeError, UnsupportedModelError
 from mtp_train.families import draft_kind, family_named, of_kind
 from mtp_train.families.drafts.record import parts_of
-from mtp_train.recipe import head_kinds
-from mtp_train.recipe.head_kinds import draft_kinds, find_head_kind, head_kind_names, register_head_kind
+from mtp_train.head_kinds import draft_kinds, find_head_kind, head_kind_names, register_head_kind
 from mtp_train.recipe.schema import Recipe
 from runs import tiny_recipe
 from toy_kind import TOY

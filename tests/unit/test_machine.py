@@ -15,11 +15,12 @@ from rich.progress import Progress
 from mtp_train.errors import GateRefusedError, OutputExistsError
 from mtp_train.job import pipeline
 from mtp_train.job.run_dir import Outcome, claim
-from mtp_train.recipe.loading import RECIPE_FILE, load_recipe
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train import threads as machine
 from mtp_train.train.launcher import NOTHING, Request
 from mtp_train.train.threads import threads_are_set, threads_for, use_threads
+from mtp_train.weights.run_export import RECIPE_FILE
 from runs import tiny_recipe, write_inputs
 
 DEFAULT = Request(None, None, default_threads=True)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-TORCH_DEVICES = ("cpu", "meta")
-"""Devices on which the operations compute with torch. A round on the meta device has the launches of one on a GPU."""
+import torch
+
+
+def torch_operation(name: str, *, mutates_args: tuple[str, ...]) -> Callable[[Callable[..., Any]], Any]:
+    """Register a function as an operation that computes with torch on CPUs and on the meta device."""
+
+    def registered(function: Callable[..., Any]) -> Any:
+        operation = torch.library.custom_op(name, mutates_args=mutates_args, device_types="cpu")(function)
+        # torch 2.11 registers the meta device twice where device_types names it.
+        operation.register_fake(function)
+        return operation
+
+    return registered
 
 
 def run_on_gpus(operation: Any, launch: str) -> None:

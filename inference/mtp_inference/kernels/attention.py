@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtp_inference.kernels import TORCH_DEVICES, run_on_gpus
+from mtp_inference.kernels import run_on_gpus, torch_operation
 
 MAX_KEY_BYTES = 1024
 """Bytes of the widest key or value. Even the smallest blocks of wider ones exceed the 64 KiB of shared memory that a
@@ -78,7 +78,7 @@ def attend_in_torch(
     return (weight_BHTS @ value_BHSV).to(query_BHTX.dtype).transpose(1, 2).contiguous()
 
 
-@torch.library.custom_op("mtp_inference::attend_window", mutates_args=(), device_types=TORCH_DEVICES)
+@torch_operation("mtp_inference::attend_window", mutates_args=())
 def attend_window(
     query: Tensor,
     key: Tensor,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mtp_inference.cache.delta import DeltaWindow, gated_delta_token, gated_delta_window, require_short
-from mtp_inference.kernels import TORCH_DEVICES, run_on_gpus
+from mtp_inference.kernels import run_on_gpus, torch_operation
 from mtp_train.upstream.transformers_private import ACT2FN
 
 CONV_ACTIVATIONS = ("", "silu")
@@ -40,7 +40,7 @@ def conv_in_torch(
     return known_BCN, output_BCT.transpose(1, 2).contiguous()
 
 
-@torch.library.custom_op("mtp_inference::conv_window", mutates_args=(), device_types=TORCH_DEVICES)
+@torch_operation("mtp_inference::conv_window", mutates_args=())
 def conv_window(
     before: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ def conv_window(
 run_on_gpus(conv_window, "launch_conv_window")
 
 
-@torch.library.custom_op("mtp_inference::delta_window", mutates_args=(), device_types=TORCH_DEVICES)
+@torch_operation("mtp_inference::delta_window", mutates_args=())
 def delta_window(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, normalises: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -71,7 +71,7 @@ def delta_window(
 run_on_gpus(delta_window, "launch_delta_window")
 
 
-@torch.library.custom_op("mtp_inference::delta_token", mutates_args=("state",), device_types=TORCH_DEVICES)
+@torch_operation("mtp_inference::delta_token", mutates_args=("state",))
 def delta_token(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, normalises: bool
 ) -> Tensor:

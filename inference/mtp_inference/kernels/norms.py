@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
-from mtp_inference.kernels import TORCH_DEVICES, run_on_gpus
+from mtp_inference.kernels import run_on_gpus, torch_operation
 
 MAX_WIDTH = 16384
 """Largest width that one program of the kernel holds in registers."""
@@ -61,7 +61,7 @@ def rms_norm_in_torch(x: Tensor, weight_D: Tensor, gate: Tensor | None, eps: flo
     return (scaled * _GATES[formula.activation](gate.float())).to(x.dtype)
 
 
-@torch.library.custom_op("mtp_inference::rms_norm", mutates_args=(), device_types=TORCH_DEVICES)
+@torch_operation("mtp_inference::rms_norm", mutates_args=())
 def rms_norm(
     x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, offset: float, rounds_first: bool, activation: str
 ) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_inference.kernels import TORCH_DEVICES, run_on_gpus
+from mtp_inference.kernels import run_on_gpus, torch_operation
 
 Rotary = Callable[..., tuple[Tensor, Tensor]]
 _WIDTH = 8
@@ -30,7 +30,7 @@ def rotated_in_torch(part_BHTX: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Ten
     return torch.cat((turned, passed), dim=-1).contiguous()
 
 
-@torch.library.custom_op("mtp_inference::rotate", mutates_args=(), device_types=TORCH_DEVICES)
+@torch_operation("mtp_inference::rotate", mutates_args=())
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys (B, H, T, X) by one operation. All tensors have one dtype."""
     return rotated_in_torch(query, cos, sin), rotated_in_torch(key, cos, sin)

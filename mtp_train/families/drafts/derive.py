@@ -10,7 +10,7 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.drafts.record import parts_of
 from mtp_train.families.engines import EngineSupport, complete
 from mtp_train.families.spec import Declaration, Engines, Family, RawConfig, Wiring
-from mtp_train.recipe.head_kinds import HeadKind, draft_kinds, find_head_kind, head_kind_names
+from mtp_train.head_kinds import HeadKind, draft_kinds, find_head_kind, head_kind_names
 
 _BEYOND_ATTACHED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families whose releases have an MTP head, and whose trunks may get a head of another kind too."""

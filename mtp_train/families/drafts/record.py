@@ -17,7 +17,7 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.convention import Convention
 from mtp_train.families.engines import EngineSupport
 from mtp_train.families.spec import Family, HeadLayer, KeyRule, RawConfig
-from mtp_train.recipe.head_kinds import HeadKind
+from mtp_train.head_kinds import HeadKind
 
 
 class Block(nn.Module):

@@ -14,7 +14,7 @@ from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
 from mtp_train.job.input_identity import ADAPTER, TRUNK, claimed_by_run
 from mtp_train.job.run_dir import PROVENANCE_FILE
-from mtp_train.recipe.loading import RECIPE_FILE, is_run, load_recipe
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.trunk.whole import require_whole_trunk
 from mtp_train.weights.adapter import locate_adapter
 from mtp_train.weights.artifact import Artifact, load_artifact
@@ -23,6 +23,7 @@ from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.identity import checkpoint_files, directory_files, require_same
 from mtp_train.weights.locations import is_head_directory, open_location, refuse_adapter
 from mtp_train.weights.native import NativeHead, native_head_of
+from mtp_train.weights.run_export import RECIPE_FILE, is_run
 
 HEAD_DIRECTORY, EXPORT_DIRECTORY = "head", "export"
 

@@ -12,10 +12,9 @@ from torch import nn
 from mtp_train.errors import CheckpointError, RecipeError, UnsupportedModelError
 from mtp_train.families import Family, RawConfig
 from mtp_train.heads.diagnose import trunk_config
-from mtp_train.job.inputs import Inputs
+from mtp_train.job.inputs import Inputs, trunk_dtype
 from mtp_train.recipe.schema import Recipe, SftSection, TrunkLoraSpec
 from mtp_train.trunk.load import Trunk, empty_trunk, load_trunk
-from mtp_train.trunk.precision import trunk_dtype
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.quantised import quant_method
 

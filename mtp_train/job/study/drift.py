@@ -37,11 +37,10 @@ from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.experts import following_autocast
 from mtp_train.heads.module import MtpHead
 from mtp_train.job.evaluate_run import dense_batches, held_out_prompts
-from mtp_train.job.inputs import Inputs
+from mtp_train.job.inputs import Inputs, trunk_dtype
 from mtp_train.recipe.schema import FineTuneSpec, Recipe
 from mtp_train.train.teacher_forced import dense_metrics
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.trunk.precision import trunk_dtype
 from mtp_train.upstream.accelerate_private import shared_states
 from mtp_train.upstream.transformers_private import use_one_gpu
 from mtp_train.weights.change import shared_tensors, squared_change
