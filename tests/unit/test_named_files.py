@@ -20,7 +20,7 @@ from checkpoints import all_tensors, same, shard
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.trunk.load import load_trunk
-from mtp_train.weights.export import source_files
+from mtp_train.weights.contents import source_files
 from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from runs import document, refusal, tree, write_inputs
 
@@ -230,11 +230,6 @@ def link_of_a_file(base: Path, outside: Path) -> str:
     return r"notes\.txt: a link, which could bring in files from anywhere"
 
 
-def link_of_weights_that_no_index_names(base: Path, outside: Path) -> str:
-    (base / "consolidated.safetensors").symlink_to(base / SHARDS[0])
-    return r"consolidated\.safetensors: a link, which could bring in files from anywhere"
-
-
 def link_of_a_directory(base: Path, outside: Path) -> str:
     (base / "more").symlink_to(outside)
     return r"more: a link to a directory, which could bring in files from anywhere"
@@ -250,7 +245,7 @@ def loop_of_a_link(base: Path, outside: Path) -> str:
     return r"tokenizer\.model: a link, which could bring in files from anywhere"
 
 
-LINKS = [link_of_a_file, link_of_weights_that_no_index_names, link_of_a_directory, loop_of_directories, loop_of_a_link]
+LINKS = [link_of_a_file, link_of_a_directory, loop_of_directories, loop_of_a_link]
 
 
 @pytest.mark.parametrize("add", LINKS)
@@ -271,11 +266,11 @@ def test_any_other_link_is_refused_where_files_are_copied_and_does_not_hinder_re
     assert document(["inspect", base], capfd)["status"] == "healthy"
 
 
-def test_hidden_files_pickles_and_training_checkpoints_may_be_links_as_nobody_copies_them(
+def test_hidden_files_pickles_other_weights_and_training_checkpoints_may_be_links_as_nobody_copies_them(
     base: Path, tmp_path: Path
 ) -> None:
     names = {file.name for file in source_files(open_checkpoint(base))}
-    for name in (".cache", "optimizer.pt", "checkpoint-latest"):
+    for name in (".cache", "optimizer.pt", "consolidated.safetensors", "checkpoint-latest"):
         (base / name).symlink_to(tmp_path)
     assert {file.name for file in source_files(open_checkpoint(base))} == names
 
