@@ -21,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
+from mtp_train.heads.unnamed import unnamed_files
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 from mtp_train.weights.keymap import HeadLayout, Mapped
 from mtp_train.weights.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
@@ -49,6 +50,8 @@ class HeadDiagnosis:
     """Quantised weights in a format that we do not read, with their scales; the weights count as present."""
     method: str | None = None
     """The quantisation method of ``packed_keys``."""
+    unnamed_in: tuple[str, ...] = ()
+    """Files with head tensors that a checkpoint without a head has in its directory and does not name."""
 
     @property
     def complete(self) -> bool:
@@ -67,7 +70,9 @@ class HeadDiagnosis:
     def describe(self) -> str:
         """Return one phrase that describes the first problem of the head, for an error message."""
         if not self.found_keys:
-            return f"holds no head tensors (config declares {self.declared_modules} module(s))"
+            missing = f"holds no head tensors (config declares {self.declared_modules} module(s))"
+            named = ", ".join(self.unnamed_in[:3])
+            return f"{missing}; {named} has some and is no part of the checkpoint" if named else missing
         if self.shape_errors:
             return f"head shape mismatch: {self.shape_errors[0]} ({len(self.shape_errors)} in all)"
         if self.dtype_errors:
@@ -203,6 +208,14 @@ def _diagnose_by_rules(
 def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     """Compare the head keys of a checkpoint with those that its family and config need."""
     layout = layout_of(checkpoint)
+    diagnosis = _diagnose_head(checkpoint, layout)
+    if diagnosis.found_keys:
+        return diagnosis
+    unnamed = unnamed_files(checkpoint, layout)
+    return replace(diagnosis, unnamed_in=tuple(one.file for one in unnamed if one.num_head_tensors))
+
+
+def _diagnose_head(checkpoint: Checkpoint, layout: HeadLayout) -> HeadDiagnosis:
     declared = layout.family.declared_modules(checkpoint.config)
     found = tuple(key for key in checkpoint.tensors if layout.is_head_key(key))
     own = (key for key in found if layout.shared_key(key) is None and not is_scale(key, checkpoint.tensors))

@@ -11,8 +11,9 @@ from mtp_train.errors import CheckpointError
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.weights.adapter import read_adapter
 from mtp_train.weights.artifact import Artifact
+from mtp_train.weights.contents import source_files
 from mtp_train.weights.draft_checkpoint import DraftForm, require_readable, write_draft_checkpoint
-from mtp_train.weights.export import LinkMode, source_files
+from mtp_train.weights.export import LinkMode
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.lora_merge import plan_changes, write_adapted
 

@@ -19,7 +19,9 @@ from rich.progress import Progress
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
 from mtp_train.evaluation.settings import draft_depth
+from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.flex import require_flex_device
+from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.job.auto import settle_training, tell_choices
 from mtp_train.job.decoder_check import check_decoder
 from mtp_train.job.evaluate_run import Evaluation, evaluate_run
@@ -259,7 +261,8 @@ def export_head(recipe: Recipe, run_dir: Path, inputs: Inputs, progress: Progres
         artifact, link = load_artifact(run_dir / HEAD), recipe.export.link
         write_export(inputs.finetune, artifact, run_dir / EXPORT, adapter=inputs.adapter, link=link, progress=progress)
     write_card(run_dir, run_dir / EXPORT)
-    return f" Exported to {run_dir / EXPORT}."
+    unnamed = unnamed_files(inputs.finetune, layout_of(inputs.finetune))
+    return " ".join([f" Exported to {run_dir / EXPORT}.", *left_out(unnamed)])
 
 
 def settle_length(

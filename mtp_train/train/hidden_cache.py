@@ -238,6 +238,7 @@ def _write(states_SD: Tensor, dtype: torch.dtype, path: Path) -> None:
         tensors = {STATES: states_SD.float() / scales_S1, SCALES: scales_S1}
     # Two runs may build the same cache, also on two machines: each writes under a name of its own, then renames.
     partial = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
     stored = {STATES: SAFETENSORS_DTYPES[dtype], SCALES: SAFETENSORS_DTYPES[torch.float32]}
     write_safetensors(partial, [held_tensor(name, stored[name], values) for name, values in tensors.items()])
     partial.replace(path)

@@ -4,28 +4,32 @@ Trunk bytes are never re-encoded. :func:`write_checkpoint` hard-links or copies 
 that already has head tensors of the same shape and dtype is copied and patched. Other head tensors go into one new
 shard, which the index lists. A shard with a packed head that the new one replaces is written without it.
 :func:`add_in_place` adds a head to a checkpoint that has none. :func:`write_head_only` leaves the trunk out.
+:func:`patched_documents` returns a checkpoint's JSON files with the head's settings.
 
-:func:`source_files` returns the files that belong to a copy of a checkpoint, and :func:`patched_documents` its JSON
-files with the head's settings.
+A file of the source is never written to, also not through a link: only the weights that the checkpoint names are
+linked, and every file is created exclusively.
 """
 
 from __future__ import annotations
 
 import copy
+import errno
+import filecmp
 import itertools
+import logging
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from mtp_train.errors import CheckpointError
+from mtp_train.weights.contents import WEIGHT_SUFFIXES, source_files
 from mtp_train.weights.files import (
     CONFIG_FILE,
     INDEX_FILE,
-    PICKLE_SUFFIXES,
     SINGLE_FILE,
     Checkpoint,
     TensorInfo,
@@ -52,16 +56,12 @@ from mtp_train.weights.writing import (
     write_safetensors,
 )
 
+logger = logging.getLogger(__name__)
+
 HEAD_FILE = "model-mtp.safetensors"
 LinkMode = Literal["hard", "copy"]
-# The files beside the weights from which a model, its tokenizer or its processor is loaded.
-_NAMED = re.compile(
-    r".*config\.json|model\.safetensors\.index\.json|tokenizer.*\.(?:json|model)|spiece\.model|.*\.tiktoken"
-    r"|(?:vocab|added_tokens|special_tokens_map)\.(?:json|txt)|merges\.txt|chat_template.*\.(?:json|jinja)"
-)
-# write_head_only leaves these out. The other files beside the weights are small and may be needed: tokenizer,
-# generation config, chat template, processor.
-_WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+# A hard link is not possible: another file system, one without links, too many links, or another user's file.
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path, *, link: LinkMode) -> None:
@@ -82,8 +82,9 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
     dropped = _replaced_packed(source, layout, tensors)
     patches, additions = _sort_by_place(source, layout, tensors, dropped)
     trimmed = {source.tensors[key].file for key in dropped}
-    added_to = _new_file(source)
-    renames = _shard_names(source, additions)
+    taken = {entry.name for entry in source.path.iterdir()}
+    added_to = _new_file(taken)
+    renames = _shard_names(source, additions, added_to, taken)
     documents = patched_documents(source, layout, head)
     files = source_files(source)
     with new_directory(out, what="the checkpoint") as directory:
@@ -95,7 +96,7 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
             if str(relative) in trimmed:
                 _write_without(source, str(relative), dropped, patches.get(str(relative), []), target)
             elif str(relative) in patches:
-                shutil.copyfile(file, target)
+                copy_file(file, target)
                 patch_safetensors(target, patches[str(relative)])
             elif str(relative) not in skipped:
                 place_file(file, target, link)
@@ -127,13 +128,21 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
             f"{source.path}: has {len(patches)} file(s) with head tensors already; expected a checkpoint without a "
             "head. Use mtp-train graft, which writes a new checkpoint."
         )
-    added_to, renames = _new_file(source), _shard_names(source, additions)
+    # A head shard of an earlier save into this directory, whose index transformers has replaced.
+    earlier = source.path / HEAD_FILE
+    has_earlier = os.path.lexists(earlier) and HEAD_FILE not in {info.file for info in source.tensors.values()}
+    taken = {entry.name for entry in source.path.iterdir()} - ({HEAD_FILE} if has_earlier else set())
+    added_to = _new_file(taken)
+    renames = _shard_names(source, additions, added_to, taken)
     shard = source.path / renames.get(added_to, added_to)
     temporary = shard.with_name(f".{shard.name}.tmp")
     documents = patched_documents(source, layout, head)
     with full_disk_is_named(source.path, what="the head"):
         try:
+            temporary.unlink(missing_ok=True)
             write_safetensors(temporary, additions)
+            if has_earlier:
+                _set_aside(earlier, temporary)
             temporary.replace(shard)
         finally:
             temporary.unlink(missing_ok=True)
@@ -143,9 +152,21 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
         if SINGLE_FILE in renames:
             # transformers reads the single file while it exists, and the index after this rename.
             (source.path / SINGLE_FILE).replace(source.path / renames[SINGLE_FILE])
-            # A file of an earlier save in shards. transformers deletes its own files, but not this one.
-            (source.path / HEAD_FILE).unlink(missing_ok=True)
         sync_directory(source.path)
+
+
+def _set_aside(earlier: Path, written: Path) -> None:
+    """Remove an earlier head shard where the new one has the same bytes; rename any other, which may be the user's.
+
+    Under its own name llama.cpp's converter would read it after the new shard, and keep its tensors.
+    """
+    if earlier.is_file() and filecmp.cmp(earlier, written, shallow=False):
+        earlier.unlink()
+        return
+    names = (earlier.with_name(f"{earlier.name}.old-{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
+    earlier.rename(aside)
+    logger.warning("%s: contains another head than this checkpoint, renamed to %s", earlier, aside.name)
 
 
 def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path) -> None:
@@ -167,9 +188,9 @@ def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, ou
     with new_directory(out, what="the head") as directory:
         write_safetensors(directory / SINGLE_FILE, tensors)
         for file in files:
-            kept = file.parent == source.path and file.suffix not in _WEIGHT_SUFFIXES and file.name != INDEX_FILE
+            kept = file.parent == source.path and file.suffix not in WEIGHT_SUFFIXES and file.name != INDEX_FILE
             if kept and file.name not in documents:
-                shutil.copyfile(file, directory / file.name)
+                copy_file(file, directory / file.name)
         for name, document in documents.items():
             write_json(directory / name, document)
 
@@ -250,22 +271,30 @@ def _sort_by_place(
     return patches, additions
 
 
-def _new_file(source: Checkpoint) -> str:
-    """Return a file name that no shard has, as an earlier shard of the head may keep some of its tensors."""
-    taken = {info.file for info in source.tensors.values()}
+def _new_file(taken: Collection[str]) -> str:
+    """Return a file name for a new shard that no file of the source has, whether the index names that file or not."""
     names = itertools.chain([HEAD_FILE], (f"model-mtp-{number}.safetensors" for number in itertools.count(2)))
     return next(name for name in names if name not in taken)
 
 
-def _shard_names(source: Checkpoint, additions: list[PendingTensor]) -> Mapping[str, str]:
+def _shard_names(
+    source: Checkpoint, additions: list[PendingTensor], added_to: str, taken: Collection[str]
+) -> Mapping[str, str]:
     """Return new names for shards, old name to new.
 
-    A single ``model.safetensors`` to which a shard is added becomes shard 1 of 2. Beside an index, loaders disagree on
+    A ``model.safetensors`` that becomes one of several shards gets another name. Beside an index, loaders disagree on
     whether ``model.safetensors`` or the index counts (transformers takes the file, vLLM the index).
     """
-    if source.index is None and additions:
-        return {SINGLE_FILE: "model-00001-of-00002.safetensors", HEAD_FILE: "model-00002-of-00002.safetensors"}
-    return {}
+    files = {info.file for info in source.tensors.values()}
+    if SINGLE_FILE not in files or not (additions or len(files) > 1):
+        return {}
+    both = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    if files == {SINGLE_FILE} and not {*both} & {*taken}:
+        return dict(zip((SINGLE_FILE, added_to), both, strict=True))
+    names = itertools.chain(
+        ["model-trunk.safetensors"], (f"model-trunk-{number}.safetensors" for number in itertools.count(2))
+    )
+    return {SINGLE_FILE: next(name for name in names if name not in taken)}
 
 
 def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> dict[str, Any]:
@@ -279,7 +308,8 @@ def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) 
     """
     config = _with_fields(source, head.config_fields)
     documents: dict[str, Any] = {} if config is None else {CONFIG_FILE: config}
-    if all(pending.origin == (source.path, pending.key) for pending in head.tensors):
+    stays = (pending.key in source.tensors and pending.origin == (source.path, pending.key) for pending in head.tensors)
+    if all(stays):
         return documents
     groups = plain_modules(head.tensors, layout)
     quantised = leave_alone(config or source.config, groups, where=str(source.path))
@@ -298,6 +328,11 @@ def _with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any
     for name, value in fields.items():
         (config if name == source.family.declaration.section else text_config)[name] = value
     return None if config == source.config else config
+
+
+def full_index(source: Checkpoint) -> dict[str, Any]:
+    """Return a checkpoint's index with every tensor of its shards, also those that its own index does not list."""
+    return _index(source, [], "", {}, set())
 
 
 def _index(
@@ -323,55 +358,31 @@ def _index(
     }
 
 
-def source_files(source: Checkpoint) -> list[Path]:
-    """Return the files that a copy of a checkpoint needs, sorted by path: the weights, and the files beside them.
-
-    Hidden files, pickles, training checkpoints, and other models in subdirectories are left out.
+def place_file(file: Path, target: Path, link: LinkMode) -> None:
+    """Hard-link a shard of weights, or copy it; every other file is copied, so that it can be edited in the export.
 
     Raises:
-        CheckpointError: A link that could bring in files from anywhere is among them.
+        FileExistsError: ``target`` exists.
     """
-    # Weights are always included: their directories may have names like the ones that are left out.
-    weights = {source.path / info.file for info in source.tensors.values()}
-    return sorted(weights.union(_files_under(source.path, source.path, weights)))
-
-
-def _files_under(root: Path, directory: Path, weights: Set[Path]) -> Iterator[Path]:
-    for entry in sorted(directory.iterdir()):
-        if entry.name.startswith((".", "checkpoint-")) or entry.suffix in PICKLE_SUFFIXES or entry in weights:
-            continue
-        if entry.is_symlink():
-            _require_known_link(root, entry)
-            yield entry
-        elif entry.is_dir():
-            yield from _files_under(root, entry, weights) if not (entry / CONFIG_FILE).exists() else ()
-        elif entry.is_file():
-            yield entry
-
-
-def _require_known_link(root: Path, link: Path) -> None:
-    """Raise a CheckpointError for a link that is neither one of a model's own files nor a link into the hub's cache."""
-    real_root = root.resolve()
-    if link.is_file():
-        # In the hub's cache every file of snapshots/REVISION is a link into blobs, two directories up.
-        blobs = real_root.parents[1] / "blobs" if real_root.parent.name == "snapshots" else None
-        if (link.parent == root and _NAMED.fullmatch(link.name)) or link.resolve().parent == blobs:
-            return
-    found = "a link to a directory" if link.is_dir() else "a link"
-    raise CheckpointError(
-        f"{link}: {found}, which could bring in files from anywhere; expected links only to weights, config, tokenizer "
-        "and processor files, or into the hub cache's blobs. Replace the link with the file, or remove the link."
-    )
-
-
-def place_file(file: Path, target: Path, link: LinkMode) -> None:
-    """Hard-link a shard of weights, or copy it; every other file is copied, so that it can be edited in the export."""
     # The hub's cache contains symbolic links; the hard link has to be to the file behind them.
     real = file.resolve()
     if link == "hard" and target.suffix == ".safetensors":
         try:
             os.link(real, target)
-        except OSError:
-            shutil.copyfile(real, target)
-    else:
-        shutil.copyfile(real, target)
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise
+        else:
+            return
+    copy_file(real, target)
+
+
+def copy_file(file: Path, target: Path) -> None:
+    """Copy a file's content to a new file.
+
+    Raises:
+        FileExistsError: ``target`` exists.
+    """
+    # shutil.copyfile writes to what is there, through a link too. A file that we have just created is no link.
+    target.touch(exist_ok=False)
+    shutil.copyfile(file, target)

@@ -7,6 +7,7 @@ fails in the middle of a write.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -153,6 +154,26 @@ class Checkpoint:
         row_bytes = info.num_bytes // info.shape[0]
         data = self._read_bytes(key, first * row_bytes, (stop - first) * row_bytes)
         return data.view(TORCH_DTYPES[info.dtype]).view(-1, *info.shape[1:])
+
+    @property
+    def unlisted_keys(self) -> tuple[str, ...]:
+        """Keys of tensors in the index's shards that the index does not list; empty for a single file."""
+        listed = self.tensors if self.index is None else self.index["weight_map"]
+        return tuple(key for key in self.tensors if key not in listed)
+
+    def same_bytes(self, other: Checkpoint, key: str, block_bytes: int = 1 << 24) -> bool:
+        """Return whether a tensor that both contain has the same dtype, shape and bytes; read in blocks."""
+        ours, theirs = self.tensors[key], other.tensors[key]
+        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            return False
+        same_place = self._starts[ours.file, key] == other._starts[theirs.file, key]
+        if same_place and os.path.samefile(self.path / ours.file, other.path / theirs.file):
+            return True
+        return all(
+            torch.equal(self._read_bytes(key, offset, count), other._read_bytes(key, offset, count))
+            for offset in range(0, ours.num_bytes, block_bytes)
+            for count in [min(block_bytes, ours.num_bytes - offset)]
+        )
 
     def _read_bytes(self, key: str, offset: int, count: int) -> Tensor:
         """Return ``count`` bytes of a tensor, from its byte ``offset`` on, as a uint8 tensor."""
@@ -381,14 +402,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = _own_config(path)
     _require_generation_config(path)
     _refuse_other_weights(path, config)
-    # transformers prefers the single file to an index, and so do we.
     for name in (SINGLE_FILE, INDEX_FILE):
         named_file(path, name, named_by=path)
-    if (path / SINGLE_FILE).is_file():
-        return Checkpoint(path, config, None, scan_safetensors(path / SINGLE_FILE))
+    single = scan_safetensors(path / SINGLE_FILE) if (path / SINGLE_FILE).is_file() else None
     if (path / INDEX_FILE).is_file():
         index = parse_object(read_text_file(path / INDEX_FILE), path / INDEX_FILE, unique=True)
-        return Checkpoint(path, config, index, _scan_indexed(path, index))
+        if single is None or not _adds_nothing(path, index):
+            indexed = Checkpoint(path, config, index, _scan_indexed(path, index))
+            if single is not None:
+                _require_one_model(indexed, Checkpoint(path, config, None, single))
+            return indexed
+    if single is not None:
+        return Checkpoint(path, config, None, single)
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
     if pickles:
         raise CheckpointError(
@@ -397,6 +422,47 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     raise CheckpointError(
         f"{path}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}. Point at the directory that contains them."
+    )
+
+
+def _adds_nothing(path: Path, index: Mapping[str, Any]) -> bool:
+    """Return whether an index beside the single file names that file alone, or shards that are no longer there.
+
+    transformers' ``save_pretrained`` deletes the shards of an earlier save, but not their index.
+    """
+    weight_map = index.get("weight_map")
+    files = weight_map.values() if isinstance(weight_map, dict) else ()
+    names = {file for file in files if isinstance(file, str)}
+    return bool(names) and (names == {SINGLE_FILE} or not all(os.path.isfile(path / name) for name in names))
+
+
+_COMPARED: set[tuple[object, ...]] = set()
+"""The status of files in which this process has compared all tensors: a large checkpoint is read once for it."""
+
+
+def _require_one_model(indexed: Checkpoint, single: Checkpoint) -> None:
+    """Raise a CheckpointError where the single file and the index's shards differ: loaders read one or the other."""
+    files = sorted({info.file for info in indexed.tensors.values()})
+    if SINGLE_FILE in files:
+        return
+    found = [(indexed.path / file).stat() for file in (SINGLE_FILE, *files)]
+    compared = tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
+    if compared in _COMPARED:
+        return
+    # Small tensors first: in two different models they differ too.
+    shared = sorted(indexed.tensors.keys() & single.tensors.keys(), key=lambda key: single.tensors[key].num_bytes)
+    other_shape = (key for key in shared if indexed.tensors[key].shape != single.tensors[key].shape)
+    other_bytes = (key for key in shared if not indexed.same_bytes(single, key))
+    differs = next(itertools.chain(other_shape, other_bytes), None)
+    if shared and differs is None:
+        _COMPARED.add(compared)
+        return
+    reason = f"{differs} differs" if shared else "no tensor is in both"
+    raise CheckpointError(
+        f"{indexed.path}: contains two models, {SINGLE_FILE} and the {len(files)} file(s) of {INDEX_FILE} "
+        f"({', '.join(files[:3])}): {reason}. transformers reads {SINGLE_FILE}, vLLM and SGLang follow the index, and "
+        "llama.cpp's converter reads all model*.safetensors in sorted order, where the last copy of a tensor counts; "
+        f"expected one set of weights. Move {SINGLE_FILE}, or the index and its files, to another directory."
     )
 
 

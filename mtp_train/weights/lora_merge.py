@@ -20,13 +20,14 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.errors import CheckpointError
-from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, Adapter, LowRank, read_adapter
-from mtp_train.weights.export import LinkMode, place_file, source_files, write_checkpoint
-from mtp_train.weights.files import Checkpoint, open_checkpoint
+from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, Adapter, LowRank, read_adapter
+from mtp_train.weights.contents import source_files
+from mtp_train.weights.export import LinkMode, full_index, place_file, write_checkpoint
+from mtp_train.weights.files import INDEX_FILE, Checkpoint, open_checkpoint
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.native import NativeHead
 from mtp_train.weights.quantised import quant_method
-from mtp_train.weights.writing import RowChange, new_directory, rewrite_safetensors
+from mtp_train.weights.writing import RowChange, new_directory, rewrite_safetensors, write_json
 
 _BLOCK_BYTES = 1 << 25
 _FLOATS = ("F32", "F16", "BF16")
@@ -86,8 +87,7 @@ def write_merged(
     for key, change in changes.items():
         by_file.setdefault(source.tensors[key].file, {})[key] = change
     # Beside a model, transformers would apply the adapter a second time.
-    left_out = {ADAPTER_CONFIG_FILE, ADAPTER_FILE}
-    files = [file for file in source_files(source) if file.name not in left_out]
+    files = [file for file in source_files(source) if file.name != ADAPTER_CONFIG_FILE]
     with new_directory(out, what="the checkpoint") as directory:
         for file in progress.track(files, description="merging"):
             relative = file.relative_to(source.path)
@@ -98,6 +98,8 @@ def write_merged(
                 shutil.copymode(file, target)
             else:
                 place_file(file, target, link)
+        if source.unlisted_keys:
+            write_json(directory / INDEX_FILE, full_index(source))
     shards = {info.file for info in source.tensors.values()}
     own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
     return Merged(len(changes), len(by_file), len(shards) - len(by_file), len(own_head))

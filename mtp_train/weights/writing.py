@@ -80,7 +80,11 @@ def raw_bytes(tensor: Tensor, dtype: str) -> memoryview:
 
 
 def write_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
-    """Write a safetensors file, loading one tensor at a time, and flush it to disk."""
+    """Write a new safetensors file, loading one tensor at a time, and flush it to disk.
+
+    Raises:
+        FileExistsError: ``path`` exists.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for pending in tensors:
@@ -89,7 +93,8 @@ def write_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as handle:
+    # Exclusively: a file that exists may be a link to one of the user's.
+    with path.open("xb") as handle:
         handle.write(len(encoded).to_bytes(8, "little"))
         handle.write(encoded)
         for pending in tensors:
@@ -127,14 +132,15 @@ def rewrite_safetensors(source: Path, target: Path, changes: Mapping[str, RowCha
 
     Args:
         source: The file to read.
-        target: The file to write; not the same file.
+        target: The new file.
         changes: Key to the change of its tensor.
         block_bytes: Approximate size of a block; at least one row is held.
 
     Raises:
         CheckpointError: A changed tensor is no longer finite in its stored dtype.
+        FileExistsError: ``target`` exists.
     """
-    with source.open("rb") as reader, target.open("wb") as writer:
+    with source.open("rb") as reader, target.open("xb") as writer:
         size = reader.read(8)
         encoded = reader.read(int.from_bytes(size, "little"))
         writer.write(size + encoded)
@@ -174,7 +180,9 @@ def write_text(path: Path, content: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write bytes beside ``path``, flush, and rename over it."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as handle:
+    # Of a process that was killed.
+    temporary.unlink(missing_ok=True)
+    with temporary.open("xb") as handle:
         handle.write(content)
         _flush(handle)
     temporary.replace(path)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -17,10 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from adapters import write_adapter
 from checkpoints import all_tensors, same, shard
+from left_over import into_hub_cache
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.trunk.load import load_trunk
-from mtp_train.weights.export import source_files
+from mtp_train.weights.contents import source_files
 from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from runs import document, refusal, tree, write_inputs
 
@@ -176,21 +175,6 @@ def test_weights_that_transformers_alone_would_load_are_refused(found: str, base
 # Links
 
 
-def into_hub_cache(path: Path, cache: Path) -> Path:
-    """Store a checkpoint as the hub's cache does: blobs by hash, and a snapshot of links to them."""
-    repo = cache / "models--someone--model"
-    snapshot = repo / "snapshots" / "0123abc"
-    (repo / "blobs").mkdir(parents=True)
-    for file in sorted(path.rglob("*")):
-        if file.is_file():
-            name = hashlib.sha256(file.read_bytes()).hexdigest()
-            shutil.copyfile(file, repo / "blobs" / name)
-            link = snapshot / file.relative_to(path)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(os.path.relpath(repo / "blobs" / name, link.parent))
-    return snapshot
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
     nested: bool, base: Path, saved: Path, tmp_path: Path, capfd: Capture
@@ -230,11 +214,6 @@ def link_of_a_file(base: Path, outside: Path) -> str:
     return r"notes\.txt: a link, which could bring in files from anywhere"
 
 
-def link_of_weights_that_no_index_names(base: Path, outside: Path) -> str:
-    (base / "consolidated.safetensors").symlink_to(base / SHARDS[0])
-    return r"consolidated\.safetensors: a link, which could bring in files from anywhere"
-
-
 def link_of_a_directory(base: Path, outside: Path) -> str:
     (base / "more").symlink_to(outside)
     return r"more: a link to a directory, which could bring in files from anywhere"
@@ -250,7 +229,7 @@ def loop_of_a_link(base: Path, outside: Path) -> str:
     return r"tokenizer\.model: a link, which could bring in files from anywhere"
 
 
-LINKS = [link_of_a_file, link_of_weights_that_no_index_names, link_of_a_directory, loop_of_directories, loop_of_a_link]
+LINKS = [link_of_a_file, link_of_a_directory, loop_of_directories, loop_of_a_link]
 
 
 @pytest.mark.parametrize("add", LINKS)
@@ -271,11 +250,11 @@ def test_any_other_link_is_refused_where_files_are_copied_and_does_not_hinder_re
     assert document(["inspect", base], capfd)["status"] == "healthy"
 
 
-def test_hidden_files_pickles_and_training_checkpoints_may_be_links_as_nobody_copies_them(
+def test_hidden_files_pickles_other_weights_and_training_checkpoints_may_be_links_as_nobody_copies_them(
     base: Path, tmp_path: Path
 ) -> None:
     names = {file.name for file in source_files(open_checkpoint(base))}
-    for name in (".cache", "optimizer.pt", "checkpoint-latest"):
+    for name in (".cache", "optimizer.pt", "consolidated.safetensors", "checkpoint-latest"):
         (base / name).symlink_to(tmp_path)
     assert {file.name for file in source_files(open_checkpoint(base))} == names
 

@@ -79,7 +79,7 @@ RECORDS = {
     "GenerateResult": "requests settings pieces",
     "GraftResult": "out fine_tune base notes",
     "Inspection": "checkpoint family status stale head trunk trunk_changed non_finite_keys problems serves cure "
-    "runs_here note",
+    "runs_here note unlisted_keys unnamed_weights other_cure",
     "MergeResult": "out checkpoint adapter merged attached notes",
     "PushResult": "export repo files left_out uploaded url",
     "RecipesResult": "recipes accelerate",

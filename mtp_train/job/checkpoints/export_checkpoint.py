@@ -12,8 +12,9 @@ from rich.progress import Progress
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.gguf.sidecar import GgufKind
 from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.job.checkpoints.export_gguf import export_gguf
-from mtp_train.job.checkpoints.head_to_export import head_to_export
+from mtp_train.job.checkpoints.head_to_export import HeadToExport, head_to_export
 from mtp_train.job.display import quiet_progress
 from mtp_train.job.export_run import write_export
 from mtp_train.job.model_card import write_card
@@ -37,8 +38,8 @@ class ExportResult:
     flag: str | None = None
     """vLLM's flag that drafts with a head-only export; None for other forms."""
     notes: tuple[str, ...] = ()
-    """What to correct in the model card before it is published, and which layers of the trunk a draft model for
-    speculators reads; a sentence each."""
+    """What to correct in the model card before it is published, weight files that were left out, and which layers of
+    the trunk a draft model for speculators reads; a sentence each."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train export --json`` prints them."""
@@ -71,8 +72,10 @@ def export(
 ) -> ExportResult:
     """Write a servable checkpoint from a run that passed the gate, or from a checkpoint that holds a head.
 
-    The default form is the trunk's checkpoint with the head in it. A run's EAGLE, EAGLE-3 or Medusa head becomes a
-    draft model. ``head_only``, ``gguf`` and ``speculators`` choose another form; give at most one of them.
+    The default form is the trunk's checkpoint with the head in it, and an index that lists all tensors. A head in a
+    weight file that the checkpoint does not name becomes its head; other such files are left out. A run's EAGLE,
+    EAGLE-3 or Medusa head becomes a draft model. ``head_only``, ``gguf`` and ``speculators`` choose another form; give
+    at most one of them.
 
     Args:
         source: A run directory, or a checkpoint with a complete head, whether its config declares the head or not.
@@ -131,7 +134,7 @@ def _as_checkpoint(
             "eagle3. Leave --speculators out."
         )
     if head_only:
-        write_head_only(trunk, layout_of(trunk), head, out)
+        write_head_only(trunk, layout_of(found.holder), head, out)
         return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), found.num_depths))
     if found.artifact is not None:
         adapter, hub_id = found.adapter, found.hub_id
@@ -140,9 +143,20 @@ def _as_checkpoint(
         )
         with removed_on_failure(out):
             notes = write_card(source, out)
+        if found.kind == "mtp":
+            notes += left_out(unnamed_files(trunk, layout_of(trunk)))
         if form == "speculators":
             layers = found.artifact.family.wiring.trunk_layers(text_config_of(trunk))
             notes += (f"It reads the hidden states after the layers {', '.join(map(str, layers))} of its trunk.",)
         return ExportResult(out, trunk.path, notes=notes)
-    write_adapted(trunk, layout_of(trunk), head, out, adapter=None, link=link, progress=progress)
-    return ExportResult(out, trunk.path)
+    write_adapted(trunk, layout_of(found.holder), head, out, adapter=None, link=link, progress=progress)
+    return ExportResult(out, trunk.path, notes=_notes(found))
+
+
+def _notes(found: HeadToExport) -> tuple[str, ...]:
+    """Return the sentences about weight files that are no part of the checkpoint: the head's, and those left out."""
+    files = unnamed_files(found.trunk, layout_of(found.trunk))
+    taken = [one for one in files if found.holder is not found.trunk and one.num_head_tensors]
+    others = [one for one in files if one not in taken or one.num_tensors > one.num_head_tensors]
+    head = f"Its head is that of {', '.join(map(str, taken))}, which {found.trunk.path} does not name."
+    return (*([head] if taken else []), *left_out(others))

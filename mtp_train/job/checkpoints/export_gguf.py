@@ -36,9 +36,9 @@ def export_gguf(source: Path, out: Path, *, kind: GgufKind, progress: Progress) 
     """
     refuse_existing(out, what="the GGUF file")
     found = head_to_export(source, progress, alone=True)
-    trunk, layout = found.trunk, layout_of(found.trunk)
+    trunk, layout = found.trunk, layout_of(found.holder)
     # A checkpoint may store its head in FP8; read without ``verbatim``, the tensors are plain floats.
-    head = native_head_of(trunk, layout, layout) if found.artifact is None else found.head
+    head = native_head_of(found.holder, layout, layout) if found.artifact is None else found.head
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
     text_config = text_config_of(trunk)
     # The raw config has fields that transformers drops. A config that lists its layers one by one has no layer count.

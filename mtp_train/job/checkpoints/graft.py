@@ -9,6 +9,8 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_train.heads.build import graft_plan
+from mtp_train.heads.diagnose import diagnose_head
+from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
 from mtp_train.job.display import quiet_progress
 from mtp_train.job.model_card import write_graft_card
@@ -17,6 +19,7 @@ from mtp_train.trunk.whole import require_whole_trunk
 from mtp_train.weights.export import write_checkpoint
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.locations import open_location
+from mtp_train.weights.suggestions import export_command
 from mtp_train.weights.writing import refuse_existing, removed_on_failure
 
 
@@ -30,7 +33,8 @@ class GraftResult:
     base: str
     """The head's checkpoint, as the caller named it."""
     notes: tuple[str, ...] = ()
-    """What to correct in the model card before it is published, a sentence each."""
+    """What to correct in the model card before it is published, and weight files that were left out; a sentence
+    each."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train graft --json`` prints them."""
@@ -79,4 +83,8 @@ def graft(
     with removed_on_failure(result.out):
         identities = checkpoint_identity(result.fine_tune, trunk), checkpoint_identity(result.base, donor)
         notes = write_graft_card(result.out, *identities, None, SUGGESTED_DEPTH)
+    notes += left_out(unnamed_files(trunk, plan.layout))
+    if diagnose_head(trunk).unnamed_in:
+        command = export_command(str(trunk.path))
+        notes += (f"The head among them was replaced by the base's. To keep it instead: {command}",)
     return replace(result, notes=notes)

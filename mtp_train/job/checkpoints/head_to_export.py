@@ -11,6 +11,7 @@ from rich.progress import Progress
 from mtp_train.errors import CheckpointError, GateRefusedError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.unnamed import with_unnamed_head
 from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
 from mtp_train.job.input_identity import ADAPTER, TRUNK, claimed_by_run
 from mtp_train.job.run_dir import PROVENANCE_FILE
@@ -32,6 +33,8 @@ class HeadToExport(NamedTuple):
     """A head and the checkpoint of its trunk."""
 
     trunk: Checkpoint
+    holder: Checkpoint
+    """The checkpoint with the head: the trunk's, with the tensors of an unnamed weight file where it has no head."""
     head: NativeHead
     num_depths: int
     """Number of drafts per round to suggest for it."""
@@ -70,7 +73,7 @@ def head_to_export(source: Path, progress: Progress, *, alone: bool) -> HeadToEx
         _refuse_adapter(source, found)
     require_whole_trunk(found.trunk)
     # A head on its own repeats only a few of the trunk's tensors, but is loaded beside all of them.
-    require_finite_checkpoint(found.trunk, progress)
+    require_finite_checkpoint(found.holder, progress)
     return found
 
 
@@ -80,7 +83,8 @@ def _located(source: Path, progress: Progress) -> HeadToExport:
     if not is_head_directory(source / HEAD_DIRECTORY):
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
-        return HeadToExport(trunk, _own_head(trunk), SUGGESTED_DEPTH, None, None, None)
+        holder = with_unnamed_head(trunk, layout_of(trunk))
+        return HeadToExport(trunk, holder, _own_head(holder), SUGGESTED_DEPTH, None, None, None)
     _require_exportable(source)
     identity = read_json(source / PROVENANCE_FILE)["trunk"]
     model = load_recipe(source / RECIPE_FILE).model
@@ -95,7 +99,7 @@ def _located(source: Path, progress: Progress) -> HeadToExport:
     artifact = load_artifact(source / HEAD_DIRECTORY)
     # A revision is recorded for trunks of the hub only.
     hub_id = identity["name"] if identity["revision"] else None
-    return HeadToExport(trunk, artifact.head, artifact.num_depths, adapter, artifact, hub_id)
+    return HeadToExport(trunk, trunk, artifact.head, artifact.num_depths, adapter, artifact, hub_id)
 
 
 def _is_fine_tune(source: Path) -> bool:

@@ -18,11 +18,13 @@ from mtp_train.families.engines import engine_commands
 from mtp_train.heads.assistant import diagnose_assistant
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model, draft_plan
+from mtp_train.heads.unnamed import UnnamedFile, unnamed_files, with_unnamed_head
 from mtp_train.job.display import html_table, quiet_progress
 from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk
 from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, merge_command
 from mtp_train.weights.change import paired_rows, shared_tensors, squared_change
-from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.contents import unnamed_weights
+from mtp_train.weights.files import SINGLE_FILE, Checkpoint
 from mtp_train.weights.finite import find_non_finite
 from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.locations import open_location
@@ -86,6 +88,13 @@ class Inspection:
     """``yes``, or why the head can be inspected, grafted and exported, but not trained or decoded with."""
     note: str | None = None
     """Description of a checkpoint that is a drafter and holds no trunk; None otherwise."""
+    unlisted_keys: tuple[str, ...] = ()
+    """Tensors in the index's shards that the index does not list: transformers, vLLM and SGLang read them, llama.cpp's
+    converter refuses them."""
+    unnamed_weights: tuple[UnnamedFile, ...] = ()
+    """Weight files in the directory that are no part of the checkpoint, and the number of their tensors."""
+    other_cure: str | None = None
+    """The command that puts the base's head in place, where ``cure`` takes one from an unnamed weight file."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train inspect --json`` prints them."""
@@ -109,6 +118,9 @@ class Inspection:
             "trunk_changed": None if change is None else asdict(change),
             "serves": dict(self.serves),
             "cure": self.cure,
+            "other_cure": self.other_cure,
+            "unlisted_keys": self.unlisted_keys,
+            "unnamed_weights": [asdict(one) for one in self.unnamed_weights],
             "runs_here": self.runs_here,
             "note": self.note,
         }
@@ -117,12 +129,16 @@ class Inspection:
         lines = [f"{self.checkpoint}: {self._state()}", *(f"{name}{text}" for name, text in self._details())]
         lines += [f"{engine}: {text}" for engine, text in self.serves.items()]
         lines.append(f"cure: {self.cure}" if self.cure else "nothing to cure")
+        if self.other_cure:
+            lines.append(f"or, with the base's head: {self.other_cure}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         rows = [("status", self._state()), *((name.rstrip(": "), text) for name, text in self._details())]
         rows += [(engine, text) for engine, text in self.serves.items()]
         rows.append(("next command", self.cure or "none: nothing to cure"))
+        if self.other_cure:
+            rows.append(("or, with the base's head", self.other_cure))
         return html_table(self.checkpoint, ("", ""), rows)
 
     def _state(self) -> str:
@@ -142,6 +158,8 @@ class Inspection:
             ("trunk shape", trunk.shape_errors),
             ("trunk dtype", trunk.dtype_errors),
             ("NaN or infinite", self.non_finite_keys),
+            ("not in the index", self.unlisted_keys),
+            ("no part of the checkpoint", tuple(map(str, self.unnamed_weights))),
         ):
             if keys:
                 more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
@@ -214,6 +232,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progress
         stale = change.share_of_tensors > 0 and _same_head(checkpoint, layout, base)
     non_finite = tuple(find_non_finite(checkpoint, progress))
     problems = (*trunk.problems, *non_finite_problems(non_finite), *adapter_problems(checkpoint))
+    chooses = not problems and _has_unnamed_head(checkpoint)
     status = whole_status(head_status(diagnosis, base_head), problems)
     return Inspection(
         checkpoint=str(checkpoint.path),
@@ -229,6 +248,9 @@ def inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progress
         serves=serving_commands(checkpoint, diagnosis, status, problems),
         cure=find_cure(checkpoint, base, status, stale, problems),
         runs_here=_runs_here(layout.family, diagnosis, problems),
+        unlisted_keys=checkpoint.unlisted_keys,
+        unnamed_weights=unnamed_files(checkpoint, layout),
+        other_cure=graft_command(*_with_donor(checkpoint, base)) if chooses else None,
     )
 
 
@@ -320,7 +342,34 @@ def serving_commands(
         flag = draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
         return dict.fromkeys(checkpoint.family.serving, reason)
-    return engine_commands(checkpoint.engines, str(checkpoint.path), SUGGESTED_DEPTH)
+    return engine_commands(checkpoint.engines, str(checkpoint.path), SUGGESTED_DEPTH) | _misread(checkpoint)
+
+
+def _misread(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return, per engine that reads other tensors from the directory than the checkpoint's, why it does not serve it.
+
+    vLLM and SGLang read every ``*.safetensors`` where there is no index. llama.cpp's converter reads every
+    ``model*.safetensors``, and compares their keys with the index.
+    """
+    unnamed = unnamed_weights(checkpoint)
+    beside = [name for name in unnamed if "/" not in name and name.endswith(".safetensors")]
+    # A single file beside an index contains the same bytes as the shards.
+    if checkpoint.index is not None and unnamed.get(SINGLE_FILE, {}).keys() <= checkpoint.tensors.keys():
+        beside = [name for name in beside if name != SINGLE_FILE]
+    of_model = [name for name in beside if name.startswith("model")]
+    reads = "no: also reads {}, which is no part of the checkpoint"
+    found = {}
+    if beside and checkpoint.index is None:
+        found = dict.fromkeys(("vllm", "sglang"), reads.format(", ".join(beside[:3])))
+    if of_model:
+        found["llama.cpp"] = reads.format(", ".join(of_model[:3]))
+    elif checkpoint.unlisted_keys:
+        unlisted = first_of(checkpoint.unlisted_keys)
+        found["llama.cpp"] = f"no: its converter refuses tensors that the index does not list: {unlisted}"
+    if "llama.cpp" in found:
+        found["ollama / lm studio"] = "no: needs llama.cpp's support"
+    unserved = {engine for engine, support in checkpoint.engines.items() if support.supported is False}
+    return {engine: reason for engine, reason in found.items() if engine in checkpoint.engines.keys() - unserved}
 
 
 def holds_layers(checkpoint: Checkpoint) -> bool:
@@ -342,16 +391,29 @@ def find_cure(
         return merge_command(path, path)
     if problems:
         return f"hf download CHECKPOINT --local-dir {shlex.quote(path)}"
-    donor = str(base.path) if base is not None else named_base(checkpoint.path) or "BASE"
+    _, donor = _with_donor(checkpoint, base)
+    if status not in ("partial", "quantised") and _has_unnamed_head(checkpoint):
+        return export_command(path)
     if status in ("declared_but_missing", "stripped", "partial", "quantised"):
         return graft_command(path, donor)
-    if status == "undeclared":
+    if status == "undeclared" or (not stale and status == "healthy" and _misread(checkpoint)):
         return export_command(path)
     if status == "none":
         # Releases of such a family have a head. It was probably dropped: Unsloth drops its count in the config too.
         lost = base is None and not checkpoint.family.attached
         return inspect_command(path, donor) if lost else train_command(path)
     return retrain_command(path, donor) if stale else None
+
+
+def _with_donor(checkpoint: Checkpoint, base: Checkpoint | None) -> tuple[str, str]:
+    """Return the path of a checkpoint, and that of its base: the given one, or the name on its card."""
+    return str(checkpoint.path), str(base.path) if base is not None else named_base(checkpoint.path) or "BASE"
+
+
+def _has_unnamed_head(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint without a head has a complete one in files that it does not name."""
+    holder = with_unnamed_head(checkpoint, layout_of(checkpoint))
+    return holder is not checkpoint and diagnose_head(holder).complete
 
 
 def inspect_assistant(checkpoint: Checkpoint, base: Checkpoint | None, progress: Progress) -> Inspection:
@@ -454,6 +516,8 @@ def drafter_inspection(
         cure=None if whole else f"hf download {what} --local-dir {path}",
         runs_here=f"{runs_here} mtp-train generate TRUNK --head {path}",
         note=note,
+        unlisted_keys=checkpoint.unlisted_keys,
+        unnamed_weights=unnamed_files(checkpoint, None),
     )
 
 

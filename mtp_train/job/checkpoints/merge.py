@@ -9,6 +9,7 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_train.heads.diagnose import layout_of
+from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
 from mtp_train.job.display import quiet_progress
 from mtp_train.job.model_card import write_merge_card
@@ -38,7 +39,8 @@ class MergeResult:
     attached: bool
     """Whether the family's releases have no MTP head, so that one has to be trained from scratch."""
     notes: tuple[str, ...] = ()
-    """What to correct in the model card before it is published, a sentence each."""
+    """What to correct in the model card before it is published, and weight files that were left out; a sentence
+    each."""
 
     @property
     def cure(self) -> str:
@@ -111,4 +113,5 @@ def merge(
     depths = SUGGESTED_DEPTH if merged.head_keys else None
     with removed_on_failure(result_dir):
         notes = write_merge_card(result_dir, checkpoint_identity(checkpoint, source), adapter, depths)
+    notes += left_out(unnamed_files(source, layout))
     return MergeResult(str(result_dir), checkpoint, adapter, merged, source.family.attached, notes)

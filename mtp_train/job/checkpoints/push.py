@@ -18,7 +18,7 @@ from mtp_train.job.checkpoints.inspect import head_status
 from mtp_train.job.display import quiet_progress
 from mtp_train.job.model_card import CARD_FILE
 from mtp_train.trunk.whole import holds_trunk, require_whole_trunk
-from mtp_train.weights.export import source_files
+from mtp_train.weights.contents import source_files, unnamed_weights
 from mtp_train.weights.files import CONFIG_FILE, Checkpoint, locate_checkpoint, open_checkpoint, read_json
 from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.locations import refuse_adapter
@@ -102,7 +102,7 @@ def push(export: str | Path, repo: str, *, dry_run: bool = True, progress: Progr
     sizes = {file.relative_to(export).as_posix(): file.stat().st_size for file in source_files(checkpoint)}
     published = published_files(checkpoint, sizes)
     files = {name: size for name, size in sizes.items() if name in published}
-    left_out = tuple(name for name in sizes if name not in published)
+    left_out = (*(name for name in sizes if name not in published), *unnamed_weights(checkpoint))
     if dry_run:
         return PushResult(str(export), repo, files, left_out, uploaded=False, url=None)
     api = HfApi()
@@ -173,7 +173,8 @@ def _require_healthy(export: Path, progress: Progress) -> Checkpoint:
     status = head_status(diagnosis, base_has_head=False)
     if status != "healthy":
         undeclared = status == "undeclared"
-        cure = export_command(str(export)) if undeclared else graft_command(str(export), named_base(export) or "BASE")
+        keeps = undeclared or diagnosis.unnamed_in
+        cure = export_command(str(export)) if keeps else graft_command(str(export), named_base(export) or "BASE")
         found = "its config does not declare the head that it holds" if undeclared else diagnosis.describe()
         raise CheckpointError(f"{export}: {found}; expected a checkpoint with a healthy head. Run '{cure}' first.")
     # A head-only export has no trunk to check.

@@ -1,0 +1,271 @@
+"""Weight files that a checkpoint does not name are no part of it, and one directory contains one model."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import all_tensors, base_and_finetune, same, save_stripped, shard
+from left_over import OLD_SHARDS, changed, equal_single_file, head_of, keys_outside_of_the_index, old_shards
+from mtp_train import export, graft, inspect
+from mtp_train.cli.main import main
+from mtp_train.errors import CheckpointError
+from mtp_train.hooks.keep_head import put_head
+from mtp_train.weights import files as files_module
+from mtp_train.weights.export import HEAD_FILE, place_file
+from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
+from tiny import tiny_trunk
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    base_and_finetune(directory, "qwen3_5")
+    return directory
+
+
+@pytest.fixture
+def base(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved / "base", tmp_path / "base"))
+
+
+def without_head(path: Path, file: str) -> dict[str, torch.Tensor]:
+    """Shard a checkpoint, and move its head to a file that the index does not name; return the head."""
+    head = head_of(path)
+    trunk = {key: value for key, value in load_file(path / SINGLE_FILE).items() if key not in head}
+    save_file(trunk, path / SINGLE_FILE, {"format": "pt"})
+    save_file(head, shard(path) / file, {"format": "pt"})
+    return head
+
+
+# A head outside of the index
+
+
+@pytest.mark.parametrize("file", ["mtp.safetensors", "model_extra_tensors.safetensors"])
+def test_export_indexes_a_head_that_the_index_does_not_name(file: str, base: Path, tmp_path: Path) -> None:
+    expected = all_tensors(base)
+    without_head(base, file)
+    found = inspect(base)
+    assert found.status == "declared_but_missing"
+    assert [(one.file, one.num_tensors, one.num_head_tensors) for one in found.unnamed_weights] == [(file, 15, 15)]
+    assert f"no part of the checkpoint: {file} (15 tensors, 15 of a head)" in str(found)
+    assert found.cure == f"mtp-train export {base} --out {base}-mtp"
+    assert found.other_cure is not None
+    assert found.other_cure.startswith(f"mtp-train graft {base} --from BASE")
+    written = export(base, tmp_path / "out")
+    assert f"Its head is that of {file} (15 tensors, 15 of a head), which {base} does not name." in written.notes
+    assert same(all_tensors(tmp_path / "out"), expected)
+    assert not (tmp_path / "out" / file).exists()
+    assert inspect(tmp_path / "out").status == "healthy"
+
+
+def test_every_form_of_export_takes_the_head_outside_of_the_index(base: Path, tmp_path: Path) -> None:
+    head = without_head(base, "mtp.safetensors")
+    export(base, tmp_path / "alone", head_only=True)
+    alone = load_file(tmp_path / "alone" / SINGLE_FILE)
+    assert same({key: alone[key] for key in head}, head)
+
+
+def test_graft_replaces_such_a_head_and_names_both_ways(base: Path, saved: Path, tmp_path: Path) -> None:
+    head = without_head(base, "mtp.safetensors")
+    save_file(changed(head), base / "mtp.safetensors", {"format": "pt"})
+    notes = "\n".join(graft(base, saved / "base", tmp_path / "out").notes)
+    assert "Left out, as no part of the checkpoint: mtp.safetensors (15 tensors, 15 of a head)." in notes
+    assert f"To keep it instead: mtp-train export {base} --out" in notes
+    written = all_tensors(tmp_path / "out")
+    assert same({key: written[key] for key in head}, head)
+    assert not (tmp_path / "out" / "mtp.safetensors").exists()
+
+
+def test_of_two_heads_outside_of_the_index_none_is_chosen(base: Path, tmp_path: Path) -> None:
+    head = without_head(base, "mtp.safetensors")
+    save_file(head, base / "model_extra_tensors.safetensors", {"format": "pt"})
+    assert (inspect(base).cure or "").startswith("mtp-train graft")
+    with pytest.raises(CheckpointError, match=r"model_extra_tensors\.safetensors, mtp\.safetensors has some"):
+        export(base, tmp_path / "out")
+
+
+def test_a_head_outside_of_the_index_has_to_be_finite(base: Path, tmp_path: Path) -> None:
+    head = without_head(base, "mtp.safetensors")
+    save_file(head | {"mtp.norm.weight": head["mtp.norm.weight"] * float("nan")}, base / "mtp.safetensors")
+    with pytest.raises(CheckpointError, match=r"mtp\.norm\.weight holds NaN"):
+        export(base, tmp_path / "out")
+
+
+def test_a_stray_file_beside_a_healthy_head_does_not_travel(base: Path, tmp_path: Path) -> None:
+    stray = "model_extra_tensors.safetensors"
+    save_file(changed(head_of(base)), base / stray, {"format": "pt"})
+    shard(base)
+    found = inspect(base)
+    assert found.status == "healthy"
+    assert found.serves["llama.cpp"] == f"no: also reads {stray}, which is no part of the checkpoint"
+    assert found.serves["vllm"].startswith("vllm serve")
+    assert found.cure == f"mtp-train export {base} --out {base}-mtp"
+    export(base, tmp_path / "out")
+    assert not (tmp_path / "out" / stray).exists()
+    assert inspect(tmp_path / "out").cure is None
+
+
+def test_keys_outside_of_the_index_are_named_and_listed_by_copies(base: Path, saved: Path, tmp_path: Path) -> None:
+    head = head_of(base)
+    keys_outside_of_the_index(base, head)
+    found = inspect(base)
+    assert (found.status, sorted(found.unlisted_keys)) == ("healthy", sorted(head))
+    assert found.serves["llama.cpp"].startswith("no: its converter refuses tensors that the index does not list")
+    export(base, tmp_path / "out")
+    graft(base, saved / "base", tmp_path / "grafted")
+    for out in ("out", "grafted"):
+        assert json.loads((tmp_path / out / INDEX_FILE).read_text())["weight_map"].keys() >= head.keys()
+        assert inspect(tmp_path / out).cure is None
+
+
+# One directory, one model
+
+
+def two_sets(path: Path) -> Path:
+    """Leave the single file beside shards of other values."""
+    single = load_file(path / SINGLE_FILE)
+    save_file(single | {"model.norm.weight": single["model.norm.weight"] + 1}, path / SINGLE_FILE, {"format": "pt"})
+    shard(path)
+    save_file(single, path / SINGLE_FILE, {"format": "pt"})
+    return path
+
+
+def test_a_single_file_that_differs_from_the_shards_is_refused(base: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(two_sets(base))]) == 2
+    message = capfd.readouterr().err
+    assert f"{base}: contains two models, model.safetensors and the 3 file(s) of {INDEX_FILE}" in message
+    assert (
+        "model.norm.weight differs. transformers reads model.safetensors, vLLM and SGLang follow the index" in message
+    )
+
+
+def test_a_single_file_of_other_keys_or_shapes_is_refused(base: Path) -> None:
+    equal_single_file(base, {})
+    single = load_file(base / SINGLE_FILE)
+    save_file(single | {"model.norm.weight": torch.ones(3)}, base / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight differs"):
+        open_checkpoint(base)
+    save_file({f"x.{key}": value for key, value in single.items()}, base / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match="no tensor is in both"):
+        open_checkpoint(base)
+
+
+def test_of_two_equal_sets_the_shards_are_the_checkpoint(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    equal_single_file(base, {})
+    opened = open_checkpoint(base)
+    assert {info.file for info in opened.tensors.values()} == {*OLD_SHARDS}
+    found = inspect(base)
+    assert [one.file for one in found.unnamed_weights] == [SINGLE_FILE]
+    assert found.cure is None
+    export(base, tmp_path / "out")
+    assert not (tmp_path / "out" / SINGLE_FILE).exists()
+    # A large checkpoint is compared once.
+    monkeypatch.setattr(Checkpoint, "same_bytes", None)
+    open_checkpoint(base)
+    monkeypatch.setattr(files_module, "_COMPARED", set())
+    with pytest.raises(TypeError):
+        open_checkpoint(base)
+
+
+def test_a_hard_link_is_equal_without_being_read(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.link(base / SINGLE_FILE, base / "model-00001-of-00001.safetensors")
+    weight_map = dict.fromkeys(all_tensors(base), "model-00001-of-00001.safetensors")
+    (base / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    monkeypatch.setattr(Checkpoint, "_read_bytes", None)
+    assert open_checkpoint(base).index is not None
+
+
+def test_a_single_file_that_the_index_names_is_a_shard(base: Path, tmp_path: Path) -> None:
+    """As AutoRound writes it: the head in a second file, and an index of both."""
+    expected = all_tensors(base)
+    head = head_of(base)
+    save_file({key: value for key, value in expected.items() if key not in head}, base / SINGLE_FILE)
+    save_file(head, base / "model_extra_tensors.safetensors")
+    weight_map = {key: "model_extra_tensors.safetensors" if key in head else SINGLE_FILE for key in expected}
+    (base / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    assert inspect(base).status == "healthy"
+    export(base, tmp_path / "out")
+    assert same(all_tensors(tmp_path / "out"), expected)
+    # transformers would read it alone.
+    assert not (tmp_path / "out" / SINGLE_FILE).exists()
+
+
+@pytest.mark.parametrize("index", ["of itself", "of shards that are gone"])
+def test_an_index_that_adds_nothing_leaves_the_single_file_the_checkpoint(index: str, base: Path) -> None:
+    file = SINGLE_FILE if index == "of itself" else OLD_SHARDS[0]
+    (base / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(all_tensors(base), file)}))
+    assert open_checkpoint(base).index is None
+
+
+def test_names_of_left_over_shards_are_not_used(base: Path, saved: Path, tmp_path: Path) -> None:
+    old_shards(base, head_of(base))
+    expected = all_tensors(saved / "finetune")
+    finetune = old_shards(Path(shutil.copytree(saved / "finetune", tmp_path / "tuned")), head_of(base))
+    graft(finetune, saved / "base", tmp_path / "out")
+    written = all_tensors(tmp_path / "out")
+    assert same({key: written[key] for key in expected}, expected)
+    names = {file.name for file in (tmp_path / "out").glob("*.safetensors")}
+    assert not names & {file.name for file in finetune.iterdir()}
+
+
+# Writing
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
+def test_a_file_is_copied_where_no_hard_link_is_possible(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", fails)
+    (tmp_path / "a.safetensors").write_bytes(b"a")
+    place_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "hard")
+    assert (tmp_path / "b.safetensors").read_bytes() == b"a"
+
+
+@pytest.mark.parametrize("link", ["hard", "copy"])
+@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
+def test_a_target_that_exists_is_never_written(link: str, suffix: str, tmp_path: Path) -> None:
+    source, mine = tmp_path / f"a{suffix}", tmp_path / f"mine{suffix}"
+    source.write_bytes(b"a")
+    mine.write_bytes(b"mine")
+    for name, make in (("linked", os.link), ("symlinked", os.symlink)):
+        make(mine, tmp_path / f"{name}{suffix}")
+        with pytest.raises(FileExistsError):
+            place_file(source, tmp_path / f"{name}{suffix}", link)  # type: ignore[arg-type]
+    assert mine.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_save_with_its_head_keeps_another_head_under_another_name(
+    sharded: bool, saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, base = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "tuned"), open_checkpoint(saved / "base")
+    if sharded:
+        shard(path)
+    save_file(changed(head_of(saved / "base")), path / HEAD_FILE, {"format": "pt"})
+    mine = (path / HEAD_FILE).read_bytes()
+    put_head(path, base)
+    assert (path / f"{HEAD_FILE}.old-1").read_bytes() == mine
+    assert f"renamed to {HEAD_FILE}.old-1" in caplog.text
+    head = {key: value for key, value in all_tensors(path).items() if key.startswith("mtp.")}
+    assert same(head, head_of(saved / "base"))
+    # The head of the save before, with the same bytes, is replaced.
+    if sharded:
+        index = json.loads((path / INDEX_FILE).read_text())
+        index["weight_map"] = {key: file for key, file in index["weight_map"].items() if file != HEAD_FILE}
+        (path / INDEX_FILE).write_text(json.dumps(index))
+        put_head(path, base)
+        assert not (path / f"{HEAD_FILE}.old-2").exists()
+        assert not inspect(path).unlisted_keys
