@@ -429,7 +429,7 @@ def load_trunk(
         stack.enter_context(_loading(path, family, on_layer))
         model, info = _trunk_class(family).from_pretrained(
             path,
-            config=None if family.trunk.stand_in is None else trunk_config(path, family),
+            config=trunk_config(path, family, trust_remote_code=trust_remote_code),
             output_loading_info=True,
             # Mismatched shapes are reported below, as missing keys are.
             ignore_mismatched_sizes=True,
