@@ -122,6 +122,12 @@ def layout_of(checkpoint: Checkpoint, family: Family | None = None) -> HeadLayou
                 fused_experts=_has_fused_experts(checkpoint, layout),
                 lm_head_prefix=_lm_head_prefix(checkpoint, layout),
             )
+    if "fc.weight" in checkpoint.tensors:
+        raise CheckpointError(
+            f"{checkpoint.path}: tensors of an EAGLE draft model, while config.json declares "
+            f"{checkpoint.config.get('architectures')}; expected architectures that name it. In a copy, write "
+            '"architectures": ["EagleLlamaForCausalLM"], or ["LlamaForCausalLMEagle3"] for EAGLE-3.'
+        )
     expected = " or ".join(embed_keys.values())
     raise CheckpointError(
         f"{checkpoint.path}: the trunk's embedding is missing; expected {expected}. Point at the complete checkpoint."

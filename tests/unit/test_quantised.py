@@ -253,9 +253,7 @@ def in_bf16_and_fp8(path: Path, pattern: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_a_trunk_in_fp8_runs_as_the_weights_it_stands_for(
-    family_name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_trunk_in_fp8_runs_as_the_weights_it_stands_for(family_name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     base, _ = base_and_finetune(tmp_path, family_name)
     reference = Path(shutil.copytree(base, tmp_path / "reference"))
     plain = in_bf16_and_fp8(base, r"layers\.\d+\.(self_attn|mlp)\..*_proj\.weight")
