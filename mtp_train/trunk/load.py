@@ -428,13 +428,17 @@ def load_trunk(
         CheckpointError: Weights of the trunk are missing, damaged or do not fit, or the adapter does not fit.
     """
     refuse_embedded_adapter(path)
+    config = trunk_config(path, family, trust_remote_code=trust_remote_code)
     # Pass `quantization_config` only when set: transformers treats an explicit None as "unquantised" and skips the
     # packed weights.
     given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if quantization is not None:
         # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
-        given |= {"quantization_config": packing(quantization, dtype), "device_map": {"": device}}
-    config = trunk_config(path, family, trust_remote_code=trust_remote_code)
+        empty = empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm
+        given |= {
+            "quantization_config": packing(quantization, dtype, empty, where=str(path)),
+            "device_map": {"": device},
+        }
     is_fp8 = quant_method(config.to_dict()) == "fp8"
     if is_fp8 and torch.device(device).type == "cpu":
         checkpoint = open_checkpoint(path)

@@ -283,8 +283,8 @@ def require_whole_blocks(checkpoint: Checkpoint, keys: Iterable[str]) -> None:
         if any(count > 1 and size != count * length for size, count, length in zip(shape, counts, block, strict=False)):
             raise CheckpointError(
                 f"{checkpoint.path}: {key} is {list(shape)} in FP8, in blocks of {block[0]} x {block[1]}; expected "
-                "whole blocks, as transformers dequantises other weights wrongly. Use a GPU that multiplies FP8 (compute "
-                "capability 8.9), or the unquantised checkpoint."
+                "whole blocks, as transformers dequantises other weights wrongly. Use a GPU that multiplies FP8 "
+                "(compute capability 8.9), or the unquantised checkpoint."
             )
 
 
