@@ -57,19 +57,29 @@ CACHE_KINDS = {kind: name for kind, name in CACHE_KINDS.items() if name in ALL_F
 
 
 def tiny_trunk(
-    name: str, seed: int = 0, tied: bool = False, vocab_size: int = VOCAB_SIZE, num_layers: int | None = None
+    name: str,
+    seed: int = 0,
+    tied: bool = False,
+    vocab_size: int = VOCAB_SIZE,
+    num_layers: int | None = None,
+    width: int | None = None,
 ) -> Trunk:
     """Return a trunk of a few thousand parameters, fp32 on CPU, frozen and in eval mode."""
-    model = tiny_model(name, seed, tied, vocab_size, num_layers)
+    model = tiny_model(name, seed, tied, vocab_size, num_layers, width)
     return Trunk(model.requires_grad_(False).eval(), family_of(name))
 
 
 def tiny_model(
-    name: str, seed: int = 0, tied: bool = False, vocab_size: int = VOCAB_SIZE, num_layers: int | None = None
+    name: str,
+    seed: int = 0,
+    tied: bool = False,
+    vocab_size: int = VOCAB_SIZE,
+    num_layers: int | None = None,
+    width: int | None = None,
 ) -> Any:
     """Return the model of a tiny trunk as transformers makes it, in training mode."""
     family = family_of(name)
-    config = tiny_config(name, tied, vocab_size, num_layers)
+    config = tiny_config(name, tied, vocab_size, num_layers, width)
     if family.trunk.stand_in is not None:
         model = family.trunk.stand_in.model_class()(config.get_text_config())
     else:

@@ -203,14 +203,26 @@ def _derived(family: Family, model_type: str) -> dict[str, Any]:
 
 
 def tiny_config(
-    name: str, tied: bool = False, vocab_size: int = VOCAB_SIZE, num_layers: int | None = None
+    name: str,
+    tied: bool = False,
+    vocab_size: int = VOCAB_SIZE,
+    num_layers: int | None = None,
+    width: int | None = None,
 ) -> PretrainedConfig:
-    """Return the config of a tiny trunk, of as few layers as show all of its kinds or of another number."""
+    """Return the config of a tiny trunk, of as few layers as show all of its kinds or of another number.
+
+    ``width``: of its hidden states and its dense MLPs.
+    """
     family = family_named(name)
     fields = copy.deepcopy({**_FIELDS, **ATTACHED_FIELDS}.get(name, {}))
     common: dict[str, Any] = {"tie_word_embeddings": tied, "vocab_size": vocab_size}
     if num_layers is not None:
         common["num_hidden_layers"] = num_layers
+    if width is not None:
+        common |= {"hidden_size": width, "intermediate_size": width}
+        if name == "phi3":
+            # Its heads are as wide as the hidden states over their number, and its rotary factors are of that width.
+            common["num_attention_heads"] = width // _SIZES["head_dim"]
     if "text_config" in fields:
         model_type = fields.pop("model_type", name)
         fields["text_config"].update(common)

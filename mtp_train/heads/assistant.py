@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Assistant
-from mtp_train.heads.diagnose import HeadDiagnosis, named_rejections
+from mtp_train.heads.diagnose import HeadDiagnosis, choose_attention, named_rejections
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.quantised import is_scale
 
@@ -28,6 +28,8 @@ def assistant_config_of(checkpoint: Checkpoint) -> PretrainedConfig:
             f"{checkpoint.path}/config.json: the installed transformers rejects it ({error}); expected the config "
             "of an assistant that it supports. Restore the original config, or install a newer transformers."
         ) from None
+    with named_rejections(checkpoint.path):
+        choose_attention(config, checkpoint.path)
     return config
 
 
@@ -83,6 +85,7 @@ def load_assistant(
         raise CheckpointError(
             f"{checkpoint.path}: {diagnosis.describe()}; expected a whole {assistant.title}. Download it again."
         )
-    with assistant.building(assistant_config_of(checkpoint).get_text_config()):
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype)
+    config = assistant_config_of(checkpoint)
+    with assistant.building(config.get_text_config()):
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, config=config, dtype=dtype)
     return model.requires_grad_(False).to(device).eval()

@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AttentionInterface, AutoConfig, PretrainedConfig
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.unnamed import unnamed_files
+from mtp_train.upstream.transformers_private import attention_of, set_attention
 from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 from mtp_train.weights.keymap import HeadLayout, Mapped
 from mtp_train.weights.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
@@ -126,6 +127,12 @@ def layout_of(checkpoint: Checkpoint, family: Family | None = None) -> HeadLayou
                 fused_experts=_has_fused_experts(checkpoint, layout),
                 lm_head_prefix=_lm_head_prefix(checkpoint, layout),
             )
+    if "fc.weight" in checkpoint.tensors:
+        raise CheckpointError(
+            f"{checkpoint.path}: tensors of an EAGLE draft model, while config.json declares "
+            f"{checkpoint.config.get('architectures')}; expected architectures that name it. In a copy, write "
+            '"architectures": ["EagleLlamaForCausalLM"], or ["LlamaForCausalLMEagle3"] for EAGLE-3.'
+        )
     expected = " or ".join(embed_keys.values())
     raise CheckpointError(
         f"{checkpoint.path}: the trunk's embedding is missing; expected {expected}. Point at the complete checkpoint."
@@ -255,14 +262,38 @@ def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False)
     """Return transformers' config of a checkpoint; for a wrapper, the whole config and not only the text config.
 
     Raises:
-        CheckpointError: transformers rejects the config.
+        CheckpointError: transformers rejects the config, or does not know the attention implementation in it.
     """
     stand_in = family.trunk.stand_in
     with named_rejections(path):
-        if stand_in is not None:
-            return stand_in.read_config(path)
-        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        return config
+        config: PretrainedConfig = (
+            AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            if stand_in is None
+            else stand_in.read_config(path)
+        )
+        choose_attention(config, path)
+    return config
+
+
+def choose_attention(config: PretrainedConfig, path: Path) -> None:
+    """Reset a stored choice of FlashAttention, which needs a package and a GPU, to the default of the model's class.
+
+    Args:
+        config: The config, changed in place. FlashAttention and the default compute the same function.
+        path: The checkpoint's directory.
+
+    Raises:
+        CheckpointError: Another implementation is stored that transformers does not know.
+    """
+    for part in (config, config.get_text_config()):
+        name = attention_of(part)
+        if isinstance(name, str) and name.removeprefix("paged|").startswith("flash_attention_"):
+            set_attention(part, None)
+        elif name not in (None, "eager", *AttentionInterface().valid_keys()):
+            raise CheckpointError(
+                f"{path}/config.json: _attn_implementation is {name!r}, which transformers does not know; expected "
+                "'eager' or 'sdpa', or no such field. Remove the field, and transformers chooses."
+            )
 
 
 @contextmanager

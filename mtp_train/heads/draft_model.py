@@ -32,6 +32,7 @@ from mtp_train.weights.quantised import PLAIN_DTYPES
 
 # Third-party draft models also store the trunk's embedding, and the token of each row of a Medusa head's output matrix.
 EMBED_KEY, TOKENS_KEY = "embed_tokens.weight", "token_map"
+_INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 _BESIDE = (OUTPUT_KEY, EMBED_KEY, OFFSETS_KEY, TOKENS_KEY, CHOSEN_KEY, BIAS_KEY)
 
 
@@ -115,18 +116,16 @@ class DraftModel:
                 return ours + key.removeprefix(theirs)
         return key
 
-    def require_plain(self) -> None:
-        """Check that every setting has the value for which we implement the forward.
-
-        Raises:
-            UnsupportedModelError: A setting has another value.
-        """
+    @property
+    def unsupported(self) -> str | None:
+        """A phrase that names a setting for which we do not implement the forward; None without one."""
         for name, plain in self.format.plain_settings.items():
             if self.config.get(name, plain[0]) not in plain:
-                raise UnsupportedModelError(
-                    f"{self.checkpoint.path}/config.json: {name} = {self.config[name]!r}, a form of {self.title} that "
-                    f"we do not support; expected {plain[0]!r}. Measure it with the engine that it was made for."
+                return (
+                    f"{name} = {self.config[name]!r}, a form of {self.title} that we do not support; expected "
+                    f"{plain[0]!r}"
                 )
+        return None
 
 
 def draft_model(checkpoint: Checkpoint) -> DraftModel | None:
@@ -175,7 +174,11 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
         CheckpointError: The draft model is incomplete, or was made for a trunk of another size.
         UnsupportedModelError: Its forward or its embedding is not supported, or the trunk's family has no such heads.
     """
-    draft.require_plain()
+    if draft.unsupported is not None:
+        raise UnsupportedModelError(
+            f"{draft.checkpoint.path}/config.json: {draft.unsupported}. Measure it with the engine that it was made "
+            "for."
+        )
     diagnosis = diagnose_draft(draft)
     if not diagnosis.complete:
         raise CheckpointError(
@@ -192,19 +195,60 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
     )
     output = None
     if draft.num_drafted is not None:
-        output = OwnOutput(stored_tensor(draft.checkpoint, OUTPUT_KEY, OUTPUT_KEY), _drafted_tokens(draft.checkpoint))
+        output = OwnOutput(stored_tensor(draft.checkpoint, OUTPUT_KEY, OUTPUT_KEY), _drafted_tokens(draft))
     layout = replace(layout_of(trunk), family=family)
     return HeadPlan(family, layout, draft.num_modules, "auto", NativeHead(tensors, (), {}), None, output)
 
 
-def _drafted_tokens(checkpoint: Checkpoint) -> Tensor | None:
-    """Return the token of each row of the output matrix; None where the rows are the whole vocabulary in order."""
-    if TOKENS_KEY in checkpoint.tensors:
-        return checkpoint.read(TOKENS_KEY).long()
-    if OFFSETS_KEY not in checkpoint.tensors:
+def _drafted_tokens(draft: DraftModel) -> Tensor | None:
+    """Return the token of each row of the output matrix; None where the rows are the whole vocabulary in order.
+
+    Raises:
+        CheckpointError: See :func:`vocabulary_problem`.
+    """
+    problem = vocabulary_problem(draft)
+    if problem is not None:
+        raise CheckpointError(f"{draft.checkpoint.path}: {problem}. Download or export the draft model again.")
+    key = _map_key(draft.checkpoint)
+    return None if key is None else _mapped_tokens(draft.checkpoint, key)
+
+
+def _map_key(checkpoint: Checkpoint) -> str | None:
+    return next((key for key in (TOKENS_KEY, OFFSETS_KEY) if key in checkpoint.tensors), None)
+
+
+def _mapped_tokens(checkpoint: Checkpoint, key: str) -> Tensor:
+    stored_R = checkpoint.read(key).long()
+    return stored_R + torch.arange(len(stored_R)) if key == OFFSETS_KEY else stored_R
+
+
+def vocabulary_problem(draft: DraftModel) -> str | None:
+    """Return what is wrong with the map from rows of the output matrix to tokens, as a phrase; None for a sound map."""
+    checkpoint, num_rows = draft.checkpoint, draft.num_drafted
+    key = _map_key(checkpoint)
+    if num_rows is None or (key is None and num_rows == draft.number("vocab_size")):
         return None
-    offsets_R = checkpoint.read(OFFSETS_KEY).long()
-    return offsets_R + torch.arange(len(offsets_R))
+    if key is None:
+        return (
+            f"no {OFFSETS_KEY} for {num_rows} of {draft.number('vocab_size')} tokens; expected an offset for each row"
+        )
+    info = checkpoint.tensors[key]
+    if info.dtype not in _INTEGERS or tuple(info.shape) != (num_rows,):
+        return f"{key} is {info.dtype} {list(info.shape)}; expected one integer for each of {num_rows} rows"
+    tokens_R = _mapped_tokens(checkpoint, key)
+    least, most = int(tokens_R.min()), int(tokens_R.max())
+    if least < 0 or most >= draft.number("vocab_size"):
+        return f"{key} maps rows to tokens {least} to {most}; expected tokens below {draft.number('vocab_size')}"
+    if len(tokens_R.unique()) < num_rows:
+        return f"{key} maps several rows to one token; expected another token for each row"
+    if CHOSEN_KEY in checkpoint.tensors:
+        flagged = checkpoint.read(CHOSEN_KEY).nonzero().flatten()
+        if not torch.equal(flagged, tokens_R.sort().values):
+            return f"{CHOSEN_KEY} flags other tokens than {key} maps to; expected the same {num_rows} tokens in both"
+    elif key == OFFSETS_KEY and num_rows > 1 and bool((tokens_R.diff() > 1).all()):
+        # No real choice of tokens leaves out a neighbour of every token, whereas ascending ids look like this.
+        return f"{key} rises from row to row, as token ids do; expected the offset from each row to its token"
+    return None
 
 
 def _require_same_size(draft: DraftModel, trunk: Checkpoint) -> None:

@@ -204,7 +204,8 @@ def estimate_footprint(
     hidden, vocab = trunk.family.state_width(trunk.config), trunk.config.vocab_size
     if recipe.objective.vocab == "draft":
         vocab = recipe.head.draft_vocab or vocab
-    on_device, offloaded = trunk_bytes(trunk.causal_lm, recipe.model.quantization, trunk_itemsize), 0
+    quantization, where = recipe.model.quantization, recipe.model.trunk
+    on_device, offloaded = trunk_bytes(trunk.causal_lm, quantization, trunk_itemsize, where=where), 0
     if recipe.model.offload is not None:
         layers = _layer_bytes(trunk, trunk_itemsize)
         on_device, offloaded = on_device - sum(layers) + max(layers), sum(layers)

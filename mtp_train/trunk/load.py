@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cach
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, Family
 from mtp_train.heads.attention import without_cudnn_attention
-from mtp_train.heads.diagnose import trunk_config
+from mtp_train.heads.diagnose import layout_of, trunk_config
+from mtp_train.trunk.precision import HALF_DTYPES
 from mtp_train.trunk.quantise import Quantization, packing
 from mtp_train.trunk.recurrent_kernels import choose_kernels
 from mtp_train.trunk.tensor_parallel import ParallelGroup, split_rules
@@ -38,6 +39,7 @@ from mtp_train.upstream.transformers_private import (
 )
 from mtp_train.weights.adapter import refuse_embedded_adapter
 from mtp_train.weights.files import open_checkpoint
+from mtp_train.weights.quantised import SCALE_SUFFIXES, quant_method, require_whole_blocks
 
 
 def put_on(model: Any, adapter: Path) -> Any:
@@ -384,6 +386,16 @@ def _loading(path: Path, family: Family, on_layer: Callable[[nn.Module], object]
             ) from error
 
 
+def _cast_beside_fp8(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the unquantised weights of an FP8 checkpoint: transformers leaves them in their stored dtype.
+
+    Without this, a trunk in fp32 on a CPU has a bf16 embedding before its dequantised layers.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in HALF_DTYPES and not name.endswith(SCALE_SUFFIXES):
+            parameter.data = parameter.data.to(dtype)
+
+
 def load_trunk(
     path: Path,
     family: Family,
@@ -416,12 +428,22 @@ def load_trunk(
         CheckpointError: Weights of the trunk are missing, damaged or do not fit, or the adapter does not fit.
     """
     refuse_embedded_adapter(path)
+    config = trunk_config(path, family, trust_remote_code=trust_remote_code)
     # Pass `quantization_config` only when set: transformers treats an explicit None as "unquantised" and skips the
     # packed weights.
     given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if quantization is not None:
         # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
-        given |= {"quantization_config": packing(quantization, dtype), "device_map": {"": device}}
+        empty = empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm
+        given |= {
+            "quantization_config": packing(quantization, dtype, empty, where=str(path)),
+            "device_map": {"": device},
+        }
+    is_fp8 = quant_method(config.to_dict()) == "fp8"
+    if is_fp8 and torch.device(device).type == "cpu":
+        checkpoint = open_checkpoint(path)
+        layout = layout_of(checkpoint, family)
+        require_whole_blocks(checkpoint, (key for key in checkpoint.tensors if not layout.is_head_key(key)))
     with ExitStack() as stack:
         if group is not None:
             rules = split_rules(empty_trunk_at(path, family, trust_remote_code=trust_remote_code).causal_lm)
@@ -429,7 +451,7 @@ def load_trunk(
         stack.enter_context(_loading(path, family, on_layer))
         model, info = _trunk_class(family).from_pretrained(
             path,
-            config=None if family.trunk.stand_in is None else trunk_config(path, family),
+            config=config,
             output_loading_info=True,
             # Mismatched shapes are reported below, as missing keys are.
             ignore_mismatched_sizes=True,
@@ -437,6 +459,8 @@ def load_trunk(
             **given,
         )
     _require_all_loaded(path, info)
+    if is_fp8 and isinstance(dtype, torch.dtype):
+        _cast_beside_fp8(model, dtype)
     if adapter is not None:
         model = put_on(model, adapter)
     model.requires_grad_(False)

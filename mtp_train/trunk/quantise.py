@@ -1,12 +1,14 @@
 """Quantise a trunk to 8 or 4 bits while it is loaded, with bitsandbytes through transformers.
 
-Linear layers are packed. Embedding, norms and stacked experts stay as they are, and so does the output matrix, which is
-read outside of its module's forward. Packed weights are never written: an export copies the checkpoint's own bytes.
+Linear layers are packed, in 4 bits those of suitable sizes. Embedding, norms and stacked experts stay as they are, and
+so does the output matrix, which is read outside of its module's forward. Packed weights are never written: an export
+copies the checkpoint's own bytes.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +19,14 @@ from mtp_train.errors import CheckpointError, RecipeError
 from mtp_train.families import RawConfig
 from mtp_train.weights.quantised import quant_method
 
+_LOG = logging.getLogger(__name__)
+
 Quantization = Literal["8bit", "4bit"]
 _BLOCK = 64
+# bitsandbytes' 4-bit kernel for CPUs with AVX512_BF16 takes rows (out_features) in groups of 32 and whole blocks of 64
+# columns, and fails for other sizes. Such layers are left unpacked on every machine, so that a result does not depend
+# on the CPU.
+_ROWS = 32
 # The output matrix and LongCat's router are read outside of their modules' forward. Indexers cast their input to the
 # dtype of weights_proj, which is an integer dtype once it is packed. bitsandbytes multiplies 8-bit weights only with
 # inputs of two or three dimensions, while latent attention expands keys in four.
@@ -57,16 +65,54 @@ def require_bitsandbytes(quantization: Quantization, where: str = "model.quantiz
         )
 
 
-def packing(quantization: Quantization, dtype: torch.dtype | str) -> Any:
-    """Return transformers' quantisation config.
+def layers_to_pack(model: nn.Module, quantization: Quantization, *, where: str) -> dict[str, nn.Linear]:
+    """Return the linear layers of a model or a head that are packed, by name.
+
+    Args:
+        model: The unquantised module, possibly on the meta device.
+        quantization: The number of bits.
+        where: Prefix of the error message.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    found = {
+        name: part
+        for name, part in model.named_modules()
+        if type(part) is nn.Linear and not name.endswith(_KEPT[quantization])
+        if quantization == "8bit" or not (part.out_features % _ROWS or part.in_features % _BLOCK)
+    }
+    if not found:
+        sizes = f" with rows in multiples of {_ROWS} and columns in multiples of {_BLOCK}" * (quantization == "4bit")
+        raise CheckpointError(
+            f"{where}: no linear layer that can be packed into {quantization}; expected one{sizes}. Use the "
+            "unquantised weights" + (", or 8bit." if quantization == "4bit" else ".")
+        )
+    return found
+
+
+def packing(quantization: Quantization, dtype: torch.dtype | str, model: nn.Module, *, where: str) -> Any:
+    """Return transformers' quantisation config, and log the number of layers that stay unpacked because of their size.
 
     Args:
         quantization: The number of bits.
         dtype: The dtype of products with 4-bit weights, or ``"auto"`` for the input's dtype.
+        model: The model before quantisation, possibly on the meta device.
+        where: See :func:`layers_to_pack`.
     """
     from transformers import BitsAndBytesConfig
 
-    kept = list(_KEPT[quantization])
+    packed = layers_to_pack(model, quantization, where=where)
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name not in packed]
+    misfits = [name for name in linear if not name.endswith(_KEPT[quantization])]
+    if misfits:
+        _LOG.warning(
+            "%s: %d of %d linear layers stay unpacked, such as %s: 4 bits take rows in multiples of %d and columns in "
+            "multiples of %d",
+            *(where, len(misfits), len(misfits) + len(packed), misfits[0], _ROWS, _BLOCK),
+        )
+    kept = [*_KEPT[quantization], *misfits]
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast)
     if quantization == "8bit":
         # By default, bitsandbytes computes a column with an outlier in any row of the batch in another way, for all
         # rows. A token's state would depend on the other rows, and decoding would not be lossless.
@@ -81,9 +127,8 @@ def pack_head(head: nn.Module, quantization: Quantization) -> None:
     """Quantise a head's linear layers in place, like the linear layers of a trunk; the head stays on its device."""
     from bitsandbytes import nn as packed_layers
 
-    for name, part in [*head.named_modules()]:
-        if type(part) is not nn.Linear or name.endswith(_KEPT[quantization]):
-            continue
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast)
+    for name, part in layers_to_pack(head, quantization, where="head").items():
         shape, has_bias, weight = (part.in_features, part.out_features), part.bias is not None, part.weight
         packed: nn.Linear
         if quantization == "8bit":
@@ -98,22 +143,30 @@ def pack_head(head: nn.Module, quantization: Quantization) -> None:
     head.requires_grad_(False)
 
 
-def trunk_bytes(model: nn.Module, quantization: Quantization | None, itemsize: int) -> int:
+def _is_no_cast(record: logging.LogRecord) -> bool:
+    """Filter bitsandbytes' warning of each 8-bit product whose input is not in fp16, thousands in a short text."""
+    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
+
+
+def trunk_bytes(model: nn.Module, quantization: Quantization | None, itemsize: int, *, where: str = "trunk") -> int:
     """Return the size of a model's weights in bytes.
 
     Args:
         model: The model before quantisation, possibly on the meta device.
         quantization: The number of bits; None for plain weights.
         itemsize: Bytes of an unquantised number.
+        where: See :func:`layers_to_pack`.
+
+    Raises:
+        CheckpointError: No layer can be packed.
     """
     plain = sum(parameter.numel() for parameter in model.parameters()) * itemsize
     if quantization is None:
         return plain
     packed = 0
-    for name, part in model.named_modules():
-        if type(part) is nn.Linear and not name.endswith(_KEPT[quantization]):
-            plain -= part.weight.numel() * itemsize
-            packed += _packed_bytes(part, quantization)
+    for part in layers_to_pack(model, quantization, where=where).values():
+        plain -= part.weight.numel() * itemsize
+        packed += _packed_bytes(part, quantization)
     return plain + packed
 
 

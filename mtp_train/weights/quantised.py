@@ -268,11 +268,35 @@ def _unpacked(block: Tensor) -> Tensor:
     return torch.cat([values, -values])[halves.long()]
 
 
-def _block_size(checkpoint: Checkpoint, key: str, scales: Tensor) -> tuple[int, int]:
+def require_whole_blocks(checkpoint: Checkpoint, keys: Iterable[str]) -> None:
+    """Check that transformers can dequantise FP8 weights: it divides a weight into equal blocks, one for each scale.
+
+    Raises:
+        CheckpointError: The last block of a weight is smaller than the others.
+    """
+    tensors = checkpoint.tensors
+    for key in keys:
+        scale = scale_of(key, tensors)
+        if scale is None or tensors[key].dtype not in FP8_DTYPES:
+            continue
+        shape, counts, block = tensors[key].shape[-2:], tensors[scale].shape[-2:], _declared_block(checkpoint)
+        if any(count > 1 and size != count * length for size, count, length in zip(shape, counts, block, strict=False)):
+            raise CheckpointError(
+                f"{checkpoint.path}: {key} is {list(shape)} in FP8, in blocks of {block[0]} x {block[1]}; expected "
+                "whole blocks, as transformers dequantises other weights wrongly. Use a GPU that multiplies FP8 "
+                "(compute capability 8.9), or the unquantised checkpoint."
+            )
+
+
+def _declared_block(checkpoint: Checkpoint) -> tuple[int, int]:
     holder = _holder(checkpoint.config)
-    declared = None if holder is None else holder[QUANTISATION].get("weight_block_size")
+    rows, columns = (None if holder is None else holder[QUANTISATION].get("weight_block_size")) or (128, 128)
+    return rows, columns
+
+
+def _block_size(checkpoint: Checkpoint, key: str, scales: Tensor) -> tuple[int, int]:
     shape = plain_shape(key, checkpoint.tensors)
-    rows, columns = _FP4_BLOCK if is_packed(key, checkpoint.tensors) else declared or (128, 128)
+    rows, columns = _FP4_BLOCK if is_packed(key, checkpoint.tensors) else _declared_block(checkpoint)
     if len(shape) != 2 or tuple(scales.shape) != (-(-shape[0] // rows), -(-shape[1] // columns)):
         raise CheckpointError(
             f"{checkpoint.path}: {key} is {list(shape)} with scales {list(scales.shape)}; expected one for each block "

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from checkpoints import all_tensors, base_and_finetune, set_count
 from mtp_train.cli.main import main
+from mtp_train.errors import CheckpointError
 from mtp_train.heads.build import build_head, graft_plan, native_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype, text_config_of
 from mtp_train.job.checkpoints.inspect import compare_trunks
+from mtp_train.trunk.load import load_trunk
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from mtp_train.weights.quantised import leave_alone
 from runs import document
@@ -236,6 +239,40 @@ def test_a_head_in_fp8_is_read_with_its_scales(family_name: str, tmp_path: Path)
         assert torch.equal(native[key], value.bfloat16().float())
         assert torch.equal(written[key], value.bfloat16())
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def in_bf16_and_fp8(path: Path, pattern: str) -> dict[str, Tensor]:
+    """Store a checkpoint as releases are: matrices in FP8, all other weights in bf16; return what they stand for."""
+    plain = quantise(path, pattern)
+    tensors = all_tensors(path)
+    beside = {key: value.bfloat16() for key, value in tensors.items() if value.dtype == torch.float32}
+    scales = {key: tensors[key] for key in tensors if key.endswith("_scale_inv")}
+    save_file(tensors | beside | scales, path / SINGLE_FILE, metadata={"format": "pt"})
+    return {key: value for key, value in (beside | plain).items() if key not in scales}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_a_trunk_in_fp8_runs_as_the_weights_it_stands_for(family_name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, family_name)
+    reference = Path(shutil.copytree(base, tmp_path / "reference"))
+    plain = in_bf16_and_fp8(base, r"layers\.\d+\.(self_attn|mlp)\..*_proj\.weight")
+    save_file(plain, reference / SINGLE_FILE, metadata={"format": "pt"})
+    found, expected = (load_trunk(path, open_checkpoint(path).family, dtype=dtype) for path in (base, reference))
+    assert {value.dtype for value in found.parameters()} == {dtype}
+    tokens_1T = torch.arange(9)[None]
+    assert torch.equal(found.hidden(tokens_1T), expected.hidden(tokens_1T))
+
+
+def test_a_trunk_in_fp8_with_a_smaller_last_block_is_refused(tmp_path: Path) -> None:
+    """transformers would divide 48 rows with two scales into blocks of 24 rows instead of 32 and 16."""
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    key = "model.layers.0.mlp.up_proj.weight"
+    quantise(base, re.escape(key), {**FP8, "weight_block_size": [32, 32]})
+    tensors = all_tensors(base)
+    save_file({**tensors, f"{key}_scale_inv": torch.ones(2, 1)}, base / SINGLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{key} is \[48, 32\] in FP8, in blocks of 32 x 32; expected whole"):
+        load_trunk(base, open_checkpoint(base).family, dtype=torch.float32)
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path, capfd: Capture) -> None:

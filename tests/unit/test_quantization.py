@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_training import NUM_DEPTHS, make_documents, one_step, recipe, sequences_of, training_module
+from test_training import NUM_DEPTHS, make_documents, one_step, recipe, sequences_of
 from torch import nn
 
-from checkpoints import base_and_finetune, set_fields
+from checkpoints import base_and_finetune, save_stripped, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.data.pack import collate
 from mtp_train.errors import CheckpointError, RecipeError
@@ -29,18 +31,25 @@ needs_bitsandbytes = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def no_kernel_of_one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On processors with AVX512-BF16 the 4-bit kernel takes multiples of 32 alone, and multiplies in bf16."""
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+WIDTH = 64
+"""Of tiny trunks: 4 bits take rows in multiples of 32 and columns in multiples of 64."""
 
 
 def packed(directory: Path, family_name: str, quantization: Quantization | None) -> Trunk:
     if not (directory / "base").exists():
-        base_and_finetune(directory, family_name)
+        save_stripped(tiny_trunk(family_name, width=WIDTH), directory / "base")
     family = open_checkpoint(directory / "base").family
     return load_trunk(directory / "base", family, dtype=torch.float32, quantization=quantization)
+
+
+def products_in(quantization: Quantization) -> torch.dtype:
+    """Return the dtype in which this machine multiplies packed weights with fp32 inputs.
+
+    bitsandbytes has a 4-bit kernel for CPUs with AVX512_BF16, which multiplies in bf16.
+    """
+    from bitsandbytes.functional import has_avx512bf16
+
+    return torch.bfloat16 if quantization == "4bit" and has_avx512bf16() else torch.float32
 
 
 @needs_bitsandbytes
@@ -52,7 +61,12 @@ def test_linear_layers_are_packed_and_what_is_read_outside_of_its_module_is_not(
     plain, trunk = packed(tmp_path, family_name, None), packed(tmp_path, family_name, quantization)
     dtype = {"8bit": torch.int8, "4bit": torch.uint8}[quantization]
     linear = {name: part for name, part in trunk.causal_lm.named_modules() if isinstance(part, nn.Linear)}
-    kept = {name.rpartition(".")[-1] for name, part in linear.items() if part.weight.dtype != dtype}
+    kept = {
+        name.rpartition(".")[-1]
+        for name, part in linear.items()
+        if part.weight.dtype != dtype and (quantization == "8bit" or is_whole(part) or "lm_head" in name)
+    }
+    assert all(is_whole(part) for part in linear.values() if part.weight.dtype == torch.uint8)
     # transformers itself keeps what groups and compresses in DeepSeek V4.
     allowed = {"lm_head", "classifier", "weights_proj", *(["kv_b_proj"] * (quantization == "8bit"))}
     allowed |= {"kv_proj", "gate_proj", "o_a_proj"} if family_name == "deepseek_v4" else set()
@@ -62,13 +76,54 @@ def test_linear_layers_are_packed_and_what_is_read_outside_of_its_module_is_not(
     tokens_1T = torch.arange(9)[None]
     assert torch.equal(trunk.embed(tokens_1T), plain.embed(tokens_1T))
     assert not any(parameter.requires_grad for parameter in trunk.parameters())
-    expected, found = plain.hidden(tokens_1T), trunk.hidden(tokens_1T)
-    assert 0 < (found - expected).norm() / expected.norm() < {"8bit": 0.5, "4bit": 1.5}[quantization]
+    expected = plain.hidden(tokens_1T)
     if quantization == "4bit":
+        # Before the first forward, which packs the weights anew on CPUs with AVX512_BF16.
         use_what_is_packed(plain.causal_lm, linear)
+    found = trunk.hidden(tokens_1T)
+    assert 0 < (found - expected).norm() / expected.norm() < {"8bit": 0.5, "4bit": 1.5}[quantization]
+    if quantization == "4bit" and products_in("4bit") == torch.float32:
         # Else a weight was read past its module, as if it were not packed.
-        assert_differs(found, expected, num_terms(plain))
+        with pytest.raises(AssertionError):
+            assert_same(found, expected, num_terms(plain))
         assert_same(found, plain.hidden(tokens_1T), num_terms(plain))
+
+
+def is_whole(part: nn.Linear) -> bool:
+    return part.out_features % 32 == 0 and part.in_features % 64 == 0
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("family_name", ["qwen3_5_moe", "qwen3_next", "glm4_moe"])
+def test_the_kernel_of_other_cpus_takes_every_layer_in_4_bits(
+    family_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """bitsandbytes packs the weights anew on a CPU with AVX512_BF16; that part of it runs on every machine."""
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu
+    from bitsandbytes.nn import Linear4bit
+
+    layers = [part for part in packed(tmp_path, family_name, "4bit").modules() if isinstance(part, Linear4bit)]
+    assert layers
+    for layer in layers:
+        _convert_weight_packed_for_cpu(layer.weight.data, copy.deepcopy(layer.weight.quant_state))
+    assert re.search(r"\d+ of \d+ linear layers stay unpacked, such as .*: 4 bits take rows in mult", caplog.text)
+    # The control: a layer of one row, such as a gate.
+    gate = Linear4bit(64, 1, bias=False, quant_type="nf4").to("cpu")
+    with pytest.raises(AssertionError):
+        _convert_weight_packed_for_cpu(gate.weight.data, gate.weight.quant_state)
+
+
+def test_a_trunk_of_which_nothing_can_be_packed_is_refused(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+    with pytest.raises(CheckpointError, match=r"base: no linear layer that can be packed into 4bit; expected one with"):
+        load_trunk(base, open_checkpoint(base).family, dtype=torch.float32, quantization="4bit")
+
+
+@needs_bitsandbytes
+@torch.no_grad()
+def test_8_bits_do_not_warn_of_every_product(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    packed(tmp_path, "qwen3_5", "8bit").hidden(torch.arange(9)[None])
+    assert not [record for record in caplog.records if "bitsandbytes" in record.name]
 
 
 @needs_bitsandbytes
@@ -76,16 +131,19 @@ def test_linear_layers_are_packed_and_what_is_read_outside_of_its_module_is_not(
 @torch.no_grad()
 def test_a_packed_head_chooses_keys_as_its_weights_say(family_name: str) -> None:
     """Its indexer casts hidden states to the dtype of a weight, which must not be an integer."""
-    module = training_module(family_name).eval()
+    trunk = tiny_trunk(family_name, width=WIDTH)
+    module = HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind="kl", temperature=1.0).eval()
     assert any(name.endswith("weights_proj") for name, _ in module.head.named_modules())
     batch = Batch(*collate(sequences_of(make_documents(16, 9), pack=False)).values())
     plain = tiny_head(module.trunk)
     pack_head(module.head, "4bit")
     linear = {name: part for name, part in module.head.named_modules() if isinstance(part, nn.Linear)}
-    expected, found = (aligned_rows(module.trunk, head, batch, 1).student_KND for head in (plain, module.head))
-    assert_differs(found, expected, num_terms(plain))
+    expected = aligned_rows(module.trunk, plain, batch, 1).student_KND
     use_what_is_packed(plain, linear)
-    assert_same(found, aligned_rows(module.trunk, plain, batch, 1).student_KND, num_terms(plain))
+    found = aligned_rows(module.trunk, module.head, batch, 1).student_KND
+    if products_in("4bit") == torch.float32:
+        assert_differs(found, expected, num_terms(plain))
+        assert_same(found, aligned_rows(module.trunk, plain, batch, 1).student_KND, num_terms(plain))
 
 
 def use_what_is_packed(plain: nn.Module, linear: dict[str, nn.Linear]) -> None:
@@ -119,7 +177,7 @@ def test_a_token_in_8_bits_does_not_depend_on_its_neighbours(threshold: float, d
     linear = packed(tmp_path, "glm4_moe", "8bit").layers[0].self_attn.q_proj
     assert linear.state.threshold == 0.0
     linear.state.threshold = threshold
-    input_ND = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    input_ND = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
     beside_ND = torch.cat([input_ND, 30 * input_ND])
     with torch.no_grad():
         assert torch.equal(linear(input_ND), linear(beside_ND)[:4]) is not depends
@@ -133,6 +191,8 @@ def test_packing_documents_changes_no_gradient(
 ) -> None:
     """A head trains on such a trunk, whose weights stay; documents do not leak into one another."""
     trunk = packed(tmp_path, "qwen3_5", quantization)
+    # The first forward packs 4-bit weights anew on CPUs with AVX512_BF16.
+    trunk.hidden(torch.arange(9)[None])
     before = {name: value.clone() for name, value in trunk.named_parameters()}
     documents = make_documents(16, 9, 7)
     found = []
@@ -144,7 +204,7 @@ def test_packing_documents_changes_no_gradient(
         used = recipe(train__tokens_per_step=count * 16, train__micro_batch_sequences=count)
         found.append(one_step(module, sequences, used)[0])
     assert all(torch.equal(value, before[name]) for name, value in trunk.named_parameters())
-    rough = 0.1 if precision is torch.bfloat16 else 1e-3
+    rough = 0.1 if torch.bfloat16 in (precision, products_in(quantization)) else 1e-3
     scale = max(float(value.abs().max()) for value in found[1].values())
     for name, value in found[1].items():
         torch.testing.assert_close(found[0][name], value, atol=rough * scale, rtol=0)
@@ -177,4 +237,4 @@ def test_bytes_are_counted_as_they_are_held(
         held += 0 if scales is None else scales.nbytes
         state = getattr(part.weight, "quant_state", None) if isinstance(part, nn.Linear) else None
         held += 0 if state is None else state.absmax.nbytes
-    assert trunk_bytes(tiny_trunk(family_name).causal_lm, quantization, 4) == held
+    assert trunk_bytes(tiny_trunk(family_name, width=WIDTH).causal_lm, quantization, 4) == held

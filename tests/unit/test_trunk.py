@@ -18,10 +18,12 @@ from checkpoints import (
     all_tensors,
     base_and_finetune,
     save_with_head,
+    set_fields,
     wrap_as_vision_language,
 )
 from mtp_inference import SpeculativeDecoder, plain_greedy
 from mtp_inference.bench.launches import LaunchCounter
+from mtp_train import inspect
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Convention
 from mtp_train.heads.build import build_head, native_plan
@@ -201,3 +203,13 @@ def test_a_config_that_transformers_refuses_is_named(tmp_path: Path) -> None:
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"config\.json: transformers rejects it \(.*Restore the"):
         text_config_of(open_checkpoint(base))
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3"])
+def test_a_stored_choice_of_flash_attention_needs_no_package(name: str, tmp_path: Path) -> None:
+    """Such a field is left over from the machine that trained the model; what is computed is the same."""
+    base, _ = base_and_finetune(tmp_path, "glm4_moe")
+    expected = load(base).hidden(TOKENS_1T)
+    set_fields(base, {"_attn_implementation": name})
+    assert torch.equal(load(base).hidden(TOKENS_1T), expected)
+    assert inspect(base).status == "healthy"

@@ -224,6 +224,11 @@ FIELDS: list[tuple[str, object, str]] = [
     ("rms_norm_eps", float("nan"), "rms_norm_eps is nan; expected a number"),
     ("hidden_act", "nope", "transformers rejects it .KeyError"),
     ("layer_types", 3, "transformers rejects it"),
+    *(
+        (field, value, r"_attn_implementation is .*; expected 'eager' or 'sdpa', or no such field\. Remove the field")
+        for field in ("_attn_implementation", "attn_implementation")
+        for value in ("nonsense", 5, "nobody/kernel")
+    ),
     ("text_config", [1], r"text_config is \[1\]; expected an object"),
     ("text_config", {}, "transformers rejects it"),
     ("vision_config", "x", "vision_config is 'x'; expected an object"),

@@ -26,6 +26,9 @@ def draft_kind(config: RawConfig) -> HeadKind | None:
         stored = parts_of(kind).format
         if any(name in (*stored.written_as, *stored.read_as) for name in names):
             return kind
+        # Releases of EAGLE-3's authors declare their trunk's class; no trunk has a draft vocabulary.
+        if names == ["LlamaForCausalLM"] and stored.drafted_field is not None and config.get(stored.drafted_field):
+            return kind
     return None
 
 

@@ -17,7 +17,7 @@ from mtp_train.families import Family, assistant_for, draft_engines, of_kind
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.assistant import diagnose_assistant
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
-from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model, draft_plan
+from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model, draft_plan, vocabulary_problem
 from mtp_train.heads.unnamed import UnnamedFile, unnamed_files, with_unnamed_head
 from mtp_train.job.display import html_table, quiet_progress
 from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk
@@ -454,11 +454,12 @@ def inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progres
     """Inspect a draft model. With ``trunk``, check that the two fit and name the engines that serve both.
 
     Raises:
-        UnsupportedModelError: The draft model's forward is not known here, or the trunk's family has no such heads.
+        UnsupportedModelError: The trunk's family has no such heads.
         CheckpointError: The draft model was made for a trunk of another size or with another embedding.
     """
     diagnosis = diagnose_draft(draft)
-    if trunk is not None and diagnosis.complete:
+    problem = vocabulary_problem(draft) if diagnosis.complete else None
+    if trunk is not None and diagnosis.complete and problem is None and draft.unsupported is None:
         draft_plan(draft, trunk)
     return drafter_inspection(
         draft.checkpoint,
@@ -468,6 +469,8 @@ def inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progres
         serves=_draft_serving_commands(draft, trunk),
         what="DRAFT",
         runs_here="beside its trunk:",
+        problems=() if problem is None else (problem,),
+        unsupported=draft.unsupported,
         note=f"{draft.title} for a trunk of hidden size {draft.config.get('hidden_size')}, not a checkpoint with a "
         "head; TRUNK is a placeholder for its trunk",
     )
@@ -483,6 +486,8 @@ def drafter_inspection(
     what: str,
     runs_here: str,
     note: str,
+    problems: tuple[str, ...] = (),
+    unsupported: str | None = None,
 ) -> Inspection:
     """Return the inspection of a checkpoint that drafts for a trunk and holds none.
 
@@ -496,12 +501,15 @@ def drafter_inspection(
         what: Placeholder for the drafter in the command that downloads it again.
         runs_here: Text before the command that decodes with it.
         note: Description of the drafter.
+        problems: What is wrong with its tensors' values, besides NaN and infinities.
+        unsupported: Why it cannot be decoded with here although it is whole.
     """
     path = shlex.quote(str(checkpoint.path))
     non_finite = tuple(find_non_finite(checkpoint, progress))
-    problems = non_finite_problems(non_finite)
+    problems = (*problems, *non_finite_problems(non_finite))
     whole = diagnosis.complete and not problems
     reason = problems[0] if diagnosis.complete and problems else diagnosis.describe()
+    refusal = problems[0] if problems else unsupported
     return Inspection(
         checkpoint=str(checkpoint.path),
         family=family,
@@ -514,7 +522,7 @@ def drafter_inspection(
         problems=problems,
         serves=dict(serves) if whole else dict.fromkeys(serves, f"no: {reason}"),
         cure=None if whole else f"hf download {what} --local-dir {path}",
-        runs_here=f"{runs_here} mtp-train generate TRUNK --head {path}",
+        runs_here=f"{runs_here} mtp-train generate TRUNK --head {path}" if refusal is None else f"no: {refusal}",
         note=note,
         unlisted_keys=checkpoint.unlisted_keys,
         unnamed_weights=unnamed_files(checkpoint, None),
