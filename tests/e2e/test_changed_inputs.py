@@ -70,11 +70,13 @@ def refused(argv: list[Any], capfd: Capture) -> str:
 def changed(path: Path, change: Callable[[Path], Any]) -> Iterator[None]:
     """Change a file, and put the old one back, as a copy."""
     kept = path.read_bytes() if path.exists() else None
-    change(path)
-    yield
-    path.unlink(missing_ok=True)
-    if kept is not None:
-        path.write_bytes(kept)
+    try:
+        change(path)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        if kept is not None:
+            path.write_bytes(kept)
 
 
 CHANGES: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
@@ -211,8 +213,8 @@ def test_a_finished_run_whose_inputs_changed_says_so_and_keeps_its_outcome(finis
 
 def test_an_early_finished_run_is_finished_where_its_inputs_are_older(finished: Path, capfd: Capture) -> None:
     record = finished / "run" / "inputs.json"
+    copied(finished)
     with changed(record, Path.unlink):
-        # The inputs were copied since the run began.
         assert "begun by a version that wrote no inputs.json" in refused(["run", finished / "recipe.yaml"], capfd)
         os.utime(finished / "run" / "recipe.yaml")
         assert main(["run", str(finished / "recipe.yaml")]) == 0
