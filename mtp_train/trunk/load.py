@@ -386,6 +386,13 @@ def _loading(path: Path, family: Family, on_layer: Callable[[nn.Module], object]
             ) from error
 
 
+def _require_dequantisable(path: Path, family: Family) -> None:
+    """Check that transformers can dequantise the trunk's FP8 weights, as it does on a CPU."""
+    checkpoint = open_checkpoint(path)
+    layout = layout_of(checkpoint, family)
+    require_whole_blocks(checkpoint, (key for key in checkpoint.tensors if not layout.is_head_key(key)))
+
+
 def _cast_beside_fp8(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the unquantised weights of an FP8 checkpoint: transformers leaves them in their stored dtype.
 
@@ -433,17 +440,13 @@ def load_trunk(
     # packed weights.
     given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if quantization is not None:
-        # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
         empty = empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm
-        given |= {
-            "quantization_config": packing(quantization, dtype, empty, where=str(path)),
-            "device_map": {"": device},
-        }
+        given["quantization_config"] = packing(quantization, dtype, empty, where=str(path))
+        # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
+        given["device_map"] = {"": device}
     is_fp8 = quant_method(config.to_dict()) == "fp8"
     if is_fp8 and torch.device(device).type == "cpu":
-        checkpoint = open_checkpoint(path)
-        layout = layout_of(checkpoint, family)
-        require_whole_blocks(checkpoint, (key for key in checkpoint.tensors if not layout.is_head_key(key)))
+        _require_dequantisable(path, family)
     with ExitStack() as stack:
         if group is not None:
             rules = split_rules(empty_trunk_at(path, family, trust_remote_code=trust_remote_code).causal_lm)
