@@ -386,18 +386,22 @@ def _loading(path: Path, family: Family, on_layer: Callable[[nn.Module], object]
             ) from error
 
 
-def _require_dequantisable(path: Path, family: Family) -> None:
+def _require_dequantisable(path: Path, family: Family, device: torch.device | str) -> None:
     """Check that transformers can dequantise the trunk's FP8 weights, as it does on a CPU."""
+    if torch.device(device).type != "cpu":
+        return
     checkpoint = open_checkpoint(path)
     layout = layout_of(checkpoint, family)
     require_whole_blocks(checkpoint, (key for key in checkpoint.tensors if not layout.is_head_key(key)))
 
 
-def _cast_beside_fp8(model: nn.Module, dtype: torch.dtype) -> None:
+def _cast_beside_fp8(model: nn.Module, dtype: torch.dtype | str) -> None:
     """Cast the unquantised weights of an FP8 checkpoint: transformers leaves them in their stored dtype.
 
     Without this, a trunk in fp32 on a CPU has a bf16 embedding before its dequantised layers.
     """
+    if isinstance(dtype, str):
+        return
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALF_DTYPES and not name.endswith(SCALE_SUFFIXES):
             parameter.data = parameter.data.to(dtype)
@@ -425,28 +429,24 @@ def load_trunk(
         adapter: A peft adapter directory, applied unmerged.
         quantization: Quantise the linear layers, see :mod:`mtp_train.trunk.quantise`.
         trust_remote_code: Whether code beside the weights may run.
-        group: Load this process's part of the trunk, on ``device``; every process of the group must call it. Without
-            an adapter and quantisation only.
-        on_layer: Called with each decoder layer as soon as it is loaded, frozen and in main memory, before the next one
-            is read. It may shard the layer; layers stay on the device where it leaves them. For plain weights on
-            ``device`` "cpu", without an adapter.
+        group: Load this process's part of plain weights, on ``device``; every process of the group must call it.
+        on_layer: Called with each decoder layer once it is loaded, in main memory, before the next one is read. It may
+            shard the layer. For plain weights on ``device`` "cpu", without an adapter.
 
     Raises:
         CheckpointError: Weights of the trunk are missing, damaged or do not fit, or the adapter does not fit.
     """
     refuse_embedded_adapter(path)
     config = trunk_config(path, family, trust_remote_code=trust_remote_code)
-    # Pass `quantization_config` only when set: transformers treats an explicit None as "unquantised" and skips the
-    # packed weights.
     given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if quantization is not None:
         empty = empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm
-        given["quantization_config"] = packing(quantization, dtype, empty, where=str(path))
-        # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
-        given["device_map"] = {"": device}
+        # None would be read as "unquantised". bitsandbytes quantises on the device where the weights will run.
+        packed = packing(quantization, dtype, empty, where=str(path))
+        given |= {"quantization_config": packed, "device_map": {"": device}}
     is_fp8 = quant_method(config.to_dict()) == "fp8"
-    if is_fp8 and torch.device(device).type == "cpu":
-        _require_dequantisable(path, family)
+    if is_fp8:
+        _require_dequantisable(path, family, device)
     with ExitStack() as stack:
         if group is not None:
             rules = split_rules(empty_trunk_at(path, family, trust_remote_code=trust_remote_code).causal_lm)
@@ -462,7 +462,7 @@ def load_trunk(
             **given,
         )
     _require_all_loaded(path, info)
-    if is_fp8 and isinstance(dtype, torch.dtype):
+    if is_fp8:
         _cast_beside_fp8(model, dtype)
     if adapter is not None:
         model = put_on(model, adapter)
