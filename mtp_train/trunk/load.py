@@ -444,8 +444,7 @@ def load_trunk(
         # None would be read as "unquantised". bitsandbytes quantises on the device where the weights will run.
         packed = packing(quantization, dtype, empty, where=str(path))
         given |= {"quantization_config": packed, "device_map": {"": device}}
-    is_fp8 = quant_method(config.to_dict()) == "fp8"
-    if is_fp8:
+    if is_fp8 := quant_method(config.to_dict()) == "fp8":
         _require_dequantisable(path, family, device)
     with ExitStack() as stack:
         if group is not None:
@@ -464,8 +463,8 @@ def load_trunk(
     _require_all_loaded(path, info)
     if is_fp8:
         _cast_beside_fp8(model, dtype)
-    if adapter is not None:
-        model = put_on(model, adapter)
+    model = model if adapter is None else put_on(model, adapter)
     model.requires_grad_(False)
-    is_placed = quantization is not None or group is not None or on_layer is not None
-    return Trunk(model if is_placed else model.to(device), family, group=group).eval()
+    if quantization is None and group is None and on_layer is None:
+        model = model.to(device)
+    return Trunk(model, family, group=group).eval()
