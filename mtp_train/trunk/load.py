@@ -455,8 +455,7 @@ def load_trunk(
             path,
             config=config,
             output_loading_info=True,
-            # Mismatched shapes are reported below, as missing keys are.
-            ignore_mismatched_sizes=True,
+            ignore_mismatched_sizes=True,  # They are reported below, as missing keys are.
             low_cpu_mem_usage=True,
             **given,
         )
