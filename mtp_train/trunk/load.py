@@ -366,12 +366,23 @@ def _require_all_loaded(path: Path, info: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _loading(path: Path, family: Family, on_layer: Callable[[nn.Module], object] | None) -> Iterator[None]:
+def _loading(
+    path: Path,
+    family: Family,
+    config: PretrainedConfig,
+    device: torch.device,
+    on_layer: Callable[[nn.Module], object] | None,
+) -> Iterator[None]:
     """Prepare transformers' loader for a checkpoint of a family, and name damaged files.
 
     Raises:
-        CheckpointError: A file is truncated or otherwise no safetensors file.
+        CheckpointError: A file is truncated or otherwise no safetensors file, or an FP8 weight has a last block that
+            is smaller, which transformers dequantises wrongly on a CPU.
     """
+    if device.type == "cpu" and quant_method(config.to_dict()) == "fp8":
+        checkpoint = open_checkpoint(path)
+        layout = layout_of(checkpoint, family)
+        require_whole_blocks(checkpoint, (key for key in checkpoint.tensors if not layout.is_head_key(key)))
     with ExitStack() as stack:
         if family.trunk.loading is not None:
             stack.enter_context(family.trunk.loading(open_checkpoint(path).tensors))
@@ -386,11 +397,13 @@ def _loading(path: Path, family: Family, on_layer: Callable[[nn.Module], object]
             ) from error
 
 
-def _cast_beside_fp8(model: nn.Module, dtype: torch.dtype) -> None:
+def _cast_beside_fp8(model: nn.Module, config: PretrainedConfig, dtype: torch.dtype | str) -> None:
     """Cast the unquantised weights of an FP8 checkpoint: transformers leaves them in their stored dtype.
 
     Without this, a trunk in fp32 on a CPU has a bf16 embedding before its dequantised layers.
     """
+    if not isinstance(dtype, torch.dtype) or quant_method(config.to_dict()) != "fp8":
+        return
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALF_DTYPES and not name.endswith(SCALE_SUFFIXES):
             parameter.data = parameter.data.to(dtype)
@@ -429,29 +442,20 @@ def load_trunk(
     """
     refuse_embedded_adapter(path)
     config = trunk_config(path, family, trust_remote_code=trust_remote_code)
-    # Pass `quantization_config` only when set: transformers treats an explicit None as "unquantised" and skips the
-    # packed weights.
-    given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    given: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    empty = partial(empty_trunk, config, family, trust_remote_code=trust_remote_code)
+    # Only when set: transformers treats an explicit None as "unquantised" and skips the packed weights.
     if quantization is not None:
+        given["quantization_config"] = packing(quantization, dtype, empty().causal_lm, where=str(path))
         # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
-        empty = empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm
-        given |= {
-            "quantization_config": packing(quantization, dtype, empty, where=str(path)),
-            "device_map": {"": device},
-        }
-    is_fp8 = quant_method(config.to_dict()) == "fp8"
-    if is_fp8 and torch.device(device).type == "cpu":
-        checkpoint = open_checkpoint(path)
-        layout = layout_of(checkpoint, family)
-        require_whole_blocks(checkpoint, (key for key in checkpoint.tensors if not layout.is_head_key(key)))
+        given["device_map"] = {"": device}
     with ExitStack() as stack:
         if group is not None:
-            rules = split_rules(empty_trunk_at(path, family, trust_remote_code=trust_remote_code).causal_lm)
+            rules = split_rules(empty().causal_lm)
             given["distributed_config"] = stack.enter_context(splitting(group.mesh, group.size, device, rules))
-        stack.enter_context(_loading(path, family, on_layer))
+        stack.enter_context(_loading(path, family, config, torch.device(device), on_layer))
         model, info = _trunk_class(family).from_pretrained(
             path,
-            config=config,
             output_loading_info=True,
             # Mismatched shapes are reported below, as missing keys are.
             ignore_mismatched_sizes=True,
@@ -459,8 +463,7 @@ def load_trunk(
             **given,
         )
     _require_all_loaded(path, info)
-    if is_fp8 and isinstance(dtype, torch.dtype):
-        _cast_beside_fp8(model, dtype)
+    _cast_beside_fp8(model, config, dtype)
     if adapter is not None:
         model = put_on(model, adapter)
     model.requires_grad_(False)

@@ -38,6 +38,7 @@ NEW_TOKENS = 20
 @pytest.fixture(autouse=True)
 def products_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiply as held: a CPU that is slow in bf16 would run prompts, and batches of this size, in fp32."""
+    # Every CPU runs its own bf16 products here; test_held_in_half.py runs the conversion to fp32.
     monkeypatch.setattr("mtp_train.trunk.precision.bf16_support", lambda _device: (True, "as everywhere"))
 
 
