@@ -366,12 +366,23 @@ def _require_all_loaded(path: Path, info: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _loading(path: Path, family: Family, on_layer: Callable[[nn.Module], object] | None) -> Iterator[None]:
+def _loading(
+    path: Path,
+    family: Family,
+    config: PretrainedConfig,
+    device: torch.device,
+    on_layer: Callable[[nn.Module], object] | None,
+) -> Iterator[None]:
     """Prepare transformers' loader for a checkpoint of a family, and name damaged files.
 
     Raises:
-        CheckpointError: A file is truncated or otherwise no safetensors file.
+        CheckpointError: A file is truncated or otherwise no safetensors file, or an FP8 weight has a last block that
+            is smaller, which transformers dequantises wrongly on a CPU.
     """
+    if device.type == "cpu" and quant_method(config.to_dict()) == "fp8":
+        checkpoint = open_checkpoint(path)
+        layout = layout_of(checkpoint, family)
+        require_whole_blocks(checkpoint, (key for key in checkpoint.tensors if not layout.is_head_key(key)))
     with ExitStack() as stack:
         if family.trunk.loading is not None:
             stack.enter_context(family.trunk.loading(open_checkpoint(path).tensors))
@@ -386,21 +397,12 @@ def _loading(path: Path, family: Family, on_layer: Callable[[nn.Module], object]
             ) from error
 
 
-def _require_dequantisable(path: Path, family: Family, device: torch.device | str) -> None:
-    """Check that transformers can dequantise the trunk's FP8 weights, as it does on a CPU."""
-    if torch.device(device).type != "cpu":
-        return
-    checkpoint = open_checkpoint(path)
-    layout = layout_of(checkpoint, family)
-    require_whole_blocks(checkpoint, (key for key in checkpoint.tensors if not layout.is_head_key(key)))
-
-
-def _cast_beside_fp8(model: nn.Module, dtype: torch.dtype | str) -> None:
+def _cast_beside_fp8(model: nn.Module, config: PretrainedConfig, dtype: torch.dtype | str) -> None:
     """Cast the unquantised weights of an FP8 checkpoint: transformers leaves them in their stored dtype.
 
     Without this, a trunk in fp32 on a CPU has a bf16 embedding before its dequantised layers.
     """
-    if isinstance(dtype, str):
+    if not isinstance(dtype, torch.dtype) or quant_method(config.to_dict()) != "fp8":
         return
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALF_DTYPES and not name.endswith(SCALE_SUFFIXES):
@@ -429,41 +431,41 @@ def load_trunk(
         adapter: A peft adapter directory, applied unmerged.
         quantization: Quantise the linear layers, see :mod:`mtp_train.trunk.quantise`.
         trust_remote_code: Whether code beside the weights may run.
-        group: Load this process's part of plain weights, on ``device``; every process of the group must call it.
-        on_layer: Called with each decoder layer once it is loaded, in main memory, before the next one is read. It may
-            shard the layer. For plain weights on ``device`` "cpu", without an adapter.
+        group: Load this process's part of the trunk, on ``device``; every process of the group must call it. Without
+            an adapter and quantisation only.
+        on_layer: Called with each decoder layer as soon as it is loaded, frozen and in main memory, before the next one
+            is read. It may shard the layer; layers stay on the device where it leaves them. For plain weights on
+            ``device`` "cpu", without an adapter.
 
     Raises:
         CheckpointError: Weights of the trunk are missing, damaged or do not fit, or the adapter does not fit.
     """
     refuse_embedded_adapter(path)
     config = trunk_config(path, family, trust_remote_code=trust_remote_code)
-    given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    given: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    empty = partial(empty_trunk, config, family, trust_remote_code=trust_remote_code)
+    # Only when set: transformers treats an explicit None as "unquantised" and skips the packed weights.
     if quantization is not None:
-        empty = empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm
-        # None would be read as "unquantised". bitsandbytes quantises on the device where the weights will run.
-        packed = packing(quantization, dtype, empty, where=str(path))
-        given |= {"quantization_config": packed, "device_map": {"": device}}
-    if is_fp8 := quant_method(config.to_dict()) == "fp8":
-        _require_dequantisable(path, family, device)
+        given["quantization_config"] = packing(quantization, dtype, empty().causal_lm, where=str(path))
+        # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
+        given["device_map"] = {"": device}
     with ExitStack() as stack:
         if group is not None:
-            rules = split_rules(empty_trunk_at(path, family, trust_remote_code=trust_remote_code).causal_lm)
+            rules = split_rules(empty().causal_lm)
             given["distributed_config"] = stack.enter_context(splitting(group.mesh, group.size, device, rules))
-        stack.enter_context(_loading(path, family, on_layer))
+        stack.enter_context(_loading(path, family, config, torch.device(device), on_layer))
         model, info = _trunk_class(family).from_pretrained(
             path,
-            config=config,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # They are reported below, as missing keys are.
+            # Mismatched shapes are reported below, as missing keys are.
+            ignore_mismatched_sizes=True,
             low_cpu_mem_usage=True,
             **given,
         )
     _require_all_loaded(path, info)
-    if is_fp8:
-        _cast_beside_fp8(model, dtype)
-    model = model if adapter is None else put_on(model, adapter)
+    _cast_beside_fp8(model, config, dtype)
+    if adapter is not None:
+        model = put_on(model, adapter)
     model.requires_grad_(False)
-    if quantization is None and group is None and on_layer is None:
-        model = model.to(device)
-    return Trunk(model, family, group=group).eval()
+    is_placed = quantization is not None or group is not None or on_layer is not None
+    return Trunk(model if is_placed else model.to(device), family, group=group).eval()

@@ -24,6 +24,7 @@ CONVERTING = [kind for kind in ("full", "recurrent", "sliding", "mixed", "mamba"
 
 @pytest.fixture(params=[False, True], ids=["slow", "native"])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    # Only the choice is set: every CPU runs both paths, with its own products.
     monkeypatch.setattr("mtp_train.trunk.precision.bf16_support", lambda _device: (request.param, "a stand-in"))
     return bool(request.param)
 

@@ -49,6 +49,7 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Linear]]:
 
 def run_on_amd(monkeypatch: pytest.MonkeyPatch, is_amd: bool) -> None:
     """Choose products as on AMD's CPUs, where one or two rows are multiplied as columns or padded, or as on others."""
+    # Only the choice is set: every x86 CPU runs each product for real.
     monkeypatch.setattr(cpu_layers, "runs_on_amd", lambda: is_amd)
 
 
@@ -185,6 +186,7 @@ def test_columns_give_way_to_padded_rows(
     capability: str, has_room: bool, columns: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_on_amd(monkeypatch, True)
+    # Only the choice is tested: nothing is multiplied.
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(cpu_layers, "main_memory_bytes", lambda: 2**40 if has_room else 0)
     monkeypatch.setattr(cpu_layers, "COLUMNS_NUMBERS", 1)

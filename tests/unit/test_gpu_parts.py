@@ -247,6 +247,7 @@ def test_all_is_what_is_measured_and_out_may_come_from_the_environment(monkeypat
 
 
 def test_the_machine_is_recorded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only the record of a machine without a GPU is tested, on machines that have one too.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_machine.main(["--device", "cpu", "--commit", "c0ffee"]) == 0
     record = json.loads(capsys.readouterr().out)

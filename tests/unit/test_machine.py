@@ -80,6 +80,7 @@ def test_threads_are_set_once_nobody_has_and_told(monkeypatch: pytest.MonkeyPatc
 
 
 def resolve_as(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    # Only the choice in a recipe is tested: nothing is multiplied.
     support = (native, "this CPU is a stand-in")
     monkeypatch.setattr("mtp_train.trunk.precision.bf16_support", lambda _device: support)
 

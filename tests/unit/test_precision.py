@@ -35,6 +35,7 @@ def x86(
     mkldnn: bool,
     name: str = "AMD EPYC",
 ) -> None:
+    # Only the choice is tested: nothing is multiplied. test_held_in_half.py runs both choices for real.
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
