@@ -179,7 +179,9 @@ def measure_errors(
     if tokens:
         windows_TV = _window_logits(trunk, prompt_ids, tokens, rounds or PROBE_ROUNDS)[-num_checked:]
         typical_window = float(_largest(windows_TV, last_TV[-len(windows_TV) :]).median())
-    is_rounding = dtype is not torch.float32 or noise <= MOST_FP32_STEPS * step
+    # Packed weights may be multiplied in fewer bits, whatever the dtype of the other weights.
+    computes_fp32 = all(parameter.dtype is torch.float32 for parameter in trunk.causal_lm.parameters())
+    is_rounding = not computes_fp32 or noise <= MOST_FP32_STEPS * step
     is_rounding &= typical_window is None or typical_window <= NOISE_RATIO * typical
     return Errors(noise, typical, typical_window, is_rounding, last_TV, plain_TV)
 
