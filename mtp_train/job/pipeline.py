@@ -25,6 +25,7 @@ from mtp_train.job.decoder_check import check_decoder
 from mtp_train.job.evaluate_run import Evaluation, evaluate_run
 from mtp_train.job.evaluate_served import evaluate_served
 from mtp_train.job.export_run import write_export
+from mtp_train.job.head_source import HEAD
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.job.inputs import Inputs, gather_inputs
 from mtp_train.job.model_card import write_card
@@ -50,7 +51,7 @@ from mtp_train.job.run_dir import (
 from mtp_train.job.served_arms import remove_served
 from mtp_train.job.shared_files import require_shared
 from mtp_train.job.stages import RunTrunks, Stage, claim_run, make_documents, trained_documents
-from mtp_train.job.training import HEAD, STATE, train_stage
+from mtp_train.job.training import STATE, train_stage
 from mtp_train.progress import progress_on
 from mtp_train.recipe.auto_fields import FROM_TEXT
 from mtp_train.recipe.schema import Recipe

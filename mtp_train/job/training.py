@@ -29,6 +29,7 @@ from mtp_train.heads.build import build_head, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.lora import merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
+from mtp_train.job.head_source import HEAD
 from mtp_train.job.input_identity import ADAPTER, TRUNK
 from mtp_train.job.inputs import Inputs
 from mtp_train.losses.catalogue import find_loss
@@ -163,7 +164,7 @@ def _decode(
     return {"decoded_tau": tau([result.counts(str(number), str(number)) for number, result in enumerate(results)])}
 
 
-HEAD, STATE, HIDDEN = "head", "state", "hidden"
+STATE, HIDDEN = "state", "hidden"
 
 
 def train_stage(

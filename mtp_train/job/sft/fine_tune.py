@@ -24,6 +24,7 @@ from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, graft_pla
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.hooks.train_beside import trained_weights
 from mtp_train.job.evaluate_run import RETRAINED, MeasuredRun, changed_output, measure_arms, sample_texts
+from mtp_train.job.head_source import HEAD
 from mtp_train.job.held_out import HELD_OUT, held_out_figures
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.job.inputs import Inputs, gather_inputs
@@ -33,7 +34,7 @@ from mtp_train.job.sft.tuned_model import lora_layers, require_trainable, unload
 from mtp_train.job.sft.tuning import fine_tune_stage, is_trained, newest_checkpoint, require_whole_model
 from mtp_train.job.shared_files import require_shared
 from mtp_train.job.stages import Stage, claim_run, load_run_trunk
-from mtp_train.job.training import HEAD, STATE, trained_artifact
+from mtp_train.job.training import STATE, trained_artifact
 from mtp_train.recipe.schema import Recipe, SftSection
 from mtp_train.report.table import summary
 from mtp_train.report.wording import headline

@@ -20,6 +20,7 @@ from mtp_train.evaluation.assemble import Measured, assemble
 from mtp_train.evaluation.cells import DriftPoint, StudyReport
 from mtp_train.evaluation.grid import Grid
 from mtp_train.evaluation.run import Processes, measure_study
+from mtp_train.job.head_source import HEAD
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.job.inputs import Inputs, gather_inputs
 from mtp_train.job.run_dir import PROVENANCE_FILE, Outcome, clear_leftovers, tell_precision
@@ -36,7 +37,7 @@ from mtp_train.job.study.protocol import (
     levels_on_shared_prompts,
     retrained,
 )
-from mtp_train.job.training import HEAD, train_stage
+from mtp_train.job.training import train_stage
 from mtp_train.recipe.schema import Recipe, StudySection
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.study_wording import verdict_title
