@@ -39,7 +39,6 @@ from mtp_train.evaluation.settings import draft_depth, left_out, served_settings
 from mtp_train.evaluation.statistics import MeasuredArm, arm_result, checked_records, lossless, run_cell
 from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.job.head_source import head_directory
 from mtp_train.job.held_out import HELD_OUT, held_out_figures
 from mtp_train.job.inputs import Inputs
 from mtp_train.job.training import measured_together
@@ -55,6 +54,7 @@ from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.demo import PREFIX, RECORDED_FILE, home_source, recorded
 from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.locations import head_directory
 from mtp_train.weights.suggestions import graft_command
 
 RETRAINED, VANILLA = "retrained", "vanilla"

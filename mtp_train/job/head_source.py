@@ -9,13 +9,8 @@ from mtp_train.errors import RecipeError
 from mtp_train.heads.build import HeadPlan, graft_artifact_plan, graft_plan
 from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.artifact import Artifact, load_artifact
-from mtp_train.weights.demo import resolve
 from mtp_train.weights.files import Checkpoint
-from mtp_train.weights.locations import is_head_directory, open_location
-from mtp_train.weights.run_export import EXPORT, is_run
-
-HEAD = "head"
-"""Directory of the trained head in a run directory."""
+from mtp_train.weights.locations import head_directory, open_location
 
 
 @dataclass(frozen=True)
@@ -34,14 +29,6 @@ def open_head_source(location: str) -> Checkpoint | RunHead:
     """
     directory = head_directory(location)
     return open_location(location) if directory is None else RunHead(directory, load_artifact(directory))
-
-
-def head_directory(location: str) -> Path | None:
-    """Return the head directory at a location: itself, or that of a run without an export; None for a checkpoint."""
-    path = Path(resolve(location)).expanduser()
-    if is_run(path) and not (path / EXPORT).is_dir():
-        path = path / HEAD
-    return path if is_head_directory(path) else None
 
 
 def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | RunHead) -> HeadPlan:

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError, MtpError
 from mtp_train.evaluation.suites import suite_location
-from mtp_train.job.head_source import head_directory, open_head_source
+from mtp_train.job.head_source import open_head_source
 from mtp_train.job.run_answers import require_same_trunk
 from mtp_train.job.run_dir import PROVENANCE_FILE
 from mtp_train.recipe.schema import Recipe
@@ -35,7 +35,7 @@ from mtp_train.weights.identity import (
     stored_bytes,
     write_records,
 )
-from mtp_train.weights.locations import open_location
+from mtp_train.weights.locations import head_directory, open_location
 from mtp_train.weights.run_export import RECIPE_FILE, exported_of, is_run
 
 TRUNK, HEAD_FROM, ADAPTER = "model.trunk", "model.head_from", "model.adapter"

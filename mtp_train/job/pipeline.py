@@ -25,7 +25,6 @@ from mtp_train.job.decoder_check import check_decoder
 from mtp_train.job.evaluate_run import Evaluation, evaluate_run
 from mtp_train.job.evaluate_served import evaluate_served
 from mtp_train.job.export_run import write_export
-from mtp_train.job.head_source import HEAD
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.job.inputs import Inputs, gather_inputs
 from mtp_train.job.model_card import write_card
@@ -64,7 +63,7 @@ from mtp_train.train.log import read_metrics
 from mtp_train.train.plan import make_plan
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import read_json
-from mtp_train.weights.run_export import EXPORT
+from mtp_train.weights.run_export import EXPORT, HEAD
 from mtp_train.weights.writing import LOCK_FILE, full_disk_is_named
 
 

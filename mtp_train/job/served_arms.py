@@ -23,12 +23,12 @@ from mtp_train.families import Family
 from mtp_train.families.engines import NAMED_BY, EngineSupport, engine_commands
 from mtp_train.heads.build import HeadPlan, native_plan
 from mtp_train.job.export_run import write_export
-from mtp_train.job.head_source import HEAD
 from mtp_train.job.inputs import Inputs
 from mtp_train.recipe.schema import GateServers, Recipe
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.identity import directory_files, hash_inputs
 from mtp_train.weights.lora_merge import write_adapted
+from mtp_train.weights.run_export import HEAD
 
 RETRAINED = "retrained"
 SERVE = "serve"

@@ -29,7 +29,6 @@ from mtp_train.heads.build import build_head, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.lora import merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
-from mtp_train.job.head_source import HEAD
 from mtp_train.job.input_identity import ADAPTER, TRUNK
 from mtp_train.job.inputs import Inputs
 from mtp_train.losses.catalogue import find_loss
@@ -54,6 +53,7 @@ from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES
 from mtp_train.weights.artifact import Artifact, save_artifact
+from mtp_train.weights.run_export import HEAD
 
 
 def keep_targets(documents: Sequence[Document], vocab: Collection[int]) -> list[Document]:

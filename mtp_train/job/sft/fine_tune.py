@@ -24,7 +24,6 @@ from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, graft_pla
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.hooks.train_beside import trained_weights
 from mtp_train.job.evaluate_run import RETRAINED, MeasuredRun, changed_output, measure_arms, sample_texts
-from mtp_train.job.head_source import HEAD
 from mtp_train.job.held_out import HELD_OUT, held_out_figures
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.job.inputs import Inputs, gather_inputs
@@ -58,7 +57,7 @@ from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.lora_merge import plan_changes, write_merged
 from mtp_train.weights.native import NativeHead, trunk_tensors
 from mtp_train.weights.quantised import PLAIN_DTYPES
-from mtp_train.weights.run_export import EXPORT
+from mtp_train.weights.run_export import EXPORT, HEAD
 from mtp_train.weights.suggestions import train_command
 from mtp_train.weights.writing import new_directory
 

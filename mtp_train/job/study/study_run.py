@@ -20,7 +20,6 @@ from mtp_train.evaluation.assemble import Measured, assemble
 from mtp_train.evaluation.cells import DriftPoint, StudyReport
 from mtp_train.evaluation.grid import Grid
 from mtp_train.evaluation.run import Processes, measure_study
-from mtp_train.job.head_source import HEAD
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.job.inputs import Inputs, gather_inputs
 from mtp_train.job.run_dir import PROVENANCE_FILE, Outcome, clear_leftovers, tell_precision
@@ -46,6 +45,7 @@ from mtp_train.report.wording import lossless_sentence
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.weights.files import read_json
+from mtp_train.weights.run_export import HEAD
 
 HEADS, GRID_DIR, HOME_DIR = "heads", "grid", "home"
 
