@@ -33,7 +33,7 @@ from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbyt
 from mtp_train.trunk.tokenizer import chat_prompt_tokens, raw_tokens
 from mtp_train.weights.adapter import locate_adapter
 from mtp_train.weights.files import CONFIG_FILE, Checkpoint
-from mtp_train.weights.locations import is_head_directory, open_location
+from mtp_train.weights.locations import head_directory, is_head_directory, open_location
 
 OWN, NGRAM, MODEL = "own", "ngram", "model:"
 """Drafters that are not named by location: the own head, prompt lookup, and the prefix of a draft model."""
@@ -218,6 +218,8 @@ def open_model(
     if quantization is not None:
         require_quantizable(quantization, checkpoint.config, where=checkpoint.path)
     adapter_path = locate_adapter(adapter, location) if adapter else None
+    stored = head_directory(head) if head is not None else None
+    head = head if stored is None else str(stored)
     model = open_location(head.removeprefix(MODEL)) if head is not None and head.startswith(MODEL) else None
     no_head = head is None or head == NGRAM or model is not None
     external = None if no_head or head == OWN else external_drafter(head)

@@ -1,8 +1,9 @@
 """Store the trunk's responses as JSON lines, and read them back as documents.
 
 One line of a file is ``{"id", "group", "prompt_ids", "response_ids", "finished", "seed"}``. Every process appends to a
-file of its own; all files of the directory are read together, so that a run can resume with another number of
-processes. A last line that a kill cut off is skipped by readers, and dropped when a process opens its own file again.
+file of its own, and responses that were copied from another run are in ``copied.jsonl``. All files of the directory are
+read together, so that a run can resume with another number of processes. A last line that a kill cut off is skipped by
+readers, and dropped when a process opens its own file again.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mtp_train.acceptance.counts import repeated_ngram_share
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError
+from mtp_train.weights.writing import replaced
 
 MIN_RESPONSE_TOKENS = 2
 """Shorter responses are skipped: after their first token there is nothing to draft."""
 FILE_PATTERN = "regenerated-*-of-*.jsonl"
+COPIED_FILE = "copied.jsonl"
+"""Responses of another run; written at once, so that the file is complete if it exists."""
 BLOCK_BYTES = 1 << 16
 
 
@@ -91,21 +95,12 @@ class RegeneratedStore:
             os.truncate(self.path, _whole_bytes(self.path))
 
     def __iter__(self) -> Iterator[RegeneratedRow]:
-        """Read the rows of all processes one by one, each id once.
+        """Read the rows of all processes one by one, copied rows first, each id once.
 
         Raises:
             DataError: A line is not a stored response.
         """
-        seen: set[str] = set()
-        for path in sorted(self.directory.glob(FILE_PATTERN)):
-            with path.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    # Another process may be writing its last line.
-                    if line.endswith(b"\n"):
-                        row = _parse_row(line, f"{path}, line {number}")
-                        if row.id not in seen:
-                            seen.add(row.id)
-                            yield row
+        return stored_rows(self.directory)
 
     def rows(self) -> list[RegeneratedRow]:
         """Return the rows of all processes, sorted by id."""
@@ -120,9 +115,8 @@ class RegeneratedStore:
         """Add rows to this process's file and flush them to disk."""
         if not self.keeps:
             return
-        text = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
         with self.path.open("ab") as file:
-            file.write(text.encode())
+            file.write(b"".join(map(_line, rows)))
             file.flush()
             os.fsync(file.fileno())
 
@@ -179,6 +173,35 @@ class RegeneratedStore:
         return sorted(documents, key=lambda document: document.id), ResponseCounts(**tally)
 
 
+def response_files(directory: Path) -> list[Path]:
+    """Return the files of a directory with responses, the copied ones first."""
+    return [*directory.glob(COPIED_FILE), *sorted(directory.glob(FILE_PATTERN))]
+
+
+def stored_rows(directory: Path) -> Iterator[RegeneratedRow]:
+    """Yield the rows of all files of a directory, each id once. Writes nothing.
+
+    Raises:
+        DataError: A line is not a stored response.
+    """
+    seen: set[str] = set()
+    for path in response_files(directory):
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                # Another process may be writing its last line.
+                if line.endswith(b"\n"):
+                    row = _parse_row(line, f"{path}, line {number}")
+                    if row.id not in seen:
+                        seen.add(row.id)
+                        yield row
+
+
+def write_copied(directory: Path, rows: Iterable[RegeneratedRow]) -> None:
+    """Write the responses that were copied from another run: all of them, or no file."""
+    with replaced(directory / COPIED_FILE) as handle:
+        handle.writelines(map(_line, rows))
+
+
 def rows_after(path: Path, start: int) -> Iterator[RegeneratedRow]:
     """Yield the complete rows of a file after its first ``start`` bytes, which end a line; none without a file.
 
@@ -197,6 +220,10 @@ def rows_after(path: Path, start: int) -> Iterator[RegeneratedRow]:
 def settings_key(settings: Mapping[str, object]) -> str:
     """Return a hash of settings (plain JSON values) for a store's name: other settings must not reuse its responses."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _line(row: RegeneratedRow) -> bytes:
+    return (json.dumps(asdict(row)) + "\n").encode()
 
 
 def _document(row: RegeneratedRow, seq_len_tokens: int) -> Document:

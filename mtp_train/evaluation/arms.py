@@ -185,7 +185,7 @@ class OpenArm:
     @property
     def head_loader(self) -> Callable[[], InputFiles] | None:
         """Function that finds the files of the drafter; None if the drafter has no files besides the trunk's."""
-        head = self.spec.head
+        head = self.model.head
         if head is None or head in (OWN, NGRAM):
             return None
         if self.model.draft_checkpoints:

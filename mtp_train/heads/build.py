@@ -1,13 +1,14 @@
 """Plan a head for a trunk, and build it: from a checkpoint that has one, from a head directory, or a new one.
 
 A :class:`HeadPlan` is made without loading weights: :func:`native_plan` and :func:`graft_plan` from checkpoints,
-:func:`stored_head_plan` from a head directory, :func:`fresh_plan` for a new head, with random weights or a copy of the
-trunk's last layer. :func:`build_head` makes the module, and :func:`trained_head` returns its weights in native keys.
+:func:`stored_head_plan` and :func:`graft_artifact_plan` from a head directory, :func:`fresh_plan` for a new head, with
+random weights or a copy of the trunk's last layer. :func:`build_head` makes the module, and :func:`trained_head`
+returns its weights in native keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,7 @@ from transformers import PretrainedConfig
 
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family, of_kind
-from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype
+from mtp_train.heads.diagnose import diagnose_head, head_shapes, layout_of, stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
 from mtp_train.weights.artifact import Artifact, load_artifact
 from mtp_train.weights.files import SAFETENSORS_DTYPES, Checkpoint
@@ -100,6 +101,45 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
     return HeadPlan(finetune.family, layout, diagnosis.present_modules, convention, template)
 
 
+def graft_artifact_plan(
+    finetune: Checkpoint, artifact: Artifact, directory: Path, convention: str, *, trust_remote_code: bool = False
+) -> HeadPlan:
+    """Plan to start from the head in a head directory on the fine-tune's trunk.
+
+    Args:
+        finetune: The fine-tune.
+        artifact: The opened head directory.
+        directory: The head directory, for messages.
+        convention: Name of the wiring to use.
+        trust_remote_code: Whether transformers may run Python code that the fine-tune contains.
+
+    Raises:
+        CheckpointError: The head is of another family or kind, was trained with another wiring, or has another shape.
+        UnsupportedModelError: The family has no convention of this name.
+    """
+    family, theirs = finetune.family, artifact.family
+    layout = replace(layout_of(finetune), fused_experts=artifact.layout.fused_experts)
+    ours = family.name, family.kind, layout.num_hidden_layers
+    if (theirs.name, theirs.kind, artifact.layout.num_hidden_layers) != ours:
+        raise CheckpointError(
+            f"{directory}: a head of kind {theirs.kind} for {theirs.title} of {artifact.layout.num_hidden_layers} "
+            f"layers; expected kind {family.kind}, {family.title}, {layout.num_hidden_layers} layers, as "
+            f"{finetune.path}. Use a head of this model."
+        )
+    if family.convention(convention) != family.convention(artifact.convention):
+        raise CheckpointError(
+            f"{directory}: a head with the wiring {artifact.convention}, and head.convention is {convention}; expected "
+            f"the same. Write head.convention: {artifact.convention}."
+        )
+    shapes = head_shapes(family, text_config_of(finetune, trust_remote_code=trust_remote_code), artifact.num_modules)
+    head = artifact.head
+    tensors = tuple(replace(one, key=artifact.layout.renamed(one.key, layout)) for one in head.tensors)
+    _require_shapes({one.key: one.shape for one in tensors}, layout.native_shapes(shapes))
+    shared = tuple(artifact.layout.renamed(key, layout) for key in head.shared_keys)
+    template = NativeHead(tensors, shared, head.config_fields)
+    return HeadPlan(family, layout, artifact.num_modules, convention, template, artifact.draft_vocab)
+
+
 def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> MtpHead:
     """Build the head of a plan and load its weights, cast to ``dtype``.
 
@@ -111,14 +151,7 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
     native = {pending.key: pending.load() for pending in plan.template.tensors}
     require_finite(native)
     needed = plan.layout.native_shapes({name: value.shape for name, value in head.state_dict().items()})
-    for key in sorted(needed.keys() | native.keys()):
-        found = list(native[key].shape) if key in native else "absent"
-        expected = list(needed[key]) if key in needed else "absent"
-        if found != expected:
-            raise CheckpointError(
-                f"head: {key} is {found}, for this trunk it is {expected}; expected a head of the trunk's shape. Use "
-                "the head that was trained on it."
-            )
+    _require_shapes({key: value.shape for key, value in native.items()}, needed)
     head.load_state_dict(plan.layout.join(native))
     # Buffers keep their dtype: a router's fp32 correction bias must not be rounded.
     for parameter in head.parameters():
@@ -128,6 +161,17 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
         require_finite({plan.output.weight.key: output_RD})
         head.give_output(OutputRows(output_RD.to(dtype), plan.output.token_ids_R, text_config.vocab_size))
     return head
+
+
+def _require_shapes(stored: Mapping[str, Sequence[int]], needed: Mapping[str, Sequence[int]]) -> None:
+    for key in sorted(needed.keys() | stored.keys()):
+        found = list(stored[key]) if key in stored else "absent"
+        expected = list(needed[key]) if key in needed else "absent"
+        if found != expected:
+            raise CheckpointError(
+                f"head: {key} is {found}, for this trunk it is {expected}; expected a head of the trunk's shape. Use "
+                "the head that was trained on it."
+            )
 
 
 def stored_head_plan(directory: Path, family: Family) -> HeadPlan:

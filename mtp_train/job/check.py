@@ -25,6 +25,7 @@ from mtp_train.heads.lora import require_lora_targets
 from mtp_train.heads.module import MtpHead, unroll_of
 from mtp_train.job.auto import Choice
 from mtp_train.job.decoding_group import NUM_HEADS, fitting_size, keeps_whole, require_size, require_splittable
+from mtp_train.job.head_source import require_source_model
 from mtp_train.job.input_identity import input_bytes
 from mtp_train.job.inputs import (
     gather_text,
@@ -37,6 +38,7 @@ from mtp_train.job.inputs import (
     require_unroll,
 )
 from mtp_train.job.round_launches import count_launches
+from mtp_train.job.run_answers import require_answers
 from mtp_train.job.run_dir import require_place, with_recorded_precision, with_resolved_precision
 from mtp_train.job.sft.estimate_memory import tuning_cost, tuning_footprint
 from mtp_train.job.sft.tuned_model import require_trainable
@@ -300,6 +302,8 @@ def check(
 def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool) -> CheckResult:
     recipe = with_recorded_precision(recipe, Path(recipe.run_dir))
     require_place(Path(recipe.run_dir), recipe)
+    require_source_model(recipe)
+    require_answers(recipe, Path(recipe.run_dir))
     device = PartialState().device if is_here else torch.device(machine.kind)
     recipe, reason = _with_precision(recipe, None if is_here else machine, device)
     path = locate_checkpoint(resolve(recipe.model.trunk))

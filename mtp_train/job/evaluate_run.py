@@ -37,7 +37,7 @@ from mtp_train.evaluation.results import (
 )
 from mtp_train.evaluation.settings import draft_depth, left_out, served_settings
 from mtp_train.evaluation.statistics import MeasuredArm, arm_result, checked_records, lossless, run_cell
-from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, graft_plan, native_plan
+from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.job.held_out import HELD_OUT, held_out_figures
 from mtp_train.job.inputs import Inputs
@@ -54,6 +54,7 @@ from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.demo import PREFIX, RECORDED_FILE, home_source, recorded
 from mtp_train.weights.files import Checkpoint
+from mtp_train.weights.locations import head_directory
 from mtp_train.weights.suggestions import graft_command
 
 RETRAINED, VANILLA = "retrained", "vanilla"
@@ -227,8 +228,8 @@ def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadP
     """Return the heads to measure on the fine-tune's trunk; the gate's baseline is always among them."""
     wanted = {*recipe.evaluate.arms, recipe.gate_baseline, RETRAINED}
     plans: dict[str, HeadPlan] = {}
-    if "graft" in wanted and inputs.base is not None:
-        plans["graft"] = graft_plan(inputs.finetune, inputs.base, recipe.head.convention)
+    if "graft" in wanted and (graft := inputs.graft(recipe)) is not None:
+        plans["graft"] = graft
     if "native" in wanted:
         plans["native"] = native_plan(inputs.finetune, recipe.head.convention)
     plans[RETRAINED] = artifact_plan(load_artifact(run_dir / "head"))
@@ -411,9 +412,11 @@ def judge(recipe: Recipe, measured: MeasuredRun) -> GateVerdict:
     )
     if not verdict.passed and baseline == PLAIN and verdict.settings:
         return replace(verdict, reason=f"{verdict.reason}. {_faster_depth(measured.depths)}")
-    if verdict.passed or baseline != "graft" or recipe.model.head_from is None:
+    donor = recipe.model.head_from
+    # No command grafts the head of a run that exported none.
+    if verdict.passed or baseline != "graft" or donor is None or head_directory(donor) is not None:
         return verdict
-    better = graft_command(recipe.model.trunk, recipe.model.head_from)
+    better = graft_command(recipe.model.trunk, donor)
     return replace(verdict, reason=f"{verdict.reason}. {GRAFT_INSTEAD} {better}")
 
 

@@ -25,9 +25,9 @@ from mtp_train.job.evaluate_run import Evaluation, MeasuredRun, evaluation_setti
 from mtp_train.job.held_out import HELD_OUT, held_out_figures
 from mtp_train.job.inputs import Inputs
 from mtp_train.job.served_arms import RETRAINED, ServedArm, served_arms, write_served
-from mtp_train.job.training import HEAD
 from mtp_train.recipe.schema import GateServers, Recipe
 from mtp_train.weights.files import read_json
+from mtp_train.weights.run_export import HEAD
 from mtp_train.weights.writing import write_json
 
 SERVED = "servers"

@@ -12,10 +12,12 @@ from rich.progress import Progress
 from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError, MtpError
 from mtp_train.evaluation.suites import suite_location
+from mtp_train.job.head_source import open_head_source
+from mtp_train.job.run_answers import require_same_trunk
 from mtp_train.job.run_dir import PROVENANCE_FILE
 from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.demo import resolve
-from mtp_train.weights.files import locate_checkpoint, read_json
+from mtp_train.weights.files import Checkpoint, locate_checkpoint, read_json
 from mtp_train.weights.identity import (
     RECORD_FILE,
     Claimed,
@@ -33,7 +35,7 @@ from mtp_train.weights.identity import (
     stored_bytes,
     write_records,
 )
-from mtp_train.weights.locations import open_location
+from mtp_train.weights.locations import head_directory, open_location
 from mtp_train.weights.run_export import RECIPE_FILE, exported_of, is_run
 
 TRUNK, HEAD_FROM, ADAPTER = "model.trunk", "model.head_from", "model.adapter"
@@ -67,12 +69,16 @@ def run_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> Loa
     def checkpoint(label: str, location: str) -> InputFiles:
         return checkpoint_files(open_location(located(label, location)))
 
+    def head_source(label: str, location: str) -> InputFiles:
+        source = open_head_source(located(label, location))
+        return checkpoint_files(source) if isinstance(source, Checkpoint) else directory_files(source.path)
+
     def adapter(label: str, location: str) -> InputFiles:
         return directory_files(locate_checkpoint(located(label, location)))
 
     loaders: dict[str, Callable[[], InputFiles]] = {TRUNK: partial(checkpoint, TRUNK, model.trunk)}
     if model.head_from:
-        loaders[HEAD_FROM] = partial(checkpoint, HEAD_FROM, model.head_from)
+        loaders[HEAD_FROM] = partial(head_source, HEAD_FROM, model.head_from)
     if model.adapter:
         loaders[ADAPTER] = partial(adapter, ADAPTER, model.adapter)
     data = {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
@@ -115,7 +121,11 @@ def data_files(label: str, path: str) -> InputFiles:
 def input_bytes(recipe: Recipe) -> int:
     """Return the size in bytes of a run's recorded inputs that are on this machine, without opening them."""
     model = recipe.model
-    named = [exported_of(Path(resolve(name)).expanduser()) for name in (model.head_from, model.adapter) if name]
+    named = [
+        head_directory(name) or exported_of(Path(resolve(name)).expanduser())
+        for name in (model.head_from, model.adapter)
+        if name
+    ]
     total = sum(stored_bytes(path) for path in (locate_checkpoint(resolve(model.trunk)), *named))
     for source in recipe.data.sources:
         # Missing files are refused when they are read.
@@ -149,8 +159,15 @@ def require_run_inputs(
 
 
 def hash_run_inputs(recipe: Recipe, run_dir: Path, progress: Progress) -> dict[str, InputRecord]:
-    """Return the content hashes of a run's inputs. Files with a valid record in the run directory are not read."""
-    return hash_inputs(loaded(run_loaders(recipe, {}, anew=True)), read_records(run_dir), progress)
+    """Return the content hashes of a run's inputs. Files with a valid record in the run directory are not read.
+
+    Raises:
+        MtpError: An input is missing, or the responses of ``data.responses`` are another trunk's.
+    """
+    records = hash_inputs(loaded(run_loaders(recipe, {}, anew=True)), read_records(run_dir), progress)
+    adapter = records[ADAPTER].contents if ADAPTER in records else None
+    require_same_trunk(recipe, run_dir, records[TRUNK].contents, adapter)
+    return records
 
 
 def record_run_inputs(run_dir: Path, records: Records) -> None:

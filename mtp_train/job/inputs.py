@@ -29,11 +29,13 @@ from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.evaluation.settings import draft_depth, served_settings
 from mtp_train.families import Convention, Family, RawConfig
 from mtp_train.families.engines import NAMED_BY
-from mtp_train.heads.build import HeadPlan, fresh_plan, graft_plan
+from mtp_train.heads.build import HeadPlan, fresh_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.heads.flex import why_dense
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.job.export_run import require_exportable
+from mtp_train.job.head_source import RunHead, open_head_source, require_source_model, source_plan
+from mtp_train.job.run_answers import require_answers
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
@@ -75,8 +77,23 @@ class Inputs:
     """Evaluation prompts, of groups that are not trained on."""
     home: Sequence[Prompt] = ()
     """Prompts of its own kind that the vanilla model decodes instead; empty if it decodes the held-out prompts."""
+    run_head: RunHead | None = None
+    """The head of ``model.head_from`` if that is a run without an export; ``base`` is then None."""
     contents: Mapping[str, Contents] = field(default_factory=dict)
     """Content identity of each input by recipe field; set once the run directory is claimed."""
+
+    @property
+    def donor(self) -> Checkpoint | RunHead | None:
+        """The source of a grafted head."""
+        return self.base or self.run_head
+
+    def graft(self, recipe: Recipe) -> HeadPlan | None:
+        """Return the plan of the head of ``model.head_from`` on the trunk; None if the recipe names none.
+
+        Raises:
+            CheckpointError: It does not fit the trunk.
+        """
+        return None if self.donor is None else source_plan(recipe, self.finetune, self.donor)
 
 
 class RunText(NamedTuple):
@@ -97,10 +114,12 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     """
     plan = make_plan(recipe, world_size)
     finetune = open_location(recipe.model.trunk)
-    base = open_location(recipe.model.head_from) if recipe.model.head_from else None
+    require_source_model(recipe)
+    donor = open_head_source(recipe.model.head_from) if recipe.model.head_from else None
+    base, run_head = (None, donor) if isinstance(donor, RunHead) else (donor, None)
     # Raises if the head is not supported by the installed transformers.
     _ = finetune.family.classes
-    head_plan = plan_head(recipe, finetune, base)
+    head_plan = plan_head(recipe, finetune, donor)
     convention = head_plan.family.convention(head_plan.convention)
     require_unroll(recipe, convention, head_plan.num_modules)
     text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
@@ -111,6 +130,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         require_lora_targets(recipe.head.lora, head_plan.family, text_config, head_plan.num_modules, convention)
     require_arms(recipe, finetune)
     require_own_data(recipe, finetune.path)
+    require_answers(recipe, Path(recipe.run_dir))
     require_rows(recipe)
     require_draft_vocab(recipe, text_config.vocab_size)
     require_served(recipe, head_plan.family)
@@ -141,6 +161,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         prompts=text.prompts,
         held_out=text.held_out,
         home=home,
+        run_head=run_head,
     )
 
 
@@ -194,7 +215,7 @@ def _require_packable(recipe: Recipe, checkpoint: Checkpoint, world_size: int) -
         require_offload(recipe.model.offload, world_size, checkpoint.config, where=checkpoint.path)
 
 
-def plan_head(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None) -> HeadPlan:
+def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | RunHead | None) -> HeadPlan:
     """Return the plan of the head: its initial weights and its layout."""
     convention = recipe.head.convention
     if recipe.head.init in ("copy_last_layer", "random"):
@@ -203,9 +224,8 @@ def plan_head(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None) -> 
         return fresh_plan(
             finetune, text_config, convention, seed=recipe.seed, start=recipe.head.init, kind=kind, num_modules=count
         )
-    # A graft without a base is refused when the recipe is read.
-    donor = finetune if recipe.head.init == "native" or base is None else base
-    return graft_plan(finetune, donor, convention)
+    # A graft without a donor is refused when the recipe is read.
+    return source_plan(recipe, finetune, finetune if recipe.head.init == "native" or donor is None else donor)
 
 
 def require_unroll(recipe: Recipe, convention: Convention, num_modules: int) -> None:

@@ -52,7 +52,7 @@ from mtp_train.job.run_dir import (
 from mtp_train.job.served_arms import remove_served
 from mtp_train.job.shared_files import require_shared
 from mtp_train.job.stages import RunTrunks, Stage, claim_run, make_documents, trained_documents
-from mtp_train.job.training import HEAD, STATE, train_stage
+from mtp_train.job.training import STATE, train_stage
 from mtp_train.progress import progress_on
 from mtp_train.recipe.auto_fields import FROM_TEXT
 from mtp_train.recipe.schema import Recipe
@@ -65,7 +65,7 @@ from mtp_train.train.log import read_metrics
 from mtp_train.train.plan import make_plan
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.files import read_json
-from mtp_train.weights.run_export import EXPORT
+from mtp_train.weights.run_export import EXPORT, HEAD
 from mtp_train.weights.writing import LOCK_FILE, full_disk_is_named
 
 

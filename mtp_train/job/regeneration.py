@@ -17,12 +17,20 @@ from mtp_train.data.answers import AnswerFit, CheckedStore, JudgeFn, fit_of
 from mtp_train.data.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, read_api_key
 from mtp_train.data.prompts import choose_prompts
 from mtp_train.data.regenerated import Question, fitting_prompts, regenerate
-from mtp_train.data.responses import RegeneratedRow, RegeneratedStore, ResponseCounts, settings_key
+from mtp_train.data.responses import (
+    COPIED_FILE,
+    RegeneratedRow,
+    RegeneratedStore,
+    ResponseCounts,
+    rows_after,
+    settings_key,
+)
 from mtp_train.data.served import PROBE_PROMPTS, missing_prompts, probe, regenerate_served
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError, MtpError
 from mtp_train.job.input_identity import ADAPTER, TRUNK
 from mtp_train.job.inputs import Inputs
+from mtp_train.job.run_answers import DATA, SETTINGS_FILE, copy_answers
 from mtp_train.job.run_dir import checkpoint_identity
 from mtp_train.job.shared_files import require_shared
 from mtp_train.recipe.schema import Recipe, RegenerateSpec
@@ -32,8 +40,7 @@ from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.weights.writing import write_json
 
-DATA = "data"
-SETTINGS_FILE, COUNTS_FILE = "settings.json", "counts.json"
+COUNTS_FILE = "counts.json"
 BATCH_SIZE, CONCURRENCY = 16, 32
 """Defaults of ``data.regenerate.batch_size`` and ``data.regenerate.concurrency``."""
 
@@ -61,6 +68,12 @@ def regenerate_stage(
     store = RegeneratedStore(directory, rank=share.index, world=share.count, keeps=share.is_kept)
     if accelerator.is_main_process and not (directory / SETTINGS_FILE).is_file():
         write_json(directory / SETTINGS_FILE, deciding)
+    if recipe.data.responses is not None:
+        if accelerator.is_main_process:
+            by = inputs.contents[TRUNK], inputs.contents.get(ADAPTER)
+            for said in copy_answers(recipe.data.responses, directory, inputs.prompts, *by):
+                progress.console.print(said, highlight=False)
+        require_shared(directory, [COPIED_FILE], accelerator)
     task = progress.add_task("regenerating responses", total=None)
 
     def on_progress(done: int, total: int) -> None:
@@ -159,6 +172,11 @@ def answer_by_decoder(
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Generate the responses to this process's prompts with the built-in decoder."""
+    # Without copied responses: a batch with one missing response is decoded whole.
+    copied = {row.id for row in rows_after(store.directory / COPIED_FILE, 0)}
+    prompts = [prompt for prompt in inputs.prompts if prompt.id not in copied]
+    if not prompts:
+        return
     batch_size = settings.batch_size or BATCH_SIZE
     decoder = SpeculativeDecoder(trunk, None, 0, inputs.eos_ids, max_batch=batch_size)
 
@@ -180,7 +198,7 @@ def answer_by_decoder(
         return [list(result.token_ids) for result in decoder.decode(requests)]
 
     regenerate(
-        inputs.prompts,
+        prompts,
         store,
         generate,
         seq_len_tokens=recipe.data.seq_len_tokens,

@@ -33,9 +33,11 @@ from mtp_train.errors import (
     printable,
     redacted,
 )
+from mtp_train.job.head_source import RunHead
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
 from mtp_train.trunk.precision import resolve_precision
+from mtp_train.weights.artifact import HEAD_CONFIG_FILE
 from mtp_train.weights.demo import resolve
 from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
 from mtp_train.weights.identity import RECORD_FILE
@@ -239,6 +241,7 @@ def require_place(run_dir: Path, recipe: Recipe) -> None:
         )
     model = recipe.model
     inputs = {"model.trunk": model.trunk, "model.head_from": model.head_from, "model.adapter": model.adapter}
+    inputs["data.responses"] = recipe.data.responses
     inputs |= {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
     for field, name in inputs.items():
         location = None if name is None else Path(resolve(name)).resolve()
@@ -287,10 +290,10 @@ def record_recipe(run_dir: Path, recipe: Recipe) -> None:
     write_text(run_dir / RECIPE_FILE, dump_recipe(recipe))
 
 
-def checkpoint_identity(name: str, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a checkpoint's path, its hub revision if it has one, and the hashes of its small files."""
+def checkpoint_identity(name: str, checkpoint: Checkpoint | RunHead) -> dict[str, Any]:
+    """Return a checkpoint's or head's path, its hub revision if it has one, and the hashes of its small files."""
     path = checkpoint.path.resolve()
-    files = [checkpoint.path / file for file in (CONFIG_FILE, INDEX_FILE)]
+    files = [checkpoint.path / file for file in (CONFIG_FILE, INDEX_FILE, HEAD_CONFIG_FILE)]
     return {
         "name": name,
         "path": str(path),

@@ -21,14 +21,14 @@ from mtp_train.evaluation.decoding import PLAIN
 from mtp_train.evaluation.settings import draft_depth
 from mtp_train.families import Family
 from mtp_train.families.engines import NAMED_BY, EngineSupport, engine_commands
-from mtp_train.heads.build import HeadPlan, graft_plan, native_plan
+from mtp_train.heads.build import HeadPlan, native_plan
 from mtp_train.job.export_run import write_export
 from mtp_train.job.inputs import Inputs
-from mtp_train.job.training import HEAD
 from mtp_train.recipe.schema import GateServers, Recipe
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.identity import directory_files, hash_inputs
 from mtp_train.weights.lora_merge import write_adapted
+from mtp_train.weights.run_export import HEAD
 
 RETRAINED = "retrained"
 SERVE = "serve"
@@ -126,10 +126,8 @@ def write_served(recipe: Recipe, run_dir: Path, inputs: Inputs, arms: Sequence[S
 
 
 def _baseline_plan(recipe: Recipe, inputs: Inputs, arm: str) -> HeadPlan:
-    convention = recipe.head.convention
-    if arm == "graft" and inputs.base is not None:
-        return graft_plan(inputs.finetune, inputs.base, convention)
-    return native_plan(inputs.finetune, convention)
+    graft = inputs.graft(recipe) if arm == "graft" else None
+    return graft or native_plan(inputs.finetune, recipe.head.convention)
 
 
 def remove_served(run_dir: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from mtp_train.data.prompts import Prompt
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
+from mtp_train.job.head_source import RunHead
 from mtp_train.job.run_dir import checkpoint_identity
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.weights.files import Checkpoint
@@ -80,7 +81,7 @@ def require_alike(what: str, checksum: str, accelerator: RunAccelerator) -> None
             )
 
 
-def checkpoints_checksum(checkpoints: Iterable[Checkpoint | None]) -> str:
+def checkpoints_checksum(checkpoints: Iterable[Checkpoint | RunHead | None]) -> str:
     """Return a checksum of the configs and indices of checkpoints; weights are not read."""
     found = [checkpoint_identity("", one)["sha256"] for one in checkpoints if one is not None]
     return hashlib.sha256(repr(found).encode()).hexdigest()

@@ -207,7 +207,7 @@ def provenance(recipe: Recipe, inputs: Inputs) -> dict[str, object]:
     """Return the content of ``provenance.json``: identities of the checkpoints, versions, command line and hardware."""
     return {
         "trunk": checkpoint_identity(recipe.model.trunk, inputs.finetune),
-        "head_from": checkpoint_identity(recipe.model.head_from or "", inputs.base) if inputs.base else None,
+        "head_from": checkpoint_identity(recipe.model.head_from or "", inputs.donor) if inputs.donor else None,
         "seed": recipe.seed,
         "plan": asdict(inputs.plan),
         **environment_facts(),
@@ -232,7 +232,7 @@ def claim_run(
         TrainingError: The processes do not share the directory, or read other inputs than the main process.
     """
     if accelerator.num_processes > 1:
-        require_alike("model", checkpoints_checksum([inputs.finetune, inputs.base]), accelerator)
+        require_alike("model", checkpoints_checksum([inputs.finetune, inputs.donor]), accelerator)
         text = text_checksum(inputs.documents, [*inputs.prompts, *inputs.held_out])
         require_alike("data", text, accelerator)
     if accelerator.is_main_process:

@@ -22,7 +22,6 @@ from mtp_train.families.engines import engine_commands
 from mtp_train.job import pipeline
 from mtp_train.job.auto import Choice, settle_values, tell_choices
 from mtp_train.job.display import quiet_progress, rich_to_html
-from mtp_train.job.training import HEAD
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.study_table import study_summary
@@ -30,7 +29,7 @@ from mtp_train.report.table import summary
 from mtp_train.report.write import PAGE_FILE
 from mtp_train.train.hours import Device, device_named
 from mtp_train.weights.artifact import load_artifact
-from mtp_train.weights.run_export import EXPORT
+from mtp_train.weights.run_export import EXPORT, HEAD
 
 RecipeLike = Recipe | str | Path | Mapping[str, Any]
 Overrides = Mapping[str, Any] | Sequence[str]

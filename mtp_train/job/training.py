@@ -53,6 +53,7 @@ from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES
 from mtp_train.weights.artifact import Artifact, save_artifact
+from mtp_train.weights.run_export import HEAD
 
 
 def keep_targets(documents: Sequence[Document], vocab: Collection[int]) -> list[Document]:
@@ -163,7 +164,7 @@ def _decode(
     return {"decoded_tau": tau([result.counts(str(number), str(number)) for number, result in enumerate(results)])}
 
 
-HEAD, STATE, HIDDEN = "head", "state", "hidden"
+STATE, HIDDEN = "state", "hidden"
 
 
 def train_stage(

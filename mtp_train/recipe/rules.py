@@ -62,11 +62,11 @@ def _tokens_can_be_counted(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@_reads("run_dir", "model.trunk", "model.head_from", "model.adapter", "data.sources")
+@_reads("run_dir", "model.trunk", "model.head_from", "model.adapter", "data.sources", "data.responses")
 def _paths_have_no_nul(recipe: Recipe) -> Iterator[str]:
     model = recipe.model
     paths = {"run_dir": recipe.run_dir, "model.trunk": model.trunk, "model.head_from": model.head_from}
-    paths["model.adapter"] = model.adapter
+    paths |= {"model.adapter": model.adapter, "data.responses": recipe.data.responses}
     paths |= {f"data.sources.{number}.path": source.path for number, source in enumerate(recipe.data.sources)}
     for field, path in paths.items():
         if "\0" in (path or ""):
@@ -111,6 +111,7 @@ _UNUSED_WITH_SFT: dict[str, tuple[Any, str]] = {
     "head.draft_vocab": (None, "the head drafts from all tokens"),
     "head.convention": ("auto", "the head has the usual wiring of its family"),
     "data.regenerate": (None, "the trunk is trained on the responses of the sources"),
+    "data.responses": (None, "the trunk is trained on the responses of the sources"),
     "data.pack": (False, "transformers' Trainer has one document per row"),
     "objective.loss": ("auto", "the trunk is trained with cross-entropy, a head beside it with KL"),
     "objective.temperature": (1.0, "no loss of a fine-tune has a temperature"),
@@ -371,6 +372,15 @@ def _sources_can_be_answered(recipe: Recipe) -> Iterator[str]:
                 f"data.sources.{index}.format: 'text' while data.regenerate is on; expected records with a "
                 "prompt. Write data.regenerate: null, or use chats or records with prompt and response."
             )
+
+
+@_reads("data.responses", "data.regenerate", "sft")
+def _responses_of_a_run_are_used(recipe: Recipe) -> Iterator[str]:
+    if recipe.data.responses is not None and not recipe.regenerates and recipe.sft is None:
+        yield (
+            f"data.responses: {recipe.data.responses!r} while data.regenerate is off; expected it on, as the trunk "
+            "answers the prompts that the run did not. Write data.regenerate.enabled: true, or data.responses: null."
+        )
 
 
 @_reads("evaluate.temperature", "evaluate.top_p", "evaluate.top_k", "evaluate.rule")

@@ -102,7 +102,7 @@ class ModelSection(Section):
     section `sft`."""
     head_from: Text | None = None
     """The checkpoint whose head is grafted, usually the base of the fine-tune. Its own trunk with its own head is the
-    arm `vanilla`."""
+    arm `vanilla`. Or a run directory: its export, or if it has none (a refused run) its trained head."""
     adapter: Text | None = None
     """A peft LoRA adapter. The trunk is then `trunk` with this adapter, unmerged; the export contains the merged
     weights."""
@@ -241,6 +241,9 @@ class DataSection(Section):
     """The sources of the records. All records are pooled, or mixed by `weight`."""
     regenerate: RegenerateSpec | None = None
     """Train on responses that the trunk generates; null trains on the responses of the sources."""
+    responses: Text | None = None
+    """A run directory. Its responses, which the same trunk generated, are copied for prompts with the same tokens; the
+    trunk generates only the missing ones. Dtype, seed and sampling settings of that run may differ."""
     seq_len_tokens: Count = 512
     """Length of a training sequence, in tokens. `auto`: a power of two for 95 % of the texts, from 512 to 4096."""
     pack: bool = True

@@ -9,6 +9,7 @@ from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, is_adapter, merge_com
 from mtp_train.weights.artifact import HEAD_CONFIG_FILE
 from mtp_train.weights.demo import resolve
 from mtp_train.weights.files import Checkpoint, locate_checkpoint, open_checkpoint, read_json
+from mtp_train.weights.run_export import EXPORT, HEAD, is_run
 
 
 def open_location(location: str) -> Checkpoint:
@@ -25,6 +26,14 @@ def open_location(location: str) -> Checkpoint:
 def is_head_directory(path: Path) -> bool:
     """Return whether a directory is a head directory of ours, and no checkpoint."""
     return (path / HEAD_CONFIG_FILE).is_file()
+
+
+def head_directory(location: str) -> Path | None:
+    """Return the head directory at a location: itself, or that of a run without an export; None for a checkpoint."""
+    path = Path(resolve(location)).expanduser()
+    if is_run(path) and not (path / EXPORT).is_dir():
+        path = path / HEAD
+    return path if is_head_directory(path) else None
 
 
 def refuse_adapter(path: Path, location: str) -> None:

@@ -11,6 +11,8 @@ RECIPE_FILE = "recipe.yaml"
 """File name of the resolved recipe in a run directory."""
 EXPORT = "export"
 """Directory of the exported checkpoint in a run directory."""
+HEAD = "head"
+"""Directory of the trained head in a run directory."""
 _CONFIG_FILE = "config.json"
 
 

@@ -179,11 +179,18 @@ def write_text(path: Path, content: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write bytes beside ``path``, flush, and rename over it."""
+    with replaced(path) as handle:
+        handle.write(content)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file beside ``path`` to write; after the block it is flushed and renamed over ``path``."""
     temporary = path.with_name(f".{path.name}.tmp")
     # Of a process that was killed.
     temporary.unlink(missing_ok=True)
     with temporary.open("xb") as handle:
-        handle.write(content)
+        yield handle
         _flush(handle)
     temporary.replace(path)
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import base_and_finetune
 from mtp_train.errors import CheckpointError, OutputExistsError
-from mtp_train.heads.build import artifact_plan, build_head, graft_plan
+from mtp_train.heads.build import artifact_plan, build_head, graft_artifact_plan, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.weights.artifact import HEAD_CONFIG_FILE, WEIGHTS_FILE, Artifact, load_artifact, save_artifact
 from mtp_train.weights.files import Checkpoint, open_checkpoint
@@ -53,6 +53,27 @@ def test_what_is_saved_is_what_is_loaded(family_name: str, tmp_path: Path) -> No
     expected = tiny_head(tiny_trunk(family_name)).state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in head.state_dict().items())
     assert head.convention == artifact.family.convention("sglang")
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_the_graft_of_a_saved_head_is_the_graft_of_its_checkpoint(family_name: str, tmp_path: Path) -> None:
+    artifact, finetune = make_artifact(tmp_path, family_name)
+    save_artifact(artifact, tmp_path / "head")
+    plan = graft_artifact_plan(finetune, load_artifact(tmp_path / "head"), tmp_path / "head", "sglang")
+    direct = graft_plan(finetune, open_checkpoint(tmp_path / "base"), "sglang")
+    assert plan.layout == direct.layout
+    assert (plan.num_modules, plan.convention) == (direct.num_modules, direct.convention)
+    assert plan.template.shared_keys == direct.template.shared_keys
+    assert plan.template.config_fields == direct.template.config_fields
+    saved, expected = ({one.key: one.load() for one in head.template.tensors} for head in (plan, direct))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in saved.items())
+
+
+def test_a_graft_of_a_head_with_another_wiring_is_refused(tmp_path: Path) -> None:
+    artifact, finetune = make_artifact(tmp_path, "glm4_moe")
+    with pytest.raises(CheckpointError, match=r"wiring sglang, and head.convention is llama.cpp; .* sglang\."):
+        graft_artifact_plan(finetune, artifact, tmp_path / "head", "llama.cpp")
 
 
 def test_loading_reads_no_weight_before_it_is_needed(saved: Path) -> None:

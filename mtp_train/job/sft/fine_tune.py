@@ -33,7 +33,7 @@ from mtp_train.job.sft.tuned_model import lora_layers, require_trainable, unload
 from mtp_train.job.sft.tuning import fine_tune_stage, is_trained, newest_checkpoint, require_whole_model
 from mtp_train.job.shared_files import require_shared
 from mtp_train.job.stages import Stage, claim_run, load_run_trunk
-from mtp_train.job.training import HEAD, STATE, trained_artifact
+from mtp_train.job.training import STATE, trained_artifact
 from mtp_train.recipe.schema import Recipe, SftSection
 from mtp_train.report.table import summary
 from mtp_train.report.wording import headline
@@ -57,7 +57,7 @@ from mtp_train.weights.keymap import HeadLayout
 from mtp_train.weights.lora_merge import plan_changes, write_merged
 from mtp_train.weights.native import NativeHead, trunk_tensors
 from mtp_train.weights.quantised import PLAIN_DTYPES
-from mtp_train.weights.run_export import EXPORT
+from mtp_train.weights.run_export import EXPORT, HEAD
 from mtp_train.weights.suggestions import train_command
 from mtp_train.weights.writing import new_directory
 

@@ -36,7 +36,7 @@ from mtp_train.job.study.protocol import (
     levels_on_shared_prompts,
     retrained,
 )
-from mtp_train.job.training import HEAD, train_stage
+from mtp_train.job.training import train_stage
 from mtp_train.recipe.schema import Recipe, StudySection
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.study_wording import verdict_title
@@ -45,6 +45,7 @@ from mtp_train.report.wording import lossless_sentence
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.shard import give_up_shards, shards_trunk
 from mtp_train.weights.files import read_json
+from mtp_train.weights.run_export import HEAD
 
 HEADS, GRID_DIR, HOME_DIR = "heads", "grid", "home"
 

@@ -1,0 +1,181 @@
+"""A run takes the responses and the trained head of another run on the same trunk, and leaves that run as it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.testing import assert_close
+
+from mtp_train.cli.main import main
+from mtp_train.data.responses import stored_rows
+from mtp_train.job import regeneration
+from runs import LEARNS, document, refusal, tree, write_recipe
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def first(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run in float32 that the gate refused: it has responses and a head, and no export."""
+    run = tmp_path_factory.mktemp("first") / "run"
+    # One step changes the weights measurably, and the drafts hardly.
+    no_better = {"train__lr": 1e-4, "train__max_steps": 1, "model__dtype": "float32"}
+    recipe = write_recipe(run.parent / "recipe.yaml", pristine, run, **{**LEARNS, **no_better})
+    assert main(["run", str(recipe)]) == 3
+    assert not (run / "export").exists()
+    return run
+
+
+def second(directory: Path, inputs: Path, first: Path, **fields: Any) -> Path:
+    """Write the recipe of a run in bfloat16 with the responses and the head of the first."""
+    fields = {"model__head_from": str(first), "data__responses": str(first), "model__dtype": "bfloat16", **fields}
+    return write_recipe(directory / "second.yaml", inputs, directory / "second", **{**LEARNS, **fields})
+
+
+def stored(run: Path) -> list[Any]:
+    (directory,) = run.glob("data/responses-*")
+    return sorted(stored_rows(directory), key=lambda row: row.id)
+
+
+def head_of(run: Path) -> dict[str, Tensor]:
+    return dict(load_file(run / "head" / "head.safetensors"))
+
+
+def never(*_: Any, **__: Any) -> None:
+    raise AssertionError("decoded")
+
+
+def test_another_dtype_takes_the_responses_and_the_head_of_a_refused_run(
+    first: Path, pristine: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tree(first)
+    recipe = second(tmp_path, pristine, first, train__lr=1e-9, train__max_steps=1)
+    assert document(["check", recipe], capfd)["identity"]["bytes"] > 0
+    monkeypatch.setattr(regeneration, "SpeculativeDecoder", never)
+    assert main(["run", str(recipe)]) == 3
+    capfd.readouterr()
+    run = tmp_path / "second"
+    assert stored(run) == stored(first)
+    assert [path.name for path in run.glob("data/*/regenerated-*")] == []
+    assert_close(head_of(run), head_of(first), rtol=0, atol=1e-6)
+    base = load_file(pristine / "base" / "model.safetensors")
+    with pytest.raises(AssertionError):
+        assert_close(head_of(run), {key: base[key] for key in head_of(run)}, rtol=0, atol=1e-6)
+    report = json.loads((run / "report.json").read_text())
+    assert report["arms"]["graft"]["head"] == str(first)
+    assert report["gate"]["baseline"] == "graft"
+    assert "mtp-train graft" not in report["gate"]["reason"]
+    provenance = json.loads((run / "provenance.json").read_text())["head_from"]
+    assert (provenance["path"], list(provenance["sha256"])) == (str(first / "head"), ["head_config.json"])
+    recorded = json.loads((run / "inputs.json").read_text())["inputs"]["model.head_from"]["files"]
+    assert recorded.keys() == {"head.safetensors", "head_config.json"}
+    assert tree(first) == before
+
+
+def copied(first: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(first, tmp_path / "first"))
+
+
+def test_only_missing_responses_are_generated_and_the_copy_outlives_the_run(
+    first: Path, pristine: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    donor = copied(first, tmp_path)
+    (file,) = donor.glob("data/*/regenerated-*.jsonl")
+    lines = file.read_text().splitlines(keepends=True)
+    left_out = json.loads(lines.pop())["id"]
+    # A last line that a kill cut off must stay as it is.
+    file.write_text("".join(lines) + '{"id": "cut')
+    before = tree(donor)
+    recipe = second(tmp_path, pristine, donor, model__head_from=str(pristine / "base"))
+    assert main(["regenerate", str(recipe)]) == 0
+    said = capfd.readouterr()
+    run, count = tmp_path / "second", len(lines)
+    assert f"{count} of {count + 1} prompts have responses of" in (said.out + said.err).replace("\n", " ")
+    assert tree(donor) == before
+    (generated,) = run.glob("data/*/regenerated-*.jsonl")
+    assert [json.loads(line)["id"] for line in generated.read_text().splitlines()] == [left_out]
+    assert [row for row in stored(run) if row.id != left_out] == [row for row in stored(first) if row.id != left_out]
+    (record,) = run.glob("data/*/copied.json")
+    (settings,) = json.loads(record.read_text())["responses"]
+    assert (settings["count"], settings["dtype"]) == (count, "float32")
+
+    shutil.rmtree(donor)
+    kept = tree(run / "data")
+    monkeypatch.setattr(regeneration.SpeculativeDecoder, "decode", never)
+    assert main(["regenerate", str(recipe)]) == 0
+    assert tree(run / "data") == kept
+
+
+def test_responses_of_another_trunk_are_refused_before_anything_is_written(
+    first: Path, pristine: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    other = Path(shutil.copytree(pristine, tmp_path / "in"))
+    weights = load_file(other / "finetune" / "model.safetensors")
+    key = min(weights)
+    save_file({**weights, key: weights[key] + 1e-3}, other / "finetune" / "model.safetensors", {"format": "pt"})
+    said = refusal(["run", second(tmp_path, other, first, model__head_from=str(other / "base"))], capfd)
+    assert f"data.responses: {first} has responses of another trunk than model.trunk (model.safetensors differ)" in said
+    assert not (tmp_path / "second" / "recipe.yaml").exists()
+
+
+def test_what_is_no_run_with_responses_is_refused(first: Path, pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+    unfinished = copied(first, tmp_path)
+    shutil.rmtree(unfinished / "data")
+    for location, found in {
+        pristine: "is no run (recipe.yaml is missing)",
+        tmp_path / "nowhere": "is no run (recipe.yaml is missing)",
+        unfinished: "has no responses",
+    }.items():
+        recipe = second(tmp_path, pristine, first, data__responses=str(location))
+        for command in ("check", "run"):
+            assert f"data.responses: {location} {found}" in refusal([command, recipe], capfd)
+    recipe = second(tmp_path, pristine, first, data__regenerate=None)
+    assert "while data.regenerate is off; expected it on" in refusal(["check", recipe], capfd)
+    inside = write_recipe(tmp_path / "inside.yaml", pristine, first / "more", **LEARNS, data__responses=str(first))
+    assert f"lies within data.responses ({first})" in refusal(["run", inside], capfd)
+
+
+def test_a_refused_run_lends_its_head_to_commands(first: Path, pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+    words = ["generate", pristine / "finetune", "--prompt", "x", "--max-new-tokens", "6", "--head"]
+    of_run, of_head = (document([*words, place], capfd)["requests"] for place in (first, first / "head"))
+    assert of_run == of_head
+    short = ["--prompts", "1", "--max-new-tokens", "4", "--out", tmp_path / "out"]
+    assert main([str(word) for word in ("evaluate", pristine / "finetune", "--head", first, *short)]) == 0
+    assert (tmp_path / "out" / "report.json").is_file()
+
+
+def test_a_head_alone_is_no_model(first: Path, pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+    arms = ["none", "graft", "retrained", "vanilla"]
+    for command in ("check", "run"):
+        said = refusal([command, second(tmp_path, pristine, first, evaluate__arms=arms)], capfd)
+        assert "Write evaluate.arms: [none, graft, retrained], or name the base" in said
+    tuned = {"sft": {"head": "beside"}, "data__regenerate": None, "data__responses": None, "data__pack": False}
+    tuned["evaluate__arms"] = ["graft", "retrained"]
+    assert ", with sft; expected a checkpoint" in refusal(["run", second(tmp_path, pristine, first, **tuned)], capfd)
+
+
+def test_a_head_that_does_not_fit_is_refused(first: Path, pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+    donor = copied(first, tmp_path)
+    recipe = second(tmp_path, pristine, donor)
+    config = donor / "head" / "head_config.json"
+    fields = json.loads(config.read_text())
+    for change, found in {
+        ("family", "glm4_moe"): "a head of kind mtp for GLM",
+        ("kind", "eagle3"): "a head of kind eagle3 for ",
+        ("num_hidden_layers", 99): " of 99 layers; expected kind mtp",
+    }.items():
+        config.write_text(json.dumps({**fields, **dict([change])}))
+        said = refusal(["run", recipe], capfd)
+        assert f"mtp-train: {donor / 'head'}: a head of kind " in said
+        assert found in said
+    config.write_text(json.dumps(fields))
+    tensors = load_file(donor / "head" / "head.safetensors")
+    key = max(tensors, key=lambda name: tensors[name].ndim)
+    save_file({**tensors, key: tensors[key][:1].clone()}, donor / "head" / "head.safetensors")
+    assert f"head: {key} is [1, " in refusal(["run", recipe], capfd)
