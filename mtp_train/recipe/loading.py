@@ -234,6 +234,8 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
     for section in ("study", "sft"):
         if plain[section] is None:
             del plain[section]
+    if plain["data"]["responses"] is None:
+        del plain["data"]["responses"]
     evaluate = plain["evaluate"]
     for name in ("top_p", "top_k", "rule"):
         if evaluate[name] == AUTO:
