@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from mtp_train.errors import GateRefusedError, OutOfMemoryError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.train.log import read_metrics
-from mtp_train.trunk.load import Trunk
 from runs import LEARNS, run_quietly, write_inputs, write_recipe
 
 RUN: dict[str, Any] = {**LEARNS, "train__max_steps": 12, "train__save_steps": 6, "train__log_steps": 3}
@@ -73,11 +72,11 @@ def test_a_run_out_of_memory_says_what_to_change_and_goes_on_once_it_is(
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **{**RUN, "train__max_steps": 2})
 
-    def full(self: Trunk, *arguments: Any, **options: Any) -> torch.Tensor:
+    def full(*arguments: Any, **options: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trunk, "hidden", full)
+        patch.setattr("mtp_train.train.aligned.isolated_hidden", full)
         with pytest.raises(OutOfMemoryError, match=r"stage 'train': .*gradient_checkpointing: true"):
             run_quietly(load_recipe(recipe, ["data.regenerate.enabled=false"]))
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())

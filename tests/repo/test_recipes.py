@@ -107,7 +107,7 @@ def test_files_generated_from_the_fields_are_up_to_date(command: str, path: Path
 
 def test_overrides_shown_in_the_readme_load() -> None:
     shown = re.findall(r"`'?([a-z_.0-9]+=[^`']+)'?`", README.read_text(encoding="utf-8"))
-    assert len(shown) == 8
+    assert len(shown) >= 8
     load_recipe(ROOT / "recipes" / "retrain_head.yaml", shown)
 
 
