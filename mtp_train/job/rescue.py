@@ -21,6 +21,7 @@ from mtp_train.errors import ChangedInputError, CheckpointError, GateRefusedErro
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.job import pipeline
 from mtp_train.job.auto import tell_choices
 from mtp_train.job.checkpoints.inspect import serving_commands
@@ -53,6 +54,8 @@ class RescueResult:
     """The verdict of the gate, or of the probe."""
     serves: dict[str, str]
     """Engine to the command that serves ``out``."""
+    notes: tuple[str, ...] = ()
+    """Sentences about weight files of the fine-tune that no copy contains."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train rescue --json`` prints them."""
@@ -60,7 +63,7 @@ class RescueResult:
 
     def __str__(self) -> str:
         commands = "\n".join(f"{engine}: {command}" for engine, command in self.serves.items())
-        return f"{self.reason}.\nWrote {self.out}, with the {self.head} head.\n{commands}"
+        return "\n".join((f"{self.reason}.", f"Wrote {self.out}, with the {self.head} head.", *self.notes, commands))
 
     def _repr_html_(self) -> str:
         return html_table(f"{self.out}: {self.head} head. {self.reason}.", ("engine", "command"), self.serves.items())
@@ -122,7 +125,7 @@ def rescue(
         write_graft(recipe, out / EXPORT)
     # The refusal ends in the command for a graft, which has been written above.
     reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
-    return _result(out / EXPORT, "graft" if refused else "retrained", reason)
+    return _result(recipe, "graft" if refused else "retrained", reason)
 
 
 def _probed(
@@ -157,12 +160,14 @@ def _grafted(recipe: Recipe, found: ProbeResult, console: Console) -> RescueResu
         if not (out / EXPORT).exists():
             write_graft(recipe, out / EXPORT)
     again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
-    return _result(out / EXPORT, "graft", f"{found.reason}. {again}")
+    return _result(recipe, "graft", f"{found.reason}. {again}")
 
 
-def _result(export: Path, head: str, reason: str) -> RescueResult:
-    checkpoint = open_checkpoint(export)
-    return RescueResult(str(export), head, reason, serving_commands(checkpoint, diagnose_head(checkpoint), "healthy"))
+def _result(recipe: Recipe, head: str, reason: str) -> RescueResult:
+    export = Path(recipe.run_dir) / EXPORT
+    checkpoint, tuned = open_checkpoint(export), open_location(recipe.model.trunk)
+    serves = serving_commands(checkpoint, diagnose_head(checkpoint), "healthy")
+    return RescueResult(str(export), head, reason, serves, left_out(unnamed_files(tuned, layout_of(tuned))))
 
 
 def write_graft(recipe: Recipe, out: Path) -> None:

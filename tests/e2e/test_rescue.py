@@ -126,6 +126,16 @@ def test_a_rescue_probes_first_and_stops_where_the_head_is_good_enough(
     assert document(argv, capfd) == rescued
 
 
+def test_a_rescue_names_the_weight_files_that_it_leaves_out(
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed(monkeypatch, "graft")
+    tuned = shutil.copytree(inputs / "finetune", tmp_path / "tuned")
+    save_file({"mtp.norm.weight": torch.zeros(4)}, tuned / "old.safetensors")
+    rescued = document(asking(inputs, tmp_path / "out", tuned), capfd)
+    assert rescued["notes"] == ["Left out, as no part of the checkpoint: old.safetensors (1 tensors, 1 of a head)."]
+
+
 @pytest.mark.parametrize("verdict", ["retrain", "undecided"])
 def test_a_rescue_trains_after_a_probe_that_does_not_advise_against_it(
     verdict: str, inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
