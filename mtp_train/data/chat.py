@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_train.data.records import Message
 from mtp_train.errors import DataError
-from mtp_train.trunk.templates import bounded
-from mtp_train.trunk.tokenizer import chat_template, render_chat
+from mtp_train.trunk.tokenizer import chat_template, render_chat, template_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,8 +175,7 @@ def _marked(
     tokenizer: PreTrainedTokenizerBase, turn: _Turn, spans: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[bool]]:
     """Return the tokens of a chat up to a turn, and a mask of the tokens in spans that the template marks."""
-    where = f"message {len(turn.messages)}"
-    with bounded(chat_template(tokenizer, where), where):
+    with template_errors(f"message {len(turn.messages)}"):
         encoded: Any = tokenizer.apply_chat_template(
             list(turn.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )

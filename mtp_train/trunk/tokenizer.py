@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.errors import CheckpointError, DataError
-from mtp_train.trunk.templates import bounded
 from mtp_train.weights.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
 
 if TYPE_CHECKING:
@@ -146,10 +146,28 @@ def render_chat(
     """Return the text of a chat as its template writes it.
 
     Raises:
-        DataError: There is no template, or it refuses the messages, fails on them or does not end.
+        DataError: There is no template, or it refuses the messages or fails on them.
     """
-    with bounded(chat_template(tokenizer, where), where):
+    chat_template(tokenizer, where)
+    with template_errors(where):
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
         )
     return str(text)
+
+
+@contextmanager
+def template_errors(where: str) -> Iterator[None]:
+    """Report what a chat template raises in the block: a program in the sandbox of transformers.
+
+    Raises:
+        DataError: The template cannot be compiled, refuses the chat or fails on it.
+    """
+    # A template divides by zero or adds text to a number like any other program. Nothing of ours runs in the block.
+    try:
+        yield
+    except Exception as error:
+        raise DataError(
+            f"{where}: the chat template fails on it ({type(error).__name__}: {error!s:.300}); expected messages that "
+            "it can write. Fix or remove the record, or correct chat_template.jinja in the trunk."
+        ) from error

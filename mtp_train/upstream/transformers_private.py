@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from jinja2 import Template
 from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.activations import ACT2FN
@@ -32,7 +31,6 @@ __all__ = [
     "DynamicSlidingWindowLayer",
     "LinearAttentionLayer",
     "attention_of",
-    "compiled_chat_template",
     "experts_of",
     "forget_deepspeed",
     "load_from_wrapper",
@@ -169,12 +167,6 @@ SYMBOLS = (
         "_keys_to_ignore_on_load_unexpected",
         "families/models/attached.py (in a hint)",
         "no argument of from_pretrained accepts the tensors of a head that the model class does not have",
-    ),
-    Symbol(
-        "transformers.utils.chat_template_utils",
-        "_compile_jinja_template",
-        "trunk/templates.py",
-        "apply_chat_template takes no bounds for a template, and no environment to render it in",
     ),
 )
 """The names that are looked up. Others may be absent: ``_checkpoint_conversion_mapping`` (:func:`renamed_keys`), and
@@ -397,14 +389,6 @@ def use_one_gpu(arguments: Any) -> None:
     """
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
-
-
-def compiled_chat_template(template: str) -> Template:
-    """Return the compiled template that transformers keeps for a chat template, and renders chats with."""
-    from transformers.utils import chat_template_utils
-
-    compiled: Template = chat_template_utils._compile_jinja_template(template)
-    return compiled
 
 
 def mtp_model_class() -> Any:

@@ -14,14 +14,12 @@ import pytest
 from adapters import write_adapter
 from mtp_train.cli.main import main
 from mtp_train.job import model_card
-from mtp_train.trunk import templates
 from mtp_train.weights.files import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from runs import tree, write_recipe
 
 Monkey = pytest.MonkeyPatch
 Capture = pytest.CaptureFixture[str]
 FOUR_ANSWERS = re.compile(r"mtp-train: [^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+[.?]\n")
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 OPENING = ("inspect", "graft", "merge", "export", "generate", "evaluate", "check", "run")
 
 
@@ -70,9 +68,6 @@ BROKEN = {
     "tokenizer": Broken(
         lambda path: (path / "tokenizer.json").write_text("[1]"), "contains list", ("generate", "evaluate", "run")
     ),
-    "endless template": Broken(
-        lambda path: (path / "chat_template.jinja").write_text(ENDLESS), "did not end within", ("chat", "run")
-    ),
     "failing template": Broken(
         lambda path: (path / "chat_template.jinja").write_text("{{ 1 / 0 }}"),
         "fails on it .ZeroDivisionError",
@@ -99,9 +94,8 @@ def argv_of(command: str, inputs: Path, adapter: Path, recipe: Path, out: Path) 
 
 @pytest.mark.parametrize(("kind", "command"), [(kind, name) for kind, one in BROKEN.items() for name in one.commands])
 def test_a_broken_checkpoint_is_one_message_and_nothing_is_left(
-    kind: str, command: str, inputs: Path, adapter: Path, tmp_path: Path, capfd: Capture, monkeypatch: Monkey
+    kind: str, command: str, inputs: Path, adapter: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    monkeypatch.setattr(templates, "MAX_SECONDS", 0.2)
     BROKEN[kind].do(inputs / "finetune")
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "new" / "run")
     before = tree(tmp_path)

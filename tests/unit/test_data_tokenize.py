@@ -203,7 +203,8 @@ def test_a_chat_needs_a_chat_template() -> None:
 @pytest.mark.parametrize("template", [CHATML_REFUSES, CHATML_REFUSES + "{% generation %}{% endgeneration %}"])
 def test_what_a_template_refuses_is_named(template: str) -> None:
     with pytest.raises(
-        DataError, match=r"f, record 1, message 2: the chat template refuses it \(roles must alternate\);"
+        DataError,
+        match=r"f, record 1, message 2: the chat template fails on it \(TemplateError: roles must",
     ):
         one(chat("hi", "hello"), byte_tokenizer(template))
 

@@ -145,7 +145,7 @@ def test_a_template_without_a_system_role_gets_it_from_the_user() -> None:
     suite = suite_of(Chat(({"role": "system", "content": "Be kind."}, user("Hi."))))
     (prompt,) = suite_prompts(suite, byte_tokenizer(CHATML_WITHOUT_SYSTEM))
     assert text(prompt) == "<|im_start|>user\nBe kind.\n\nHi.<|im_end|>\n<|im_start|>assistant\n"
-    with pytest.raises(DataError, match="s, record 1: the chat template refuses it"):
+    with pytest.raises(DataError, match="s, record 1: the chat template fails on it"):
         suite_prompts(
             suite_of(Chat((user("a"), {"role": "system", "content": "b"}))), byte_tokenizer(CHATML_WITHOUT_SYSTEM)
         )
