@@ -283,7 +283,6 @@ class Session:
             self.batch.cache.num_rows,
             self.max_depth,
             None if self.waiting else [lane.tokens_left for lane in rows],
-            not self.rounds.captures,
         )
 
     def _look(self) -> Iterator[Chunk]:
