@@ -4,8 +4,7 @@ A product of few rows takes the time of reading its matrix, and torch's own prod
 or less: MKL reorders an fp32 matrix in every call from two rows on, oneDNN a bf16 matrix from one row on. So the
 matrices are kept in oneDNN's blocked layout, reordered once. The copies need as much memory as the matrices.
 
-The fastest way depends on the number of rows, on the matrix and on the processor (``inference/benchmarks/cpu/`` has the
-figures of ``inference/benchmarks/cpu_products.py``):
+The fastest way depends on the number of rows, on the matrix and on the processor:
 
 - "Packed" is the product with the reordered matrix. On an Intel Xeon (Emerald Rapids) it takes two thirds of the time
   of torch's product for 4 to 16 rows, and as long for one or two.
@@ -14,7 +13,7 @@ figures of ``inference/benchmarks/cpu_products.py``):
 - "Columns" multiplies the matrix by the transposed rows, on AMD's CPUs. It needs no copy, and is the fastest way for
   one or two rows if the input is narrow or the matrix small.
 
-Norms of a few rows take the time of their calls: see :func:`mtp_inference.kernels.norms.brief_norm`.
+Norms of a few rows take the time of their calls: see :func:`mtp_inference.cpu_norms.brief_norm`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from mtp_inference.kernels.norms import brief_norm
+from mtp_inference.cpu_norms import brief_norm
 from mtp_train.trunk.precision import MEMORY_SHARE, bf16_support, main_memory_bytes
 
 MIN_NUMBERS = 2**17

@@ -37,7 +37,6 @@ from mtp_train.job.inputs import (
     require_served,
     require_unroll,
 )
-from mtp_train.job.round_launches import count_launches
 from mtp_train.job.run_answers import require_answers
 from mtp_train.job.run_dir import require_place, with_recorded_precision, with_resolved_precision
 from mtp_train.job.sft.estimate_memory import tuning_cost, tuning_footprint
@@ -57,7 +56,7 @@ from mtp_train.train.estimate import (
     in_shards,
     key_weights,
 )
-from mtp_train.train.hours import Device, Hours, device_named, estimate_hours, probed
+from mtp_train.train.hours import KERNELS_PER_LAYER, Device, Hours, RoundLaunches, device_named, estimate_hours, probed
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.trunk.load import Trunk, empty_trunk
 from mtp_train.trunk.precision import resolve_precision
@@ -369,8 +368,6 @@ def _hours(
     """Return the hours of a run, None for those of a study or a fine-tune, and why its launches are assumed, if so."""
     if recipe.study is not None or recipe.sft is not None:
         return None, None
-    fuses = machine.kind == "cuda" and recipe.model.offload is None
-    launches, assumed = count_launches(trunk, head, recipe.head.num_depths, fuses=fuses)
     hours = estimate_hours(
         recipe,
         plan,
@@ -378,10 +375,10 @@ def _hours(
         sizes,
         trunk_parameters=memory.trunk_parameters,
         num_layers=len(trunk.layers),
-        launches=launches,
+        launches=RoundLaunches.assumed(len(trunk.layers), recipe.head.num_depths),
         device=probed(machine),
     )
-    return hours, assumed
+    return hours, f"{KERNELS_PER_LAYER} for each layer"
 
 
 def _sharded(recipe: Recipe, config: RawConfig, memory: Footprint, trunk: Trunk, plan: Plan) -> Footprint | None:

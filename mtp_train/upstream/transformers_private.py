@@ -37,7 +37,6 @@ __all__ = [
     "forget_deepspeed",
     "load_from_wrapper",
     "loading_layer_by_layer",
-    "mtp_model_class",
     "renamed_keys",
     "sdpa_attention_forward",
     "sdpa_mask",
@@ -157,12 +156,6 @@ SYMBOLS = (
         "_n_gpu",
         "job/sft/tuning.py, job/study/drift.py",
         "no argument keeps a Trainer in one process from wrapping its model in DataParallel where it sees several GPUs",
-    ),
-    Symbol(
-        "transformers.modeling_layers",
-        "MtpModel",
-        "bench/measurements.py",
-        "generate(use_mtp=True) loads its head from files in each call; the benchmark hands it a head in memory",
     ),
     Symbol(
         "transformers:PreTrainedModel",
@@ -405,10 +398,3 @@ def compiled_chat_template(template: str) -> Template:
 
     compiled: Template = chat_template_utils._compile_jinja_template(template)
     return compiled
-
-
-def mtp_model_class() -> Any:
-    """Return transformers' class of an MTP head."""
-    from transformers.modeling_layers import MtpModel
-
-    return MtpModel

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mtp_inference import SpeculativeDecoder, cpu_layers
 from mtp_inference.cpu_layers import CpuLayers, FastLinear, is_plain
-from mtp_inference.kernels.norms import (
+from mtp_inference.cpu_norms import (
     FORMULAS,
     GATED_FORMULAS,
     NormFormula,
     brief_forward,
     brief_norm,
+    norm_formula,
     rms_norm_in_torch,
 )
 from mtp_train.trunk.precision import bf16_support
@@ -261,3 +262,73 @@ def test_a_brief_norm_has_the_bits_of_its_formula(
     for other in {*FORMULAS, *GATED_FORMULAS} - {formula}:
         if bool(other.activation) == bool(formula.activation) and dtypes[0] is dtypes[1]:
             assert not torch.equal(found, rms_norm_in_torch(x, weight_D, gate, 1e-6, other))
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "formula"),
+    [
+        ("qwen3_5", "layers.0.input_layernorm", NormFormula(1.0, False, "")),
+        ("qwen3_5", "layers.0.linear_attn.norm", NormFormula(0.0, True, "silu")),
+        ("glm4_moe", "norm", NormFormula(0.0, True, "")),
+        ("gpt_oss", "norm", NormFormula(0.0, False, "")),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norms_formula_is_found(name: str, path: str, formula: NormFormula, dtype: torch.dtype) -> None:
+    module = tiny_trunk(name).decoder.get_submodule(path).to(dtype)
+    with torch.no_grad():
+        # Weights of 1 would hide how products are rounded.
+        module.weight.fill_(1.0)
+    assert norm_formula(module) == formula
+
+
+def test_a_norms_hooks_are_neither_run_nor_copied() -> None:
+    norm = tiny_trunk("qwen3_5").decoder.norm
+    before = norm.weight.clone()
+
+    class Uncopied:
+        def __deepcopy__(self, memo: object) -> None:
+            raise AssertionError("copied")
+
+        def run(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            raise AssertionError("ran")
+
+    norm.register_forward_pre_hook(Uncopied().run)
+    assert norm_formula(norm) == NormFormula(1.0, False, "")
+    assert torch.equal(norm.weight, before)
+
+
+class ForeignRMSNormGated(nn.Module):
+    """A norm of a package whose kernels do not run on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        raise ValueError("Pointer argument cannot be accessed from Triton")
+
+
+class GroupedRMSNorm(nn.Module):
+    """A norm over halves: its parts are those of an RMSNorm, its formula is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = x.unflatten(-1, (2, -1))
+        return self.weight * (halves * torch.rsqrt(halves.pow(2).mean(-1, keepdim=True) + self.eps)).flatten(-2)
+
+
+def test_other_formulas_keep_their_own_forward() -> None:
+    assert brief_norm(GroupedRMSNorm()) is None
+    assert brief_norm(ForeignRMSNormGated()) is None
+    assert brief_norm(nn.LayerNorm(8)) is None
+    norm = tiny_trunk("glm4_moe").decoder.norm
+    assert brief_norm(norm) is not None
+    # As a weight is that is sharded over processes.
+    norm.weight = nn.Parameter(torch.empty(0))
+    assert brief_norm(norm) is None

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtp_inference.bench.memory import PeakMemory
 from mtp_train.losses import chunked as losses
 from mtp_train.losses.catalogue import RowLoss
 from mtp_train.losses.chunked import (
@@ -31,6 +30,7 @@ from mtp_train.losses.chunked import (
     row_work,
 )
 from mtp_train.losses.rows import row_losses
+from peak_memory import PeakMemory
 from tolerances import assert_same, rounding
 
 KINDS: tuple[str, ...] = ("ce", "kl", "reverse_kl", "tv", "lk", "e2e_tv")

@@ -1,11 +1,8 @@
-"""Compute RMSNorm, with or without a gate, in one launch.
+"""Compute RMSNorm on a CPU, with or without a gate, in fewer calls than transformers' classes make.
 
 transformers' norms differ in four ways: the weight is stored as a factor or as its difference from 1, the normalised
 value is rounded to the input's dtype before the weight or after it, the epsilon has one of two names, and a gate may
 follow. :func:`norm_formula` finds the formula of a module by running it.
-
-The residual addition before a norm remains a launch of its own. transformers' decoder layers add in their own forward,
-and read the sum again for the next addition: a norm's forward receives the sum only. Fusing would take copied layers.
 
 Shapes: R rows, D width.
 """
@@ -23,10 +20,6 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
-from mtp_inference.kernels import run_on_gpus, torch_operation
-
-MAX_WIDTH = 16384
-"""Largest width that one program of the kernel holds in registers."""
 EPSILON_NAMES = ("variance_epsilon", "eps")
 """Attributes in which transformers' norms store their epsilon."""
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": torch.sigmoid}
@@ -59,33 +52,6 @@ def rms_norm_in_torch(x: Tensor, weight_D: Tensor, gate: Tensor | None, eps: flo
     if gate is None:
         return scaled
     return (scaled * _GATES[formula.activation](gate.float())).to(x.dtype)
-
-
-@torch_operation("mtp_inference::rms_norm", mutates_args=())
-def rms_norm(
-    x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, offset: float, rounds_first: bool, activation: str
-) -> Tensor:
-    """Return the norm of ``x`` (..., D) by one operation; see :class:`NormFormula` for the arguments."""
-    return rms_norm_in_torch(x, weight, gate, eps, NormFormula(offset, rounds_first, activation))
-
-
-run_on_gpus(rms_norm, "launch_rms_norm")
-
-
-def fused_norm(module: nn.Module) -> Callable[..., Tensor] | None:
-    """Return a forward that computes a module by :func:`rms_norm`; None if it is no norm of a known formula.
-
-    The forward reads the module's weight at each call.
-    """
-    if not _may_be_norm(module):
-        return None
-    formula = norm_formula(module)
-    return None if formula is None else partial(_forward, module, _epsilon(module), formula)
-
-
-def _forward(module: nn.Module, eps: float, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    output: Tensor = torch.ops.mtp_inference.rms_norm(x, module.weight, gate, eps, *formula)
-    return output
 
 
 def brief_norm(module: nn.Module) -> Callable[..., Tensor] | None:
@@ -129,7 +95,7 @@ def _may_be_norm(module: nn.Module) -> bool:
         and "forward" not in vars(module)
         and list(weights) == ["weight"]
         and all(type(weight) is nn.Parameter and weight.ndim == 1 for weight in weights.values())
-        and all(0 < len(weight) <= MAX_WIDTH for weight in weights.values())
+        and all(len(weight) > 0 for weight in weights.values())
         and any(name in vars(module) for name in EPSILON_NAMES)
     )
 
@@ -178,7 +144,7 @@ def _find_formula(module: nn.Module) -> NormFormula | None:
         try:
             # Without the module's hooks, which would record the input.
             expected_RD = twin.forward(x_RD) if gate is None else twin.forward(x_RD, gate)
-        # Another package's norm, which runs on a GPU only. Its kernel is kept.
+        # Another package's norm, which runs on a GPU only.
         except Exception:
             return None
         found = [rms_norm_in_torch(x_RD, weight_D, gate, _epsilon(module), formula) for formula in remaining]
