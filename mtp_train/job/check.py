@@ -29,11 +29,9 @@ from mtp_train.job.head_source import require_source_model
 from mtp_train.job.input_identity import input_bytes
 from mtp_train.job.inputs import (
     gather_text,
-    require_attention,
     require_draft_vocab,
     require_offload,
     require_own_data,
-    require_rows,
     require_served,
     require_unroll,
 )
@@ -316,14 +314,12 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
         require_offload(recipe.model.offload, world_size, raw, where=path)
     convention = head_family.convention(recipe.head.convention)
     require_unroll(recipe, convention, num_modules)
-    require_rows(recipe)
     # Raises an error for a head that cannot run here.
     _ = head_family.classes
     if recipe.export.enabled:
         require_served_trunk(recipe.head.kind, raw_text_config(raw), where=str(path))
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
-    require_attention(recipe, head_family, text_config, num_modules)
     require_draft_vocab(recipe, text_config.vocab_size)
     require_served(recipe, head_family)
     if recipe.sft is not None:
