@@ -20,7 +20,7 @@ from typing import Any
 from transformers import DeepseekV3Config, Qwen3_5TextConfig, Qwen3MoeConfig
 
 import mtp_train as mtp
-from mtp_inference.bench.output import markdown
+from support_table import markdown
 
 PAGE = Path(__file__).parents[1] / "recipes" / "README.md"
 BEGIN, END = "<!-- plan -->", "<!-- /plan -->"

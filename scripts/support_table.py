@@ -16,9 +16,9 @@ import argparse
 import json
 import re
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mtp_inference.bench.output import markdown
 from mtp_train.families import FAMILIES, Family
 from mtp_train.gguf.model_types import GGUF_HEADS
 
@@ -32,6 +32,11 @@ HEADER = (
     *("family", "`model_type`", "inspect, graft, export", "train, decode"),
     *("vLLM", "SGLang", "llama.cpp", "GGUF sidecar", "transformers `use_mtp`"),
 )
+
+
+def markdown(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """Return a table in Markdown."""
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (header, ["---"] * len(header), *rows))
 
 
 def witnessed() -> set[tuple[str, str]]:

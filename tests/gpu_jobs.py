@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from micro_batches import micro_batches
 from mtp_inference import SpeculativeDecoder
-from mtp_inference.capture import release_memory
 from mtp_inference.drafters.drafter import Drafter, Place, Size
 from mtp_inference.drafters.other_drafters import NgramDrafter, NgramDrafting
 from mtp_inference.sampling.chooser import Chooser, Drafts
@@ -141,7 +140,6 @@ def failed_capture(device: torch.device) -> dict[str, Any]:
             texts.append([list(result.token_ids) for result in decoder.decode([list(range(1, 9))], 24)])
         warned.append([str(one.message) for one in caught if "cannot be captured" in str(one.message)])
         captured.append(decoder.captured_rounds)
-    release_memory()
     return {
         "texts": texts,
         "captured": captured,

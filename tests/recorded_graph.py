@@ -157,8 +157,11 @@ class RecordedDevice:
         self.stream = stream
 
     @contextmanager
-    def recording(self, graph: RecordedGraph, pool: str | None, stream: object) -> Iterator[None]:
+    def recording(
+        self, graph: RecordedGraph, pool: str | None, stream: object, capture_error_mode: str
+    ) -> Iterator[None]:
         """In place of ``torch.cuda.graph``."""
+        assert capture_error_mode == "thread_local"
         self.empty_cache()
         assert pool == (None if len(graph.made) == 1 else "pool")
         before, self.stream = self.stream, stream
@@ -190,7 +193,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> RecordedDevice:
     }.items():
         patch.setattr(torch.cuda, name, ours)
     # Whether a capture has failed is known for the life of a process.
-    patch.setattr(mtp_inference.capture, "_failure", None)
+    patch.setattr(mtp_inference.capture, "_has_failed", False)
     return device
 
 

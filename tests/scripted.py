@@ -14,7 +14,6 @@ from mtp_inference.batch import NO_TOKEN, Batch, RoundPlan
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, WindowCache
 from mtp_inference.cache.recurrent import RecurrentStore
 from mtp_inference.drafters.drafter import Drafter, DrafterMaker, Place, Size
-from mtp_inference.kernels.fused import FusedKernels
 from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
@@ -61,8 +60,6 @@ class ScriptedDrafting:
 
 class ScriptedDrafter:
     """Know every row's text and how much of it is committed."""
-
-    reads_lengths = True
 
     def __init__(self, script: ScriptedDrafting, num_rows: int, real: Drafter | None) -> None:
         self.script = script
@@ -117,8 +114,6 @@ class ScriptedDrafter:
 class RandomDrafting:
     """Draft any tokens, whatever the text."""
 
-    reads_lengths = True
-
     def __init__(self, seed: int = 0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -153,7 +148,6 @@ class BatchRun:
         prompts: One for each row; of any lengths.
         depth: Deepest draft that will be asked for.
         prefill_chunk: Prompt tokens of one forward.
-        fused: Kernels that rounds run in; None for torch's operations.
     """
 
     MOST_PENDING = 32
@@ -165,14 +159,13 @@ class BatchRun:
         prompts: Sequence[Sequence[int]],
         depth: int,
         prefill_chunk: int = 16,
-        fused: FusedKernels | None = None,
     ) -> None:
         num_rows, capacity = len(prompts), 128
         self.cache = WindowCache(trunk.config, num_rows=num_rows, capacity=capacity, max_window=max(prefill_chunk, 8))
         size = Size(num_rows, capacity, self.MOST_PENDING + depth + 1)
         self.drafter = None if drafting is None else drafting.make(trunk, size, depth)
         chooser = greedy_chooser(num_rows)
-        self.batch = Batch(trunk, self.drafter, chooser, self.cache, prefill_chunk, num_stops=1, fused=fused)
+        self.batch = Batch(trunk, self.drafter, chooser, self.cache, prefill_chunk, num_stops=1)
         self.batch.depth_B.fill_(depth)
         self.tokens = [list(prompt) for prompt in prompts]
         self.pending = [1] * num_rows

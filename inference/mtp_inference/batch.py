@@ -24,7 +24,6 @@ from mtp_inference.cache.window import Window
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.drafters.drafter import Drafter, Place
 from mtp_inference.forward import prefill_chunks, window_states
-from mtp_inference.kernels.fused import FusedKernels
 from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_inference.sampling.distributions import Sampling
 from mtp_train.trunk.load import Trunk
@@ -47,8 +46,7 @@ HELD = Widening(False, False)
 WIDE_ROWS = 4
 """Smallest number of batch rows whose rounds run in fp32, converting the weights in every round. At four rows, a model
 of 64 million weights gains with three drafts per row (1.2 to 1.3 times the speed) and loses without drafts (0.8 to
-0.9). A smaller model's figures vary too much to tell. Measured by ``cpu_precision.py --rounds`` in
-``inference/benchmarks/``, not yet on a processor with AVX2 only."""
+0.9). A smaller model's figures vary too much to tell. Not measured on a processor with AVX2 only."""
 
 
 def choose_widening(trunk: Trunk, num_rows: int) -> Widening:
@@ -91,7 +89,6 @@ class Batch:
         num_stops: N.
         widening: Stages that run in fp32 on a trunk stored in fewer bits.
         cpu_layers: Layers that rounds run by a faster forward.
-        fused: Kernels that replace operations of the trunk and the head in rounds; None for torch's operations.
     """
 
     def __init__(
@@ -104,12 +101,10 @@ class Batch:
         num_stops: int,
         widening: Widening = HELD,
         cpu_layers: CpuLayers | None = None,
-        fused: FusedKernels | None = None,
     ) -> None:
         self.trunk = trunk
         self.widening = widening
         self._cpu_layers = cpu_layers
-        self.fused = fused
         self._scratch = Scratch()
         self.drafter = drafter
         self.chooser = chooser
@@ -206,21 +201,13 @@ class Batch:
         """Run the trunk over a window of every row; return hidden states (B, T, D) and logits (B, T, V)."""
         positions_BT = self.length_B[:, None] + torch.arange(window_BT.shape[1], device=window_BT.device)
         rows = slice(0, len(window_BT))
-        window = Window(rows, positions_BT, plan.used, plan.start, fuses=self.fused is not None)
-        with self._fusing():
-            hidden_BTD = window_states(self.trunk, self.cache, window_BT, window)
-            return hidden_BTD, self.trunk.logits(hidden_BTD)
+        window = Window(rows, positions_BT, plan.used, plan.start)
+        hidden_BTD = window_states(self.trunk, self.cache, window_BT, window)
+        return hidden_BTD, self.trunk.logits(hidden_BTD)
 
     def place(self, plan: RoundPlan) -> Place:
         """Return the positions of a round for the drafter."""
-        return Place(plan.used, plan.pending, self.last_B, self.length_B, self.cache, fuses=self.fused is not None)
-
-    @property
-    def reads_lengths(self) -> bool:
-        """Whether the cost of a round depends on the positions of its rows, and not on :attr:`RoundPlan.used`."""
-        if self.fused is None or not self.cache.reads_lengths:
-            return False
-        return self.drafter is None or self.drafter.reads_lengths
+        return Place(plan.used, plan.pending, self.last_B, self.length_B, self.cache)
 
     @torch.inference_mode()
     def settle(self, plan: RoundPlan) -> None:
@@ -254,16 +241,13 @@ class Batch:
 
     @contextmanager
     def _in_round(self) -> Iterator[None]:
-        """Choose the precision and the kernels of a round."""
+        """Choose the precision and the products of a round."""
         cpu_layers = nullcontext() if self._cpu_layers is None else self._cpu_layers.used()
-        with self._widened(self.widening.rounds), cpu_layers, self._fusing():
+        with self._widened(self.widening.rounds), cpu_layers:
             yield
 
     def _widened(self, applies: bool) -> AbstractContextManager[None]:
         return widened(self.trunk, self._scratch) if applies else nullcontext()
-
-    def _fusing(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.fused is None else self.fused.used()
 
     def _draft(self, plan: RoundPlan) -> Drafts:
         if plan.depth == 0 or self.drafter is None:

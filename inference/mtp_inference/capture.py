@@ -4,24 +4,18 @@ A round of a small batch consists of hundreds of short kernels, and launching th
 whole round (drafts, verification, acceptance, commit) is one graph. Plain decoding is captured in the same way, so that
 a measured speedup comes from the drafts alone.
 
-Each plan of a round has its own graph. Plans are therefore rounded up first: positions in use to the capacity if all
-attention reads lengths on the device (``kernels/attention.py``), else to a multiple of a step; pending tokens to the
-window of a round with drafts or to all places. Other devices run the same rounds without capture. So does a GPU if a
-round cannot be captured: some kernels of transformers synchronise with the host (grouped experts do on older GPUs).
-
-A failed capture leaves torch on the capture's stream. In torch 2.11 it also breaks the allocator, which then raises an
-assertion when it has to free memory (pytorch#180395), as every new capture requires. A child process therefore tries
-first (``capture_probe.py``). If a capture still fails here, the stream is restored, and the process captures no more
-rounds.
+Each plan of a round has its own graph. Plans are therefore rounded up first: positions in use to a multiple of a step,
+pending tokens to the window of a round with drafts or to all places. Other devices run the same rounds without capture.
+So does a GPU if a round cannot be captured: some kernels of transformers synchronise with the host (grouped experts do
+on older GPUs). In torch 2.11 a failed capture breaks the allocator, which can then not free memory for another capture
+(pytorch#180395), so the process captures no more rounds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,11 +26,10 @@ FINE_STEP, COARSE_STEP = 1024, 4096
 """With masks, positions in use are rounded up to multiples of these: masked keys cost less than another graph."""
 FINE_LIMIT = 8192
 SLOWER = "Rounds run one operation at a time from now on, which is slower for small batches; the text is the same."
-Result = TypeVar("Result")
 RoundKey = tuple[RoundPlan, tuple[int, ...]]
 """A plan, and the sampling steps of the batch: the key of a graph."""
-_failure: str | None = None
-"""Reason of a failed capture in this process; None if none failed."""
+_has_failed = False
+"""Whether a capture failed in this process."""
 
 
 class Rounds:
@@ -45,35 +38,28 @@ class Rounds:
     Args:
         batch: The batch.
         captures: Whether to capture rounds; only for CUDA devices.
-        why_not: Called before each capture with whether the round samples. Returns the reason why such rounds cannot be
-            captured, or None.
     """
 
-    def __init__(self, batch: Batch, captures: bool, why_not: Callable[[bool], str | None] | None = None) -> None:
+    def __init__(self, batch: Batch, captures: bool) -> None:
         self.batch = batch
         self.captures = captures
-        self._why_not = why_not
         self._graphs: dict[RoundKey, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._seen: set[RoundKey] = set()
-        self._stream = torch.cuda.Stream() if captures else None
 
     def run(self, plan: RoundPlan) -> Outcome:
         """Run a round; see :meth:`Batch.run_round`."""
         if not self.captures:
             return Outcome(self.batch.run_round(plan))
-        plan = round_up(plan, self.batch.cache.capacity, self.batch.reads_lengths)
+        plan = round_up(plan, self.batch.cache.capacity)
         key = plan, self.batch.chooser.steps
         if key not in self._seen:
             # The first round with a key runs uncaptured: libraries choose kernels and allocate workspaces in it.
             self._seen.add(key)
             return Outcome(self.batch.run_round(plan))
-        if key not in self._graphs:
-            reason = self._capture(key)
-            if reason is not None:
-                # A capture executes nothing: run the round now.
-                self.captures = False
-                warnings.warn(f"decoder: a round cannot be captured ({reason}). {SLOWER}", stacklevel=2)
-                return Outcome(self.batch.run_round(plan))
+        if key not in self._graphs and not self._capture(key):
+            # A capture executes nothing: run the round now.
+            self.captures = False
+            return Outcome(self.batch.run_round(plan))
         graph, outcome = self._graphs[key]
         graph.replay()
         return Outcome(outcome)
@@ -83,57 +69,50 @@ class Rounds:
         """Number of captured graphs."""
         return len(self._graphs)
 
-    def _capture(self, key: RoundKey) -> str | None:
-        """Capture a round without executing it; return the reason if that fails, else None."""
-        plan, steps = key
-        refused = _failure or (self._why_not(any(steps)) if self._why_not is not None else None)
-        if refused is not None:
-            return refused
-        shared = next((captured.pool() for captured, _ in self._graphs.values()), None)
+    def _capture(self, key: RoundKey) -> bool:
+        """Capture a round without executing it; return whether that worked, and warn of the process's first failure."""
+        global _has_failed
+        if _has_failed:
+            return False
+        reason = ""
+        for _ in range(2):
+            try:
+                self._graphs[key] = self._graph(key[0])
+                return True
+            except torch.OutOfMemoryError as error:
+                # Once more: every capture frees cached memory first.
+                reason = str(error)
+            except RuntimeError as error:
+                reason = reason or str(error)
+                break
+        _has_failed = True
+        warnings.warn(f"decoder: a round cannot be captured ({reason}). {SLOWER}", stacklevel=3)
+        return False
+
+    def _graph(self, plan: RoundPlan) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Capture a round that ran before; return its graph and the outcome that each replay writes.
+
+        Raises:
+            RuntimeError: The capture fails. The caller's stream is current again.
+        """
+        pool = next((captured.pool() for captured, _ in self._graphs.values()), None)
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        # Other threads may allocate, and copy batches to the device, while this one captures.
+        recording = torch.cuda.graph(graph, pool=pool, stream=_stream(), capture_error_mode="thread_local")
         try:
-            self._graphs[key] = capture_graph(partial(self.batch.run_round, plan), shared, self._stream)
-        except RuntimeError as error:
-            return str(error)
-        return None
+            with torch.inference_mode(), recording:
+                outcome = self.batch.run_round(plan)
+        except BaseException as error:
+            torch.cuda.set_stream(before)
+            # Ending a failed capture raises too; the original error is then the context.
+            raise (error.__context__ if isinstance(error.__context__, RuntimeError) else error) from None
+        return graph, outcome
 
 
-def capture_graph(
-    run: Callable[[], Result], pool: Any, stream: torch.cuda.Stream | None
-) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Capture the operations of ``run`` as a graph; return the graph and the result of ``run``.
-
-    A replay writes the tensors of the result.
-
-    Args:
-        run: Operations in fixed shapes, which have run before and do not synchronise with the device.
-        pool: The memory pool to share; None for a new one.
-        stream: Stream to capture on; None for torch's own.
-
-    Raises:
-        RuntimeError: The capture fails. The caller's stream is restored, and this process captures no more rounds.
-    """
-    global _failure
-    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        with torch.inference_mode(), torch.cuda.graph(graph, pool=pool, stream=stream):
-            outcome = run()
-    except BaseException as error:
-        torch.cuda.set_stream(before)
-        # Ending a failed capture raises too; the original error is then the context.
-        cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
-        _failure = str(cause) or type(cause).__name__
-        try:
-            raise cause
-        finally:
-            # A traceback refers to this frame, and thereby to the tensors that the round has allocated.
-            del cause
-    return graph, outcome
-
-
-def release_memory() -> None:
-    """Free cached device memory that no tensor uses. Do nothing after a failed capture, as freeing would raise."""
-    if _failure is None:
-        torch.cuda.empty_cache()
+@functools.cache
+def _stream() -> torch.cuda.Stream:
+    """Return the stream of all captures: libraries allocate workspaces for each stream."""
+    return torch.cuda.Stream()
 
 
 class Outcome:
@@ -159,16 +138,15 @@ class Outcome:
         return rows
 
 
-def round_up(plan: RoundPlan, capacity: int, reads_lengths: bool) -> RoundPlan:
+def round_up(plan: RoundPlan, capacity: int) -> RoundPlan:
     """Return a rounded-up plan whose graph is valid for this plan and for many others.
 
     Args:
         plan: The plan.
         capacity: Number of positions of a row.
-        reads_lengths: Whether positions that are not in use cost nothing; see :attr:`Batch.reads_lengths`.
     """
     step = FINE_STEP if plan.used <= FINE_LIMIT else COARSE_STEP
-    used = capacity if reads_lengths else min(capacity, -(-plan.used // step) * step)
+    used = min(capacity, -(-plan.used // step) * step)
     # After a round with drafts at most its window is pending in a row; after plain rounds, any number.
     pending = plan.depth + 1 if plan.pending <= plan.depth + 1 else plan.most_pending
     return dataclasses.replace(plan, used=used, pending=pending, start=None)

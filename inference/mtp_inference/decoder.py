@@ -10,25 +10,20 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from mtp_inference.batch import Batch, choose_widening
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.capture import Rounds
-from mtp_inference.capture_probe import why_not_captured
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.depth import Acceptance, DepthController, RoundCosts
 from mtp_inference.drafters.drafter import DrafterMaker, Size
 from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.forward import PREFILL_CHUNK
-from mtp_inference.kernels.fused import FusedKernels
-from mtp_inference.kernels.trial import runs_kernels
 from mtp_inference.opening import (
     OWN,
     OpenModel,
@@ -78,7 +73,6 @@ def make_batch(
     draft_sampling: DraftSampling,
     prefill_chunk: int,
     cpu_layers: CpuLayers | None = None,
-    fused: FusedKernels | None = None,
 ) -> Batch:
     """Build a batch with its buffers; at depth 0 it has no drafter."""
     weight = trunk.lm_head_VD
@@ -104,24 +98,12 @@ def make_batch(
     if drafting is not None and needs.depth:
         size = Size(needs.num_rows, needs.capacity, PENDING_PLACES + needs.depth + 1)
         drafter = drafting.make(trunk, size, needs.depth)
-    return Batch(trunk, drafter, chooser, cache, prefill_chunk, needs.num_stops, widening, cpu_layers, fused)
+    return Batch(trunk, drafter, chooser, cache, prefill_chunk, needs.num_stops, widening, cpu_layers)
 
 
 def layers_on_cpu(trunk: Trunk, drafting: DrafterMaker | None) -> CpuLayers:
     """Return the layers of a trunk and of its head that have a faster forward in rounds on a CPU."""
-    return CpuLayers(_models_of(trunk, drafting))
-
-
-def fused_kernels(trunk: Trunk, drafting: DrafterMaker | None) -> FusedKernels | None:
-    """Return the fused kernels for the rounds of a trunk and its head; None if the rounds run torch's operations."""
-    is_whole = not trunk.offloaded and trunk.group is None
-    if not is_whole or not runs_kernels(trunk.lm_head_VD.device):
-        return None
-    return FusedKernels(_models_of(trunk, drafting))
-
-
-def _models_of(trunk: Trunk, drafting: DrafterMaker | None) -> list[nn.Module]:
-    return [trunk.causal_lm, *([drafting.head] if isinstance(drafting, HeadDrafting) else [])]
+    return CpuLayers([trunk.causal_lm, *([drafting.head] if isinstance(drafting, HeadDrafting) else [])])
 
 
 class SpeculativeDecoder:
@@ -143,8 +125,6 @@ class SpeculativeDecoder:
         tokenizer: Needed for text prompts, for the text of results and for stop strings.
         prefill_chunk: Prompt tokens of one forward.
         captures: Whether to capture rounds as CUDA graphs; has no effect on other devices.
-        fuses: Whether rounds run norms, rotations, attention and Gated DeltaNet windows in Triton kernels; has no
-            effect on devices without them (``kernels/trial.py``).
         image_ids: Token ids that stand for images or videos: a text prompt with one of these is refused.
 
     Raises:
@@ -174,7 +154,6 @@ class SpeculativeDecoder:
         tokenizer: PreTrainedTokenizerBase | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         captures: bool = True,
-        fuses: bool = True,
         image_ids: Collection[int] = (),
     ) -> None:
         require_depth(depth)
@@ -191,7 +170,6 @@ class SpeculativeDecoder:
         self.costs = RoundCosts()
         self.acceptance = Acceptance()
         self._cpu_layers = layers_on_cpu(trunk, self.drafting)
-        self._fused = fused_kernels(trunk, self.drafting) if fuses else None
         self._rounds: Rounds | None = None
         self._needs_met: Needs | None = None
         self._captured_before = 0
@@ -487,10 +465,9 @@ class SpeculativeDecoder:
             self._captured_before = self.captured_rounds
             self._rounds = None  # Free its buffers before allocating new ones.
             batch = make_batch(
-                self.trunk, self.drafting, needs, self.draft_sampling, self.prefill_chunk, self._cpu_layers, self._fused
+                self.trunk, self.drafting, needs, self.draft_sampling, self.prefill_chunk, self._cpu_layers
             )
-            why_not = partial(why_not_captured, self.trunk, needs.num_rows)
-            self._rounds = Rounds(batch, captures=self._on_gpu and self.captures, why_not=why_not)
+            self._rounds = Rounds(batch, captures=self._on_gpu and self.captures)
             self._needs_met = needs
         self._rounds.batch.reset()
         return Session(self._rounds, lanes, self.costs, needs.depth, max_in_flight=1 if self._on_gpu else 0)

@@ -35,6 +35,5 @@ def prefill_chunks(model: Trunk, cache: WindowCache, rows: slice, prompt_RT: Ten
 def window_states(model: Trunk, cache: WindowCache, tokens_BT: Tensor, window: Window) -> Tensor:
     """Run a window after earlier ones without committing it; return its hidden states, (B, T, D)."""
     masks = cache.begin(window)
-    fused = cache.recurrent if window.fuses else None
-    with attending_in_windows(model.config), undecided_states(model.family, fused):
+    with attending_in_windows(model.config), undecided_states(model.family):
         return model.window_hidden(tokens_BT, positions_BT=window.positions_BT, masks=masks, cache=cache)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.batch import choose_widening
-from mtp_inference.bench.clock import now
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, IndexedStore, WindowCache
 from mtp_inference.cache.ngrams import NgramStore
 from mtp_inference.cache.pooled import KeyPools
@@ -42,6 +41,13 @@ WARM_UP_TOKENS = 8
 OnRun = Callable[[], None]
 Group = Sequence[Sequence[int]]
 """Token ids of prompts that are decoded in one batch."""
+
+
+def now(device: torch.device) -> float:
+    """Synchronise with the device, and return the time in seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def measure_latency(

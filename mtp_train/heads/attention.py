@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mtp_train.heads.flex import SeenRows, attend_to_seen
 from mtp_train.upstream.transformers_private import sdpa_attention_forward, sdpa_mask
 
 HEAD_ATTENTION = "mtp_masked"
@@ -142,20 +141,5 @@ def _causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)[None, None]
 
 
-def head_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | SeenRows | None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Attend with :func:`masked_attention`, or with flex_attention where the mask is a :class:`SeenRows`."""
-    if not isinstance(attention_mask, SeenRows):
-        return masked_attention(module, query, key, value, attention_mask, **options)
-    scaling, softcap, sinks_H = float(options["scaling"]), options.get("softcap"), options.get("s_aux")
-    return attend_to_seen(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks_H=sinks_H), None
-
-
-AttentionInterface.register(HEAD_ATTENTION, head_attention)
+AttentionInterface.register(HEAD_ATTENTION, masked_attention)
 AttentionMaskInterface.register(HEAD_ATTENTION, sdpa_mask)

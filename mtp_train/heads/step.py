@@ -20,12 +20,10 @@ from mtp_train.families.mechanisms.key_pools import UnrolledPools
 from mtp_train.families.mechanisms.relative_positions import CONVOLVED_CACHE_LAYERS, UnrolledRows
 from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_distances, unroll_mask
 from mtp_train.heads.attention import without_cudnn_attention
-from mtp_train.heads.flex import Attention, SeenRows, flex_masks
 from mtp_train.heads.module import MtpHead
 from mtp_train.upstream.transformers_private import DynamicIndexedLayer, DynamicSlidingWindowLayer
 
-Mask = Tensor | SeenRows
-_Masks = Callable[[int, int | None], Mask]
+_Masks = Callable[[int, int | None], Tensor]
 """From the number of depths whose rows are attended to, and a sliding window, to the mask."""
 
 
@@ -50,7 +48,7 @@ def mtp_step(
     *,
     depth: int,
     positions_BT: Tensor,
-    mask_BTS: Mask | None,
+    mask_BTS: Tensor | None,
     cache: Cache | None,
 ) -> StepOutput:
     """Run one depth of the head.
@@ -63,7 +61,7 @@ def mtp_step(
         positions_BT: int, row t of depth k has position t+k-1.
         mask_BTS: bool, True where a query attends to a key; None is plain causal attention (a single row attends to
             every key). For a family with ``masks_of_distances`` and a cache: int64, the distance to each key, -1 where
-            a query does not attend. For an unroll with flex_attention: ``SeenRows``.
+            a query does not attend.
         cache: Keys and values of earlier rows; the new ones are appended. None for a first and only depth.
 
     Returns:
@@ -77,7 +75,7 @@ def mtp_step(
     block_BTD = module.layer(
         fused_BTD,
         position_embeddings=_position_embeddings(head, depth, fused_BTD, positions_BT),
-        attention_mask=mask_BTS[:, None] if isinstance(mask_BTS, Tensor) else mask_BTS,
+        attention_mask=None if mask_BTS is None else mask_BTS[:, None],
         position_ids=positions_BT,
         past_key_values=cache,
     )
@@ -141,7 +139,6 @@ def unroll(
     document_BT: Tensor,
     apart: bool = False,
     recompute: bool = False,
-    attention: Attention = "dense",
 ) -> list[Tensor]:
     """Draft ``num_depths`` tokens from every row at once; each depth attends to the same rows as in decoding.
 
@@ -167,13 +164,12 @@ def unroll(
         document_BT: int, document number, ``PADDING_DOCUMENT`` on padding.
         apart: Independent depths, see above; no effect on a head with a module for each depth.
         recompute: Keep only the results and keys of each depth, and recompute its activations in the backward pass.
-        attention: With dense masks, or with flex_attention (``heads/flex.py``) for heads that support it.
 
     Returns:
         K tensors (B, T, D): the state for the logits of depth k at each start row.
     """
     hidden_BTD = head.read(hidden_BTD)
-    masks = flex_masks(document_BT) if attention == "flex" else _dense_masks(head, document_BT)
+    masks = _masks(head, document_BT)
     apart = apart and head.unroll == "recursive"
     inputs: list[_Inputs] = []
     outputs: list[Tensor] = []
@@ -202,7 +198,7 @@ class _Inputs(NamedTuple):
     """The number of depths whose rows are attended to, the own depth included."""
 
 
-def _dense_masks(head: MtpHead, document_BT: Tensor) -> _Masks:
+def _masks(head: MtpHead, document_BT: Tensor) -> _Masks:
     prefix_BTT = prefix_mask(document_BT)
 
     def mask(seen_depths: int, sliding_window: int | None) -> Tensor:

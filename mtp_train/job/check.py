@@ -29,15 +29,12 @@ from mtp_train.job.head_source import require_source_model
 from mtp_train.job.input_identity import input_bytes
 from mtp_train.job.inputs import (
     gather_text,
-    require_attention,
     require_draft_vocab,
     require_offload,
     require_own_data,
-    require_rows,
     require_served,
     require_unroll,
 )
-from mtp_train.job.round_launches import count_launches
 from mtp_train.job.run_answers import require_answers
 from mtp_train.job.run_dir import require_place, with_recorded_precision, with_resolved_precision
 from mtp_train.job.sft.estimate_memory import tuning_cost, tuning_footprint
@@ -57,7 +54,7 @@ from mtp_train.train.estimate import (
     in_shards,
     key_weights,
 )
-from mtp_train.train.hours import Device, Hours, device_named, estimate_hours, probed
+from mtp_train.train.hours import KERNELS_PER_LAYER, Device, Hours, RoundLaunches, device_named, estimate_hours, probed
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.trunk.load import Trunk, empty_trunk
 from mtp_train.trunk.precision import resolve_precision
@@ -317,14 +314,12 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
         require_offload(recipe.model.offload, world_size, raw, where=path)
     convention = head_family.convention(recipe.head.convention)
     require_unroll(recipe, convention, num_modules)
-    require_rows(recipe)
     # Raises an error for a head that cannot run here.
     _ = head_family.classes
     if recipe.export.enabled:
         require_served_trunk(recipe.head.kind, raw_text_config(raw), where=str(path))
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
-    require_attention(recipe, head_family, text_config, num_modules)
     require_draft_vocab(recipe, text_config.vocab_size)
     require_served(recipe, head_family)
     if recipe.sft is not None:
@@ -369,8 +364,6 @@ def _hours(
     """Return the hours of a run, None for those of a study or a fine-tune, and why its launches are assumed, if so."""
     if recipe.study is not None or recipe.sft is not None:
         return None, None
-    fuses = machine.kind == "cuda" and recipe.model.offload is None
-    launches, assumed = count_launches(trunk, head, recipe.head.num_depths, fuses=fuses)
     hours = estimate_hours(
         recipe,
         plan,
@@ -378,10 +371,10 @@ def _hours(
         sizes,
         trunk_parameters=memory.trunk_parameters,
         num_layers=len(trunk.layers),
-        launches=launches,
+        launches=RoundLaunches.assumed(len(trunk.layers), recipe.head.num_depths),
         device=probed(machine),
     )
-    return hours, assumed
+    return hours, f"{KERNELS_PER_LAYER} for each layer"
 
 
 def _sharded(recipe: Recipe, config: RawConfig, memory: Footprint, trunk: Trunk, plan: Plan) -> Footprint | None:

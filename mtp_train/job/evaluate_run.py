@@ -19,7 +19,7 @@ from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import GateVerdict, Pair, decide_gate
 from mtp_train.acceptance.intervals import marginal_intervals
 from mtp_train.data.frequency import COUNTS_FILE, Counts, save_counts, target_counts
-from mtp_train.data.pack import collate, full_batches, pack_documents
+from mtp_train.data.pack import collate, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.costs import draft_head
 from mtp_train.evaluation.decoding import PLAIN, DecodingOptions, Prompts, decode_prompts, joined, num_decodings
@@ -41,7 +41,6 @@ from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, native_pl
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.job.held_out import HELD_OUT, held_out_figures
 from mtp_train.job.inputs import Inputs
-from mtp_train.job.training import measured_together
 from mtp_train.progress import shown_loading
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.aligned import Batch
@@ -327,23 +326,20 @@ def measure_dense(
     batches = dense_batches(recipe, inputs, plain, trunk)
     dense: dict[str, DenseMetrics] = {}
     for arm, head in progress.track(heads.items(), description="teacher-forced metrics"):
-        dense[arm] = dense_metrics(trunk, head.head, batches, draft_depth(recipe), recipe.train.attention)
+        dense[arm] = dense_metrics(trunk, head.head, batches, draft_depth(recipe))
         # The trunk's entropy is the same with any head, and plain decoding has no head to measure it with.
         dense[PLAIN] = DenseMetrics([], [], dense[arm].target_entropy, [], dense[arm].median_entropy)
     return dense
 
 
 def dense_batches(recipe: Recipe, inputs: Inputs, outputs: Sequence[tuple[int, ...]], trunk: Trunk) -> list[Batch]:
-    """Pack the trunk's own outputs, up to the recipe's budget of tokens, in batches of :func:`measured_together`."""
+    """Pack the trunk's own outputs, up to the recipe's budget of tokens, a sequence in each batch."""
     device = trunk.lm_head_VD.device
     seq_len = recipe.data.seq_len_tokens
     documents = own_text(inputs.held_out, outputs, seq_len)
     packed = pack_documents(documents, seq_len, pack=True, seed=recipe.seed, epoch=0)
     kept = packed[: max(1, recipe.evaluate.dense_tokens // seq_len)]
-    return [
-        Batch(*(column.to(device) for column in collate(together).values()))
-        for together in full_batches(kept, measured_together(recipe))
-    ]
+    return [Batch(*(column.to(device) for column in collate([one]).values())) for one in kept]
 
 
 def run_result(arm: MeasuredArm, setting: Setting, dense: DenseMetrics | None) -> ArmResult:

@@ -6,7 +6,6 @@ and held-out prompts. The ``require_*`` functions refuse settings that do not fi
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import PartialState
 from rich.progress import Progress
-from transformers import PretrainedConfig
 
 from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.data.groups import join_near_duplicates
@@ -31,12 +29,10 @@ from mtp_train.families import Convention, Family, RawConfig
 from mtp_train.families.engines import NAMED_BY
 from mtp_train.heads.build import HeadPlan, fresh_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
-from mtp_train.heads.flex import why_dense
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.job.export_run import require_exportable
 from mtp_train.job.head_source import RunHead, open_head_source, require_source_model, source_plan
 from mtp_train.job.run_answers import require_answers
-from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.plan import Plan, make_plan
@@ -123,7 +119,6 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     convention = head_plan.family.convention(head_plan.convention)
     require_unroll(recipe, convention, head_plan.num_modules)
     text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
-    require_attention(recipe, head_plan.family, text_config, head_plan.num_modules)
     for checkpoint in [finetune] if base is None or "vanilla" not in recipe.evaluate.arms else [finetune, base]:
         _require_packable(recipe, checkpoint, world_size)
     if recipe.head.lora is not None:
@@ -131,7 +126,6 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     require_arms(recipe, finetune)
     require_own_data(recipe, finetune.path)
     require_answers(recipe, Path(recipe.run_dir))
-    require_rows(recipe)
     require_draft_vocab(recipe, text_config.vocab_size)
     require_served(recipe, head_plan.family)
     # Raises if the trunk cannot be evaluated at its serving settings: now, not after training.
@@ -243,24 +237,6 @@ def require_unroll(recipe: Recipe, convention: Convention, num_modules: int) -> 
         )
 
 
-def require_attention(recipe: Recipe, family: Family, text_config: PretrainedConfig, num_modules: int) -> None:
-    """Check that the head supports the recipe's ``train.attention``.
-
-    Raises:
-        RecipeError: The head does not support ``flex``.
-    """
-    if recipe.train.attention == "dense":
-        return
-    reason = why_dense(family, family.layer.config(text_config, num_modules))
-    if reason is not None:
-        raise RecipeError(
-            [
-                f"train.attention: 'flex' with a head of {family.title}, {reason}; expected dense. Write "
-                "train.attention: dense."
-            ]
-        )
-
-
 def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
     """Check that the fine-tune has a head if the recipe evaluates it.
 
@@ -336,41 +312,6 @@ def require_draft_vocab(recipe: Recipe, vocab_size: int) -> None:
     if asked is not None and asked >= vocab_size:
         raise RecipeError(
             [f"head.draft_vocab: {asked}; expected fewer than the trunk's {vocab_size} tokens. Write null for all."]
-        )
-
-
-def require_rows(recipe: Recipe) -> None:
-    """Check that the implementation of losses that the recipe chose runs on the device that trains.
-
-    Raises:
-        RecipeError: A loss has no Triton kernels, Triton is not installed, or it supports another device only.
-    """
-    if recipe.objective.rows == "torch":
-        return
-    losses = [recipe.objective.loss] if recipe.study is None else recipe.study.objectives
-    if without := [name for name in losses if find_loss(name).kernels is None]:
-        raise RecipeError(
-            [
-                f"objective.rows: 'triton' with the loss {without[0]}, which has no Triton kernels; expected one that "
-                "has. Write objective.rows: torch."
-            ]
-        )
-    if importlib.util.find_spec("triton") is None:
-        raise RecipeError(
-            [
-                "objective.rows: 'triton', which is not installed; expected the package, which torch for GPUs on Linux "
-                "installs. Install such a torch, or write objective.rows: torch."
-            ]
-        )
-    from mtp_train.losses.triton_rows import kernel_device
-
-    found, device = kernel_device(), PartialState().device.type
-    if found != device:
-        raise RecipeError(
-            [
-                f"objective.rows: 'triton', whose kernels run on {found or 'no device'} here, while training runs on "
-                f"{device}; expected a GPU for both. Train on one, or write objective.rows: torch."
-            ]
         )
 
 

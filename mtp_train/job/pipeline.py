@@ -20,7 +20,6 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
 from mtp_train.evaluation.settings import draft_depth
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.heads.flex import require_flex_device
 from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.job.auto import settle_training, tell_choices
 from mtp_train.job.decoder_check import check_decoder
@@ -105,7 +104,6 @@ def _run(recipe: Recipe, run_dir: Path, console: Console, auto: Collection[str])
     stage = Stage()
     try:
         accelerator = join_processes(run_dir, stage)
-        require_flex_device(recipe.train.attention, accelerator.device)
         recipe = settle(recipe, accelerator)
         progress_bars = progress_on(console, is_main=accelerator.is_main_process)
         named = memory_is_named(recipe, lambda: stage.name)

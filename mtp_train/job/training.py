@@ -126,15 +126,7 @@ def make_selection(
     decode: Callable[[MtpHead], dict[str, float]] | None = None
     if number:
         decode = partial(_decode, trunk, inputs, recipe, [_prompt(document) for document in text[:number]])
-    return Selection(spec, kept, measured_together(recipe), cache, state_dir, decode)
-
-
-def measured_together(recipe: Recipe) -> int:
-    """Return the number of sequences that are measured in one call: with flex_attention, a micro-batch, else one.
-
-    flex_attention is compiled for each shape, which takes a minute, and torch stops compiling after a few shapes.
-    """
-    return recipe.train.micro_batch_sequences if recipe.train.attention == "flex" else 1
+    return Selection(spec, kept, cache, state_dir, decode)
 
 
 def _prompts_to_decode(spec: SelectSpec, accelerator: Accelerator, cache: HiddenCache | None) -> int:
@@ -248,9 +240,7 @@ def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torc
         on_policy=recipe.objective.on_policy,
         apart=recipe.objective.unroll == "fastmtp",
         recompute=recipe.train.gradient_checkpointing,
-        attention=recipe.train.attention,
         draft_vocab=draft_vocab if recipe.objective.vocab == "draft" else None,
-        rows_in=recipe.objective.rows,
         compute_dtype=COMPUTE_DTYPES[recipe.train.precision],
     )
 

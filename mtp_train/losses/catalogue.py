@@ -1,8 +1,8 @@
 """Register the losses that ``objective.loss`` can name: one line each, without importing torch.
 
-The recipe validates names against this table. Training, estimates and the Triton check read a loss's properties from
-its entry. To add a loss, write one function (:data:`RowsFn`) and register it, either in the table below or from another
-package before the recipe is read::
+The recipe validates names against this table. Training and estimates read a loss's properties from its entry. To add a
+loss, write one function (:data:`RowsFn`) and register it, either in the table below or from another package before the
+recipe is read::
 
     def brier_rows(logits_CV, teacher_logits_CV, targets_C, temperature):
         log_q_CV, log_p_CV = softened(logits_CV, teacher_logits_CV, temperature)  # of mtp_train.losses.rows
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     PrepareFn = Callable[[Tensor, float], Any]
     CombineFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     RowWork = Callable[[Tensor, Tensor], RowLoss]
-    KernelsFn = Callable[[str, Tensor | None, float], RowWork]
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,6 @@ class Loss:
         combine: ``(loss_KN, row_weight_KN)`` to ``(loss_KN, slope_KN)``: the final loss of each row where it also
             depends on the row's other depths, and the derivative of ``sum(row_weight * final loss)`` with respect to
             each row's own loss. None: the losses of rows are final, and the slope is ``row_weight``.
-        kernels: The same as ``rows`` in Triton: ``(name, teacher_logits_CV, temperature)`` to a function of
-            ``(logits_CV, targets_C)`` that may write the gradient into the logits. None: ``objective.rows: triton`` is
-            refused.
         prepare: ``(teacher_logits_CV, temperature)`` to what ``rows`` reads in place of the trunk's logits, without
             overwriting it. It runs once for all depths of a chunk. None: ``rows`` reads the logits.
         distils: Whether the loss compares q with the trunk's distribution p. If not, the trunk's logits are not
@@ -67,7 +63,6 @@ class Loss:
     name: str
     rows: str | RowsFn
     combine: str | CombineFn | None = None
-    kernels: str | KernelsFn | None = None
     prepare: str | PrepareFn | None = None
     distils: bool = True
 
@@ -85,16 +80,6 @@ class Loss:
         """Return the function that combines the depths of a start; None where rows are independent."""
         return None if self.combine is None else _resolved(self.combine)
 
-    def kernels_fn(self) -> KernelsFn:
-        """Return the function that makes Triton kernels ready.
-
-        Raises:
-            ValueError: The loss has none.
-        """
-        if self.kernels is None:
-            raise ValueError(f"{self.name}: a loss without Triton kernels; expected rows_in='torch'.")
-        return _resolved(self.kernels)
-
 
 def _resolved(function: Any) -> Any:
     return pkgutil.resolve_name(function) if isinstance(function, str) else function
@@ -104,19 +89,17 @@ AUTO = "auto"
 DEFAULT_LOSS = "kl"
 """``objective.loss: auto``. Of the six losses below, none drafts better both greedily and sampled
 (``inference/benchmarks/objectives.md``)."""
-_ROWS, _KERNELS = "mtp_train.losses.rows", "mtp_train.losses.triton_rows:row_work"
+_ROWS = "mtp_train.losses.rows"
 _P, _LOG_P = f"{_ROWS}:probabilities", f"{_ROWS}:log_probabilities"
 _LOSSES = {
     loss.name: loss
     for loss in (
-        Loss("ce", f"{_ROWS}:cross_entropy", kernels=_KERNELS, distils=False),
-        Loss("kl", f"{_ROWS}:kl", kernels=_KERNELS, prepare=_P),
-        Loss("reverse_kl", f"{_ROWS}:reverse_kl", kernels=_KERNELS, prepare=_LOG_P),
-        Loss("tv", f"{_ROWS}:total_variation", kernels=_KERNELS, prepare=_P),
-        Loss("lk", f"{_ROWS}:lk", kernels=_KERNELS, prepare=_P),
-        Loss(
-            "e2e_tv", f"{_ROWS}:total_variation", "mtp_train.losses.chunked:chain_losses", kernels=_KERNELS, prepare=_P
-        ),
+        Loss("ce", f"{_ROWS}:cross_entropy", distils=False),
+        Loss("kl", f"{_ROWS}:kl", prepare=_P),
+        Loss("reverse_kl", f"{_ROWS}:reverse_kl", prepare=_LOG_P),
+        Loss("tv", f"{_ROWS}:total_variation", prepare=_P),
+        Loss("lk", f"{_ROWS}:lk", prepare=_P),
+        Loss("e2e_tv", f"{_ROWS}:total_variation", "mtp_train.losses.chunked:chain_losses", prepare=_P),
     )
 }
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from mtp_train.losses.catalogue import Loss, RowLoss, find_loss
-from mtp_train.losses.rows import RowsIn as RowsIn
 
 if TYPE_CHECKING:
     from mtp_train.losses.catalogue import RowWork
@@ -33,17 +32,11 @@ BLOCK_NUMBERS = 2**18
 CHUNK_TENSORS = 5
 """Largest number of fp32 tensors of shape (C, V) that the losses of ``losses/catalogue.py`` hold at once: p, the head's
 logits, q, the gradient, and the products that ``torch.linalg.vecdot`` sums. ``kl`` holds four."""
+LOGIT_BYTES = CHUNK_TENSORS * 4
+"""Most bytes that the tensors of a chunk take for each of its rows and each token of the vocabulary."""
 
 
-def logit_bytes(rows_in: RowsIn, kind: str, compute_dtype: torch.dtype) -> int:
-    """Return the most bytes that the tensors of a chunk take for each of its rows and each token of the vocabulary."""
-    if rows_in == "torch":
-        return CHUNK_TENSORS * 4
-    # Kernels read the logits, the trunk's too where the loss distils, and write the gradient over the head's.
-    return (2 if find_loss(kind).distils else 1) * compute_dtype.itemsize
-
-
-def chunk_rows(vocab_size: int, bytes_each: int, gpu_bytes: int | None) -> int:
+def chunk_rows(vocab_size: int, gpu_bytes: int | None) -> int:
     """Return the number of target rows of one chunk.
 
     A product of few rows reads the output matrix without filling a GPU: on an H100 it is bound by operations from about
@@ -51,12 +44,11 @@ def chunk_rows(vocab_size: int, bytes_each: int, gpu_bytes: int | None) -> int:
 
     Args:
         vocab_size: V.
-        bytes_each: The result of :func:`logit_bytes`.
         gpu_bytes: Memory of the GPU; None for any other device.
     """
     if gpu_bytes is None:
         return CHUNK_ROWS
-    rows = min(LOSS_BYTES, gpu_bytes // _MEMORY_PARTS) // (vocab_size * bytes_each)
+    rows = min(LOSS_BYTES, gpu_bytes // _MEMORY_PARTS) // (vocab_size * LOGIT_BYTES)
     return max(CHUNK_ROWS, min(MOST_CHUNK_ROWS, rows // _ROWS_UNIT * _ROWS_UNIT))
 
 
@@ -163,29 +155,15 @@ def _to_targets(starts_KN: Tensor) -> Tensor:
     return torch.stack([row_N.roll(depth) for depth, row_N in enumerate(starts_KN, start=1)])
 
 
-def row_work(rows_in: RowsIn, kind: str, teacher_logits_CV: Tensor | None, temperature: float) -> RowWork:
+def row_work(loss: Loss, teacher_logits_CV: Tensor | None, temperature: float) -> RowWork:
     """Return a function that computes loss and gradient for one chunk of rows, equivalent to ``row_losses``.
 
     It is called for one depth at a time, with that depth's ``logits_CV`` and ``targets_C``, and may write the gradient
     into the logits.
 
-    Args:
-        rows_in: ``triton`` needs that package, a device that it supports, and a loss with kernels.
-        kind: As in :func:`mtp_train.losses.rows.row_losses`.
-        teacher_logits_CV: Likewise.
-        temperature: Likewise.
-    """
-    loss = find_loss(kind)
-    if rows_in == "torch":
-        return _work_in_blocks(loss, teacher_logits_CV, temperature)
-    return loss.kernels_fn()(kind, teacher_logits_CV, temperature)
-
-
-def _work_in_blocks(loss: Loss, teacher_logits_CV: Tensor | None, temperature: float) -> RowWork:
-    """Return the work by the loss's function of ``rows``, on a CPU a few rows at a time.
-
-    A chunk's tensors are larger than a CPU's cache, and fresh memory of that size costs page faults: the whole chunk at
-    once takes two to three times as long. The gradients of several blocks are written into the logits.
+    On a CPU it works on a few rows at a time. A chunk's tensors are larger than a CPU's cache, and fresh memory of that
+    size costs page faults: the whole chunk at once takes two to three times as long. The gradients of several blocks
+    are written into the logits.
     """
     rows_fn = loss.rows_fn()
     teachers = None
@@ -232,7 +210,6 @@ class _FrozenHeadLoss(torch.autograd.Function):
         kind: str,
         temperature: float,
         on_policy: bool,
-        rows_in: RowsIn,
         compute_dtype: torch.dtype,
         num_rows: int,
         used_N: Tensor,
@@ -249,7 +226,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         with torch.autocast(student_KND.device.type, enabled=False):
             for rows_C in used_N.split(num_rows):
                 teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
-                work = row_work(rows_in, kind, teacher_CV, temperature)
+                work = row_work(loss, teacher_CV, temperature)
                 # The work keeps what it reads of them.
                 del teacher_CV
                 for depth in range(len(student_KND)):
@@ -284,7 +261,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *_grads_K: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_KND,) = ctx.saved_tensors
-        return gradient_KND * grad_total, *[None] * 12
+        return gradient_KND * grad_total, *[None] * 11
 
 
 def frozen_head_loss(
@@ -298,7 +275,6 @@ def frozen_head_loss(
     temperature: float = 1.0,
     own_heads: Sequence[Tensor] | None = None,
     on_policy: bool = False,
-    rows_in: RowsIn = "torch",
     compute_dtype: torch.dtype | None = None,
     num_rows: int | None = None,
     used_N: Tensor | None = None,
@@ -315,7 +291,6 @@ def frozen_head_loss(
         temperature: Softens p and q of every loss that distils.
         own_heads: Frozen output matrix of each depth; None if the head shares the trunk's.
         on_policy: Leave out rows after a wrong draft of their start, see :func:`survivors`.
-        rows_in: See :func:`row_work`.
         compute_dtype: The dtype of the products with the output matrix; softmax and losses are in fp32. A matrix held
             in another dtype is converted once for all rows. None uses the matrix's own dtype.
         num_rows: Target rows of one chunk; None for :func:`chunk_rows`. Another number sums in another order.
@@ -326,8 +301,7 @@ def frozen_head_loss(
     if used_N is None:
         used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1)
     if num_rows is None:
-        bytes_each = logit_bytes(rows_in, kind, compute_dtype)
-        num_rows = chunk_rows(len(lm_head_VD), bytes_each, gpu_bytes_of(lm_head_VD.device))
+        num_rows = chunk_rows(len(lm_head_VD), gpu_bytes_of(lm_head_VD.device))
     total, sum_K, count_K = _FrozenHeadLoss.apply(
         student_KND,
         teacher_ND.detach(),
@@ -338,7 +312,6 @@ def frozen_head_loss(
         kind,
         temperature,
         on_policy,
-        rows_in,
         compute_dtype,
         num_rows,
         used_N,

@@ -25,7 +25,7 @@ Shapes: C rows of a chunk, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +33,6 @@ from torch import Tensor
 from mtp_train.losses.catalogue import RowLoss as RowLoss
 from mtp_train.losses.catalogue import find_loss
 
-RowsIn = Literal["torch", "triton"]
-"""The implementation of a loss: its function of ``rows``, or its Triton kernels (``losses/triton_rows.py``)."""
 LK_RATE = 3.0
 
 

@@ -118,8 +118,6 @@ _UNUSED_WITH_SFT: dict[str, tuple[Any, str]] = {
     "objective.unroll": ("exact", "a head beside the trunk is unrolled as in decoding"),
     "objective.on_policy": (False, "a head beside the trunk reads the same text as the trunk"),
     "objective.vocab": ("all", "the head drafts from all tokens"),
-    "objective.rows": ("torch", "the loss of a head beside the trunk is computed in torch"),
-    "train.attention": ("dense", "a head beside the trunk is unrolled with masks"),
     "train.hidden_cache": (None, "the trunk's hidden states change with every step"),
     "train.select": (None, "the last checkpoint is kept"),
     "gate.baseline": ("auto", "a head beside the trunk is compared with the head that it started from"),

@@ -281,9 +281,6 @@ class ObjectiveSection(Section):
     are left out of the loss."""
     vocab: Literal["all", "draft"] = "all"
     """The tokens over which p and q are computed: all, or the `head.draft_vocab` most frequent ones."""
-    rows: Literal["torch", "triton"] = "torch"
-    """The implementation of losses and gradients. `triton`: kernels with a fraction of the memory traffic, for GPUs
-    that Triton supports. Tested in Triton's interpreter, not measured on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,10 +339,6 @@ class TrainSection(Section):
     gradient_checkpointing: bool = False
     """Whether to store less of the head's forward pass and recompute it in the backward pass: less memory, slower
     steps."""
-    attention: Literal["dense", "flex"] = "dense"
-    """The head's attention in training. `dense`: with a mask over all queries and keys, whose memory grows with the
-    square of `data.seq_len_tokens`. `flex`: torch's flex_attention without such a mask, on GPUs. The results are the
-    same."""
     hidden_cache: HiddenCacheSpec | None = None
     """Store the trunk's hidden states on disk; null runs the trunk in every step. Saves time from the second epoch
     on."""

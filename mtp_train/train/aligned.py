@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mtp_train.heads.alignment import shift_left, valid_targets
-from mtp_train.heads.flex import Attention
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.losses.chunked import align_to_targets
@@ -45,7 +44,6 @@ def aligned_rows(
     forwards: Forwards | None = None,
     apart: bool = False,
     recompute: bool = False,
-    attention: Attention = "dense",
 ) -> AlignedRows:
     """Run trunk and head over packed rows and align the depths by target row.
 
@@ -58,7 +56,6 @@ def aligned_rows(
         forwards: See :func:`mtp_train.trunk.isolate.isolated_hidden`.
         apart: See :func:`mtp_train.heads.step.unroll`.
         recompute: Likewise.
-        attention: Likewise.
     """
     trunk.show_layers(head.trunk_layers)
     if hidden_BTD is None:
@@ -73,7 +70,6 @@ def aligned_rows(
         document_BT=batch.document_BT,
         apart=apart,
         recompute=recompute,
-        attention=attention,
     )
     valid = [valid_targets(batch.document_BT, batch.loss_mask_BT, depth + 1) for depth in range(num_depths)]
     return AlignedRows(

@@ -21,7 +21,7 @@ from mtp_train.errors import OutOfMemoryError
 from mtp_train.heads.experts import is_stacked
 from mtp_train.heads.lora import is_target
 from mtp_train.losses.catalogue import find_loss
-from mtp_train.losses.chunked import CHUNK_ROWS, chunk_rows, logit_bytes
+from mtp_train.losses.chunked import CHUNK_ROWS, LOGIT_BYTES, chunk_rows
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.plan import Plan
@@ -209,9 +209,7 @@ def estimate_footprint(
     if recipe.model.offload is not None:
         layers = _layer_bytes(trunk, trunk_itemsize)
         on_device, offloaded = on_device - sum(layers) + max(layers), sum(layers)
-    objective, computed = recipe.objective, COMPUTE_DTYPES[recipe.train.precision]
-    bytes_each = logit_bytes(objective.rows, objective.loss, computed)
-    loss_rows = chunk_rows(vocab, bytes_each, gpu_bytes)
+    loss_rows = chunk_rows(vocab, gpu_bytes)
     return Footprint(
         trunk_parameters=trunk_parameters,
         head_parameters=head_parameters,
@@ -219,7 +217,7 @@ def estimate_footprint(
         trunk_bytes=on_device,
         # Weights, gradients and AdamW's two moments, all in fp32.
         head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
-        loss_bytes=loss_rows * vocab * bytes_each,
+        loss_bytes=loss_rows * vocab * LOGIT_BYTES,
         activation_bytes=activation_bytes(recipe, hidden, rows, plan.seq_len_tokens),
         loss_rows=loss_rows,
         converted_bytes=_converted_bytes(recipe, trunk, trunk_itemsize, vocab)
@@ -250,7 +248,7 @@ def activation_bytes(recipe: Recipe, hidden: int, rows: int, seq_len_tokens: int
     # and the keys and values are recomputed, one depth at a time.
     states = 30 + 4 * depths if recipe.train.gradient_checkpointing else 30 * depths
     # One number per row and key of each depth.
-    masks = 0 if recipe.train.attention == "flex" else rows * seq_len_tokens * depths * (depths + 1) // 2
+    masks = rows * seq_len_tokens * depths * (depths + 1) // 2
     return rows * hidden * 4 * states + masks
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mtp_train.heads.experts import following_autocast
-from mtp_train.heads.flex import Attention
 from mtp_train.heads.module import MtpHead
-from mtp_train.losses.chunked import LossTerms, RowsIn, frozen_head_loss
+from mtp_train.losses.chunked import LossTerms, frozen_head_loss
 from mtp_train.train.aligned import AlignedRows, Batch, aligned_rows
 from mtp_train.train.teacher_forced import DenseSums, dense_sums
 from mtp_train.trunk.isolate import Forwards
@@ -52,10 +51,8 @@ class HeadTraining(nn.Module):
         on_policy: Leave out rows after a wrong draft (``losses.chunked.survivors``).
         apart: Independent depths: each attends to rows of its own depth only (``heads.step.unroll``).
         recompute: Recompute the head's activations in the backward pass, to save memory (``heads.step.unroll``).
-        attention: The attention implementation over depths (``heads.step.unroll``).
         draft_vocab: int, shape (R,), ascending: p and q are distributions over these tokens alone, and no other token
             may be a target. None for all.
-        rows_in: The implementation of the loss's rows (``losses.chunked.row_work``).
         loss_rows: Target rows of one chunk of the loss; None for the device's (``losses.chunked.chunk_rows``).
         compute_dtype: The dtype of all matrix products, including the trunk's, whatever dtype the weights are held in:
             bfloat16 (by autocast) or float32. Packed quantised weights use the products of their own kernels.
@@ -72,9 +69,7 @@ class HeadTraining(nn.Module):
         on_policy: bool = False,
         apart: bool = False,
         recompute: bool = False,
-        attention: Attention = "dense",
         draft_vocab: Tensor | None = None,
-        rows_in: RowsIn = "torch",
         loss_rows: int | None = None,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -92,11 +87,9 @@ class HeadTraining(nn.Module):
         self.kind = kind
         self.temperature = temperature
         self.on_policy = on_policy
-        self.rows_in = rows_in
         self.loss_rows = loss_rows
         self.apart = apart
         self.recompute = recompute
-        self.attention = attention
         self.compute_dtype = compute_dtype
         self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
 
@@ -158,7 +151,6 @@ class HeadTraining(nn.Module):
                 forwards=None if known is None else known.forwards,
                 apart=self.apart,
                 recompute=self.recompute,
-                attention=self.attention,
             )
             if measures:
                 return dense_sums(rows, self.trunk, self.head)
@@ -183,7 +175,6 @@ class HeadTraining(nn.Module):
             temperature=self.temperature,
             own_heads=own_heads,
             on_policy=self.on_policy,
-            rows_in=self.rows_in,
             compute_dtype=self.compute_dtype,
             num_rows=self.loss_rows,
             used_N=used_N,

@@ -31,7 +31,6 @@ class Selection:
     Args:
         spec: The recipe's ``train.select``.
         sequences: Packed text to measure on, the same on every process.
-        sequences_per_call: Number of sequences that a process measures in one call.
         cache: The trunk's states of the text; None computes them.
         directory: Directory of resume states.
         decode: Decodes with the current head and returns figures to log; None if no process has a whole trunk.
@@ -41,14 +40,12 @@ class Selection:
         self,
         spec: SelectSpec,
         sequences: Sequence[PackedSequence],
-        sequences_per_call: int,
         cache: HiddenCache | None,
         directory: Path,
         decode: Callable[[MtpHead], dict[str, float]] | None,
     ) -> None:
         self.spec = spec
         self.sequences = sequences
-        self.sequences_per_call = sequences_per_call
         self.cache = cache
         self.directory = directory
         self.decode = decode
@@ -94,8 +91,8 @@ class Selection:
         zeros_K = torch.zeros(num_depths, device=device)
         total = DenseSums(zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, torch.zeros((), device=device))
         # Every process makes the same number of calls: with a trunk in shards they run it together.
-        for together in full_batches(self.sequences, world * self.sequences_per_call):
-            own = together[rank * self.sequences_per_call :][: self.sequences_per_call]
+        for together in full_batches(self.sequences, world):
+            own = [together[rank]]
             batch = {name: value.to(device) for name, value in collate(own).items()}
             hidden_BTD = None if self.cache is None else self.cache.rows(own).to(device)
             found = wrapped(

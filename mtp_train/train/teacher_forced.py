@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from mtp_train.acceptance.counts import entropy, overlap
-from mtp_train.heads.flex import Attention
 from mtp_train.heads.module import MtpHead
-from mtp_train.losses.chunked import CHUNK_TENSORS, chunk_rows, gpu_bytes_of, to_starts
+from mtp_train.losses.chunked import chunk_rows, gpu_bytes_of, to_starts
 from mtp_train.train.aligned import Batch, aligned_rows
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.widen import many_rows
@@ -81,7 +80,7 @@ def target_figures(
     # Stored as int32, on any device.
     vocab_R = None if draft_vocab_R is None else draft_vocab_R.to(valid_KN.device, torch.long)
     # As many fp32 tensors of a chunk as in a loss: p, q and what they are computed from.
-    num_rows = chunk_rows(len(trunk.lm_head_VD), CHUNK_TENSORS * 4, gpu_bytes_of(valid_KN.device))
+    num_rows = chunk_rows(len(trunk.lm_head_VD), gpu_bytes_of(valid_KN.device))
     for chunk in valid_KN.any(dim=0).nonzero().squeeze(1).split(num_rows):
         p_CV = _softmax(trunk.project(rows.teacher_ND[chunk]), temperature)
         entropy_N[chunk] = entropy(p_CV)
@@ -159,15 +158,13 @@ class DenseMetrics:
 
 
 @torch.inference_mode()
-def dense_metrics(
-    trunk: Trunk, head: MtpHead, batches: Iterable[Batch], num_depths: int, attention: Attention = "dense"
-) -> DenseMetrics:
-    """Measure a head on packed text; ``attention`` as in ``heads.step.unroll``."""
+def dense_metrics(trunk: Trunk, head: MtpHead, batches: Iterable[Batch], num_depths: int) -> DenseMetrics:
+    """Measure a head on packed text."""
     total: DenseSums | None = None
     entropies: list[Tensor] = []
     with many_rows(trunk, head) as run:
         for batch in batches:
-            rows = aligned_rows(trunk, run, batch, num_depths, attention=attention)
+            rows = aligned_rows(trunk, run, batch, num_depths)
             figures = target_figures(rows, trunk, run)
             entropies.append(figures.entropy_N[rows.valid_KN[0]])
             found = sum_figures(rows, figures)

@@ -35,7 +35,6 @@ __all__ = [
     "forget_deepspeed",
     "load_from_wrapper",
     "loading_layer_by_layer",
-    "mtp_model_class",
     "renamed_keys",
     "sdpa_attention_forward",
     "sdpa_mask",
@@ -155,12 +154,6 @@ SYMBOLS = (
         "_n_gpu",
         "job/sft/tuning.py, job/study/drift.py",
         "no argument keeps a Trainer in one process from wrapping its model in DataParallel where it sees several GPUs",
-    ),
-    Symbol(
-        "transformers.modeling_layers",
-        "MtpModel",
-        "bench/measurements.py",
-        "generate(use_mtp=True) loads its head from files in each call; the benchmark hands it a head in memory",
     ),
     Symbol(
         "transformers:PreTrainedModel",
@@ -389,10 +382,3 @@ def use_one_gpu(arguments: Any) -> None:
     """
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
-
-
-def mtp_model_class() -> Any:
-    """Return transformers' class of an MTP head."""
-    from transformers.modeling_layers import MtpModel
-
-    return MtpModel

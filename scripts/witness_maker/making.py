@@ -14,8 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from mtp_inference.bench.chain import TRAINED_DEPTHS, Chain, train
-from mtp_inference.bench.subject import random_head
 from mtp_train.families import FAMILIES, Family
 from mtp_train.heads.build import fresh_plan, trained_head
 from mtp_train.heads.diagnose import layout_of, text_config_of
@@ -27,6 +25,7 @@ from mtp_train.weights.draft_checkpoint import write_draft_checkpoint
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from mtp_train.weights.native import trunk_tensors
 from mtp_train.weights.writing import write_json
+from witness_maker.chain import TRAINED_DEPTHS, Chain, random_head, train
 from witness_maker.shapes import SHAPES, WitnessShape
 from witness_maker.variants import beside_a_trunk, for_sglang
 from witness_maker.words import WORDS, word_tokenizer
@@ -88,7 +87,7 @@ def make_witness(
         if shape.always_chosen:
             _choose_always(module, shape.always_chosen, generator)
     chain = Chain.one_cycle(len(WORDS), NOISE, generator)
-    loss = train(trunk, head, chain, num_steps, generator, lambda: None)
+    loss = train(trunk, head, chain, num_steps, generator)
     for weight_VD in head.own_lm_heads(shape.num_modules) or []:
         weight_VD.data.copy_(trunk.lm_head_VD).add_(_noise_like(weight_VD, generator), alpha=SMALL)
     spoiling, right = spoil(trunk, head, chain, generator)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from mtp_inference.bench.chain import TRAINED_DEPTHS
+from witness_maker.chain import TRAINED_DEPTHS
 from witness_maker.shapes import WitnessShape
 
 

@@ -94,9 +94,6 @@ def test_check_knows_what_saves_memory(recipe: Path, capfd: Capture) -> None:
     lora = document(["check", recipe, "head.lora={r: 2}"], capfd)["memory"]
     few = document(["check", recipe, "objective.vocab=draft", "head.draft_vocab=64"], capfd)["memory"]
     assert again["activation_bytes"] < whole["activation_bytes"]
-    flex = document(["check", recipe, "train.attention=flex"], capfd)["memory"]
-    # Depth 1 sees 96 rows, depth 2 as many of each depth.
-    assert whole["activation_bytes"] - flex["activation_bytes"] == 96 * 96 * 3
     assert lora["trained_parameters"] < whole["trained_parameters"] == whole["head_parameters"]
     spared = (whole["trained_parameters"] - lora["trained_parameters"]) * 12 - lora["trained_parameters"] * 4
     assert whole["head_and_optimizer_bytes"] - lora["head_and_optimizer_bytes"] == spared

@@ -58,8 +58,6 @@ class RandomDrafting:
 
 
 class RandomDrafter:
-    reads_lengths = True
-
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
 

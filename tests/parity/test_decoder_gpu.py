@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, compare, plain_greedy
-from mtp_inference.capture_probe import ask_child, probe_subject
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
@@ -95,12 +94,3 @@ def test_every_kind_of_cache_is_captured_and_says_what_it_says_uncaptured(kind: 
             )
     assert captured.captured_rounds > 0
     assert uncaptured.captured_rounds == 0
-
-
-@pytest.mark.parametrize("kind", ["full", "recurrent"])
-def test_a_child_finds_that_rounds_can_be_captured(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    trunk, _ = models_of(CACHE_KINDS[kind], dtype_of(CACHE_KINDS[kind]))
-    with caplog.at_level("INFO", logger="mtp_inference.capture_probe"):
-        assert ask_child(probe_subject(trunk, 2)) == {}
-    # Not that it gave no answer.
-    assert caplog.records == []

@@ -1,4 +1,4 @@
-"""On a GPU: attention that no kernel spoils, flex_attention as dense masks say, and training as on the CPU.
+"""On a GPU: attention that no kernel spoils, and training as on the CPU.
 
 Shapes: B rows, T tokens, S keys, H heads, J key heads, W width.
 """
@@ -20,9 +20,7 @@ from torch.nn.attention import SDPBackend
 
 from gpu_jobs import two_steps_on
 from launching import DEADLINE_SECONDS, ROOT, environment, start
-from mtp_train.heads.alignment import PADDING_DOCUMENT, prefix_mask, unroll_mask
 from mtp_train.heads.attention import masked_attention, without_cudnn_attention
-from mtp_train.heads.flex import attend_to_seen, flex_masks
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -84,35 +82,6 @@ def test_attention_with_a_mask_has_gradients_at_every_length(num_tokens: int, wi
     # The gradient of a query's large entry is the sum over keys of numbers that cancel out: rounding alone.
     found[1], expected[1] = found[1][..., 1:], expected[1][..., 1:]
     assert max(apart(found, expected)) < BF16
-
-
-def documents(*lengths: int, num_rows: int) -> Tensor:
-    """Return a row of documents of these lengths, the rest padding."""
-    numbers = [number for number, length in enumerate(lengths) for _ in range(length)]
-    return torch.tensor(numbers + [PADDING_DOCUMENT] * (num_rows - len(numbers)))
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_flex_attention_is_what_masks_say_forward_and_backward(width: int) -> None:
-    """Three depths of 300 rows: the last block is not whole, documents end within blocks and at their ends."""
-    num_rows = 300
-    document_BT = torch.stack([documents(128, 20, 100, num_rows=num_rows), documents(300, num_rows=num_rows)])
-    document_BT = document_BT.to(DEVICE)
-    read, generator = document_BT != PADDING_DOCUMENT, torch.Generator().manual_seed(width)
-    for depth, window in ((1, None), (2, None), (3, None), (2, 40)):
-        shapes = [(NUM_HEADS, num_rows), (NUM_KEY_HEADS, depth * num_rows), (NUM_KEY_HEADS, depth * num_rows)]
-        drawn = [torch.randn(2, *shape, width, generator=generator) for shape in shapes]
-        inputs = [one.to(DEVICE, torch.bfloat16).requires_grad_() for one in drawn]
-        seen = flex_masks(document_BT)(depth, window)
-        found = with_gradients(attend_to_seen(*inputs, seen, scaling=width**-0.5), read, inputs)
-        exact = [one.detach().double().requires_grad_() for one in inputs]
-        errors = []
-        # The second one's documents see one another: an error that must be found.
-        for numbers_BT in (document_BT, torch.where(read, 0, document_BT)):
-            mask = unroll_mask(prefix_mask(numbers_BT), depth, window)[:, None]
-            errors.append(apart(found, with_gradients(plain(*exact, mask), read, exact)))
-        assert max(errors[0]) < BF16, (depth, window, errors)
-        assert min(errors[1]) > 2 * BF16, (depth, window, errors)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "mimo_v2_flash", "nemotron_h"])
@@ -185,7 +154,7 @@ def test_a_process_goes_on_after_a_capture_that_failed() -> None:
     )
     found = answer(done)
     assert found["captured"] == [0, 0, 0]
-    assert [len(warned) for warned in found["warned"]] == [0, 1, 1]
+    assert [len(warned) for warned in found["warned"]] == [0, 1, 0]
     assert found["texts"][1:] == found["texts"][:1] * 2
     assert found["on_the_stream_before"]
     assert found["still_computes"] == 3.0

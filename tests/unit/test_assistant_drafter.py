@@ -27,7 +27,6 @@ from assistants import (
 from checkpoints import all_tensors
 from mtp_inference import AssistantDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.drafters.drafter import Place
-from mtp_inference.kernels.fused import FusedKernels
 from mtp_inference.sampling.chooser import Chooser
 from mtp_train.errors import CheckpointError, MtpError, UnsupportedModelError
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
@@ -130,13 +129,11 @@ def test_the_text_is_the_trunks(depth: int, max_batch: int, name: str) -> None:
         assert result.num_draft_tokens == depth * result.num_drafts > 0
 
 
-def rounds(
-    name: str, convention: str = "auto", depths: Sequence[int] = (3,) * 7, fused: FusedKernels | None = None
-) -> list[tuple[list[int], list[int]]]:
+def rounds(name: str, convention: str = "auto", depths: Sequence[int] = (3,) * 7) -> list[tuple[list[int], list[int]]]:
     """Run rounds of every outcome; return the texts before those with drafts, and what each was drafted."""
     texts = {tuple(prompt): text for prompt, text in zip(prompts(), plain(name), strict=True)}
     script = ScriptedDrafting(texts, (0, 3, 1, 2), pair(name).drafting(convention))
-    run = BatchRun(pair(name).trunk, script, prompts(), depth=3, fused=fused)
+    run = BatchRun(pair(name).trunk, script, prompts(), depth=3)
     seen = []
     for depth in depths:
         before = copy.deepcopy(run.tokens)
@@ -172,14 +169,6 @@ def test_another_placing_drafts_otherwise(convention: str) -> None:
         assert all(equal for length, equal in same.items() if length <= SLIDING_WINDOW)
     else:
         assert not all(equal for length, equal in same.items() if length <= SLIDING_WINDOW)
-
-
-@pytest.mark.parametrize(
-    ("name", "convention"), [("shared", "llama.cpp"), ("experts", "auto"), ("values_are_keys", "auto")]
-)
-def test_attention_that_reads_lengths_drafts_the_same(name: str, convention: str) -> None:
-    fused = FusedKernels([pair(name).trunk.causal_lm])
-    assert rounds(name, convention, fused=fused) == rounds(name, convention)
 
 
 def test_a_trunk_that_shares_no_keys_is_read_at_the_last_layers() -> None:

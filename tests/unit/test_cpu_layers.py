@@ -1,26 +1,17 @@
-"""Rounds run linear layers and norms by faster forwards: the same text, never the weights of before."""
+"""Rounds run linear layers by a faster forward: the same text, never the weights of before."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from mtp_inference import SpeculativeDecoder, cpu_layers
-from mtp_inference.cpu_layers import CpuLayers, FastLinear, is_plain
-from mtp_inference.kernels.norms import (
-    FORMULAS,
-    GATED_FORMULAS,
-    NormFormula,
-    brief_forward,
-    brief_norm,
-    rms_norm_in_torch,
-)
+from mtp_inference.cpu_layers import CpuLayers, is_plain
 from mtp_train.trunk.precision import bf16_support
-from tiny import CACHE_KINDS, tiny_head, tiny_trunk
+from tiny import tiny_head, tiny_trunk
 from tolerances import rounding
 
 PROMPTS = [[5, 9, 2, 11, 3], [7, 1, 8, 4, 2, 6]]
@@ -33,7 +24,6 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Linear]]:
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("packs on x86 CPUs")
     monkeypatch.setattr(cpu_layers, "MIN_NUMBERS", 1)
-    monkeypatch.setattr(cpu_layers, "MIN_NUMBERS_BY_COLUMNS", 1)
     run_on_amd(monkeypatch, False)
     packed: list[nn.Linear] = []
 
@@ -48,7 +38,7 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Linear]]:
 
 
 def run_on_amd(monkeypatch: pytest.MonkeyPatch, is_amd: bool) -> None:
-    """Choose products as on AMD's CPUs, where one or two rows are multiplied as columns or padded, or as on others."""
+    """Choose products as on AMD's CPUs, or as on others, where one or two fp32 rows are not packed."""
     # Only the choice is set: every x86 CPU runs each product for real.
     monkeypatch.setattr(cpu_layers, "runs_on_amd", lambda: is_amd)
 
@@ -118,34 +108,12 @@ def test_any_number_of_rows_is_multiplied(
     expected_BTD = layer(input_BTD).detach()
     torch.testing.assert_close(found_BTD, expected_BTD, atol=rounding(expected_BTD, 8), rtol=0)
     assert found_BTD.is_contiguous()
-    assert packs == ([] if is_amd and input_BTD[..., 0].numel() <= 2 else [layer])
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
-def test_few_rows_of_a_packed_product_are_padded(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = nn.Linear(8, 6)
-    multiplied: list[int] = []
-    packed_product = cpu_layers._packed_product
-
-    def noted(input: torch.Tensor, *packed: Any) -> torch.Tensor:
-        multiplied.append(input.shape[:-1].numel())
-        return packed_product(input, *packed)
-
-    monkeypatch.setattr(cpu_layers, "_packed_product", noted)
-    product = FastLinear(layer, packs=True, by_columns=False, pads=True)
-    input_BTD = torch.randn(1, num_rows, 16)[..., 8:]
-    with torch.inference_mode():
-        found_BTD = product(input_BTD)
-    expected_BTD = layer(input_BTD).detach()
-    torch.testing.assert_close(found_BTD, expected_BTD, atol=rounding(expected_BTD, 8), rtol=0)
-    assert found_BTD.is_contiguous()
-    # Three rows are as fast as four.
-    assert multiplied == [3 if num_rows == 3 else 4]
+    assert packs == ([layer] if is_amd or input_BTD[..., 0].numel() > 2 else [])
 
 
 @pytest.mark.skipif(not bf16_support(torch.device("cpu"))[0], reason="the CPU multiplies bf16 slowly")
 @pytest.mark.parametrize("is_amd", [False, True])
-def test_bf16_is_packed_and_never_multiplied_by_columns(
+def test_bf16_is_packed_for_any_number_of_rows(
     is_amd: bool, packs: list[nn.Linear], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_on_amd(monkeypatch, is_amd)
@@ -157,44 +125,6 @@ def test_bf16_is_packed_and_never_multiplied_by_columns(
         expected_BTD = layer(input_BTD).detach()
         torch.testing.assert_close(found_BTD, expected_BTD, atol=rounding(expected_BTD, 64), rtol=0)
     assert packs == [layer]
-
-
-def test_a_matrix_too_small_to_pack_is_multiplied_by_columns_only(
-    packs: list[nn.Linear], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_on_amd(monkeypatch, True)
-    monkeypatch.setattr(cpu_layers, "MIN_NUMBERS", 49)
-    small, large = nn.Linear(8, 6), nn.Linear(8, 7)
-    layers = CpuLayers([small, large])
-    assert list(layers.products) == [small, large]
-    input_BTD = torch.randn(1, 5, 8)
-    with torch.inference_mode(), layers.used():
-        found_BTD = small(input_BTD)
-        large(input_BTD)
-    assert torch.equal(found_BTD, small(input_BTD))
-    assert packs == [large]
-    monkeypatch.setattr(cpu_layers, "MIN_NUMBERS_BY_COLUMNS", 49)
-    assert list(CpuLayers([small, large]).products) == [large]
-
-
-@pytest.mark.parametrize(
-    ("capability", "has_room", "columns"),
-    # Layers by the width of their input: only a wide one is faster as columns where it cannot be padded.
-    [("AVX512", True, {512}), ("AVX2", True, {512, 1024}), ("AVX512", False, {512, 1024})],
-)
-def test_columns_give_way_to_padded_rows(
-    capability: str, has_room: bool, columns: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_on_amd(monkeypatch, True)
-    # Only the choice is tested: nothing is multiplied.
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(cpu_layers, "main_memory_bytes", lambda: 2**40 if has_room else 0)
-    monkeypatch.setattr(cpu_layers, "COLUMNS_NUMBERS", 1)
-    layers = [nn.Linear(width, 8) for width in (512, 1024, 2048)]
-    products = CpuLayers(layers).products
-    found = {layer.in_features for layer, product in products.items() if product.by_columns}
-    assert found == columns
-    assert {layer for layer, product in products.items() if product.packs} == (set(layers) if has_room else set())
 
 
 def test_an_interrupted_round_restores_the_layers() -> None:
@@ -227,37 +157,3 @@ def test_only_plain_layers_are_packed_and_only_where_the_copies_fit(monkeypatch:
         assert list(CpuLayers([layer]).products) == packed
     monkeypatch.setattr(cpu_layers, "MIN_NUMBERS", 10_001)
     assert not CpuLayers([layer]).products
-
-
-@pytest.mark.parametrize("kind", CACHE_KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_brief_norm_rounds_like_the_module(kind: str, dtype: torch.dtype) -> None:
-    model = tiny_trunk(CACHE_KINDS[kind]).causal_lm.to(dtype)
-    briefs = {module: brief_norm(module) for module in model.modules()}
-    norms = {module: brief for module, brief in briefs.items() if brief is not None}
-    assert norms
-    for module, brief in norms.items():
-        (weight_D,) = module.parameters()
-        torch.nn.init.normal_(weight_D)
-        inputs = [torch.randn(2, 3, len(weight_D)).to(dtype)] * (2 if type(module).__name__.endswith("Gated") else 1)
-        expected = module(*inputs)
-        found = brief(*inputs)
-        assert found.dtype is expected.dtype
-        torch.testing.assert_close(found, expected, atol=0.0, rtol=3e-7 if dtype is torch.float32 else 0.0)
-
-
-@pytest.mark.parametrize("formula", [*FORMULAS, *GATED_FORMULAS])
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
-def test_a_brief_norm_has_the_bits_of_its_formula(
-    formula: NormFormula, dtypes: tuple[torch.dtype, torch.dtype]
-) -> None:
-    x, weight_D = torch.randn(4, 48).to(dtypes[0]), torch.randn(48).to(dtypes[1])
-    gate = torch.randn_like(x) if formula.activation else None
-    found = brief_forward({"weight": weight_D}, 1e-6, formula, x, gate)
-    expected = rms_norm_in_torch(x, weight_D, gate, 1e-6, formula)
-    assert found.dtype is expected.dtype
-    assert torch.equal(found, expected)
-    # Every other formula has other bits.
-    for other in {*FORMULAS, *GATED_FORMULAS} - {formula}:
-        if bool(other.activation) == bool(formula.activation) and dtypes[0] is dtypes[1]:
-            assert not torch.equal(found, rms_norm_in_torch(x, weight_D, gate, 1e-6, other))

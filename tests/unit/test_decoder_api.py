@@ -34,7 +34,7 @@ SIGNATURES = {
         "(trunk: Trunk, drafting: MtpHead | DrafterMaker | None, depth: int, eos_ids: Collection[int], *, "
         "draft_sampling: DraftSampling = 'argmax', max_batch: int = 16, "
         "tokenizer: PreTrainedTokenizerBase | None = None, prefill_chunk: int = 2048, captures: bool = True, "
-        "fuses: bool = True, image_ids: Collection[int] = ()) -> None"
+        "image_ids: Collection[int] = ()) -> None"
     ),
     SpeculativeDecoder.from_pretrained: (
         "(checkpoint: str | Path, *, head: str | Path | None = None, adapter: str | Path | None = None, "

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from mtp_inference import HeadDrafting
-from mtp_inference.bench.subject import random_head
 from mtp_inference.drafters.drafter import DrafterMaker
 from mtp_train.acceptance.intervals import t_quantile
 from mtp_train.data.frequency import load_counts, ranks, save_counts, target_counts
@@ -32,6 +31,7 @@ from mtp_train.heads.module import MtpHead, OutputRows
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from tiny import tiny_head, tiny_trunk
+from witness_maker.chain import random_head
 
 if TYPE_CHECKING:
     from mtp_train.heads.build import HeadPlan

@@ -1,4 +1,4 @@
-"""A head's experts: what transformers' own loop computes, in launches whose number does not grow with theirs."""
+"""A head's experts: what transformers' own loop computes, in products whose number does not grow with theirs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mtp_inference.bench.launches import LaunchCounter
 from mtp_train.heads.experts import GROUPED_EXPERTS, following_autocast, is_stacked
 from mtp_train.upstream.transformers_private import experts_of, set_experts
 from products import Products
@@ -72,22 +71,22 @@ def test_products_are_in_autocasts_dtype_and_gradients_in_the_weights(name: str)
     assert dtypes == {GROUPED_EXPERTS: {HALF}, GROUPED: {torch.float32}}
 
 
-def num_launches(num_experts: int, function: str) -> int:
-    """Return the number of launches, forward and backward, of tokens that choose among so many experts."""
+def num_products(num_experts: int, function: str) -> int:
+    """Return the number of products, forward and backward, of tokens that choose among so many experts."""
     some = experts_of_family("qwen3_5_moe")
     config = copy.deepcopy(some.config)
     config.num_experts = num_experts
     experts = type(some)(config)
     for weight in experts.parameters():
         nn.init.normal_(weight)
-    with LaunchCounter() as launches:
+    with Products() as products:
         computed(experts, function)
-    return launches.counts.total()
+    return products.count
 
 
-def test_the_number_of_launches_does_not_depend_on_the_number_of_experts() -> None:
-    assert num_launches(4, GROUPED_EXPERTS) == num_launches(16, GROUPED_EXPERTS)
-    assert num_launches(4, LOOP) < num_launches(16, LOOP)
+def test_the_number_of_products_does_not_depend_on_the_number_of_experts() -> None:
+    assert num_products(4, GROUPED_EXPERTS) == num_products(16, GROUPED_EXPERTS)
+    assert num_products(4, LOOP) < num_products(16, LOOP)
 
 
 def test_a_trunks_experts_follow_autocast_inside_the_block_alone() -> None:

@@ -10,8 +10,6 @@ import torch
 from torch import Size, Tensor
 from transformers import AutoModelForCausalLM
 
-from mtp_inference.bench.memory import PeakMemory
-from mtp_inference.bench.subject import random_head
 from mtp_train.heads.lora import put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.recipe.schema import Recipe
@@ -19,9 +17,11 @@ from mtp_train.train.estimate import converted_head_bytes, passing_expert_bytes
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES
+from peak_memory import PeakMemory
 from runs import tiny_recipe
 from tiny import family_of, tiny_head, tiny_trunk
 from tiny_configs import tiny_config
+from witness_maker.chain import random_head
 
 LORA: dict[str, Any] = {"r": 2}
 ONE_OF_THE_EXPERTS: dict[str, Any] = {"r": 2, "targets": ["q_proj", "down_proj"]}

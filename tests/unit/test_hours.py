@@ -7,19 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from mtp_inference import HeadDrafting
-from mtp_inference.bench.launches import launches_of_a_round
-from mtp_inference.kernels.fused import FusedKernels
 from mtp_train.errors import DataError
-from mtp_train.heads.module import MtpHead
-from mtp_train.job.round_launches import count_launches
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.estimate import Cost, Sizes
 from mtp_train.train.hours import (
     DEVICES,
-    KERNELS_PER_LAYER,
     Device,
     Hours,
     RoundLaunches,
@@ -30,9 +23,7 @@ from mtp_train.train.hours import (
     probed,
 )
 from mtp_train.train.plan import Plan
-from mtp_train.trunk.load import Trunk
 from runs import document, tiny_recipe, write_inputs, write_recipe
-from tiny import tiny_head, tiny_trunk
 
 # 1e9 weights that every token uses, 1e8 in the output matrix.
 SIZES = Sizes(
@@ -145,40 +136,6 @@ def test_a_smaller_draft_vocabulary_and_experts_make_rounds_shorter() -> None:
     assert seconds() - seconds(draft_lm_head=10**7) == pytest.approx(2 * 9e7 * 2 / 7e11)
 
 
-def empty_models(name: str) -> tuple[Trunk, MtpHead]:
-    """Return a tiny trunk and a head without weights."""
-    trunk = tiny_trunk(name)
-    head = tiny_head(trunk)
-    return Trunk(trunk.causal_lm.to("meta"), trunk.family), head.to("meta")
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
-def test_launches_without_weights_are_those_of_a_round_with_weights(name: str) -> None:
-    trunk = tiny_trunk(name)
-    trunk.causal_lm.to(torch.bfloat16)
-    head = tiny_head(trunk).to(torch.bfloat16)
-    fused = FusedKernels([trunk.causal_lm, head])
-    expected = RoundLaunches(
-        launches_of_a_round(trunk, None, 0, fused).total(),
-        launches_of_a_round(trunk, HeadDrafting(head), 3, fused).total(),
-    )
-    assert count_launches(*empty_models(name), 3, fuses=True) == (expected, None)
-    unfused, _ = count_launches(*empty_models(name), 3, fuses=False)
-    assert unfused.plain > expected.plain
-    assert unfused.drafting > expected.drafting
-
-
-def test_launches_that_cannot_be_counted_are_assumed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_unused: object) -> None:
-        raise NotImplementedError("nonzero has no meta kernel. Long text.")
-
-    monkeypatch.setattr("mtp_train.job.round_launches.launches_of_a_round", refuse)
-    trunk, head = empty_models("qwen3_5")
-    found, reason = count_launches(trunk, head, 3, fuses=True)
-    assert found == RoundLaunches(len(trunk.layers) * KERNELS_PER_LAYER, (len(trunk.layers) + 3) * KERNELS_PER_LAYER)
-    assert reason == "nonzero has no meta kernel"
-
-
 def test_check_plans_for_another_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     inputs = write_inputs(tmp_path / "in")
     path = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", train__precision="auto")
@@ -187,9 +144,6 @@ def test_check_plans_for_another_machine(tmp_path: Path, capfd: pytest.CaptureFi
     assert there["precision_reason"] == "h200 multiplies bf16 natively"
     launches = there["hours"]["rounds"]["launches"]
     assert launches["drafting"] > launches["plain"] > 0
-    assert there["launches_assumed"] is None
     here = document(["check", path], capfd)
-    # On a CPU, torch's operations run one by one.
-    assert here["hours"]["rounds"]["launches"]["plain"] > launches["plain"]
     assert here["hours"]["device"] == "cpu"
     assert here["hours"]["total"] > there["hours"]["total"] > 0

@@ -6,31 +6,29 @@ Shapes: K depths, N target rows, D hidden, V vocabulary.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtp_inference.bench.memory import PeakMemory
 from mtp_train.losses import chunked as losses
-from mtp_train.losses.catalogue import RowLoss
+from mtp_train.losses.catalogue import find_loss
 from mtp_train.losses.chunked import (
     CHUNK_ROWS,
     CHUNK_TENSORS,
     LOSS_BYTES,
     LossTerms,
-    RowsIn,
     align_to_targets,
     chain_losses,
     chunk_rows,
     depth_weights,
     frozen_head_loss,
-    logit_bytes,
     row_work,
 )
 from mtp_train.losses.rows import row_losses
+from peak_memory import PeakMemory
 from tolerances import assert_same, rounding
 
 KINDS: tuple[str, ...] = ("ce", "kl", "reverse_kl", "tv", "lk", "e2e_tv")
@@ -183,38 +181,29 @@ def test_rows_that_the_host_knows_give_the_bits_of_rows_that_are_looked_for(kind
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "bytes_each", "gpu_gib", "expected"),
+    ("vocab_size", "gpu_gib", "expected"),
     [
-        (248_320, 20, None, 256),
-        (248_320, 20, 80, 384),
-        (248_320, 4, 80, 1920),
-        # A thirty-second part of the memory: 0.8 and 0.5 GB.
-        (248_320, 4, 24, 768),
-        (32_000, 20, 16, 768),
+        (248_320, None, 256),
+        (248_320, 80, 384),
+        # A thirty-second part of the memory: 0.5 GB.
+        (32_000, 16, 768),
         # Never fewer than on a CPU, and not more than products gain from.
-        (248_320, 20, 16, 256),
-        (4096, 20, 80, 4096),
+        (248_320, 16, 256),
+        (4096, 80, 4096),
     ],
 )
-def test_a_gpu_has_chunks_for_its_memory(vocab_size: int, bytes_each: int, gpu_gib: int | None, expected: int) -> None:
-    assert chunk_rows(vocab_size, bytes_each, None if gpu_gib is None else gpu_gib << 30) == expected
+def test_a_gpu_has_chunks_for_its_memory(vocab_size: int, gpu_gib: int | None, expected: int) -> None:
+    assert chunk_rows(vocab_size, None if gpu_gib is None else gpu_gib << 30) == expected
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows_in", ["torch", "triton"])
 def test_a_chunk_on_a_gpu_takes_no_more_than_two_gigabytes(
-    rows_in: RowsIn, compute_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    compute_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The goal of 8,192 tokens, 248,320 words and three depths, counted on tensors without values."""
     vocab_size, num_tokens, width = 248_320, 8192, 64
-    num_rows = chunk_rows(vocab_size, logit_bytes(rows_in, "kl", compute_dtype), 80 << 30)
+    num_rows = chunk_rows(vocab_size, 80 << 30)
     monkeypatch.setattr(torch, "autocast", lambda *_device, **_enabled: nullcontext())
-    if rows_in == "triton":
-        # What its kernels keep: the trunk's logits, and the head's logits, which become the gradient.
-        def by_kernels(_rows: str, _kind: str, teacher_CV: Tensor, _temperature: float) -> Any:
-            return lambda logits_CV, _targets: RowLoss(teacher_CV[:, 0].float(), logits_CV)
-
-        monkeypatch.setattr(losses, "row_work", by_kernels)
     student_KND, teacher_ND, lm_head_VD, weight_KN = (
         torch.empty(shape, device="meta", dtype=dtype)
         for shape, dtype in (
@@ -226,7 +215,7 @@ def test_a_chunk_on_a_gpu_takes_no_more_than_two_gigabytes(
     )
     used_N = torch.arange(num_tokens, device="meta")
     given = [student_KND.requires_grad_(), teacher_ND, lm_head_VD, used_N, weight_KN]
-    settings = {"kind": "kl", "rows_in": rows_in, "compute_dtype": compute_dtype, "used_N": used_N}
+    settings = {"kind": "kl", "compute_dtype": compute_dtype, "used_N": used_N}
     with PeakMemory(given) as memory:
         frozen_head_loss(*given, **settings, num_rows=num_rows)
     # Beside the gradient, which is the result.
@@ -389,7 +378,7 @@ def test_depths_read_the_teacher_without_changing_it(kind: str) -> None:
     generator = torch.Generator().manual_seed(2)
     logits_CV, other_CV, teacher_CV = torch.randn(3, 5, 31, generator=generator)
     targets_C = torch.zeros(5, dtype=torch.long)
-    work = row_work("torch", kind, teacher_CV, 2.0)
+    work = row_work(find_loss(kind), teacher_CV, 2.0)
     first = work(logits_CV.clone(), targets_C)
     work(other_CV.clone(), targets_C)
     again = work(logits_CV.clone(), targets_C)
@@ -405,10 +394,10 @@ def test_blocks_of_rows_give_the_bits_of_the_whole_chunk(
     generator = torch.Generator().manual_seed(3)
     logits_CV, teacher_CV = torch.randn(2, 7, 31, generator=generator).to(dtype)
     targets_C = torch.arange(7)
-    whole = row_work("torch", kind, teacher_CV, 1.0)(logits_CV.clone(), targets_C)
+    whole = row_work(find_loss(kind), teacher_CV, 1.0)(logits_CV.clone(), targets_C)
     # Blocks of two rows, and one of one row.
     monkeypatch.setattr(losses, "BLOCK_NUMBERS", 2 * 31)
-    work = row_work("torch", kind, teacher_CV, 1.0)
+    work = row_work(find_loss(kind), teacher_CV, 1.0)
     for _ in range(2):
         blocks = work(logits_CV.clone(), targets_C)
         assert torch.equal(blocks.loss_C, whole.loss_C)

@@ -140,11 +140,10 @@ def test_every_shape_is_one_of_a_family_that_runs() -> None:
 
 
 def test_spoiling_stops_where_the_head_is_no_longer_too_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtp_inference.bench.chain import Chain
-    from mtp_inference.bench.subject import random_head
     from mtp_train.trunk.load import Trunk
     from tiny import tiny_trunk
     from witness_maker import making
+    from witness_maker.chain import Chain, random_head
 
     trunk: Trunk = tiny_trunk("qwen3_5")
     head = random_head(trunk)

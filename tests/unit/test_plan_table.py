@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mtp_train.heads.module import MtpHead
-from mtp_train.job.round_launches import count_launches
-from mtp_train.train.hours import RoundLaunches
-from mtp_train.trunk.load import Trunk
 from scripts.plan_table import BEGIN, END, PAGE, RECIPE, planned, row, table
 from tiny import IS_OLD
 
@@ -27,22 +21,6 @@ OUTSIDE = 2 * VOCAB * WIDTH + WIDTH
 TRUNK = OUTSIDE + LAYERS * (MLP + 2 * WIDTH) + FULL * ATTENTION + (LAYERS - FULL) * DELTA
 HEAD = 2 * WIDTH * WIDTH + MLP + ATTENTION + 5 * WIDTH
 """A layer with full attention, the projection of two states, and its three norms."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def counted_once() -> Iterator[None]:
-    """Count the launches of a model once: a hundred layers take seconds."""
-    known: dict[tuple[Any, ...], tuple[RoundLaunches, str | None]] = {}
-
-    def count(trunk: Trunk, head: MtpHead, depth: int, *, fuses: bool) -> tuple[RoundLaunches, str | None]:
-        asked = trunk.family.name, len(trunk.layers), depth, fuses
-        if asked not in known:
-            known[asked] = count_launches(trunk, head, depth, fuses=fuses)
-        return known[asked]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtp_train.job.check.count_launches", count)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -49,11 +49,6 @@ def problems(*overrides: str) -> list[str]:
         ),
         ("objective.unroll=fastmtp", "objective.unroll: 'fastmtp' with sft"),
         ("objective.on_policy=true", "objective.on_policy: true with sft"),
-        (
-            "objective.rows=triton",
-            "objective.rows: 'triton' with sft: the loss of a head beside the trunk is computed in torch",
-        ),
-        ("train.attention=flex", "train.attention: 'flex' with sft: a head beside the trunk is unrolled with masks"),
         ("train.hidden_cache={}", "train.hidden_cache: a section with sft: the trunk's hidden states change"),
         ("train.select={}", "train.select: a section with sft: the last checkpoint is kept; expected null."),
         ("gate.baseline=none", "gate.baseline: 'none' with sft"),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.sampling import draw_by_scan, keep_top_by_sort
 from mtp_inference.sampling import filters
 from mtp_inference.sampling.distributions import Sampling, SamplingRows, draw
 from mtp_inference.sampling.filters import GROWTH, LISTED, keep_top
@@ -33,6 +32,31 @@ EQUAL_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "all equal": torch.zeros_like,
     "two values": lambda logits: 2.0 * (logits > 1.0),
 }
+
+
+def keep_top_by_sort(scores_BTV: Tensor, rows: SamplingRows) -> Tensor:
+    """Apply top-k, then top-p, with one sort."""
+    vocab = scores_BTV.shape[-1]
+    # Ascending like in transformers, but stable: of equal scores at the edge of top-p the first are dropped.
+    sorted_BTV, order_BTV = scores_BTV.sort(dim=-1, stable=True)
+    if rows.any_top_k:
+        k_B = torch.where(rows.keeps_any_k_B, vocab, (rows.kth_B + 1).clamp(max=vocab))
+        least_BT1 = sorted_BTV.gather(-1, (vocab - k_B)[:, None, None].expand(-1, scores_BTV.shape[1], 1))
+        sorted_BTV.masked_fill_(sorted_BTV < least_BT1, -math.inf)
+    if rows.any_top_p:
+        dropped_BTV = sorted_BTV.softmax(-1).cumsum_(-1) <= rows.top_p_tail_B[:, None, None]
+        dropped_BTV[..., -1] = False
+        sorted_BTV.masked_fill_(dropped_BTV, -math.inf)
+    return scores_BTV.scatter_(-1, order_BTV, sorted_BTV)
+
+
+def draw_by_scan(p_BTV: Tensor, u_BT: Tensor) -> Tensor:
+    """Draw by one cumulative sum over the vocabulary."""
+    sums_BTV = p_BTV.cumsum(-1).masked_fill_(p_BTV <= 0.0, 0.0)
+    total_BT1 = sums_BTV.amax(-1, keepdim=True)
+    below_BT1 = total_BT1.nextafter(torch.zeros_like(total_BT1))
+    threshold_BT1 = (u_BT[..., None] * total_BT1).minimum(below_BT1)
+    return (sums_BTV > threshold_BT1).view(torch.uint8).argmax(-1)
 
 
 @pytest.fixture(params=["lists", "blocks"])

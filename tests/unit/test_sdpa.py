@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +16,6 @@ import mtp_train.heads.step
 import mtp_train.job.sft.tuning
 from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from mtp_inference import AssistantDrafting, HeadDrafting, SpeculativeDecoder, plain_greedy
-from mtp_inference.bench import clock
-from mtp_inference.bench import round_costs as costs
-from mtp_inference.bench.__main__ import main
 from mtp_inference.drafters.drafter import DrafterMaker
 from mtp_inference.drafters.other_drafters import ModelDrafting
 from mtp_train.data.tokenize import Document
@@ -134,18 +130,6 @@ def test_fine_tuning_runs_without_cudnn(seen: list[bool], monkeypatch: pytest.Mo
     nothing: Any = None
     mtp_train.job.sft.tuning.fine_tune_stage(recipe, nothing, tmp_path, nothing, accelerator, nothing)
     assert found == [(False, GROUPED_EXPERTS)]
-
-
-def test_the_benchmark_runs_transformers_without_cudnn_too(
-    seen: list[bool], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(clock, "CPU_COPY_BYTES", 1 << 16)
-    monkeypatch.setattr(costs, "REPEATS", 1)
-    numbers = ("--depths", "0", "--batches", "1", "--prompt-lengths", "4", "--new-tokens", "2", "--repeats", "1")
-    assert main(["--shape", "tiny-qwen", "--device", "cpu", "--against", "transformers", *numbers]) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["decoding"]
-    assert [row["arm"] for row in rows] == ["ours", "transformers"]
-    assert set(seen) == {False}
 
 
 def test_a_users_own_choice_comes_back() -> None:

@@ -22,7 +22,6 @@ from mtp_inference.cache.pooled import KeyPools
 from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore, States
 from mtp_inference.cache.rows import keep_rows_of
 from mtp_inference.cache.window import Window, announced
-from mtp_inference.kernels.attention import is_narrow
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.mechanisms.compressed_keys import COMPRESSED_CACHE_LAYERS
 from mtp_train.families.mechanisms.key_blocks import BLOCK_CACHE_LAYER
@@ -100,11 +99,6 @@ class AttentionStore(CacheLayerMixin):
         """Keep these rows and drop all others."""
         keep_rows_of(self, self.row_buffers, rows_R)
         self.num_rows = len(rows_R)
-
-    @property
-    def fits_kernel(self) -> bool:
-        """Whether ``kernels/attention.py`` computes the layer's attention, as far as its keys are known."""
-        return type(self) is AttentionStore and not (self.is_initialized and not is_narrow(self.keys, self.values))
 
     def mask(self, window: Window, always: bool) -> Tensor | None:
         """Return the layer's attention mask; None if plain causal attention is equivalent and ``always`` is False."""
@@ -337,15 +331,8 @@ class WindowCache(Cache):
         self.converts = all(type(one) in (AttentionStore, RecurrentStore) or one in stateless for one in self.layers)
         """Whether windows may be computed in another dtype than the stored one."""
 
-    @property
-    def reads_lengths(self) -> bool:
-        """Whether windows with ``fuses`` need no mask: their cost then depends on positions, and not on ``used``."""
-        return all(layer.fits_kernel for layer in self._attention)
-
     def begin(self, window: Window) -> dict[str, Tensor | None]:
         """Announce the next window; return its masks by layer type (None if plain causal attention is equivalent).
-
-        With :attr:`Window.fuses`, layers that the kernel of ``kernels/attention.py`` covers get :meth:`Window.reach`.
 
         Raises:
             RuntimeError: The window is longer than ``max_window``, or ends past the capacity.
@@ -362,13 +349,8 @@ class WindowCache(Cache):
         for layer in self._attention:
             layer.window = window
             if layer.kind not in masks:
-                masks[layer.kind] = self._mask(layer, window)
+                masks[layer.kind] = layer.mask(window, layer.kind in self._kinds_with_mask)
         return masks
-
-    def _mask(self, layer: AttentionStore, window: Window) -> Tensor | None:
-        if window.fuses and all(one.fits_kernel for one in self._attention if one.kind == layer.kind):
-            return window.reach(layer.size, layer.sliding_window)
-        return layer.mask(window, layer.kind in self._kinds_with_mask)
 
     def commit(self, num_kept_B: Tensor | None) -> None:
         """Keep the first ``num_kept_B`` tokens of each row's window; None keeps the whole window."""

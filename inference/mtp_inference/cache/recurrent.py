@@ -21,7 +21,6 @@ from torch.nn.functional import softplus
 from mtp_inference.cache.delta import DeltaWindow, gated_delta_token, gated_delta_window, heads_first, kimi_delta_window
 from mtp_inference.cache.rows import select_rows
 from mtp_inference.cache.window import Window, announced
-from mtp_inference.kernels.conv_delta import fused_conv, fused_delta_token, fused_delta_window
 from mtp_train.families import Family
 from mtp_train.upstream.transformers_private import ACT2FN, LinearAttentionLayer
 
@@ -168,15 +167,11 @@ _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "mamba2": (mamba2_window, mamba2_token),
 }
 """Name of a rule in a family record to the functions that run a window and a single token."""
-_FUSED_RULES = _RULES | {"gated_delta": (fused_delta_window, fused_delta_token)}
-"""The same, for rounds with fused kernels."""
 
 
 @contextmanager
-def undecided_states(family: Family, fused: RecurrentLayers | None = None) -> Iterator[None]:
+def undecided_states(family: Family) -> Iterator[None]:
     """Make recurrent layers return undecided windows inside the block, for windows that continue an earlier state.
-
-    With ``fused``, the recurrent layers of the cache, convolutions and rules run in fused kernels where there are some.
 
     The functions are replaced as module attributes, so the replacement affects every thread. The block has no effect
     for a family without recurrent layers.
@@ -185,12 +180,13 @@ def undecided_states(family: Family, fused: RecurrentLayers | None = None) -> It
     if kernels is None:
         yield
         return
-    if fused is not None:
-        fused.fuse()
     module = importlib.import_module(family.classes.python_module)
-    window_rule, token_rule = (_RULES if fused is None else _FUSED_RULES)[kernels.rule]
-    conv = window_conv if fused is None else fused.run_conv
-    ours: dict[str, Callable[..., Any]] = {kernels.chunked: window_rule, kernels.single: token_rule, kernels.conv: conv}
+    window_rule, token_rule = _RULES[kernels.rule]
+    ours: dict[str, Callable[..., Any]] = {
+        kernels.chunked: window_rule,
+        kernels.single: token_rule,
+        kernels.conv: window_conv,
+    }
     stock = {name: getattr(module, name) for name in ours}
     for name, function in ours.items():
         setattr(module, name, function)
@@ -217,14 +213,9 @@ class RecurrentStore(LinearAttentionLayer):
         self._window_conv: Tensor | None = None
         self._window_state: Tensor | Undecided | None = None
         self._in_place = False
-        self.fuses = False
-        """Whether :meth:`update_conv_state` leaves joining the inputs to :meth:`run_conv`."""
-        self.inputs_BCT: Tensor | None = None
-        """Inputs of a convolution that has not run yet."""
 
     def begin(self, window: Window) -> None:
         """Expose the states of the window's rows to the model."""
-        self.fuses, self.inputs_BCT = False, None
         earlier = not window.is_fresh
         self._in_place = earlier and window.num_tokens == 1
         self.has_previous_state[0] = earlier
@@ -238,28 +229,15 @@ class RecurrentStore(LinearAttentionLayer):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_unused: object
     ) -> Tensor:
-        """Return the inputs before the window followed by the window's inputs, (B, C, W + T).
-
-        With :attr:`fuses` return the window's inputs unchanged, for :meth:`run_conv`.
-        """
+        """Return the inputs before the window followed by the window's inputs, (B, C, W + T)."""
         if conv_kernel_size is None:
             raise RuntimeError("convolution: no kernel size; expected one. Use transformers 5.17 or later.")
         before = self.conv_states[state_idx]
-        if self.fuses and before is not None:
-            self.inputs_BCT = conv_states
-            return conv_states
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size)
         # Positions first, as projections return them: channels then lie next to each other in memory.
         self._window_conv = torch.cat([before.transpose(1, 2), conv_states.transpose(1, 2)], dim=1).transpose(1, 2)
         return self._window_conv
-
-    def run_conv(self, inputs_BCT: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        """Join the inputs before the window with the window's and run the convolution, (B, C, T), in one kernel."""
-        self.inputs_BCT = None
-        before_BCW = self._shown(self.conv_states)
-        self._window_conv, output_BCT = fused_conv(before_BCW, inputs_BCT, weight, bias, activation)
-        return output_BCT
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **_unused: object) -> Any:
         """Store the kernel's result: the state after the window's last token, or an undecided window."""
@@ -327,28 +305,6 @@ class RecurrentLayers:
             self._commit_undecided(torch.stack(conv), undecided, num_kept_B)
         else:
             self._commit_decided(conv, decided, num_kept_B)
-
-    def fuse(self) -> None:
-        """Make the layers run the announced window's convolutions by :meth:`run_conv`."""
-        for store in self.stores:
-            store.fuses = True
-
-    def run_conv(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **_unused: object,
-    ) -> Tensor:
-        """Run :func:`window_conv` for the layer that holds these inputs, by :meth:`RecurrentStore.run_conv`."""
-        for store in self.stores:
-            if store.inputs_BCT is hidden_states:
-                return store.run_conv(hidden_states, weight, bias, activation)
-        raise RuntimeError(
-            "convolution: other inputs than those given to the cache; expected the same tensor. Run the layers without "
-            "fused kernels."
-        )
 
     def snapshot(self) -> States | None:
         """Return a copy of the states."""

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
-from mtp_inference.kernels.attention import attended_slots, is_narrow
 from mtp_train.heads.attention import masked_attention, without_cudnn_attention
 from mtp_train.upstream.transformers_private import attention_of, sdpa_mask, set_attention
 
@@ -38,7 +37,6 @@ class Window:
         used: Positions in use after the window, an upper bound known on the host.
         start: The first position, if it is the same in all rows and known on the host; else None.
         keys_only: Whether to stop once keys and values are written.
-        fuses: Whether layers run in the kernels of ``mtp_inference.kernels``.
     """
 
     rows: slice
@@ -46,7 +44,6 @@ class Window:
     used: int
     start: int | None = None
     keys_only: bool = False
-    fuses: bool = False
     _slots: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -99,16 +96,6 @@ class Window:
             return held_B11S <= seen_by_B1T1
         return (held_B11S >= 0) & (held_B11S <= seen_by_B1T1) & (held_B11S > seen_by_B1T1 - sliding_window)
 
-    def reach(self, size: int, sliding_window: int | None) -> Tensor | None:
-        """Return the positions of the queries, int64 (B, 1, T, R): :func:`window_attention` takes them for a mask.
-
-        R is the number of positions that a query attends to; the positions are expanded to it, without a copy. Return
-        None if nothing attends (``keys_only``). Arguments as for :meth:`mask`.
-        """
-        if self.keys_only:
-            return None
-        return self.positions_BT[:, None, :, None].expand(-1, -1, -1, sliding_window or size)
-
     def distances(self, size: int, sliding_window: int | None) -> Tensor:
         """Return the distance from each query back to each key: int64 (B or 1, 1, T, S), -1 for keys it must not see.
 
@@ -145,19 +132,10 @@ def window_attention(
 ) -> tuple[Tensor, None]:
     """Attend from a few tokens to many keys, without repeating the keys for grouped queries.
 
-    The function replaces transformers' ``sdpa``, hence the arguments. With :meth:`Window.reach` for a mask, the kernel
-    runs. With another mask, queries that share a key head are concatenated as if they were further tokens; prefill, and
-    attention with sinks, softcap or an index, go to ``masked_attention``.
+    The function replaces transformers' ``sdpa``, hence the arguments. Queries that share a key head are concatenated as
+    if they were further tokens; prefill, and attention with sinks, softcap or an index, go to ``masked_attention``.
     """
     num_rows, num_heads, num_tokens, width = query.shape
-    # Masks of distances, int64 too, come with a bias for each distance.
-    if attention_mask is not None and attention_mask.dtype == torch.int64 and options.get("position_bias") is None:
-        positions_BT, reach = attention_mask[:, 0, :, 0], attention_mask.shape[-1]
-        chooses = any(options.get(name) is not None for name in ("indices", "block_indices"))
-        if not chooses and query.dtype == key.dtype and is_narrow(key, value):
-            more = float(options["scaling"]), options.get("s_aux"), options.get("softcap") or 0.0
-            return torch.ops.mtp_inference.attend_window(query, key, value, positions_BT, reach, *more), None
-        attention_mask = attended_slots(positions_BT, reach, key.shape[2])
     key_heads = key.shape[1]
     group = num_heads // key_heads
     plain = all(options.get(name) is None for name in ("s_aux", "softcap", "indices", "block_indices", "position_bias"))

@@ -86,12 +86,10 @@ class SharedKeys(NamedTuple):
 
     states: dict[str, tuple[Tensor, Tensor]]
     masks: dict[str, Tensor | None]
-    """bool, (B, 1, 1, S); or :meth:`Window.reach` in their place."""
+    """bool, (B, 1, 1, S)."""
 
 
-def shared_keys(
-    cache: WindowCache, seen_B1: Tensor, used: int, more_sliding_keys: int, fuses: bool = False
-) -> SharedKeys:
+def shared_keys(cache: WindowCache, seen_B1: Tensor, used: int, more_sliding_keys: int) -> SharedKeys:
     """Return the keys of the trunk's last attention layer of each type, up to position ``seen_B1``.
 
     Args:
@@ -99,7 +97,6 @@ def shared_keys(
         seen_B1: int64, the last position that each row attends to.
         used: Positions in use, an upper bound known on the host.
         more_sliding_keys: Keys of a sliding-window layer to attend to beyond its window.
-        fuses: Whether to leave masks out for the kernel of ``kernels/attention.py`` where it fits.
     """
     window = Window(slice(0, len(seen_B1)), seen_B1, used)
     shared = SharedKeys({}, {})
@@ -109,10 +106,7 @@ def shared_keys(
             wide = None if layer.sliding_window is None else layer.sliding_window + more_sliding_keys
             in_use = min(used, layer.size)
             shared.states[layer.kind] = (layer.keys[:, :, :in_use], layer.values[:, :, :in_use])
-            if fuses and layer.fits_kernel:
-                shared.masks[layer.kind] = window.reach(layer.size, wide)
-            else:
-                shared.masks[layer.kind] = window.mask(layer.size, wide, always=True)
+            shared.masks[layer.kind] = window.mask(layer.size, wide, always=True)
     return shared
 
 
@@ -125,9 +119,6 @@ class AssistantDrafter:
         convention: Position of a draft, and the keys it attends to.
         size: Number of rows.
     """
-
-    reads_lengths = True
-    """As far as the trunk's cache does, whose keys are read."""
 
     def __init__(self, trunk: Trunk, model: Any, convention: AssistantConvention, size: Size) -> None:
         self.trunk = trunk
@@ -157,7 +148,7 @@ class AssistantDrafter:
             raise RuntimeError("assistant drafter: no trunk cache in the place; expected one. Draft within a Batch.")
         # An inactive row has length 0 and attends to its first slot. Its drafts are discarded.
         seen_B1 = (place.length_B - 1).clamp(min=0)[:, None]
-        shared = shared_keys(place.trunk_cache, seen_B1, place.used, self.convention.more_sliding_keys, place.fuses)
+        shared = shared_keys(place.trunk_cache, seen_B1, place.used, self.convention.more_sliding_keys)
         positions_B1 = seen_B1 + self.convention.position_offset
         choice = chooser.begin_draft(place.last_B, place.length_B)
         hidden_B1D = self.hidden_B1D

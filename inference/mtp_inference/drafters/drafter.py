@@ -41,8 +41,6 @@ class Place(NamedTuple):
     """int64, the positions of the last committed tokens."""
     trunk_cache: WindowCache | None = None
     """The trunk's cache of earlier positions; None if the drafter does not read it."""
-    fuses: bool = False
-    """Whether windows of the drafter run in the kernels of ``mtp_inference.kernels``."""
 
 
 class DrafterMaker(Protocol):
@@ -57,10 +55,6 @@ class DrafterMaker(Protocol):
 
 class Drafter(Protocol):
     """Drafts tokens for the rows of a batch, and follows the tokens that are committed."""
-
-    @property
-    def reads_lengths(self) -> bool:
-        """Whether the cost of a draft does not grow with :attr:`Place.used`: fewer graphs suffice (``capture.py``)."""
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
         """Start rows: prompts of one length, the trunk's hidden states for them, and the first committed tokens."""

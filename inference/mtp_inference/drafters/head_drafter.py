@@ -37,8 +37,6 @@ class ParallelDrafter:
         size: Number of rows, positions and places.
     """
 
-    reads_lengths = True
-
     def __init__(self, trunk: Trunk, head: MtpHead, logits: Callable[[Tensor], Tensor], size: Size) -> None:
         self.trunk = trunk
         self.head = head
@@ -122,11 +120,6 @@ class _HeadDrafter:
         )
         self.pending = Pending(size, weight.device, head.state_width, weight.dtype)
 
-    @property
-    def reads_lengths(self) -> bool:
-        """See :class:`Drafter`."""
-        return self.cache.reads_lengths
-
     def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
         """See :class:`Drafter`."""
         self.pending.add(tokens_BT, num_kept_B, self._head_input(hidden_BTD))
@@ -146,7 +139,7 @@ class _HeadDrafter:
     def _window(self, slots_BT: Tensor, place: Place) -> Window:
         used = place.used + SPARE_SLOTS
         # An inactive row may be at a position beyond all others, outside the keys in use.
-        return Window(slice(0, len(slots_BT)), slots_BT.clamp(max=used - 1), used, fuses=place.fuses)
+        return Window(slice(0, len(slots_BT)), slots_BT.clamp(max=used - 1), used)
 
     def _run(self, depth: int, hidden_BTD: Tensor, tokens_BT: Tensor, window: Window) -> StepOutput:
         """Run consecutive head rows; each attends to all rows before it."""
@@ -168,7 +161,7 @@ class _HeadDrafter:
             part = slice(start, start + KEYS_CHUNK)
             keys_only = self._store(depth).keys_suffice
             slots_RT = window.positions_BT[:, part]
-            chunk = Window(window.rows, slots_RT, window.used, keys_only=keys_only, fuses=window.fuses)
+            chunk = Window(window.rows, slots_RT, window.used, keys_only=keys_only)
             if not chunk.keys_only:
                 self._run(depth, hidden_RTD[:, part].to(self.dtype), tokens_RT[:, part], chunk)
                 continue

@@ -77,11 +77,6 @@ class ModelDrafter:
             pass
         self.pending.begin(rows, first_R, prompt_RT.shape[1])
 
-    @property
-    def reads_lengths(self) -> bool:
-        """See :class:`Drafter`."""
-        return self.cache.reads_lengths
-
     def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
         """See :class:`Drafter`."""
         self.pending.add(tokens_BT, num_kept_B)
@@ -128,7 +123,7 @@ class ModelDrafter:
     def _run(self, tokens_BT: Tensor, positions_BT: Tensor, place: Place) -> Tensor:
         used = place.used + self.depth
         # An inactive row may be at a position beyond all others, outside the keys in use.
-        window = Window(slice(0, len(tokens_BT)), positions_BT.clamp(max=used - 1), used, fuses=place.fuses)
+        window = Window(slice(0, len(tokens_BT)), positions_BT.clamp(max=used - 1), used)
         return window_states(self.model, self.cache, tokens_BT, window)
 
 
@@ -170,8 +165,6 @@ class NgramDrafting:
 
 class NgramDrafter:
     """Store every text on the device and search it there."""
-
-    reads_lengths = True
 
     def __init__(self, longest: int, shortest: int, size: Size, depth: int, device: torch.device) -> None:
         self.longest = longest

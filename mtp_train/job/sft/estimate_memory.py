@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Size
 
 from mtp_train.job.sft.tuned_model import lora_weights
-from mtp_train.losses.chunked import CHUNK_TENSORS, chunk_rows
+from mtp_train.losses.chunked import LOGIT_BYTES, chunk_rows
 from mtp_train.recipe.schema import Recipe, SftSection
 from mtp_train.train.estimate import GIB, Cost, Footprint, Sizes, converted_head_bytes, passing_expert_bytes
 from mtp_train.train.plan import Plan
@@ -74,7 +74,7 @@ def tuning_footprint(
     activations = rows * config.hidden_size * bytes_each
     # As for a head on a frozen trunk, see ``train/estimate.py``.
     of_head = rows * trunk.family.state_width(config) * 4 * 30 * recipe.head.num_depths if beside else 0
-    loss_rows = chunk_rows(config.vocab_size, CHUNK_TENSORS * 4, gpu_bytes)
+    loss_rows = chunk_rows(config.vocab_size, gpu_bytes)
     return TuningFootprint(
         trunk_parameters=parameters,
         head_parameters=head_parameters,
@@ -82,7 +82,7 @@ def tuning_footprint(
         trunk_bytes=parameters * itemsize,
         head_and_optimizer_bytes=beside * 16,
         loss_bytes=rows * config.vocab_size * _LOGIT_BYTES
-        + (loss_rows * config.vocab_size * CHUNK_TENSORS * 4 if beside else 0),
+        + (loss_rows * config.vocab_size * LOGIT_BYTES if beside else 0),
         activation_bytes=activations + of_head,
         converted_bytes=copied,
         learning_bytes=learning,

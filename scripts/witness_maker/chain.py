@@ -1,17 +1,17 @@
-"""Synthetic text, and a brief training on it, for a model with accepted drafts without a download.
+"""Synthetic text, a random head, and a brief training of both models on it, so that drafts are accepted.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from mtp_train.families import of_kind
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk
@@ -27,16 +27,11 @@ class Chain:
 
     Args:
         successor_V: int64, the successor of each token.
-        noise: Probability that a random token follows instead, 0 to 1; at 1 the text is random.
+        noise: Probability that a random token follows instead, 0 to 1.
     """
 
     successor_V: Tensor
     noise: float
-
-    @classmethod
-    def random_text(cls, vocab_size: int) -> Chain:
-        """Return a source of random tokens."""
-        return cls(torch.arange(vocab_size), noise=1.0)
 
     @classmethod
     def one_cycle(cls, vocab_size: int, noise: float, generator: torch.Generator) -> Chain:
@@ -56,14 +51,7 @@ class Chain:
         return torch.stack(columns, dim=1)
 
 
-def train(
-    trunk: Trunk,
-    head: MtpHead,
-    chain: Chain,
-    num_steps: int,
-    generator: torch.Generator,
-    on_step: Callable[[], None],
-) -> float:
+def train(trunk: Trunk, head: MtpHead, chain: Chain, num_steps: int, generator: torch.Generator) -> float:
     """Train trunk and head together on a chain with cross-entropy; freeze them afterwards.
 
     Args:
@@ -72,7 +60,6 @@ def train(
         chain: Source of the training text.
         num_steps: Number of steps of ``ROWS`` texts of ``TOKENS`` tokens.
         generator: Random generator of the texts.
-        on_step: Called after every step.
 
     Returns:
         The last loss: mean over the trunk and the head's depths, in nats.
@@ -89,7 +76,6 @@ def train(
         loss.backward()
         optimizer.step()
         schedule.step()
-        on_step()
     trunk.requires_grad_(False)
     head.requires_grad_(False)
     return float(loss.detach())
@@ -113,3 +99,24 @@ def _loss(trunk: Trunk, head: MtpHead, tokens_BT: Tensor) -> Tensor:
         for ahead, state_BTD in enumerate([trunk.normed(hidden_BTD), *states], start=1)
     ]
     return torch.stack(losses).mean()
+
+
+def random_head(trunk: Trunk, num_modules: int = 1, kind: str = "mtp") -> MtpHead:
+    """Return a head whose matrices have transformers' initialisation of the trunk, and whose norms are the identity.
+
+    Attention sinks and the parameters that mix residual streams get transformers' initial values here, as their layers
+    do not initialise them.
+    """
+    weight, family = trunk.lm_head_VD, of_kind(trunk.family, kind)
+    with torch.device(weight.device):
+        head = MtpHead(family, trunk.config, num_modules=num_modules, convention=family.wiring.default)
+    for name, parameter in head.named_parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=trunk.config.initializer_range)
+        elif name.endswith(("sinks", "base")):
+            torch.nn.init.zeros_(parameter)
+        elif name.endswith("scale"):
+            torch.nn.init.ones_(parameter)
+        # Parameters only: buffers (a router's correction bias) stay in fp32.
+        parameter.data = parameter.data.to(weight.dtype)
+    return head.eval()

@@ -1,1 +1,0 @@
-"""Measure the cost of decoding and the gain of drafts: ``python -m mtp_inference.bench --help``."""
