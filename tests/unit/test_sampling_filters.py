@@ -9,10 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from mtp_inference.sampling import filters
 from mtp_inference.sampling.distributions import Sampling, SamplingRows, draw
-from mtp_inference.sampling.filters import GROWTH, LISTED, keep_top
+from mtp_inference.sampling.filters import GROWTH, LISTED, keep_top, keep_top_by_sort
 from mtp_inference.sampling.scan import first_over, in_blocks
 from recorded_graph import Recorder
 
@@ -34,20 +35,16 @@ EQUAL_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def keep_top_by_sort(scores_BTV: Tensor, rows: SamplingRows) -> Tensor:
-    """Apply top-k, then top-p, with one sort."""
-    vocab = scores_BTV.shape[-1]
-    # Ascending like in transformers, but stable: of equal scores at the edge of top-p the first are dropped.
-    sorted_BTV, order_BTV = scores_BTV.sort(dim=-1, stable=True)
-    if rows.any_top_k:
-        k_B = torch.where(rows.keeps_any_k_B, vocab, (rows.kth_B + 1).clamp(max=vocab))
-        least_BT1 = sorted_BTV.gather(-1, (vocab - k_B)[:, None, None].expand(-1, scores_BTV.shape[1], 1))
-        sorted_BTV.masked_fill_(sorted_BTV < least_BT1, -math.inf)
-    if rows.any_top_p:
-        dropped_BTV = sorted_BTV.softmax(-1).cumsum_(-1) <= rows.top_p_tail_B[:, None, None]
-        dropped_BTV[..., -1] = False
-        sorted_BTV.masked_fill_(dropped_BTV, -math.inf)
-    return scores_BTV.scatter_(-1, order_BTV, sorted_BTV)
+def keep_top_by_transformers(scores_BTV: Tensor, rows: SamplingRows) -> Tensor:
+    """Apply transformers' processors to each row."""
+    no_tokens = torch.zeros(scores_BTV.shape[1], 0, dtype=torch.long)
+    for row, scores_TV in enumerate(scores_BTV):
+        if not rows.keeps_any_k_B[row]:
+            scores_TV.copy_(TopKLogitsWarper(int(rows.kth_B[row]) + 1)(no_tokens, scores_TV))
+        tail = float(rows.top_p_tail_B[row])
+        if tail > 0.0:
+            scores_TV.copy_(TopPLogitsWarper(1.0 - tail)(no_tokens, scores_TV))
+    return scores_BTV
 
 
 def draw_by_scan(p_BTV: Tensor, u_BT: Tensor) -> Tensor:
@@ -57,13 +54,6 @@ def draw_by_scan(p_BTV: Tensor, u_BT: Tensor) -> Tensor:
     below_BT1 = total_BT1.nextafter(torch.zeros_like(total_BT1))
     threshold_BT1 = (u_BT[..., None] * total_BT1).minimum(below_BT1)
     return (sums_BTV > threshold_BT1).view(torch.uint8).argmax(-1)
-
-
-@pytest.fixture(params=["lists", "blocks"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Find edges as on a CPU, or as on a GPU."""
-    monkeypatch.setattr(filters, "reads_values", lambda device: request.param == "lists")
-    return str(request.param)
 
 
 def logits_of(kind: str, vocab: int, num_rows: int = len(SETTINGS), window: int = 2) -> Tensor:
@@ -77,13 +67,22 @@ def kept(find: Callable[[Tensor, SamplingRows], Tensor], logits_BTV: Tensor, set
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [50, 1500, 2560])
-def test_every_row_of_a_mixed_batch_keeps_what_a_sort_keeps(vocab: int, kind: str, way: str) -> None:
+def test_every_row_of_a_mixed_batch_keeps_what_a_sort_keeps(vocab: int, kind: str) -> None:
     logits_BTV = logits_of(kind, vocab)
     assert torch.equal(kept(keep_top, logits_BTV, SETTINGS), kept(keep_top_by_sort, logits_BTV, SETTINGS))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sort_keeps_what_transformers_keeps(kind: str) -> None:
+    """Of tokens with equal scores, transformers' sort may keep others."""
+    logits_BTV = logits_of(kind, 1500)
+    found, expected = (kept(one, logits_BTV, SETTINGS) for one in (keep_top_by_sort, keep_top_by_transformers))
+    scores = [logits_BTV.masked_fill(~one, -math.inf).sort(-1).values for one in (found, expected)]
+    assert torch.equal(*scores)
+
+
 @pytest.mark.parametrize("fault", ["one more", "one less", "the last"])
-def test_an_edge_that_drops_other_tokens_is_found_out(fault: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edge_that_drops_other_tokens_is_found_out(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = filters._keep_from
 
     def faulty(edge: filters.Edge, scores_BTV: Tensor) -> Tensor:
@@ -98,7 +97,7 @@ def test_an_edge_that_drops_other_tokens_is_found_out(fault: str, way: str, monk
 
 
 @pytest.mark.parametrize("kind", EQUAL_KINDS)
-def test_of_many_equal_tokens_the_first_are_dropped_up_to_the_tail(kind: str, way: str) -> None:
+def test_of_many_equal_tokens_the_first_are_dropped_up_to_the_tail(kind: str) -> None:
     """Where a whole number of tokens makes up the tail, rounding decides about one of them."""
     logits_BTV = logits_of(kind, 2560)
     ours_BTV, sorted_BTV = (kept(one, logits_BTV, SETTINGS) for one in (keep_top, keep_top_by_sort))
@@ -107,7 +106,7 @@ def test_of_many_equal_tokens_the_first_are_dropped_up_to_the_tail(kind: str, wa
     assert torch.equal((ours_BTV & sorted_BTV).sum(-1), ours_BTV.sum(-1).minimum(sorted_BTV.sum(-1)))
 
 
-def test_more_tokens_than_are_listed_may_tie_with_the_last_of_top_k(way: str) -> None:
+def test_more_tokens_than_are_listed_may_tie_with_the_last_of_top_k() -> None:
     logits_BTV = torch.zeros(2, 1, 5 * LISTED)
     logits_BTV[..., :3] = 1.0
     settings = [Sampling(temperature=1.0, top_k=5, top_p=top_p) for top_p in (1.0, 0.5)]
@@ -119,7 +118,7 @@ def test_more_tokens_than_are_listed_may_tie_with_the_last_of_top_k(way: str) ->
     assert half_BTV[0, -2000:].all()
 
 
-def test_a_row_keeps_the_same_tokens_alone_and_in_a_window_of_one(way: str) -> None:
+def test_a_row_keeps_the_same_tokens_alone_and_in_a_window_of_one() -> None:
     logits_BTV = logits_of("bf16", 2560, window=4)
     together_BTV = kept(keep_top, logits_BTV, SETTINGS)
     for row, setting in enumerate(SETTINGS):
@@ -144,25 +143,12 @@ def test_lists_grow_for_the_rows_that_need_it(monkeypatch: pytest.MonkeyPatch) -
     assert widths == [(3, LISTED), (1, GROWTH * LISTED), (1, GROWTH * LISTED), (1, GROWTH**2 * LISTED)]
 
 
-def test_the_search_for_an_edge_reads_no_value_and_a_growing_list_does() -> None:
-    scores_BTV, tail_B11 = torch.randn(3, 2, 1500), torch.full((3, 1, 1), 0.05)
+def test_the_sort_reads_no_value_and_a_growing_list_does() -> None:
+    scores_BTV, rows = torch.randn(1, 2, 1500), SamplingRows.stack([Sampling(temperature=1.0, top_p=0.95)], "cpu")
     with Recorder():
-        found = filters.edge_of_sorted_blocks(scores_BTV, tail_B11)
+        keep_top_by_sort(scores_BTV.clone(), rows)
     with Recorder(), pytest.raises(RuntimeError, match="not permitted while a stream is capturing"):
-        filters.edge_of_growing_lists(scores_BTV, tail_B11.double())
-    listed = filters.edge_of_growing_lists(scores_BTV, tail_B11.double())
-    for one, other in zip(found, listed, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_keys_are_in_the_order_of_scores() -> None:
-    ordered = [-math.inf, -3e38, -1.5, -1e-45, -0.0, 0.0, 1e-45, 1e-30, 1.0, 1.0 + 2.0**-23, 3e38]
-    scores = torch.tensor(ordered)
-    bits = scores.view(torch.int32)
-    keys = (bits ^ ((bits >> 31) & 0x7FFF_FFFF)).long()
-    assert keys.tolist() == sorted(set(keys.tolist()))
-    assert keys[0] == filters._LEAST_KEY
-    assert torch.equal(filters._score_of(keys).view(torch.int32), bits)
+        keep_top(scores_BTV.clone(), rows)
 
 
 def test_batches_of_usual_settings_share_graphs() -> None:

@@ -1,4 +1,4 @@
-"""Top-k and top-p without a sort of the vocabulary.
+"""Top-k and top-p: by a sort on an accelerator, without one on a CPU, where a sort takes longer than a layer.
 
 Both keep the tokens from an edge on: all tokens with a larger score than the edge, and some of the tokens with the
 edge's own score. The result is that of transformers' processors, which sort the scores in ascending order. Top-k keeps
@@ -6,17 +6,11 @@ every token that ties with the k-th. Top-p drops tokens one by one while the pro
 ``1 - top_p``: of equal scores the first in the vocabulary first, and never the last token of the order. Where a whole
 number of equal tokens makes up this sum, rounding decides about one of them, as it does in a sort.
 
-Ways to find the edge of top-p:
+A CPU finds the edge of top-p among the largest scores: a row whose top-k is at most ``LISTED`` in those that ``topk``
+lists, another one in a list that grows until all other tokens may be dropped. A row's way depends on its own settings
+and scores, never on other rows.
 
-- a row whose top-k is at most ``LISTED``: among the largest scores, which ``topk`` lists;
-- another row, on a CPU: in a list of the largest scores that grows until all other tokens may be dropped;
-- another row, elsewhere: by the bits of the edge's score, eight at a time, in blocks that are sorted one by one. Shapes
-  and number of steps are fixed, and nothing is read on the host, so a CUDA graph can capture it.
-
-A row's way depends on its own settings and scores, never on other rows.
-
-Shapes: B rows of the batch, T positions, V vocabulary, N blocks of S tokens, M listed scores (M1 = M + 1),
-J thresholds, R = B x T.
+Shapes: B rows of the batch, T positions, V vocabulary, N blocks of S tokens, M listed scores (M1 = M + 1), R = B x T.
 """
 
 from __future__ import annotations
@@ -34,8 +28,6 @@ LISTED = 1024
 """Number of largest scores in a list. On a CPU, ``topk`` takes as long for 64 of 250,000 scores as for 1024."""
 GROWTH = 16
 """Factor between the lengths of lists."""
-DIGIT_BITS = 8
-"""Bits of the edge's score that one step finds."""
 
 
 class Edge(NamedTuple):
@@ -77,6 +69,8 @@ def listed_width(top_k: int) -> int:
 
 def keep_top(scores_BTV: Tensor, rows: TopRows) -> Tensor:
     """Apply top-k, then top-p, in place: set the scores of dropped tokens to minus infinity."""
+    if not reads_values(scores_BTV.device):
+        return keep_top_by_sort(scores_BTV, rows)
     if rows.any_top_k:
         top_BTM = scores_BTV.topk(min(rows.top_k_width, scores_BTV.shape[-1])).values
         kth_B11 = rows.kth_B.clamp(max=top_BTM.shape[-1] - 1)[:, None, None]
@@ -89,15 +83,30 @@ def keep_top(scores_BTV: Tensor, rows: TopRows) -> Tensor:
     else:
         least_BT1 = torch.full_like(scores_BTV[..., :1], -math.inf)
     edge, is_listed_B11 = Edge(least_BT1, torch.zeros_like(least_BT1)), rows.is_listed_B[:, None, None]
-    on_host = reads_values(scores_BTV.device)
-    tail_B11 = _rounding_to(rows.top_p_tail_B[:, None, None]) if on_host else rows.top_p_tail_B[:, None, None]
+    tail_B11 = _rounding_to(rows.top_p_tail_B[:, None, None])
     if rows.any_searched:
-        find = edge_of_growing_lists if on_host else edge_of_sorted_blocks
-        edge = _chosen(is_listed_B11, edge, find(scores_BTV, tail_B11))
+        edge = _chosen(is_listed_B11, edge, edge_of_growing_lists(scores_BTV, tail_B11))
     if rows.any_listed:
         num_kept_BT1 = (scores_BTV >= least_BT1).sum(-1, keepdim=True)
         edge = _chosen(is_listed_B11, listed_edge(top_BTM[..., :LISTED], least_BT1, num_kept_BT1, tail_B11), edge)
     return _keep_from(edge, scores_BTV)
+
+
+def keep_top_by_sort(scores_BTV: Tensor, rows: TopRows) -> Tensor:
+    """Apply top-k, then top-p, in place and in fixed shapes, without reading a value: a CUDA graph can capture it."""
+    vocab = scores_BTV.shape[-1]
+    # Ascending as in transformers, but stable: of equal scores at the edge of top-p the first are dropped.
+    sorted_BTV, order_BTV = scores_BTV.sort(dim=-1, stable=True)
+    if rows.any_top_k:
+        place_B11 = (vocab - 1 - rows.kth_B).clamp(min=0)[:, None, None]
+        least_BT1 = sorted_BTV.gather(-1, place_B11.expand(-1, scores_BTV.shape[1], 1))
+        least_BT1.masked_fill_(rows.keeps_any_k_B[:, None, None], -math.inf)
+        sorted_BTV.masked_fill_(sorted_BTV < least_BT1, -math.inf)
+    if rows.any_top_p:
+        is_dropped_BTV = sorted_BTV.softmax(-1).cumsum_(-1) <= rows.top_p_tail_B[:, None, None]
+        is_dropped_BTV[..., -1] = False
+        sorted_BTV.masked_fill_(is_dropped_BTV, -math.inf)
+    return scores_BTV.scatter_(-1, order_BTV, sorted_BTV)
 
 
 def reads_values(device: torch.device) -> bool:
@@ -212,65 +221,3 @@ def _list_of(scores_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
         outside_R1 = (sum_R1 - p_RM.sum(-1, keepdim=True)).clamp_(min=0.0)
     least_R1 = torch.full_like(top_RM[:, :1], -math.inf)
     return torch.cat([top_RM, least_R1], dim=-1), torch.cat([p_RM, outside_R1], dim=-1)
-
-
-def edge_of_sorted_blocks(scores_BTV: Tensor, tail_B11: Tensor) -> Edge:
-    """Find the edge of top-p in fixed shapes: the least score up to which the probabilities sum to more than the tail.
-
-    The bits of a score, as a whole number, are searched from the highest to the lowest, ``DIGIT_BITS`` in a step.
-    """
-    blocks = _SortedBlocks(scores_BTV)
-    low_BT1 = torch.full_like(scores_BTV[..., :1], _LEAST_KEY, dtype=torch.int64)
-    for bits in range(32 - DIGIT_BITS, -1, -DIGIT_BITS):
-        # Divide the keys from the lowest one on into parts, and compare at the last key of each part but the last.
-        num_keys = min(2 ** (bits + DIGIT_BITS), _NUM_KEYS)
-        lasts_J = torch.arange(2**bits - 1, num_keys - 1, 2**bits, device=low_BT1.device)
-        is_dropped_BTJ = blocks.sums_up_to(_score_of(low_BT1 + lasts_J)) <= tail_B11
-        low_BT1 = low_BT1.add(is_dropped_BTJ.sum(-1, keepdim=True), alpha=2**bits)
-    # A tail of 1 reaches the sum of all.
-    score_BT1 = _score_of(low_BT1).minimum(blocks.scores_BTNS[..., -1].amax(-1, keepdim=True))
-    below_BT1, one_BT1 = blocks.below_and_at(score_BT1)
-    return _edge(score_BT1, one_BT1, below_BT1, tail_B11)
-
-
-class _SortedBlocks:
-    """The scores in blocks, each sorted in ascending order, with the sums of their probabilities."""
-
-    def __init__(self, scores_BTV: Tensor) -> None:
-        self.scores_BTNS = in_blocks(scores_BTV, padding=-math.inf).sort(dim=-1).values
-        self.p_BTNS = self.scores_BTNS.flatten(-2).softmax(-1).view_as(self.scores_BTNS)
-        # Entry s is the sum of the first s probabilities of the block.
-        self.sums_BTNS1 = torch.nn.functional.pad(self.p_BTNS.cumsum(-1), (1, 0))
-
-    def sums_up_to(self, score_BTJ: Tensor) -> Tensor:
-        """Return the sum of the probabilities of all tokens up to each score, itself included."""
-        return self.sums_BTNS1.gather(-1, self._places(score_BTJ, includes=True)).sum(-2)
-
-    def below_and_at(self, score_BT1: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the probabilities below a score, and the probability of one token with this score."""
-        place_BTN1 = self._places(score_BT1, includes=False)
-        below_BT1 = self.sums_BTNS1.gather(-1, place_BTN1).sum(-2)
-        # A block without the score has another token there.
-        place_BTN1 = place_BTN1.clamp(max=self.scores_BTNS.shape[-1] - 1)
-        is_at_BTN1 = self.scores_BTNS.gather(-1, place_BTN1) == score_BT1[..., None, :]
-        return below_BT1, (self.p_BTNS.gather(-1, place_BTN1) * is_at_BTN1).amax(-2)
-
-    def _places(self, score_BTJ: Tensor, includes: bool) -> Tensor:
-        """Return the number of scores of each block below a score, or up to it, int64 (B, T, N, J)."""
-        score_BTNJ = score_BTJ[..., None, :].expand(*self.scores_BTNS.shape[:-1], -1).contiguous()
-        return torch.searchsorted(self.scores_BTNS, score_BTNJ, right=includes)
-
-
-_LEAST_KEY = -0x7F80_0001
-"""The key of minus infinity."""
-_NUM_KEYS = 0xFF00_0000
-"""Number of keys to search: up to that of the largest finite score but one, so that all of them are int32."""
-
-
-def _score_of(key: Tensor) -> Tensor:
-    """Return the scores, fp32, of keys, int64: whole numbers in the order of the scores.
-
-    The bits of positive floats are in the order of whole numbers, and those of negative ones in the reverse order.
-    """
-    bits = key.int()
-    return (bits ^ ((bits >> 31) & 0x7FFF_FFFF)).view(torch.float32)
