@@ -27,9 +27,11 @@ def add_check(commands: Any) -> None:
         metavar="N",
         help="processes that will train (default: as launched)",
     )
-    check.add_argument(
+    device = check.add_mutually_exclusive_group()
+    device.add_argument(
         "--device", metavar="NAME", help="plan for h100, h200, a100, l40s, rtx4090 or mi300x (default: this machine's)"
     )
+    device.add_argument("--memory", dest="device", metavar="24GiB", help="plan for a GPU of this memory")
 
 
 def add_recipes(commands: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -32,11 +31,10 @@ from mtp_train.weights.identity import (
     loaded,
     read_records,
     require_same,
-    stored_bytes,
     write_records,
 )
-from mtp_train.weights.locations import head_directory, open_location
-from mtp_train.weights.run_export import RECIPE_FILE, exported_of, is_run
+from mtp_train.weights.locations import open_location
+from mtp_train.weights.run_export import RECIPE_FILE, is_run
 
 TRUNK, HEAD_FROM, ADAPTER = "model.trunk", "model.head_from", "model.adapter"
 
@@ -116,23 +114,6 @@ def data_files(label: str, path: str) -> InputFiles:
     if location.exists():
         return InputFiles(location, {location.name: location})
     return InputFiles(files[0].parent, {str(file): file for file in files})
-
-
-def input_bytes(recipe: Recipe) -> int:
-    """Return the size in bytes of a run's recorded inputs that are on this machine, without opening them."""
-    model = recipe.model
-    named = [
-        head_directory(name) or exported_of(Path(resolve(name)).expanduser())
-        for name in (model.head_from, model.adapter)
-        if name
-    ]
-    total = sum(stored_bytes(path) for path in (locate_checkpoint(resolve(model.trunk)), *named))
-    for source in recipe.data.sources:
-        # Missing files are refused when they are read.
-        with contextlib.suppress(MtpError):
-            files = local_files(resolve(source.path), source.path) or []
-            total += sum(file.stat().st_size for file in files)
-    return total
 
 
 def require_run_inputs(

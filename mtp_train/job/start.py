@@ -27,7 +27,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.table import summary
 from mtp_train.report.write import PAGE_FILE
-from mtp_train.train.hours import Device, device_named
+from mtp_train.train.devices import Device, device_named
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.run_export import EXPORT, HEAD
 

@@ -42,11 +42,10 @@ from mtp_train.weights.writing import write_json
 RECORD_FILE = "inputs.json"
 TICK_NS = 2_000_000_000
 """The coarsest tick of a file system's clock in use: FAT's."""
-HASH_BYTES_PER_SECOND = 1e9
-"""Assumed rate for plans: SHA-256 on one core, with the instructions of current CPUs."""
 _BLOCK_BYTES = 1 << 22
 _MAX_THREADS = 8
-_SHOWN_SECONDS = 2.0
+_SHOWN_BYTES = 2_000_000_000
+"""Fewer bytes are hashed without a progress bar."""
 TOKENIZER_PATTERNS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
     "tekken.json",
@@ -139,12 +138,6 @@ def matching_files(path: Path, patterns: Iterable[str]) -> dict[str, Path]:
     return {name: path / name for name in names if (path / name).is_file()}
 
 
-def stored_bytes(path: Path) -> int:
-    """Return the total size of the files that identify a checkpoint or adapter; 0 where the directory is missing."""
-    files = matching_files(path, (*CHECKPOINT_PATTERNS, "*.json", "*.safetensors", "*/*.safetensors"))
-    return sum(file.stat().st_size for file in files.values())
-
-
 def read_records(directory: Path) -> dict[str, InputRecord]:
     """Return the records of a run's or study's inputs; empty where there is no record file.
 
@@ -227,7 +220,7 @@ def _hash_all(files: Mapping[FileStatus, Path], progress: Progress) -> dict[File
     if not files:
         return {}
     total = sum(status.size for status in files)
-    visible = total > _SHOWN_SECONDS * HASH_BYTES_PER_SECOND
+    visible = total > _SHOWN_BYTES
     task = progress.add_task("hashing inputs", total=total, visible=visible)
     stop = threading.Event()
     hashed = partial(_hash, on_bytes=partial(progress.advance, task), stop=stop)

@@ -352,13 +352,3 @@ def test_an_arm_that_is_rewritten_while_it_is_loaded_is_refused(pristine: Path, 
             study(tmp_path / "out", pristine, str(base)), capfd
         )
     assert not (tmp_path / "out" / "study.json").exists()
-
-
-def test_check_states_what_identity_costs(pristine: Path, tmp_path: Path, capfd: Capture) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", pristine, tmp_path / "run")
-    found = document(["check", recipe], capfd)["identity"]
-    sizes = [path.stat().st_size for name in ("base", "finetune") for path in (pristine / name).iterdir()]
-    assert found["bytes"] == pytest.approx(sum(sizes) + (pristine / "chats.jsonl").stat().st_size, rel=0.01)
-    assert found["seconds"] == found["bytes"] / 1e9
-    assert main(["check", str(recipe)]) == 0
-    assert "of inputs are hashed once, in about 0 s at 1 GB/s (a core)" in capfd.readouterr().out

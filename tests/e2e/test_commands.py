@@ -143,7 +143,7 @@ def test_check_says_what_offloading_leaves_on_the_device(recipe: Path, inputs: P
         assert memory["offloaded_bytes"] == sum(by_layer)
         assert memory["trunk_bytes"] == whole["memory"]["trunk_parameters"] * 4 - sum(by_layer) + max(by_layer)
         on_disk = sum(by_layer) if where == "disk" else 0
-        assert found["cost"]["disk_bytes"] == whole["cost"]["disk_bytes"] + on_disk
+        assert found["disk_bytes"] == whole["disk_bytes"] + on_disk
     assert main(["check", str(recipe), "model.offload=cpu", "--processes", "2"]) == 2
     assert "model.offload: cpu, with 2 processes; expected one" in capfd.readouterr().err
 

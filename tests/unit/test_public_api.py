@@ -69,8 +69,8 @@ FUNCTIONS = {
     "num_depths: int = 3, depth_decay: float = 0.6) -> None",
 }
 RECORDS = {
-    "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves kinds hours "
-    "launches_assumed choices decoding device_bytes data",
+    "CheckResult": "recipe precision_reason family plan memory memory_in_shards disk_bytes serves kinds choices "
+    "decoding device_bytes data",
     "DemoResult": "base finetune prompts",
     "WriteRecipeResult": "out start family note",
     "EvaluationGrid": "suite tasks prompts_per_task temperatures contexts depths rules max_new_tokens batch seed",
