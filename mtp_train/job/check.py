@@ -229,7 +229,7 @@ def check(
     Args:
         recipe: A YAML file, the name of a recipe of the package, or a mapping of the same shape.
         overrides: Dotted field to value, as for :func:`run`.
-        processes: Processes that will train; None for ``WORLD_SIZE`` of a launcher, else 1.
+        processes: Processes that will train; None for ``train.processes``, else ``WORLD_SIZE`` of a launcher, else 1.
         device: What each of them will run on, to plan for another machine: ``"h100"``, ``"h200"``, ``"a100"``,
             ``"l40s"``, ``"rtx4090"``, ``"mi300x"``, or the memory of a GPU, ``"24GiB"``. None for this one's.
 
@@ -244,9 +244,9 @@ def check(
         >>> found.plan.accumulation, found.memory.total_bytes / 2**30
         (1, 0.31)
     """
-    world_size = processes or launched_processes()
     machine = device_named(device)
-    settled = settled_recipe(recipe, overrides, world_size=world_size, device=machine)
+    settled = settled_recipe(recipe, overrides, world_size=processes, device=machine)
+    world_size = processes or settled.recipe.train.processes or launched_processes()
     found = _checked(settled.recipe, world_size, machine, is_here=device is None)
     return replace(found, choices=settled.choices, device_bytes=machine.memory_bytes)
 

@@ -255,26 +255,27 @@ def require_place(run_dir: Path, recipe: Recipe) -> None:
 def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
     """Return whether a recorded recipe equals this one.
 
-    The address of a server is not compared: what it serves is checked again. A field that the record does not have yet
-    counts as its default.
+    The address of a server is not compared, as what it serves is checked again, nor the number of processes. A field
+    that the record does not have yet counts as its default.
     """
     if recorded == dump_recipe(recipe):
         return True
     with contextlib.suppress(RecipeError):
         before = recipe_from_mapping(parse_yaml(recorded, "recipe")[0])
-        return dump_recipe(before) == dump_recipe(_with_servers_of(before, recipe))
+        return dump_recipe(before) == dump_recipe(_on_machines_of(before, recipe))
     return False
 
 
-def _with_servers_of(before: Recipe, now: Recipe) -> Recipe:
-    """Return a recipe with the addresses, keys and limits of another one's servers, where both have servers."""
+def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
+    """Return a recipe with another one's processes, and its servers' addresses, keys and limits where both have any."""
     regenerate, gate, earlier = now.data.regenerate, now.gate, before.data.regenerate
     if regenerate is not None and earlier is not None and None not in (regenerate.endpoint, earlier.endpoint):
         names = ("endpoint", "api_key_env", "concurrency", "request_timeout_seconds")
         regenerate = replace(regenerate, **{name: getattr(earlier, name) for name in names})
     if None not in (gate.endpoint, before.gate.endpoint):
         gate = replace(gate, endpoint=before.gate.endpoint)
-    return replace(now, data=replace(now.data, regenerate=regenerate), gate=gate)
+    train = replace(now.train, processes=before.train.processes)
+    return replace(now, data=replace(now.data, regenerate=regenerate), train=train, gate=gate)
 
 
 def claim(run_dir: Path, recipe: Recipe, provenance: dict[str, Any]) -> None:

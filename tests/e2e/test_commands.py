@@ -316,7 +316,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
     }
     fields = {
         "run": {"run_dir", "exit_code", "reason", "message", "stage"},
-        "check": {"recipe", "family", "plan", "memory", "memory_in_shards", "cost"},
+        "check": {"recipe", "family", "plan", "memory", "memory_in_shards", "disk_bytes"},
         "recipes": {"recipes", "accelerate"},
         "init": {"out", "start", "family", "commands"},
         "regenerate": {"responses", "documents", "response_tokens", "too_short", "truncated", "unfinished"},

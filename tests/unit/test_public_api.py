@@ -64,7 +64,7 @@ FUNCTIONS = {
     "overrides: Overrides = (), console: Console | None = None) -> RescueResult",
     "run": "(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | None = None) -> RunResult",
     "write_recipe": "(out: str | Path, trunk: str | Path, base: str | Path | None = None, *, "
-    "data: Sequence[str | Path] = ()) -> WriteRecipeResult",
+    "data: Sequence[str | Path] = (), processes: int | None = None) -> WriteRecipeResult",
     "train_head_beside": "(trainer: Trainer, base: str | Path | None = None, *, lr: float = 0.0001, "
     "num_depths: int = 3, depth_decay: float = 0.6) -> None",
 }
