@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from rich.progress import Progress
 
 from launching import ROOT, launch, metrics, outcome
@@ -20,7 +19,7 @@ from mtp_train.job.inputs import gather_inputs
 from mtp_train.job.study import study_run as stages
 from mtp_train.job.study.material import gather_study
 from mtp_train.job.study.protocol import CLAIM
-from mtp_train.recipe.loading import dump_recipe, load_recipe
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import StudySection
 from runs import run_quietly, tiny_recipe, write_inputs, write_recipe
 
@@ -155,11 +154,6 @@ def test_the_run_directory_of_a_study_is_refused_to_another(inputs: Path, unbrok
     other = {**at_home(inputs), "study": {**at_home(inputs)["study"], "margin": 0.1}}
     with pytest.raises(OutputExistsError, match="holds the run of another recipe"):
         run_quietly(tiny_recipe(inputs, unbroken, **other))
-
-
-def test_a_recipe_without_a_study_reads_as_it_always_did(inputs: Path, tmp_path: Path) -> None:
-    assert "study" not in yaml.safe_load(dump_recipe(tiny_recipe(inputs, tmp_path)))
-    assert "study" in yaml.safe_load(dump_recipe(tiny_recipe(inputs, tmp_path, **STUDY)))
 
 
 def test_check_plans_for_all_heads_and_the_fine_tune(inputs: Path, tmp_path: Path) -> None:

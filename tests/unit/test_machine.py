@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from mtp_train.errors import GateRefusedError, OutputExistsError
 from mtp_train.job import pipeline
+from mtp_train.job.input_identity import hash_run_inputs, record_run_inputs
 from mtp_train.job.run_dir import Outcome, claim
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
@@ -92,6 +93,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
 
     def stand_in(recipe: Recipe, run_dir: Path, _accelerator: Accelerator, *_rest: Any) -> Outcome:
         seen.append(recipe)
+        record_run_inputs(run_dir, hash_run_inputs(recipe, run_dir, Progress(disable=True)))
         claim(run_dir, recipe, {})
         raise KeyboardInterrupt
 
