@@ -16,6 +16,8 @@ if [[ $(getconf _NPROCESSORS_ONLN) -ge 2 && ! -e /dev/nvidia0 ]]; then
     machine=cpu_ddp
     export ACCELERATE_USE_CPU=true
 fi
+# OMP_NUM_THREADS=1 of a launched process counts as the launcher's default.
+export MKL_NUM_THREADS=$threads
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 exec accelerate launch --quiet --config_file "recipes/accelerate/$machine.yaml" \

@@ -19,13 +19,15 @@ ROOT = Path(__file__).parents[1]
 MACHINES = ROOT / "recipes" / "accelerate"
 DEADLINE_SECONDS = 600.0
 COMMAND_LINE = ("-m", "mtp_train")
+# OMP_NUM_THREADS=1 of a launched process counts as the launcher's default.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def environment(**variables: str) -> dict[str, str]:
     """Return this environment without what a launcher set in it, and without an accelerator."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "inference", ROOT / "tests")))
-    return {**kept, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
+    return {**kept, "PYTHONPATH": paths, **ONE_THREAD, "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
 def start(

@@ -25,11 +25,13 @@ def add_check(commands: Any) -> None:
         "--processes",
         type=_count,
         metavar="N",
-        help="processes that will train (default: as launched)",
+        help="processes that will train (default: train.processes, else as launched)",
     )
-    check.add_argument(
+    device = check.add_mutually_exclusive_group()
+    device.add_argument(
         "--device", metavar="NAME", help="plan for h100, h200, a100, l40s, rtx4090 or mi300x (default: this machine's)"
     )
+    device.add_argument("--memory", dest="device", metavar="24GiB", help="plan for a GPU of this memory")
 
 
 def add_recipes(commands: Any) -> None:
@@ -45,6 +47,7 @@ def add_init(commands: Any) -> None:
     command.add_argument("--trunk", required=True, metavar="CKPT", help="the model, or a peft adapter of the base")
     command.add_argument("--base", metavar="BASE", help="the checkpoint it was fine-tuned from, with the head")
     _add_data(command)
+    command.add_argument("--processes", type=_count, metavar="N", help="refuse a launch of another number of processes")
     command.set_defaults(handler=_init)
 
 
@@ -126,7 +129,7 @@ def _recipes(args: argparse.Namespace) -> Result:
 
 
 def _init(args: argparse.Namespace) -> Result:
-    done = mtp.write_recipe(args.out, args.trunk, args.base, data=args.data)
+    done = mtp.write_recipe(args.out, args.trunk, args.base, data=args.data, processes=args.processes)
     return Result(done.to_json(), str(done))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -238,11 +238,11 @@ class RunReport:
         """Read a report back; ``where`` is the start of error messages."""
         found = _require_fields(raw, cls, where)
         cells, depths = (
-            tuple(build(RunCell, cell, f"{where}: {key}.{number}") for number, cell in enumerate(found.get(key, ())))
+            tuple(build(RunCell, cell, f"{where}: {key}.{number}") for number, cell in enumerate(found[key]))
             for key in ("cells", "depths")
         )
         samples = tuple(
-            build(SampleText, one, f"{where}: samples.{number}") for number, one in enumerate(found.get("samples", ()))
+            build(SampleText, one, f"{where}: samples.{number}") for number, one in enumerate(found["samples"])
         )
         return cls(**cls._shared(found, where), cells=cells, depths=depths, samples=samples)
 
@@ -257,8 +257,7 @@ class RunReport:
             "gate": None if gate is None else _gate(gate, f"{where}: gate"),
             "settings": _require_mapping(report["settings"], f"{where}: settings"),
             "draft_vocab": tuple(
-                _draft_vocab(one, f"{where}: draft_vocab.{number}")
-                for number, one in enumerate(report.get("draft_vocab", ()))
+                _draft_vocab(one, f"{where}: draft_vocab.{number}") for number, one in enumerate(report["draft_vocab"])
             ),
         }
 
@@ -319,24 +318,22 @@ def _require_mapping(raw: object, where: str) -> dict[str, Any]:
 def _gate(raw: object, where: str) -> GateVerdict:
     found = _require_mapping(raw, where)
     settings = [
-        build(GateSetting, setting, f"{where}.settings.{number}")
-        for number, setting in enumerate(found.get("settings", ()))
+        build(GateSetting, setting, f"{where}.settings.{number}") for number, setting in enumerate(found["settings"])
     ]
     return replace(build(GateVerdict, {**found, "settings": []}, where), settings=tuple(settings))
 
 
 def _draft_vocab(raw: object, where: str) -> DraftVocab:
     found = _require_mapping(raw, where)
-    sizes = [build(DraftVocabSize, size, f"{where}.sizes.{n}") for n, size in enumerate(found.get("sizes", ()))]
+    sizes = [build(DraftVocabSize, size, f"{where}.sizes.{n}") for n, size in enumerate(found["sizes"])]
     return replace(build(DraftVocab, {**found, "sizes": []}, where), sizes=tuple(sizes))
 
 
 def _require_fields(raw: object, record: Any, where: str) -> dict[str, Any]:
-    """Return an object that has the fields of a dataclass; those with a default may be missing, as in older files."""
+    """Return an object that has exactly the fields of a dataclass."""
     found = _require_mapping(raw, where)
     names = set(json_keys(record))
-    needed = names - {field.name for field in fields(record) if field.default is not MISSING}
-    odd = sorted((needed - found.keys()) | (found.keys() - names))
+    odd = sorted(names ^ found.keys())
     if odd:
         raise DataError(
             f"{where}: fields missing or unknown: {', '.join(odd)}; expected exactly {', '.join(sorted(names))}. "

@@ -52,6 +52,8 @@ from mtp_train.weights.locations import open_location
 from mtp_train.weights.writing import write_json
 
 COSTS_FILE = "costs.json"
+FORMAT_VERSION = 1
+"""Of a study's directory: its identity and its measurements."""
 LATENCY_BATCHES = (1, 4, 16)
 LATENCY_REPEATS = 2
 DENSE_SEQ_LEN_TOKENS = 8192
@@ -229,6 +231,7 @@ def _identity(
     from a run, and the run's directory records its inputs.
     """
     return {
+        "format_version": FORMAT_VERSION,
         "arms": [asdict(arm.spec) for arm in arms],
         "grid": {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(grid).items()},
         "costs": costs,
@@ -391,8 +394,7 @@ def _measure_costs(study: _Study, loaded: _Loaded, found: Measured) -> None:
         kept = read_json(path)
         found.costs.append(build(ArmCosts, kept["costs"], str(path)))
         found.latency += [build(Latency, one, str(path)) for one in kept["latency"]]
-        # Files of earlier versions have no such entry.
-        if kept.get("draft_head") is not None:
+        if kept["draft_head"] is not None:
             head = DraftHead.from_json(kept["draft_head"])
             found.vocab[name] = VocabBasis(head, loaded.eos_ids, _training_counts(loaded, name))
 

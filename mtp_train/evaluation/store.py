@@ -62,11 +62,8 @@ class Store:
             ChangedInputError: An input changed, or cannot be shown to be the same.
         """
         self._inputs = inputs
-        kept = self.out / STUDY_FILE
-        if kept.is_file():
-            arms = {f"{arm['name']}: trunk": arm.get("checkpoint") for arm in read_json(kept).get("arms", [])}
-            earlier = {label: one for label, one in arms.items() if one}
-            claimed = Claimed(self.out, STUDY_FILE, "study", "choose another --out for the new ones", earlier)
+        if (self.out / STUDY_FILE).is_file():
+            claimed = Claimed(self.out, "study", "choose another --out for the new ones")
             require_same(claimed, inputs, progress, finished=(self.out / REPORT_FILE).is_file())
 
     def hash_inputs(self, progress: Progress) -> None:
@@ -157,9 +154,6 @@ def _require_ours(out: Path, identity: dict[str, Any]) -> None:
             "directory. Choose another --out."
         )
     found, expected = _compared(read_json(recorded)), _compared(identity)
-    if "prompt_texts" not in found:
-        # Earlier versions did not record a digest of the prompts.
-        expected.pop("prompt_texts", None)
     if found != expected:
         odd = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
         raise OutputExistsError(

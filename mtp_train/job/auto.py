@@ -30,8 +30,8 @@ from mtp_train.job.inputs import load_sources
 from mtp_train.job.run_dir import recorded_recipe
 from mtp_train.recipe.auto_fields import FROM_TEXT
 from mtp_train.recipe.schema import Recipe
+from mtp_train.train.devices import Device, device_named
 from mtp_train.train.estimate import activation_bytes
-from mtp_train.train.hours import Device, device_named
 from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.weights.locations import open_location
 

@@ -1,4 +1,4 @@
-"""``mtp-train check``: check a recipe, its data and its model's config, and estimate time, memory and disk.
+"""``mtp-train check``: check a recipe, its data and its model's config, and estimate memory and disk.
 
 Reads no weights.
 """
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Size
-from transformers import PretrainedConfig
 
 from mtp_train.data.groups import COST_PER_MILLION
 from mtp_train.errors import MtpError
@@ -22,11 +21,9 @@ from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
 from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
-from mtp_train.heads.module import MtpHead, unroll_of
 from mtp_train.job.auto import Choice
 from mtp_train.job.decoding_group import NUM_HEADS, fitting_size, keeps_whole, require_size, require_splittable
 from mtp_train.job.head_source import require_source_model
-from mtp_train.job.input_identity import input_bytes
 from mtp_train.job.inputs import (
     gather_text,
     require_draft_vocab,
@@ -37,24 +34,14 @@ from mtp_train.job.inputs import (
 )
 from mtp_train.job.run_answers import require_answers
 from mtp_train.job.run_dir import require_place, with_recorded_precision, with_resolved_precision
-from mtp_train.job.sft.estimate_memory import tuning_cost, tuning_footprint
+from mtp_train.job.sft.estimate_memory import tuning_disk, tuning_footprint
 from mtp_train.job.sft.tuned_model import require_trainable
 from mtp_train.job.start import Overrides, RecipeLike, launched_processes, settled_recipe
 from mtp_train.job.study.material import for_objective
 from mtp_train.recipe.loading import dump_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.train.estimate import (
-    GIB,
-    Cost,
-    Footprint,
-    Sizes,
-    active_weights,
-    estimate_cost,
-    estimate_footprint,
-    in_shards,
-    key_weights,
-)
-from mtp_train.train.hours import KERNELS_PER_LAYER, Device, Hours, RoundLaunches, device_named, estimate_hours, probed
+from mtp_train.train.devices import Device, device_named
+from mtp_train.train.estimate import GIB, Footprint, estimate_disk, estimate_footprint, in_shards
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.trunk.load import Trunk, empty_trunk
 from mtp_train.trunk.precision import resolve_precision
@@ -63,7 +50,7 @@ from mtp_train.trunk.tensor_parallel import part_bytes
 from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.weights.demo import resolve
 from mtp_train.weights.files import CONFIG_FILE, Checkpoint, locate_checkpoint, read_config
-from mtp_train.weights.identity import HASH_BYTES_PER_SECOND, TOKENIZER_PATTERNS
+from mtp_train.weights.identity import TOKENIZER_PATTERNS
 from mtp_train.weights.quantised import quant_method
 
 _FINE_TUNE_BYTES = 16
@@ -102,18 +89,12 @@ class CheckResult:
     memory_in_shards: Footprint | None
     """Bytes per process during training under FSDP2 or ZeRO-3; None for one process or a recipe that cannot shard.
     ``loading_bytes`` is FSDP2's."""
-    cost: Cost
-    """Floating-point operations by part, and disk bytes."""
-    hashed_bytes: int
-    """Bytes of local inputs that the first start reads to identify them by content."""
+    disk_bytes: int
+    """The most bytes that the run adds to the disk, besides regenerated answers."""
     serves: Mapping[str, str]
     """Engine to the command that serves the export, or ``no: REASON``."""
     kinds: Mapping[str, tuple[str, ...]]
     """For a new head, the kinds that the trunk can be given, each with the engines that draft with it; else empty."""
-    hours: Hours | None = None
-    """At most, by stage; None on a device whose speed is unknown, and for studies and fine-tunes."""
-    launches_assumed: str | None = None
-    """Why the launches of a decoding round are assumed and not counted; None if they are counted."""
     choices: tuple[Choice, ...] = ()
     """Settings that were ``auto``, with the reasons for their values."""
     decoding: Decoding | None = None
@@ -127,7 +108,6 @@ class CheckResult:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train check --json`` prints them."""
         plan = {**asdict(self.plan), "total_tokens": self.plan.total_tokens}
-        cost = {**asdict(self.cost), "total_flops": self.cost.total_flops}
         return {
             "recipe": asdict(self.recipe),
             "auto": {choice.field: {"value": choice.value, "reason": choice.reason} for choice in self.choices},
@@ -139,16 +119,13 @@ class CheckResult:
             "memory_in_shards": None if self.memory_in_shards is None else self.memory_in_shards.to_json(),
             "decoding": None if self.decoding is None else asdict(self.decoding),
             "device_bytes": self.device_bytes,
-            "cost": cost,
-            "hours": None if self.hours is None else {**asdict(self.hours), "total": self.hours.total},
-            "launches_assumed": self.launches_assumed,
-            "identity": {"bytes": self.hashed_bytes, "seconds": self.hashed_bytes / HASH_BYTES_PER_SECOND},
+            "disk_bytes": self.disk_bytes,
             "serves": dict(self.serves),
             "kinds": dict(self.kinds),
         }
 
     def __str__(self) -> str:
-        plan, memory, shards, cost = self.plan, self.memory, self.memory_in_shards, self.cost
+        plan, memory, shards = self.plan, self.memory, self.memory_in_shards
         shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
         shared += "" if self.decoding is None else f"# {self.decoding}\n"
         shared += self._room_text()
@@ -162,12 +139,7 @@ class CheckResult:
             f"# {plan.max_steps} steps of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
             f"({plan.total_tokens / 1e6:.2f} M in all), {plan.world_size} process(es), {plan.accumulation} "
             f"micro-batch(es) each\n# memory per process, {memory.to_text()}\n{shared}"
-            f"# about {cost.total_flops / 1e12:.3g} TFLOP on all processes: trunk {cost.trunk_flops / 1e12:.3g}, head "
-            f"{cost.head_flops / 1e12:.3g}, loss {cost.loss_flops / 1e12:.3g}, answers at most "
-            f"{cost.regenerate_flops / 1e12:.3g}; disk at most {cost.disk_bytes / GIB:.2f} GiB besides answers\n"
-            f"{self._hours_text()}# identity: {self.hashed_bytes / GIB:.2f} GiB of inputs are hashed once, in about "
-            f"{self.hashed_bytes / HASH_BYTES_PER_SECOND:.0f} s at {HASH_BYTES_PER_SECOND / 1e9:g} GB/s (a core); "
-            "later starts read what changed"
+            f"# disk: at most {self.disk_bytes / GIB:.2f} GiB besides answers"
             f"{self._data_text()}{self._kind_text()}{self._holdout_text()}{self._serves_text()}"
         )
 
@@ -194,21 +166,6 @@ class CheckResult:
         others = "" if shards is None else f"; to train with fsdp2.yaml {shards.loading_bytes / GIB:.2f} GiB"
         others += "" if decoding is None else "; to decode little, as each process reads its part onto its device"
         return f"# main memory of each process while it loads the trunk: whole {whole / GIB:.2f} GiB{others}\n"
-
-    def _hours_text(self) -> str:
-        hours = self.hours
-        if hours is None:
-            return ""
-        rounds, launches = hours.rounds, hours.rounds.launches
-        how = "counted" if self.launches_assumed is None else f"assumed, as {self.launches_assumed}"
-        return (
-            f"# a step of training takes about {hours.step_seconds:.3g} s; a decoding round of one text "
-            f"{rounds.plain_seconds * 1e3:.3g} ms, with {rounds.depth} draft(s) {rounds.drafting_seconds * 1e3:.3g} ms "
-            f"({launches.plain:,} and {launches.drafting:,} kernels, {how})\n"
-            f"# at most about {_duration(hours.total)} on {self.plan.world_size} x {hours.device}, from operations and "
-            f"bytes: answers {_duration(hours.regenerate)}, training {_duration(hours.train)}, evaluation "
-            f"{_duration(hours.evaluate)}\n"
-        )
 
     def _data_text(self) -> str:
         return f"\n# data: {self.data or 'not read, as the trunk has no tokenizer; a run refuses such a trunk'}"
@@ -250,7 +207,7 @@ class CheckResult:
         if study is None:
             return ""
         heads = ", ".join(study.objectives)
-        text = f"\n# study: {len(study.objectives)} head(s) ({heads}); operations and disk are of all of them"
+        text = f"\n# study: {len(study.objectives)} head(s) ({heads}); disk is of all of them"
         fine_tune = study.drift.fine_tune if study.drift is not None else None
         if fine_tune is not None:
             text += (
@@ -258,10 +215,6 @@ class CheckResult:
                 f"{self.memory.trunk_parameters * _FINE_TUNE_BYTES / GIB:.2f} GiB without activations"
             )
         return text
-
-
-def _duration(hours: float) -> str:
-    return f"{hours:.1f} h" if hours >= 1.0 else f"{hours * 60:.1f} min"
 
 
 def check(
@@ -274,9 +227,9 @@ def check(
     Args:
         recipe: A YAML file, the name of a recipe of the package, or a mapping of the same shape.
         overrides: Dotted field to value, as for :func:`run`.
-        processes: Processes that will train; None for ``WORLD_SIZE`` of a launcher, else 1.
+        processes: Processes that will train; None for ``train.processes``, else ``WORLD_SIZE`` of a launcher, else 1.
         device: What each of them will run on, to plan for another machine: ``"h100"``, ``"h200"``, ``"a100"``,
-            ``"l40s"``, ``"rtx4090"`` or ``"mi300x"``. None for this one's.
+            ``"l40s"``, ``"rtx4090"``, ``"mi300x"``, or the memory of a GPU, ``"24GiB"``. None for this one's.
 
     Raises:
         RecipeError: The recipe is wrong; the message lists all problems.
@@ -289,9 +242,9 @@ def check(
         >>> found.plan.accumulation, found.memory.total_bytes / 2**30
         (1, 0.31)
     """
-    world_size = processes or launched_processes()
     machine = device_named(device)
-    settled = settled_recipe(recipe, overrides, world_size=world_size, device=machine)
+    settled = settled_recipe(recipe, overrides, world_size=processes, device=machine)
+    world_size = processes or settled.recipe.train.processes or launched_processes()
     found = _checked(settled.recipe, world_size, machine, is_here=device is None)
     return replace(found, choices=settled.choices, device_bytes=machine.memory_bytes)
 
@@ -335,46 +288,15 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
     gpu_bytes = machine.memory_bytes if device.type == "cuda" else None
     memory = whole_footprint(recipe, trunk, head, plan, device, gpu_bytes, trained)
-    drafts_chain = unroll_of(head_family, convention, num_modules) == "chained_drafts"
-    sizes = _sizes(recipe, trunk, head, memory, text_config, drafts_chain=drafts_chain)
     shards = _sharded(recipe, raw, memory, trunk, plan)
-    cost = whole_cost(recipe, plan, sizes, memory)
+    disk_bytes = whole_disk(recipe, plan, trunk.state_width, memory)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
-    hashed, data = input_bytes(recipe), _data(recipe, path, raw, text_config.vocab_size)
+    data = _data(recipe, path, raw, text_config.vocab_size)
     kinds = kinds_served(family, raw_text_config(raw)) if recipe.attaches else {}
     decoding = _decoding(recipe, Checkpoint(path, raw, None, {}), trunk, memory, world_size, machine)
-    with torch.device("meta"):
-        empty_head = MtpHead(head_family, text_config, num_modules=num_modules, convention=convention)
-    hours, assumed = _hours(recipe, plan, cost, sizes, memory, trunk, empty_head, machine)
     title = head_family.title
-    found = CheckResult(recipe, reason, title, plan, memory, shards, cost, hashed, serves, kinds, hours, assumed)
+    found = CheckResult(recipe, reason, title, plan, memory, shards, disk_bytes, serves, kinds)
     return replace(found, decoding=decoding, data=data)
-
-
-def _hours(
-    recipe: Recipe,
-    plan: Plan,
-    cost: Cost,
-    sizes: Sizes,
-    memory: Footprint,
-    trunk: Trunk,
-    head: MtpHead,
-    machine: Device,
-) -> tuple[Hours | None, str | None]:
-    """Return the hours of a run, None for those of a study or a fine-tune, and why its launches are assumed, if so."""
-    if recipe.study is not None or recipe.sft is not None:
-        return None, None
-    hours = estimate_hours(
-        recipe,
-        plan,
-        cost,
-        sizes,
-        trunk_parameters=memory.trunk_parameters,
-        num_layers=len(trunk.layers),
-        launches=RoundLaunches.assumed(len(trunk.layers), recipe.head.num_depths),
-        device=probed(machine),
-    )
-    return hours, f"{KERNELS_PER_LAYER} for each layer"
 
 
 def _sharded(recipe: Recipe, config: RawConfig, memory: Footprint, trunk: Trunk, plan: Plan) -> Footprint | None:
@@ -432,29 +354,6 @@ def _with_precision(recipe: Recipe, planned: Device | None, device: torch.device
     return replace(recipe, train=train), f"{planned.name} multiplies bf16 natively"
 
 
-def _sizes(
-    recipe: Recipe,
-    trunk: Trunk,
-    head: Mapping[str, Size],
-    memory: Footprint,
-    text_config: PretrainedConfig,
-    *,
-    drafts_chain: bool,
-) -> Sizes:
-    experts = int(text_config.num_experts_per_tok) if any(".experts." in name for name in head) else 1
-    module = {name: shape for name, shape in head.items() if name.startswith("blocks.0.")}
-    return Sizes(
-        trunk=active_weights({name: value.shape for name, value in trunk.decoder.named_parameters()}, experts),
-        head=active_weights(module, experts),
-        head_keys=key_weights(module) if drafts_chain else 0,
-        lm_head=text_config.vocab_size * text_config.hidden_size,
-        draft_lm_head=(recipe.head.draft_vocab or text_config.vocab_size) * text_config.hidden_size,
-        head_stored=memory.head_parameters,
-        state=trunk.state_width,
-        head_trained=memory.trained_parameters,
-    )
-
-
 def whole_footprint(
     recipe: Recipe,
     trunk: Trunk,
@@ -470,18 +369,12 @@ def whole_footprint(
     return tuning_footprint(recipe, recipe.sft, trunk, head, plan, gpu_bytes)
 
 
-def whole_cost(recipe: Recipe, plan: Plan, sizes: Sizes, memory: Footprint) -> Cost:
-    """Estimate operations and disk of all that a recipe trains. The heads of a study share the regenerated answers."""
+def whole_disk(recipe: Recipe, plan: Plan, state_width: int, memory: Footprint) -> int:
+    """Estimate the disk bytes of all that a recipe trains."""
     if recipe.sft is not None:
-        return tuning_cost(recipe, recipe.sft, plan, sizes, memory)
+        return tuning_disk(memory)
     if recipe.study is None:
         offloaded = memory.offloaded_bytes if recipe.model.offload == "disk" else 0
-        return estimate_cost(recipe, plan, sizes, offloaded)
-    costs = [estimate_cost(for_objective(recipe, objective), plan, sizes) for objective in recipe.study.objectives]
-    return replace(
-        costs[0],
-        trunk_flops=sum(cost.trunk_flops for cost in costs),
-        head_flops=sum(cost.head_flops for cost in costs),
-        loss_flops=sum(cost.loss_flops for cost in costs),
-        disk_bytes=sum(cost.disk_bytes for cost in costs),
-    )
+        return estimate_disk(recipe, plan, state_width, memory) + offloaded
+    objectives = recipe.study.objectives
+    return sum(estimate_disk(for_objective(recipe, one), plan, state_width, memory) for one in objectives)

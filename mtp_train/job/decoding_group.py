@@ -10,7 +10,7 @@ from mtp_train.errors import RecipeError, TrainingError, UnsupportedModelError
 from mtp_train.heads.build import HeadPlan
 from mtp_train.job.inputs import Inputs, trunk_dtype
 from mtp_train.recipe.schema import Recipe
-from mtp_train.train.hours import device_named
+from mtp_train.train.devices import device_named
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.trunk.load import Trunk, empty_trunk_at
 from mtp_train.trunk.tensor_parallel import ParallelGroup, cuts_anything, group_sizes, part_bytes, smallest_fitting

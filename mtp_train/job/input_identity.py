@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,12 +13,10 @@ from mtp_train.errors import DataError, MtpError
 from mtp_train.evaluation.suites import suite_location
 from mtp_train.job.head_source import open_head_source
 from mtp_train.job.run_answers import require_same_trunk
-from mtp_train.job.run_dir import PROVENANCE_FILE
 from mtp_train.recipe.schema import Recipe
 from mtp_train.weights.demo import resolve
-from mtp_train.weights.files import Checkpoint, locate_checkpoint, read_json
+from mtp_train.weights.files import Checkpoint, locate_checkpoint
 from mtp_train.weights.identity import (
-    RECORD_FILE,
     Claimed,
     Contents,
     InputFiles,
@@ -32,22 +29,17 @@ from mtp_train.weights.identity import (
     loaded,
     read_records,
     require_same,
-    stored_bytes,
     write_records,
 )
-from mtp_train.weights.locations import head_directory, open_location
-from mtp_train.weights.run_export import RECIPE_FILE, exported_of, is_run
+from mtp_train.weights.locations import open_location
+from mtp_train.weights.run_export import is_run
 
 TRUNK, HEAD_FROM, ADAPTER = "model.trunk", "model.head_from", "model.adapter"
 
 
 def claimed_by_run(run_dir: Path) -> Claimed:
     """Describe a run directory."""
-    path = run_dir / PROVENANCE_FILE
-    kept = read_json(path) if path.is_file() else {}
-    earlier = {TRUNK: kept.get("trunk"), HEAD_FROM: kept.get("head_from")}
-    cure = "write another run_dir for the new ones"
-    return Claimed(run_dir, RECIPE_FILE, "run", cure, {label: one for label, one in earlier.items() if one})
+    return Claimed(run_dir, "run", "write another run_dir for the new ones")
 
 
 def run_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> Loaders:
@@ -118,23 +110,6 @@ def data_files(label: str, path: str) -> InputFiles:
     return InputFiles(files[0].parent, {str(file): file for file in files})
 
 
-def input_bytes(recipe: Recipe) -> int:
-    """Return the size in bytes of a run's recorded inputs that are on this machine, without opening them."""
-    model = recipe.model
-    named = [
-        head_directory(name) or exported_of(Path(resolve(name)).expanduser())
-        for name in (model.head_from, model.adapter)
-        if name
-    ]
-    total = sum(stored_bytes(path) for path in (locate_checkpoint(resolve(model.trunk)), *named))
-    for source in recipe.data.sources:
-        # Missing files are refused when they are read.
-        with contextlib.suppress(MtpError):
-            files = local_files(resolve(source.path), source.path) or []
-            total += sum(file.stat().st_size for file in files)
-    return total
-
-
 def require_run_inputs(
     recipe: Recipe, run_dir: Path, progress: Progress, *, anew: bool = False, finished: bool = False
 ) -> None:
@@ -153,8 +128,7 @@ def require_run_inputs(
     if not is_run(run_dir):
         return
     claimed = claimed_by_run(run_dir)
-    places = {label: one["path"] for label, one in claimed.earlier.items()}
-    places |= {label: one.location for label, one in read_records(run_dir).items()}
+    places = {label: one.location for label, one in read_records(run_dir).items()}
     require_same(claimed, run_loaders(recipe, places, anew=anew), progress, finished=finished)
 
 
@@ -171,9 +145,9 @@ def hash_run_inputs(recipe: Recipe, run_dir: Path, progress: Progress) -> dict[s
 
 
 def record_run_inputs(run_dir: Path, records: Records) -> None:
-    """Record inputs in a run directory, before it is claimed or if an earlier version claimed it without them."""
+    """Record inputs in a run directory, before it is claimed."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not is_run(run_dir) or not (run_dir / RECORD_FILE).is_file():
+    if not is_run(run_dir):
         write_records(run_dir, records)
 
 

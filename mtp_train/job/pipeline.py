@@ -59,7 +59,13 @@ from mtp_train.report.table import summary
 from mtp_train.report.write import write_report
 from mtp_train.stopping import Stopped, stopped_by_signals
 from mtp_train.train.estimate import memory_is_named
-from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator
+from mtp_train.train.launch import (
+    RunAccelerator,
+    describe_processes,
+    lost_process_is_named,
+    make_accelerator,
+    require_processes,
+)
 from mtp_train.train.log import read_metrics
 from mtp_train.train.plan import make_plan
 from mtp_train.weights.artifact import load_artifact
@@ -103,7 +109,8 @@ def _run(recipe: Recipe, run_dir: Path, console: Console, auto: Collection[str])
     forget_outcome(run_dir)
     stage = Stage()
     try:
-        accelerator = join_processes(run_dir, stage)
+        accelerator = join_processes(recipe, stage)
+        console.print(describe_processes(accelerator), highlight=False)
         recipe = settle(recipe, accelerator)
         progress_bars = progress_on(console, is_main=accelerator.is_main_process)
         named = memory_is_named(recipe, lambda: stage.name)
@@ -141,18 +148,20 @@ def _run(recipe: Recipe, run_dir: Path, console: Console, auto: Collection[str])
     return outcome
 
 
-def join_processes(run_dir: Path, stage: Stage) -> RunAccelerator:
+def join_processes(recipe: Recipe, stage: Stage) -> RunAccelerator:
     """Join the processes of the launch, and check that all nodes share the run directory.
 
     Raises:
-        TrainingError: They do not, or accelerate's state differs from the launcher's settings.
+        TrainingError: They do not, their number is not ``train.processes``, or accelerate's state differs from the
+            launcher's settings.
         LostProcessError: Another process ended before all had joined.
     """
     with lost_process_is_named():
         accelerator = make_accelerator()
         stage.joined = True
+        require_processes(recipe.train.processes, accelerator)
         # The main process holds the lock. Machines without a common file system are found before any trunk is loaded.
-        require_shared(run_dir, [LOCK_FILE], accelerator)
+        require_shared(Path(recipe.run_dir), [LOCK_FILE], accelerator)
     return accelerator
 
 
@@ -297,7 +306,7 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
     recipe = with_recorded_precision(recipe, run_dir)
     require_ours(run_dir, recipe)
     with full_disk_is_named(run_dir, what="the responses"), held_by_one_run(run_dir, progress.console):
-        accelerator = join_processes(run_dir, Stage())
+        accelerator = join_processes(recipe, Stage())
         recipe = settle(recipe, accelerator)
         main = accelerator.is_main_process
         if main:

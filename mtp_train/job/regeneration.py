@@ -31,7 +31,6 @@ from mtp_train.errors import DataError, MtpError
 from mtp_train.job.input_identity import ADAPTER, TRUNK
 from mtp_train.job.inputs import Inputs
 from mtp_train.job.run_answers import DATA, SETTINGS_FILE, copy_answers
-from mtp_train.job.run_dir import checkpoint_identity
 from mtp_train.job.shared_files import require_shared
 from mtp_train.recipe.schema import Recipe, RegenerateSpec
 from mtp_train.train.launch import RunAccelerator, Share
@@ -63,7 +62,7 @@ def regenerate_stage(
         TrainingError: The processes do not share the run directory.
     """
     deciding = deciding_settings(recipe, settings, inputs)
-    directory = responses_directory(run_dir, deciding, recipe, inputs)
+    directory = responses_directory(run_dir, deciding)
     share = accelerator.share_of(trunk)
     store = RegeneratedStore(directory, rank=share.index, world=share.count, keeps=share.is_kept)
     if accelerator.is_main_process and not (directory / SETTINGS_FILE).is_file():
@@ -120,7 +119,7 @@ def stored_documents(recipe: Recipe, settings: RegenerateSpec, run_dir: Path, in
     Raises:
         DataError: There are no stored responses.
     """
-    directory = responses_directory(run_dir, deciding_settings(recipe, settings, inputs), recipe, inputs)
+    directory = responses_directory(run_dir, deciding_settings(recipe, settings, inputs))
     return learnt_from(recipe, settings, inputs, RegeneratedStore(directory))[0]
 
 
@@ -139,17 +138,9 @@ def deciding_settings(recipe: Recipe, settings: RegenerateSpec, inputs: Inputs) 
     }
 
 
-def responses_directory(run_dir: Path, deciding: Mapping[str, object], recipe: Recipe, inputs: Inputs) -> Path:
-    """Return the directory of the responses at some settings.
-
-    Earlier versions identified the trunk by its config and index, and the adapter by its path. Their responses in a run
-    directory are still used: the run's inputs were checked to be unchanged.
-    """
-    hashes = checkpoint_identity(recipe.model.trunk, inputs.finetune)["sha256"]
-    earlier = {**deciding, "trunk": hashes, "adapter": recipe.model.adapter}
-    del earlier["served_model"]
-    kept = run_dir / DATA / f"responses-{settings_key(earlier)}"
-    return kept if kept.is_dir() else run_dir / DATA / f"responses-{settings_key(deciding)}"
+def responses_directory(run_dir: Path, deciding: Mapping[str, object]) -> Path:
+    """Return the directory of the responses at some settings."""
+    return run_dir / DATA / f"responses-{settings_key(deciding)}"
 
 
 def sampling_of(settings: RegenerateSpec) -> dict[str, float]:

@@ -46,6 +46,8 @@ from mtp_train.weights.writing import LOCK_FILE, write_json, write_text
 
 FIRST_STAGE = "check"
 OUTCOME_FILE, PROVENANCE_FILE = "outcome.json", "provenance.json"
+FORMAT_VERSION = 1
+"""Of a run directory: its records, states and responses."""
 PROBE = "probe"
 """The directory of the probe that goes before a rescue."""
 LEASE_SECONDS = 30.0
@@ -214,6 +216,12 @@ def require_ours(run_dir: Path, recipe: Recipe) -> None:
             f"run_dir: {run_dir} holds files that are not a run's ({', '.join(sorted(entries)[:3])}); expected a new "
             "or empty directory. Choose another run_dir."
         )
+    found = read_json(run_dir / PROVENANCE_FILE).get("format_version")
+    if found != FORMAT_VERSION:
+        raise OutputExistsError(
+            f"run_dir: {run_dir} holds a run of format_version {found!r}, which another version of mtp-train began; "
+            f"expected {FORMAT_VERSION}. Choose another run_dir, or remove this one."
+        )
     if not _is_recipe_of(recorded.read_text(encoding="utf-8"), recipe):
         raise OutputExistsError(
             f"run_dir: {run_dir} holds the run of another recipe ({recorded}); expected the same resolved recipe to "
@@ -255,33 +263,34 @@ def require_place(run_dir: Path, recipe: Recipe) -> None:
 def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
     """Return whether a recorded recipe equals this one.
 
-    The address of a server is not compared: what it serves is checked again. A field that the record does not have yet
-    counts as its default.
+    The address of a server is not compared, as what it serves is checked again, nor the number of
+    processes.
     """
     if recorded == dump_recipe(recipe):
         return True
     with contextlib.suppress(RecipeError):
         before = recipe_from_mapping(parse_yaml(recorded, "recipe")[0])
-        return dump_recipe(before) == dump_recipe(_with_servers_of(before, recipe))
+        return dump_recipe(before) == dump_recipe(_on_machines_of(before, recipe))
     return False
 
 
-def _with_servers_of(before: Recipe, now: Recipe) -> Recipe:
-    """Return a recipe with the addresses, keys and limits of another one's servers, where both have servers."""
+def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
+    """Return a recipe with another one's processes, and its servers' addresses, keys and limits where both have any."""
     regenerate, gate, earlier = now.data.regenerate, now.gate, before.data.regenerate
     if regenerate is not None and earlier is not None and None not in (regenerate.endpoint, earlier.endpoint):
         names = ("endpoint", "api_key_env", "concurrency", "request_timeout_seconds")
         regenerate = replace(regenerate, **{name: getattr(earlier, name) for name in names})
     if None not in (gate.endpoint, before.gate.endpoint):
         gate = replace(gate, endpoint=before.gate.endpoint)
-    return replace(now, data=replace(now.data, regenerate=regenerate), gate=gate)
+    train = replace(now.train, processes=before.train.processes)
+    return replace(now, data=replace(now.data, regenerate=regenerate), train=train, gate=gate)
 
 
 def claim(run_dir: Path, recipe: Recipe, provenance: dict[str, Any]) -> None:
     """Claim the run directory: record the recipe and the provenance."""
     run_dir.mkdir(parents=True, exist_ok=True)
     if not is_run(run_dir):
-        write_json(run_dir / PROVENANCE_FILE, provenance)
+        write_json(run_dir / PROVENANCE_FILE, {"format_version": FORMAT_VERSION, **provenance})
         write_text(run_dir / RECIPE_FILE, dump_recipe(recipe))
 
 

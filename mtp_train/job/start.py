@@ -27,7 +27,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.table import summary
 from mtp_train.report.write import PAGE_FILE
-from mtp_train.train.hours import Device, device_named
+from mtp_train.train.devices import Device, device_named
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.run_export import EXPORT, HEAD
 
@@ -56,7 +56,7 @@ def settled_recipe(
         recipe: A YAML file, the name of a recipe of the package, a mapping of the same shape, or a recipe, which is
             returned as it is.
         overrides: Dotted field to value, ``{"train.lr": 1e-4}``, or strings ``section.field=value`` with YAML values.
-        world_size: Processes that will train; None for ``WORLD_SIZE`` of a launcher, else 1.
+        world_size: Processes that will train; None for ``train.processes``, else ``WORLD_SIZE`` of a launcher, else 1.
         device: What they will run on; None for this machine's.
 
     Raises:
@@ -67,7 +67,12 @@ def settled_recipe(
 
     def settle(stood_in: Recipe, fields: Sequence[str]) -> dict[str, int | float]:
         nonlocal choices
-        choices = settle_values(stood_in, fields, world_size or launched_processes(), device or device_named(None))
+        choices = settle_values(
+            stood_in,
+            fields,
+            world_size or stood_in.train.processes or launched_processes(),
+            device or device_named(None),
+        )
         return {choice.field: choice.value for choice in choices}
 
     overrides = override_texts(overrides)

@@ -115,7 +115,12 @@ class WriteRecipeResult:
 
 
 def write_recipe(
-    out: str | Path, trunk: str | Path, base: str | Path | None = None, *, data: Sequence[str | Path] = ()
+    out: str | Path,
+    trunk: str | Path,
+    base: str | Path | None = None,
+    *,
+    data: Sequence[str | Path] = (),
+    processes: int | None = None,
 ) -> WriteRecipeResult:
     """Write a commented recipe that retrains a model's head, or trains a new one for a model without a head.
 
@@ -125,6 +130,7 @@ def write_recipe(
         base: The checkpoint that it was fine-tuned from, whose head is grafted and retrained. None takes the head of
             ``trunk``, or a new one if ``trunk`` never had one.
         data: Files of prompts or chats like those that the model will serve; empty for 100 built-in prompts.
+        processes: Number of processes that the recipe must be launched with; None for any.
 
     Raises:
         OutputExistsError: ``out`` exists.
@@ -143,6 +149,8 @@ def write_recipe(
     donor = None if base is None else str(base)
     start = start_of(str(trunk), donor)
     settings = settings_of(start, str(trunk), donor, f"runs/{out.stem}", [str(path) for path in data])
+    if processes is not None:
+        settings["train"]["processes"] = processes
     found = check(settings)
     if donor is not None:
         # ``check`` reads configs only. Planning the head compares keys and shapes of both checkpoints.

@@ -18,7 +18,7 @@ from mtp_train.recipe.auto_fields import STAND_INS, auto_fields, with_values
 from mtp_train.recipe.decode import decode
 from mtp_train.recipe.json_schema import dotted, shown
 from mtp_train.recipe.rules import contradictions
-from mtp_train.recipe.schema import AUTO, Recipe
+from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import near_names, recipe_names, recipe_path
 
 _TAG = "tag:yaml.org,2002:"
@@ -230,19 +230,6 @@ def _decode(data: object, overrides: Sequence[str], problems: list[str], settle:
 def _plain(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain values: sections as dictionaries, tuples as lists."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    # Run directories from before these fields existed must resume: a default that was not in their text is left out.
-    for section in ("study", "sft"):
-        if plain[section] is None:
-            del plain[section]
-    if plain["data"]["responses"] is None:
-        del plain["data"]["responses"]
-    evaluate = plain["evaluate"]
-    for name in ("top_p", "top_k", "rule"):
-        if evaluate[name] == AUTO:
-            del evaluate[name]
-    match evaluate["temperature"]:
-        case [one]:
-            evaluate["temperature"] = one
     return plain
 
 

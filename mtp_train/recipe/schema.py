@@ -332,6 +332,8 @@ class TrainSection(Section):
     micro_batch_sequences: Count = 1
     """Sequences per forward pass on one process. Changes memory use, not the result. `auto`: as many as fit into
     memory, at most 16384 tokens on a GPU and 2048 on a CPU."""
+    processes: Count | None = None
+    """Number of processes that the launcher must have started; null accepts any."""
     warmup_steps: Natural = 0
     """Steps over which the learning rate rises linearly. `auto`: 5 % of the steps."""
     schedule: Literal["cosine", "constant"] = "cosine"

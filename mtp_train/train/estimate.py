@@ -1,8 +1,6 @@
-"""Estimate the cost of a run from shapes alone, and explain errors of memory.
+"""Estimate disk and memory of a run from shapes alone, and explain errors of memory.
 
-- :func:`estimate_cost`: floating-point operations and disk. Only products with weights are counted, two operations per
-  weight and token (six with the backward pass). Attention scores are left out: a few per cent at a few thousand tokens.
-  A mixture counts the experts that a token uses.
+- :func:`estimate_disk`: the most bytes that a run adds to the disk.
 - :func:`estimate_footprint` and :func:`in_shards`: bytes per process in training, whole and in shards.
 - :func:`memory_is_named`: turns an out-of-memory error into one that names the setting to change.
 """
@@ -20,7 +18,6 @@ from torch import Size
 from mtp_train.errors import OutOfMemoryError
 from mtp_train.heads.experts import is_stacked
 from mtp_train.heads.lora import is_target
-from mtp_train.losses.catalogue import find_loss
 from mtp_train.losses.chunked import CHUNK_ROWS, LOGIT_BYTES, chunk_rows
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
@@ -38,49 +35,6 @@ _STATES_AT_ONCE = 3
 _KEPT_BYTES = {"auto": 4, "bf16": 2, "fp8": 1}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Numbers of weights that take part in products, by part of the model."""
-
-    trunk: int
-    """Weights of the trunk's layers; of a mixture, the experts that one token uses."""
-    head: int
-    """Weights of one head module, likewise."""
-    head_keys: int
-    """Weights of a head module up to its keys and values, if later modules run over the text for these alone; else
-    0."""
-    lm_head: int
-    """Weights of the output matrix."""
-    draft_lm_head: int
-    """Weights of the output matrix that a draft reads: fewer with a draft vocabulary."""
-    head_stored: int
-    """All weights of the head."""
-    state: int
-    """Numbers in a hidden state."""
-    head_trained: int
-    """Trained weights of the head, which are in the resume state: LoRA's matrices, or all weights."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Operations of the whole run over all processes, and the most bytes that it adds to the disk."""
-
-    regenerate_flops: int
-    """Operations of regeneration if every response reaches its limit of tokens."""
-    trunk_flops: int
-    head_flops: int
-    loss_flops: int
-    """Products with the output matrix: one per target for the trunk, two per depth for the head."""
-    disk_bytes: int
-    """Bytes of resume states, head and export (unchanged shards are links), and of hidden states and offloaded layers
-    on disk."""
-
-    @property
-    def total_flops(self) -> int:
-        """Sum of all operations."""
-        return self.regenerate_flops + self.trunk_flops + self.head_flops + self.loss_flops
-
-
 def active_weights(shapes: Mapping[str, Size], experts_per_token: int) -> int:
     """Count the weights of matrices that one token is multiplied with; embeddings are looked up and not counted."""
     total = 0
@@ -89,46 +43,6 @@ def active_weights(shapes: Mapping[str, Size], experts_per_token: int) -> int:
             continue
         total += shape.numel() * experts_per_token // shape[0] if is_stacked(name, shape) else shape.numel()
     return total
-
-
-def key_weights(shapes: Mapping[str, Size]) -> int:
-    """Count the weights of a head module that a token is multiplied with up to its keys and values."""
-    after = (".mlp.", ".o_proj.")
-    return active_weights({name: shape for name, shape in shapes.items() if not any(one in name for one in after)}, 1)
-
-
-def estimate_cost(recipe: Recipe, plan: Plan, sizes: Sizes, offloaded_bytes: int = 0) -> Cost:
-    """Estimate the cost of a run without its evaluation.
-
-    Args:
-        recipe: The recipe.
-        plan: The recipe's numbers for a number of processes.
-        sizes: Weights of the model.
-        offloaded_bytes: Bytes of the trunk's layers that are offloaded to disk.
-    """
-    tokens, depths = plan.total_tokens, recipe.head.num_depths
-    per_token = sizes.head * depths + sizes.head_keys * (depths * (depths - 1) // 2)
-    regenerate = recipe.data.regenerate
-    # Responses of an endpoint cost this run nothing.
-    is_ours = regenerate is not None and regenerate.enabled and regenerate.endpoint is None
-    written = (regenerate.max_prompts or 0) * regenerate.max_new_tokens if regenerate and is_ours else 0
-    teacher = 1 if find_loss(recipe.objective.loss).distils else 0
-    return Cost(
-        regenerate_flops=2 * (sizes.trunk + sizes.lm_head) * written,
-        trunk_flops=2 * sizes.trunk * tokens,
-        head_flops=6 * per_token * tokens,
-        loss_flops=2 * sizes.lm_head * tokens * (teacher + 2 * depths),
-        disk_bytes=sizes.head_trained * _STATE_BYTES * _STATES_AT_ONCE
-        + sizes.head_stored * 2 * 2
-        + _hidden_cache_bytes(recipe, tokens * sizes.state)
-        + offloaded_bytes,
-    )
-
-
-def _hidden_cache_bytes(recipe: Recipe, numbers: int) -> int:
-    """Return the most bytes of a hidden-state cache: no token occurs twice, and states are computed in fp32."""
-    spec = recipe.train.hidden_cache
-    return 0 if spec is None else min(numbers * _KEPT_BYTES[spec.dtype], int(spec.max_gib * (1 << 30)))
 
 
 GIB = 1 << 30
@@ -174,6 +88,27 @@ class Footprint:
             f"optimiser {self.head_and_optimizer_bytes / GIB:.2f}, loss {self.loss_bytes / GIB:.2f} in chunks of "
             f"{self.loss_rows} rows, activations {self.activation_bytes / GIB:.2f}"
         )
+
+
+def estimate_disk(recipe: Recipe, plan: Plan, state_width: int, memory: Footprint) -> int:
+    """Estimate the most bytes that training a head adds to the disk: resume states, hidden states, head and export.
+
+    The export's other shards are links to the trunk's.
+
+    Args:
+        recipe: The recipe.
+        plan: The recipe's numbers for a number of processes.
+        state_width: Numbers in a hidden state.
+        memory: Weights of the head.
+    """
+    states = memory.trained_parameters * _STATE_BYTES * _STATES_AT_ONCE
+    return states + memory.head_parameters * 2 * 2 + _hidden_cache_bytes(recipe, plan.total_tokens * state_width)
+
+
+def _hidden_cache_bytes(recipe: Recipe, numbers: int) -> int:
+    """Return the most bytes of a hidden-state cache: no token occurs twice, and states are computed in fp32."""
+    spec = recipe.train.hidden_cache
+    return 0 if spec is None else min(numbers * _KEPT_BYTES[spec.dtype], int(spec.max_gib * (1 << 30)))
 
 
 def estimate_footprint(

@@ -1,4 +1,4 @@
-"""Build the accelerator, check it against the launcher's request, and prepare module and optimiser.
+"""Build the accelerator, check it against the launcher's settings, and prepare module and optimiser.
 
 With several wrong set-ups accelerate continues silently: the processes are not connected, or the requested sharding is
 missing. Each of these is an error here.
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from mtp_train.errors import CheckpointError, LostProcessError, MtpError, TrainingError
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.launcher import SHARDING, Request, launcher_request
 from mtp_train.train.moments import ZeroMoments
 from mtp_train.train.plan import Plan
 from mtp_train.train.shard import shard_layers, shards_trunk, whole
@@ -166,15 +165,6 @@ def require_as_asked(accelerator: Accelerator) -> None:
                 f"launcher: asks for {asked.value}, accelerate gives {found.value}; expected what was asked for. "
                 f"accelerate shards on GPUs only: on CPUs use {accelerate_file('cpu_ddp')}."
             )
-    # accelerate drops some requests before it starts this process, and no environment variable records them.
-    request = launcher_request()
-    given = Request(accelerator.num_processes, found if found in SHARDING else None)
-    if request.num_processes not in (None, given.num_processes) or request.sharding not in (None, given.sharding):
-        raise TrainingError(
-            f"launcher: asked for {request}, accelerate gives {given}; expected what was asked for. accelerate drops "
-            "such a request without a message where it finds no GPU for it. On CPUs, launch several processes with "
-            f"ACCELERATE_USE_CPU=true and {accelerate_file('cpu_ddp')}, one with {accelerate_file('single')}."
-        )
     if found is DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise TrainingError(
             f"launcher: asks for FSDP 1; expected FSDP 2. Set fsdp_version: 2, as {accelerate_file('fsdp2')} does."
@@ -184,6 +174,28 @@ def require_as_asked(accelerator: Accelerator) -> None:
             f"launcher: asks for ZeRO stage {accelerator.state.deepspeed_plugin.zero_stage}; expected 2 or 3. Use "
             f"{accelerate_file('zero2')} or {accelerate_file('zero3')}."
         )
+
+
+def require_processes(expected: int | None, accelerator: Accelerator) -> None:
+    """Check the number of processes against the recipe; accelerate drops a request for several where it finds no GPU.
+
+    Raises:
+        TrainingError: The number is another one than ``train.processes``.
+    """
+    if expected not in (None, accelerator.num_processes):
+        raise TrainingError(
+            f"train.processes: {expected}, and the launcher started {accelerator.num_processes}; expected as many. Add "
+            f"--num_processes {expected} to accelerate launch (on CPUs with ACCELERATE_USE_CPU=true and "
+            f"{accelerate_file('cpu_ddp')}), or write train.processes: {accelerator.num_processes}."
+        )
+
+
+def describe_processes(accelerator: Accelerator) -> str:
+    """Return the number of processes and the kind of shards, for a reader."""
+    kind = _kind(accelerator)
+    shards = f"{kind} shards" if kind.startswith(("FSDP", "DEEPSPEED")) else "no shards"
+    count = accelerator.num_processes
+    return f"{count} process{'es' * (count > 1)} on {accelerator.device.type}, {shards}"
 
 
 @contextlib.contextmanager
@@ -258,13 +270,17 @@ def clip_gradient(accelerator: Accelerator, wrapped: nn.Module, max_grad_norm: f
 
 def run_facts(accelerator: Accelerator, wrapped: nn.Module, precision: str) -> dict[str, Any]:
     """Return the processes, the wrapper and the precision that training really uses, for ``metrics.jsonl``."""
-    kind = str(accelerator.distributed_type.value)
-    if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        kind += f" ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
     return {
         "world_size": accelerator.num_processes,
-        "distributed_type": kind,
+        "distributed_type": _kind(accelerator),
         "wrapper": type(wrapped).__name__,
         "precision": precision,
         "device": str(accelerator.device),
     }
+
+
+def _kind(accelerator: Accelerator) -> str:
+    kind = str(accelerator.distributed_type.value)
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        kind += f" ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
+    return kind

@@ -81,19 +81,18 @@ def remove_states(paths: Collection[Path]) -> None:
 
 
 def _why_broken(path: Path) -> str | None:
-    """Return what is wrong with a state; None if it is whole. States of earlier releases have no checksums."""
+    """Return what is wrong with a state; None if it is whole."""
     try:
         meta = read_json(path / _META)
     except CheckpointError as error:
         return str(error)
-    if meta[_DIGEST] != _digest(meta) if _DIGEST in meta else not _is_meta(meta):
+    if meta.get(_DIGEST) != _digest(meta):
         return f"{path / _META}: damaged since it was written"
-    checksums = meta.get("sha256", {})
-    for name in {_WEIGHTS: "", _OPTIMIZER: "", **checksums}:
+    for name, checksum in meta["sha256"].items():
         file = path / name
         if not file.is_file():
             return f"{file}: missing"
-        if name in checksums and _sha256(file) != checksums[name]:
+        if _sha256(file) != checksum:
             return f"{file}: damaged since it was written"
     return None
 
@@ -102,20 +101,6 @@ def _digest(meta: Mapping[str, Any]) -> str:
     """Return the checksum of a state's ``state.json``, over its other fields."""
     others = {name: value for name, value in meta.items() if name != _DIGEST}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
-
-
-def _is_meta(meta: Mapping[str, Any]) -> bool:
-    """Whether a ``state.json`` without a checksum of its own has the fields of earlier releases."""
-    numbers, best, checksums = meta.get("optimizer"), meta.get("best"), meta.get("sha256", {})
-    return (
-        isinstance(numbers, dict)
-        and all(isinstance(number, int | float) for number in numbers.values())
-        and isinstance(best, dict)
-        and best.keys() == asdict(Best()).keys()
-        and isinstance(meta.get("window"), dict | None)
-        and isinstance(checksums, dict)
-        and all(isinstance(checksum, str) for checksum in checksums.values())
-    )
 
 
 def _sha256(path: Path) -> str:

@@ -10,13 +10,14 @@ import psutil
 import torch
 from rich.console import Console
 
-from mtp_train.train.launcher import THREADS_VARIABLE, launcher_request
 from mtp_train.weights.files import Checkpoint
 
 SHARED_WORK = 512**2
 """Number of multiplications (rows times hidden size squared) from which several threads are faster than one."""
 MOST_THREADS = 16
 """Most threads for one product; more make it slower."""
+_LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+"""Variables that accelerate's launcher and torchrun set for every process."""
 
 
 def settle_threads(work: str, rows: int, checkpoint: Checkpoint, device: torch.device, console: Console) -> None:
@@ -67,7 +68,8 @@ def usable_cores() -> int:
 
 
 def threads_are_set() -> bool:
-    """Return whether the user set a number of threads, in the environment or for the launcher."""
+    """Return whether the user set a number of threads; OMP_NUM_THREADS=1 of a launched process is the launcher's."""
     if "MKL_NUM_THREADS" in os.environ:
         return True
-    return THREADS_VARIABLE in os.environ and not launcher_request().default_threads
+    found = os.environ.get("OMP_NUM_THREADS")
+    return found is not None and not (found == "1" and any(name in os.environ for name in _LAUNCHERS))

@@ -42,9 +42,8 @@ class _Written:
     shared_keys: list[str]
     config_fields: dict[str, Any]
     notes: dict[str, Any]
-    # Heads of earlier versions lack these.
-    kind: str = "mtp"
-    draft_vocab: int | None = None
+    kind: str
+    draft_vocab: int | None
 
 
 _EXPECTED: Mapping[str, type | tuple[type, ...]] = {
@@ -152,7 +151,7 @@ def _checked(config: Mapping[str, Any], file: Path) -> _Written:
         CheckpointError: A field is missing, or of another type.
     """
     for field in fields(_Written):
-        value = config.get(field.name, field.default)
+        value = config.get(field.name, MISSING)
         # A bool is an int in Python.
         fits = isinstance(value, _EXPECTED[field.name]) and (field.type == "bool" or not isinstance(value, bool))
         if isinstance(value, int) and fits and field.name in _LEAST:
@@ -165,7 +164,7 @@ def _checked(config: Mapping[str, Any], file: Path) -> _Written:
                 f"{file}: incomplete or damaged: {field.name} is {found}; expected a head that mtp-train wrote. Write "
                 "it again."
             )
-    return _Written(**{field.name: config.get(field.name, field.default) for field in fields(_Written)})
+    return _Written(**{field.name: config[field.name] for field in fields(_Written)})
 
 
 def _load_draft_vocab(path: Path, size: int | None) -> Tensor | None:

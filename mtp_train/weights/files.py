@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtp_train.errors import CheckpointError
@@ -35,21 +36,10 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Shards of transformers' distributed save, which it prefers to any other weights.
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
-# The bound of the safetensors format.
-_MAX_HEADER_BYTES = 100_000_000
-# Config fields. Larger numbers than these are in no model; building one with them would not end.
-_MAX_BLOCKS, _MAX_SIZE, _MAX_DEPTH = 1000, 1 << 24, 32
-_BLOCKS = re.compile(r"_layers$|^n_layers?$|^depth$|^num_mtp_modules$")
-_SIZES = re.compile(r"^num_|^n_|_size$|_dim$|_rank$")
-_ALWAYS_POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_POSITIVE_WHERE_SET = ("intermediate_size", "num_key_value_heads", "max_position_embeddings")
-_TOKEN_FIELDS = ("eos_token_id", "bos_token_id", "pad_token_id")
-_OBJECTS = ("rope_scaling", "rope_parameters", "auto_map")
+# Larger numbers than these are in no model's config.
+_MAX_BLOCKS, _MAX_TOKEN = 1000, 1 << 24
 _QUANTISATION = "quantization_config"
 _MAX_NAME_BYTES = 255
-# torch counts elements in 64 bits.
-_MAX_ELEMENTS = 1 << 62
-
 # The dtypes that we read, by safetensors' names.
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -198,15 +188,24 @@ def _fill(handle: io.RawIOBase, view: memoryview) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object.
+    """Parse the JSON object in a small file of a checkpoint.
 
     Raises:
         CheckpointError: The file is missing, cannot be read or is not a JSON object.
     """
-    return parse_object(read_text_file(path), path)
+    text = _read_text_file(path)
+    try:
+        parsed = json.loads(text.decode("utf-8"))
+    # ValueError: not UTF-8, not JSON, or an integer of thousands of digits. RecursionError: nested too deep.
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else error
+        raise CheckpointError(f"{path}: not valid JSON ({reason}); expected an object. Restore the file.") from None
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path}: contains {type(parsed).__name__}; expected a JSON object. Restore the file.")
+    return parsed
 
 
-def read_text_file(path: Path) -> bytes:
+def _read_text_file(path: Path) -> bytes:
     """Return the content of a small file of a checkpoint.
 
     Raises:
@@ -223,37 +222,6 @@ def read_text_file(path: Path) -> bytes:
         raise CheckpointError(
             f"{path}: cannot be read ({os.strerror(error.errno or 0)}); expected a JSON file. Restore the file."
         ) from None
-
-
-def parse_object(text: bytes, path: Path, *, unique: bool = False) -> dict[str, Any]:
-    """Parse the JSON object of a file.
-
-    Args:
-        text: The content, UTF-8.
-        path: The file, for messages.
-        unique: Whether a repeated key is an error. Without it the last one counts, as in transformers.
-
-    Raises:
-        CheckpointError: The content is not UTF-8, not a JSON object, or repeats a key.
-    """
-    try:
-        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats if unique else None)
-    # ValueError: not UTF-8, not JSON, or an integer of thousands of digits. RecursionError: nested too deep.
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deep" if isinstance(error, RecursionError) else error
-        raise CheckpointError(f"{path}: not valid JSON ({reason}); expected an object. Restore the file.") from None
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path}: contains {type(parsed).__name__}; expected a JSON object. Restore the file.")
-    return parsed
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {repeated!r} is there twice")
-    return found
 
 
 def named_file(directory: Path, name: object, *, named_by: Path) -> str:
@@ -310,81 +278,35 @@ def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInf
 def read_header(path: Path, name: str) -> dict[str, tuple[TensorInfo, int]]:
     """Return the tensors of a safetensors file, and the first byte of each in the file. Reads the header alone.
 
-    The ``safetensors`` package maps the whole file instead, which the system may refuse for a file larger than its
-    memory.
-
     Args:
         path: The file.
         name: Its path inside the checkpoint.
 
     Raises:
-        CheckpointError: The file is missing, its header is damaged, or a tensor has a dtype that is not read here.
+        CheckpointError: The file is missing or damaged, or a tensor has a dtype that is not read here.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; expected a shard of the checkpoint. Download it again.")
     try:
-        with path.open("rb") as handle:
-            file_bytes = os.fstat(handle.fileno()).st_size
-            header_bytes = int.from_bytes(handle.read(8), "little")
-            if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
-                raise _damaged(path, f"a header of {header_bytes} bytes in a file of {file_bytes}")
-            text = handle.read(header_bytes)
-    except OSError as error:
-        raise _damaged(path, os.strerror(error.errno or 0)) from None
-    header = parse_object(text, path, unique=True)
-    metadata = header.pop("__metadata__", None)
-    if metadata is not None and not _holds_strings(metadata):
-        raise _damaged(path, "__metadata__ is not an object of strings")
-    found = {key: _tensor_entry(path, name, key, entry) for key, entry in header.items()}
-    _require_contiguous(path, found, file_bytes - 8 - header_bytes)
-    return {key: (info, 8 + header_bytes + start) for key, (info, start) in found.items()}
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: truncated or damaged ({what}); expected a whole safetensors file. Download or copy it again."
-    )
-
-
-def _holds_strings(metadata: object) -> bool:
-    return isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-
-
-def _tensor_entry(path: Path, name: str, key: str, entry: object) -> tuple[TensorInfo, int]:
-    """Return a tensor of a header, and its first byte after the header."""
-    if not isinstance(entry, dict):
-        raise _damaged(path, f"{key} is described by {entry!r:.40}")
-    dtype, shape, offsets = (entry.get(field) for field in ("dtype", "shape", "data_offsets"))
-    if isinstance(dtype, str) and dtype not in TORCH_DTYPES:
+        # It checks the header against the size of the file, and does not return the places of the tensors.
+        with safe_open(path, framework="np"), path.open("rb") as handle:
+            start = 8 + int.from_bytes(handle.read(8), "little")
+            header = json.loads(handle.read(start - 8))
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path}: {key} is stored as {dtype}, which is not supported; expected one of {', '.join(TORCH_DTYPES)}. "
-            "Use a checkpoint in one of these dtypes."
+            f"{path}: truncated or damaged ({error}); expected a whole safetensors file. Download or copy it again."
+        ) from None
+    header.pop("__metadata__", None)
+    unread = next((key for key, entry in header.items() if entry["dtype"] not in TORCH_DTYPES), None)
+    if unread is not None:
+        raise CheckpointError(
+            f"{path}: {unread} is stored as {header[unread]['dtype']}, which is not supported; expected one of "
+            f"{', '.join(TORCH_DTYPES)}. Use a checkpoint in one of these dtypes."
         )
-    if not isinstance(dtype, str):
-        raise _damaged(path, f"{key} has dtype {dtype!r:.40}")
-    if not _are_counts(shape) or math.prod(max(1, size) for size in shape) >= _MAX_ELEMENTS:
-        raise _damaged(path, f"{key} has shape {shape!r:.40}")
-    if not _are_counts(offsets) or len(offsets) != 2:
-        raise _damaged(path, f"{key} has data_offsets {offsets!r:.40}")
-    info = TensorInfo(name, dtype, tuple(shape))
-    if offsets[1] - offsets[0] != info.num_bytes:
-        raise _damaged(path, f"{key} has data_offsets {offsets}, by dtype and shape it has {info.num_bytes} bytes")
-    return info, offsets[0]
-
-
-def _are_counts(values: Any) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
-
-
-def _require_contiguous(path: Path, found: Mapping[str, tuple[TensorInfo, int]], data_bytes: int) -> None:
-    """Raise a CheckpointError where tensors overlap, leave bytes between them, or do not end with the file."""
-    place = 0
-    for key, (info, start) in sorted(found.items(), key=lambda item: (item[1][1], item[1][0].num_bytes)):
-        if start != place:
-            raise _damaged(path, f"{key} starts at byte {start} of the data, expected byte {place}")
-        place += info.num_bytes
-    if place != data_bytes:
-        raise _damaged(path, f"{data_bytes} bytes of tensors, by the header {place}")
+    return {
+        key: (TensorInfo(name, entry["dtype"], tuple(entry["shape"])), start + entry["data_offsets"][0])
+        for key, entry in header.items()
+    }
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -406,7 +328,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         named_file(path, name, named_by=path)
     single = scan_safetensors(path / SINGLE_FILE) if (path / SINGLE_FILE).is_file() else None
     if (path / INDEX_FILE).is_file():
-        index = parse_object(read_text_file(path / INDEX_FILE), path / INDEX_FILE, unique=True)
+        index = read_json(path / INDEX_FILE)
         if single is None or not _adds_nothing(path, index):
             indexed = Checkpoint(path, config, index, _scan_indexed(path, index))
             if single is not None:
@@ -484,98 +406,68 @@ def _own_config(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a model's config, and check the types and sizes of the fields that we or transformers count with.
+    """Read a model's config, and check the types and sizes of the fields that we count with.
 
-    A config of the right types can still contradict itself: transformers reports that when it builds the model.
+    transformers checks the others when it builds the model.
 
     Raises:
         CheckpointError: The file is no JSON object, or a field has a wrong type or an impossible size.
     """
     config = read_json(path)
-    if _is_deep(config):
-        raise CheckpointError(f"{path}: nested deeper than {_MAX_DEPTH} levels; expected a model's config. Restore it.")
-    wrong = next(_wrong_fields(config, ""), None) or next(_wrong_sizes(config), None)
-    if wrong is not None:
-        field, value, expected = wrong
-        raise CheckpointError(
-            f"{path}: {field} is {value!r:.60}; expected {expected}. Restore the original, or correct the field."
-        )
+    _require_fields(config, path)
     return config
 
 
-def _is_deep(config: RawConfig) -> bool:
-    """Return whether objects and lists are nested deeper than in any model's config: copying them is recursive."""
-    level: list[Any] = [config]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            inner
-            for value in level
-            for inner in (value.values() if isinstance(value, dict) else value)
-            if isinstance(inner, dict | list)
-        ]
-    return bool(level)
-
-
-_WrongField = tuple[str, object, str]
-"""The dotted name of a field, its value, and what it should be."""
-
-
-def _wrong_fields(section: Mapping[str, Any], prefix: str) -> Iterator[_WrongField]:
-    """Yield the fields of a config and of its sections that are wrong whatever the model."""
+def _require_fields(section: Mapping[str, Any], path: Path, prefix: str = "") -> None:
+    """Raise a CheckpointError where a field of a config or of its sections is wrong whatever the model."""
     # The number of head modules, under the names that families give it.
     counts = {family.declaration.count for family in FAMILIES}
     for name, value in section.items():
-        field = prefix + name
-        if name.endswith("_config"):
-            if isinstance(value, dict):
-                yield from () if name == _QUANTISATION else _wrong_fields(value, f"{field}.")
-            elif value is not None:
-                yield field, value, "an object"
-        elif name == "model_type" and not isinstance(value, str | None):
-            yield field, value, "the name of an architecture"
-        elif name == "architectures" and not (value is None or _are_strings(value)):
-            yield field, value, "a list of names"
-        elif name in _TOKEN_FIELDS and not (value is None or _are_tokens(value)):
-            yield field, value, "a token id or a list of token ids"
-        elif name in _OBJECTS and not isinstance(value, dict | None):
-            yield field, value, "an object"
-        elif not (value is None or type(value) is int) and name in counts:
-            yield field, value, "an integer"
-        elif _is_absurd(name, value):
-            yield field, value, f"at most {_MAX_BLOCKS if _BLOCKS.search(name) else _MAX_SIZE}, and not less than 0"
-        elif isinstance(value, float) and math.isnan(value):
-            yield field, value, "a number"
+        rules = (rule for rule in _FIELDS if rule[0].fullmatch(name))
+        for _, fits, expected in (_COUNT, *rules) if name in counts else rules:
+            if value is not None and not fits(value):
+                raise CheckpointError(
+                    f"{path}: {prefix}{name} is {value!r:.60}; expected {expected}. Restore the original, or correct "
+                    "the field."
+                )
+        if isinstance(value, dict) and name.endswith("_config") and name != _QUANTISATION:
+            _require_fields(value, path, f"{prefix}{name}.")
 
 
-def _are_strings(value: object) -> bool:
+def _is_number(value: Any) -> bool:
+    # Comparisons hold for integers of any size; NaN fails both.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30
+
+
+def _are_tokens(value: Any) -> bool:
+    # Some configs write -1 for a token that the model does not have.
+    ids = value if isinstance(value, list) else [value]
+    return all(type(one) is int and -1 <= one <= _MAX_TOKEN for one in ids)
+
+
+def _are_strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
-def _is_absurd(name: str, value: object) -> bool:
-    """Return whether a value is a number that no model has: building such a model would not end."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    if _BLOCKS.search(name):
-        return not 0 <= value <= _MAX_BLOCKS
-    # Some configs write -1 for a size that does not apply.
-    return not -1 <= value <= _MAX_SIZE if _SIZES.search(name) else isinstance(value, int) and abs(value) >= 1 << 63
-
-
-def _wrong_sizes(config: RawConfig) -> Iterator[_WrongField]:
-    """Yield the sizes of the language model that are not what every model has."""
-    text_config = raw_text_config(config)
-    prefix = "" if text_config is config else "text_config."
-    for name in _ALWAYS_POSITIVE:
-        if name in text_config and not _is_positive(text_config[name]):
-            yield f"{prefix}{name}", text_config[name], "a positive integer"
-    for name in _POSITIVE_WHERE_SET:
-        value = text_config.get(name)
-        if value is not None and not all(_is_positive(one) for one in (value if isinstance(value, list) else [value])):
-            yield f"{prefix}{name}", value, "a positive integer"
-
-
-def _is_positive(value: object) -> bool:
-    return type(value) is int and value > 0
+_Rule = tuple[re.Pattern[str], Callable[[Any], bool], str]
+"""Names of fields, what they may hold besides null, and that in words."""
+_COUNT: _Rule = (re.compile(""), lambda one: type(one) is int and abs(one) <= _MAX_BLOCKS, "an integer up to 1000")
+_FIELDS: tuple[_Rule, ...] = (
+    (
+        re.compile(r"[a-z]\w*_config|rope_scaling|rope_parameters|auto_map"),
+        lambda one: isinstance(one, dict),
+        "an object",
+    ),
+    (re.compile(r"model_type"), lambda one: isinstance(one, str), "the name of an architecture"),
+    (re.compile(r"architectures"), _are_strings, "a list of names"),
+    # Building a model with more blocks would not end.
+    (re.compile(r"num_hidden_layers|depth"), lambda one: _is_number(one) and one <= _MAX_BLOCKS, "a number up to 1000"),
+    (re.compile(r"(eos|bos|pad)_token_id"), _are_tokens, "a token id or a list of token ids"),
+    (re.compile(r"temperature|top_p|min_p|repetition_penalty"), _is_number, "a number"),
+    (re.compile(r"top_k"), lambda one: type(one) is int, "an integer"),
+    (re.compile(r"do_sample"), lambda one: isinstance(one, bool), "true or false"),
+)
+"""Of the config and of the generation config."""
 
 
 def _require_generation_config(path: Path) -> None:
@@ -587,15 +479,7 @@ def _require_generation_config(path: Path) -> None:
     file = path / GENERATION_CONFIG_FILE
     if not os.path.lexists(file):
         return
-    found = read_json(file)
-    if _is_deep(found):
-        raise CheckpointError(f"{file}: nested deeper than {_MAX_DEPTH} levels; expected settings. Restore the file.")
-    for name, (fits, expected) in _GENERATION_FIELDS.items():
-        value = found.get(name)
-        if value is not None and not fits(value):
-            raise CheckpointError(
-                f"{file}: {name} is {value!r:.60}; expected {expected}. Correct the field, or remove the file."
-            )
+    _require_fields(read_json(file), file)
     from transformers import GenerationConfig
 
     try:
@@ -606,25 +490,6 @@ def _require_generation_config(path: Path) -> None:
             f"{file}: transformers rejects it ({' '.join(str(error).split()):.300}); expected settings that it can "
             "read. Correct the field, or remove the file."
         ) from error
-
-
-def _is_number(value: object) -> bool:
-    # Comparisons hold for integers of any size; NaN fails both.
-    return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30
-
-
-def _are_tokens(value: object) -> bool:
-    # Some configs write -1 for a token that the model does not have.
-    ids = value if isinstance(value, list) else [value]
-    return all(type(one) is int and -1 <= one <= _MAX_SIZE for one in ids)
-
-
-_GENERATION_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "do_sample": (lambda value: isinstance(value, bool), "true or false"),
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (_is_number, "a number")),
-    "top_k": (lambda value: type(value) is int, "an integer"),
-    **dict.fromkeys(_TOKEN_FIELDS, (_are_tokens, "a token id or a list of token ids")),
-}
 
 
 def _refuse_other_weights(path: Path, config: RawConfig) -> None:

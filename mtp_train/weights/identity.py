@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -42,11 +41,10 @@ from mtp_train.weights.writing import write_json
 RECORD_FILE = "inputs.json"
 TICK_NS = 2_000_000_000
 """The coarsest tick of a file system's clock in use: FAT's."""
-HASH_BYTES_PER_SECOND = 1e9
-"""Assumed rate for plans: SHA-256 on one core, with the instructions of current CPUs."""
 _BLOCK_BYTES = 1 << 22
 _MAX_THREADS = 8
-_SHOWN_SECONDS = 2.0
+_SHOWN_BYTES = 2_000_000_000
+"""Fewer bytes are hashed without a progress bar."""
 TOKENIZER_PATTERNS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
     "tekken.json",
@@ -139,12 +137,6 @@ def matching_files(path: Path, patterns: Iterable[str]) -> dict[str, Path]:
     return {name: path / name for name in names if (path / name).is_file()}
 
 
-def stored_bytes(path: Path) -> int:
-    """Return the total size of the files that identify a checkpoint or adapter; 0 where the directory is missing."""
-    files = matching_files(path, (*CHECKPOINT_PATTERNS, "*.json", "*.safetensors", "*/*.safetensors"))
-    return sum(file.stat().st_size for file in files.values())
-
-
 def read_records(directory: Path) -> dict[str, InputRecord]:
     """Return the records of a run's or study's inputs; empty where there is no record file.
 
@@ -227,7 +219,7 @@ def _hash_all(files: Mapping[FileStatus, Path], progress: Progress) -> dict[File
     if not files:
         return {}
     total = sum(status.size for status in files)
-    visible = total > _SHOWN_SECONDS * HASH_BYTES_PER_SECOND
+    visible = total > _SHOWN_BYTES
     task = progress.add_task("hashing inputs", total=total, visible=visible)
     stop = threading.Event()
     hashed = partial(_hash, on_bytes=partial(progress.advance, task), stop=stop)
@@ -275,30 +267,6 @@ def changed_files(recorded: Contents, found: Contents) -> list[str]:
     ]
 
 
-def written_since(one: InputFiles, moment_ns: int) -> list[str]:
-    """Return the names of an input's files that may have been written or moved there at a time or later.
-
-    This is for directories of versions that recorded no content: files that are all older than the directory are the
-    files with which it was begun. The path and status of links and of the input's directory count too, as they may lead
-    to other files by now.
-    """
-    places = {**one.files, "the directory": one.location}
-    return [name for name, path in places.items() if any(_is_after(found, moment_ns) for found in _statuses(path))]
-
-
-def _statuses(path: Path) -> list[os.stat_result]:
-    try:
-        return [path.lstat(), path.stat()]
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _is_after(found: os.stat_result, moment_ns: int) -> bool:
-    # An export that hard-links a shard changes only its ctime.
-    is_linked = stat.S_ISREG(found.st_mode) and found.st_nlink > 1
-    return found.st_mtime_ns >= moment_ns or (found.st_ctime_ns >= moment_ns and not is_linked)
-
-
 Loaders = Mapping[str, Callable[[], InputFiles]]
 """By the use of an input, a function that returns its files; raises a MtpError where they are missing."""
 
@@ -308,13 +276,9 @@ class Claimed:
     """A directory with results, and the words for it in messages."""
 
     directory: Path
-    marker: str
-    """The file in it that was written once, at its beginning."""
     noun: str
     hint: str
     """What the user can do to use the new inputs."""
-    earlier: Mapping[str, Mapping[str, Any]]
-    """Path and hashes of checkpoints, as recorded by versions that did not record all inputs."""
 
 
 def loaded(loaders: Loaders) -> dict[str, InputFiles]:
@@ -329,8 +293,7 @@ def loaded(loaders: Loaders) -> dict[str, InputFiles]:
 def require_same(claimed: Claimed, loaders: Loaders, progress: Progress, *, finished: bool, keeps: bool = True) -> None:
     """Check that inputs are the ones from which a directory's results were computed.
 
-    Inputs that were touched, copied or moved pass if their content is the same. For a directory that an earlier version
-    began without a record, inputs pass if all their files are older than the directory.
+    Inputs that were touched, copied or moved pass if their content is the same.
 
     Args:
         claimed: The directory.
@@ -344,7 +307,7 @@ def require_same(claimed: Claimed, loaders: Loaders, progress: Progress, *, fini
     """
     recorded = read_records(claimed.directory)
     found: dict[str, InputFiles] = {}
-    changed, unproven = [], []
+    changed = []
     for label, load in loaders.items():
         try:
             found[label] = load()
@@ -354,14 +317,14 @@ def require_same(claimed: Claimed, loaders: Loaders, progress: Progress, *, fini
     for label, record in records.items():
         names = changed_files(recorded[label].contents, record.contents)
         changed += [_named(label, record.location, names)] if names else []
-    for label in [label for label in found if label not in recorded]:
-        one = found[label]
-        if recorded:
-            changed.append(f"{label} ({one.location}) was not among them")
-            continue
-        names = _unproven_files(claimed, one, claimed.earlier.get(label, {}))
-        unproven += [_named(label, str(one.location), names)] if names else []
-    _refuse(claimed, changed, unproven, finished)
+    others = {label: one for label, one in found.items() if label not in recorded}
+    changed += [f"{label} ({one.location}) was not among them" for label, one in others.items()]
+    if changed:
+        keeps_old = f" The results in {claimed.directory} are complete, and were computed from the old files."
+        raise ChangedInputError(
+            f"{claimed.directory}: inputs changed since the {claimed.noun} began: {'; '.join(changed)}; expected the "
+            f"files that it began with. Restore the old files, or {claimed.hint}.{keeps_old if finished else ''}"
+        )
     if keeps and recorded != (updated := {**recorded, **records}):
         with contextlib.suppress(OSError):
             write_records(claimed.directory, updated)
@@ -370,34 +333,3 @@ def require_same(claimed: Claimed, loaders: Loaders, progress: Progress, *, fini
 def _named(label: str, location: str, names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{label} ({location}): {', '.join(names[:5])}{more}"
-
-
-def _refuse(claimed: Claimed, changed: list[str], unproven: list[str], finished: bool) -> None:
-    where, noun = claimed.directory, claimed.noun
-    keeps = f" The results in {where} are complete, and were computed from the old files." if finished else ""
-    if changed:
-        raise ChangedInputError(
-            f"{where}: inputs changed since the {noun} began: {'; '.join(changed)}; expected the files that it began "
-            f"with. Restore the old files, or {claimed.hint}.{keeps}"
-        )
-    if unproven:
-        raise ChangedInputError(
-            f"{where}: begun by a version that wrote no {RECORD_FILE}, and input files were written or moved since: "
-            f"{'; '.join(unproven)}; expected files older than {claimed.marker}. Without the record, their content "
-            f"cannot be compared with the files that the {noun} began with: {claimed.hint}.{keeps}"
-        )
-
-
-def _unproven_files(claimed: Claimed, one: InputFiles, earlier: Mapping[str, Any]) -> list[str]:
-    """Return the names of files that cannot be shown to be unchanged since the directory was begun."""
-    moment_ns = (claimed.directory / claimed.marker).stat().st_mtime_ns
-    hashes = earlier.get("sha256", {})
-    same = {name for name in hashes if name in one.files and hashes[name] == _sha256(one.files[name])}
-    names = [name for name in written_since(one, moment_ns) if name not in same]
-    if earlier and earlier["path"] != str(one.location.resolve()):
-        names.append(f"all, as the path was {earlier['path']}")
-    return names
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -14,13 +14,10 @@ import pytest
 
 from adapters import write_adapter
 from mtp_train.cli.main import main
-from mtp_train.data.responses import settings_key
 from mtp_train.errors import ChangedInputError
 from mtp_train.evaluation import run as study_run
 from mtp_train.job import pipeline
-from mtp_train.job.run_dir import checkpoint_identity
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.weights.files import open_checkpoint
 from runs import LEARNS, document, run_quietly, tree, write_inputs, write_recipe
 
 Capture = pytest.CaptureFixture[str]
@@ -136,56 +133,6 @@ def test_a_killed_run_goes_on_with_files_that_were_copied_or_touched(place: Path
 
 
 @pytest.fixture(scope="module")
-def early(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that an earlier version began and that was killed behind its training."""
-    directory = write_inputs(tmp_path_factory.mktemp("early"))
-    recipe = write_recipe(directory / "recipe.yaml", directory, directory / "run")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "evaluate_run", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run_quietly(load_recipe(recipe))
-    (directory / "run" / "inputs.json").unlink()
-    return directory
-
-
-def test_an_early_run_goes_on_where_all_inputs_are_older_and_is_refused_by_name_where_not(
-    early: Path, capfd: Capture
-) -> None:
-    assert reaches_evaluation(early / "recipe.yaml")
-    # Its inputs are recorded by now; without that, a file that was touched might be another.
-    flip(early / "finetune" / "model.safetensors")
-    assert "model.trunk" in refused(["run", early / "recipe.yaml"], capfd)
-    flip(early / "finetune" / "model.safetensors")
-    assert reaches_evaluation(early / "recipe.yaml")
-    (early / "run" / "inputs.json").unlink()
-    said = refused(["run", early / "recipe.yaml"], capfd)
-    assert "run: begun by a version that wrote no inputs.json, and input files were written or moved since" in said
-    assert f": model.trunk ({early / 'finetune'}): model.safetensors; expected files older than recipe.yaml" in said
-    assert not (early / "run" / "inputs.json").exists()
-
-
-def test_responses_that_an_earlier_version_kept_are_trained_on(pristine: Path, tmp_path: Path) -> None:
-    answered = {"enabled": True, "max_new_tokens": 6, "temperature": 0.0}
-    path = write_recipe(tmp_path / "recipe.yaml", pristine, tmp_path / "run", data__regenerate=answered)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "train_stage", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run_quietly(load_recipe(path))
-        (kept,) = (tmp_path / "run" / "data").iterdir()
-        settings = json.loads((kept / "settings.json").read_text())
-        provenance = json.loads((tmp_path / "run" / "provenance.json").read_text())
-        # As that version wrote them down.
-        del settings["served_model"]
-        early = {**settings, "trunk": provenance["trunk"]["sha256"], "adapter": None}
-        (tmp_path / "run" / "inputs.json").unlink()
-        kept.rename(kept.with_name(f"responses-{settings_key(early)}"))
-        before = tree(tmp_path / "run" / "data")
-        with pytest.raises(KeyboardInterrupt):
-            run_quietly(load_recipe(path))
-    assert tree(tmp_path / "run" / "data") == before
-
-
-@pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has finished and exported, and inputs of its own."""
     directory = write_inputs(tmp_path_factory.mktemp("finished"))
@@ -209,16 +156,6 @@ def test_a_finished_run_whose_inputs_changed_says_so_and_keeps_its_outcome(finis
     assert main(["run", str(finished / "recipe.yaml")]) == 0
     assert "finished before (done)" in capfd.readouterr().out
     assert tree(finished / "run").keys() == before.keys()
-
-
-def test_an_early_finished_run_is_finished_where_its_inputs_are_older(finished: Path, capfd: Capture) -> None:
-    record = finished / "run" / "inputs.json"
-    copied(finished)
-    with changed(record, Path.unlink):
-        assert "begun by a version that wrote no inputs.json" in refused(["run", finished / "recipe.yaml"], capfd)
-        os.utime(finished / "run" / "recipe.yaml")
-        assert main(["run", str(finished / "recipe.yaml")]) == 0
-        assert not record.exists()
 
 
 @pytest.mark.parametrize("form", [[], ["--head-only"], ["--gguf", "f16"]])
@@ -319,25 +256,6 @@ def test_a_study_goes_on_with_checkpoints_that_moved(pristine: Path, tmp_path: P
     assert document(study(tmp_path / "out", pristine, str(tmp_path / "there" / "base")), capfd) == report
 
 
-def test_an_early_study_goes_on_where_its_arms_are_older(pristine: Path, tmp_path: Path, capfd: Capture) -> None:
-    base, out = Path(shutil.copytree(pristine / "base", tmp_path / "base")), tmp_path / "out"
-    argv = study(out, pristine, str(base))
-    report = document(argv, capfd)
-    # As that version wrote it down.
-    kept = json.loads((out / "study.json").read_text())
-    del kept["prompt_texts"]
-    kept["arms"][0]["checkpoint"] = checkpoint_identity(str(base), open_checkpoint(base))
-    (out / "study.json").write_text(json.dumps(kept))
-    (out / "inputs.json").unlink()
-    assert document(argv, capfd) == report
-    (base / "config.json").touch()
-    assert document(argv, capfd) == report
-    (base / "model.safetensors").touch()
-    said = refused(argv, capfd)
-    assert "out: begun by a version that wrote no inputs.json" in said
-    assert f"base: trunk ({base}): model.safetensors; expected files older than study.json" in said
-
-
 def test_an_arm_that_is_rewritten_while_it_is_loaded_is_refused(pristine: Path, tmp_path: Path, capfd: Capture) -> None:
     base = Path(shutil.copytree(pristine / "base", tmp_path / "base"))
     load = study_run.load_arm_trunk
@@ -352,13 +270,3 @@ def test_an_arm_that_is_rewritten_while_it_is_loaded_is_refused(pristine: Path, 
             study(tmp_path / "out", pristine, str(base)), capfd
         )
     assert not (tmp_path / "out" / "study.json").exists()
-
-
-def test_check_states_what_identity_costs(pristine: Path, tmp_path: Path, capfd: Capture) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", pristine, tmp_path / "run")
-    found = document(["check", recipe], capfd)["identity"]
-    sizes = [path.stat().st_size for name in ("base", "finetune") for path in (pristine / name).iterdir()]
-    assert found["bytes"] == pytest.approx(sum(sizes) + (pristine / "chats.jsonl").stat().st_size, rel=0.01)
-    assert found["seconds"] == found["bytes"] / 1e9
-    assert main(["check", str(recipe)]) == 0
-    assert "of inputs are hashed once, in about 0 s at 1 GB/s (a core)" in capfd.readouterr().out

@@ -13,6 +13,7 @@ import mtp_train as mtp
 from adapters import write_adapter
 from checkpoints import set_count
 from mtp_train.cli.main import main
+from mtp_train.job.run_dir import claim, require_ours
 from mtp_train.job.start import recipe_of
 from mtp_train.job.write_recipe import rescue_recipe
 from runs import document, refusal, tree, write_inputs
@@ -128,6 +129,19 @@ def test_every_field_of_the_file_has_a_comment_and_the_file_is_checked(inputs: P
     assert json.loads(Path(schema).read_text(encoding="utf-8"))["properties"].keys() >= {"model", "head"}
     assert main(["check", "my.yaml"]) == 0
     assert "run_dir: runs/my\n" in capfd.readouterr().out
+
+
+def test_the_number_of_processes_is_planned_for_and_resumes_with_another(inputs: Path, capfd: Capture) -> None:
+    document(["init", "my.yaml", "--trunk", inputs / "finetune", "--base", inputs / "base", "--processes", "2"], capfd)
+    assert mtp.check("my.yaml").plan.world_size == 2
+    run_dir = Path("run")
+    claim(run_dir, recipe_of("my.yaml", {"run_dir": "run"}), {})
+    require_ours(run_dir, recipe_of("my.yaml", {"run_dir": "run", "train.processes": 4}))
+    with pytest.raises(mtp.OutputExistsError, match="holds the run of another recipe"):
+        require_ours(run_dir, recipe_of("my.yaml", {"run_dir": "run", "train.log_steps": 4}))
+    (run_dir / "provenance.json").write_text("{}")
+    with pytest.raises(mtp.OutputExistsError, match=r"a run of format_version None, .*; expected 1\. Choose another"):
+        require_ours(run_dir, recipe_of("my.yaml", {"run_dir": "run"}))
 
 
 def test_an_existing_file_is_refused(inputs: Path, capfd: Capture) -> None:

@@ -56,7 +56,7 @@ def test_another_dtype_takes_the_responses_and_the_head_of_a_refused_run(
 ) -> None:
     before = tree(first)
     recipe = second(tmp_path, pristine, first, train__lr=1e-9, train__max_steps=1)
-    assert document(["check", recipe], capfd)["identity"]["bytes"] > 0
+    assert document(["check", recipe], capfd)["disk_bytes"] > 0
     monkeypatch.setattr(regeneration, "SpeculativeDecoder", never)
     assert main(["run", str(recipe)]) == 3
     capfd.readouterr()

@@ -127,7 +127,7 @@ def test_a_draft_model_of_another_trunk_or_half_a_one_is_refused(
 
     save_file(tensors, draft / "model.safetensors")
     for field, value, said in (
-        ("hidden_size", None, "hidden_size is None; expected a positive integer"),
+        ("hidden_size", None, "hidden_size is None; expected an integer"),
         ("vocab_size", 7, "vocab_size is 7, in "),
         ("norm_before_fc", True, "that we do not support; expected False"),
     ):

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 from torch.distributed.run import get_args_parser
 
 from mtp_train.recipe.loading import dump_recipe, load_recipe
-from mtp_train.train.launcher import read_request
-from mtp_train.upstream.accelerate_private import launch_parser
 
 ROOT = Path(__file__).parents[2]
 MACHINES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
@@ -142,10 +141,11 @@ def accelerate_words(text: str) -> list[list[str]]:
 
 def assert_two_nodes(words: list[str], node: int, address: str) -> None:
     """Check that accelerate's launcher reads a node of two with 8 GPUs each, and shards."""
-    args = launch_parser().parse_args(words)
+    args = launch_command_parser().parse_args(words)
     assert (args.machine_rank, args.main_process_ip, args.module) == (node, address, True)
-    assert read_request(words, ROOT, {})[:2] == (16, DistributedType.FSDP)
-    assert ClusterConfig.from_yaml_file(ROOT / args.config_file).num_machines == 2
+    file = ClusterConfig.from_yaml_file(ROOT / args.config_file)
+    assert (file.num_machines, file.distributed_type) == (2, DistributedType.FSDP)
+    assert (args.num_processes or file.num_processes) == 16
     assert args.num_machines in (None, 2)
     assert [args.training_script, *args.training_script_args][:2] == ["mtp_train", "my-27b.yaml"]
 
@@ -193,7 +193,7 @@ def test_the_slurm_script_starts_one_launcher_on_each_node(tmp_path: Path) -> No
     assert len(nodes) == 2
     for node, words in enumerate(nodes):
         assert_two_nodes(words, node, "node-a")
-        assert launch_parser().parse_args(words).main_process_port == 23456
+        assert launch_command_parser().parse_args(words).main_process_port == 23456
         assert words[-1] == "train.lr=1e-4"
 
 

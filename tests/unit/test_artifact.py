@@ -33,8 +33,10 @@ def saved(tmp_path: Path) -> Path:
 
 def edit_config(path: Path, **changes: Any) -> None:
     config = json.loads((path / HEAD_CONFIG_FILE).read_text())
-    config |= changes
-    (path / HEAD_CONFIG_FILE).write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    removed = {key for key, value in changes.items() if value is None}
+    (path / HEAD_CONFIG_FILE).write_text(
+        json.dumps({key: value for key, value in (config | changes).items() if key not in removed})
+    )
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)

@@ -18,7 +18,7 @@ from mtp_train.job.auto import EPOCHS, MOST_EPOCHS, Choice, ModelFacts, TextFact
 from mtp_train.job.start import recipe_of, settled_recipe
 from mtp_train.recipe.auto_fields import FROM_TEXT, STAND_INS, auto_fields, with_values
 from mtp_train.recipe.schema import Recipe
-from mtp_train.train.hours import device_named
+from mtp_train.train.devices import device_named
 from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe, write_inputs
 
 FIELDS = tuple(STAND_INS)

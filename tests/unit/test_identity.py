@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +28,7 @@ from mtp_train.weights.identity import (
     directory_files,
     hash_inputs,
     read_records,
-    stored_bytes,
     write_records,
-    written_since,
 )
 from tiny import tiny_head, tiny_trunk
 
@@ -89,9 +86,6 @@ def test_a_checkpoint_is_what_its_results_depend_on(tmp_path: Path) -> None:
     found = checkpoint_files(open_checkpoint(path))
     assert found.files.keys() == counted | weights | {"model.safetensors.index.json"}
     assert found.files["config.json"] == path / "config.json"
-    # `check` states this size without opening the files.
-    assert stored_bytes(path) >= sum(file.stat().st_size for file in found.files.values())
-    assert stored_bytes(tmp_path / "nowhere") == 0
 
 
 def test_contents_are_hashes_whatever_the_files_are_called(files: InputFiles, tmp_path: Path) -> None:
@@ -242,29 +236,3 @@ def test_the_record_is_plain_and_whole(files: InputFiles, tmp_path: Path) -> Non
         "device": found.st_dev,
         "read_ns": 0,
     }
-
-
-def later() -> int:
-    """Return a moment after every write so far, by the clock of files."""
-    return time.time_ns() + 10**9
-
-
-def test_files_older_than_a_moment_are_told_from_those_written_or_put_there_since(
-    files: InputFiles, tmp_path: Path
-) -> None:
-    moment = later()
-    assert written_since(files, moment) == []
-    path = files.files["model.safetensors"]
-    os.utime(path, ns=(moment, moment))
-    assert written_since(files, moment) == ["model.safetensors"]
-    # Its time set back, the file still was touched; a link made by an export is no write.
-    os.utime(path, ns=(0, 0))
-    touched = path.stat().st_ctime_ns
-    assert set(written_since(files, touched)) >= {"model.safetensors"}
-    os.link(path, tmp_path / "exported.safetensors")
-    assert "model.safetensors" not in written_since(files, touched)
-    # Another directory under the old name, all of it old.
-    moment = (tmp_path / "x").stat().st_mtime_ns + 1
-    (tmp_path / "y").symlink_to(tmp_path / "x")
-    linked = directory_files(tmp_path / "y")
-    assert "the directory" in written_since(linked, moment)

@@ -14,37 +14,37 @@ from rich.progress import Progress
 
 from mtp_train.errors import GateRefusedError, OutputExistsError
 from mtp_train.job import pipeline
+from mtp_train.job.input_identity import hash_run_inputs, record_run_inputs
 from mtp_train.job.run_dir import Outcome, claim
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train import threads as machine
-from mtp_train.train.launcher import NOTHING, Request
 from mtp_train.train.threads import threads_are_set, threads_for, use_threads
 from mtp_train.weights.run_export import RECIPE_FILE
 from runs import tiny_recipe, write_inputs
 
-DEFAULT = Request(None, None, default_threads=True)
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no"}
 
 
 @pytest.mark.parametrize(
-    ("environment", "request_", "expected"),
+    ("environment", "expected"),
     [
-        ({}, NOTHING, False),
-        ({"OMP_NUM_THREADS": "1"}, NOTHING, True),
-        ({"MKL_NUM_THREADS": "2"}, NOTHING, True),
-        ({"OMP_NUM_THREADS": "1"}, DEFAULT, False),
-        ({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}, DEFAULT, True),
-        ({"OMP_NUM_THREADS": "1"}, Request(1, None), True),
+        ({}, False),
+        ({"OMP_NUM_THREADS": "1"}, True),
+        ({"MKL_NUM_THREADS": "2"}, True),
+        ({"OMP_NUM_THREADS": "1"} | LAUNCHED, False),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, False),
+        ({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | LAUNCHED, True),
+        ({"OMP_NUM_THREADS": "2"} | LAUNCHED, True),
     ],
 )
 def test_a_launcher_s_default_number_of_threads_is_nobody_s_wish(
-    environment: dict[str, str], request_: Request, expected: bool, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *LAUNCHED, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(machine, "launcher_request", lambda: request_)
     assert threads_are_set() is expected
 
 
@@ -66,7 +66,8 @@ def test_large_products_use_the_cores(rows: int, hidden_size: int, cores: int, e
 
 def test_threads_are_set_once_nobody_has_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 4)
-    monkeypatch.setattr(machine, "launcher_request", lambda: DEFAULT)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert use_threads({"hidden_size": 4096}) == "2 thread(s) of 2 core(s)"
     assert torch.get_num_threads() == 2
@@ -74,7 +75,7 @@ def test_threads_are_set_once_nobody_has_and_told(monkeypatch: pytest.MonkeyPatc
     assert use_threads({"hidden_size": 128}, rows=1536) == "2 thread(s) of 2 core(s)"
     # A config that is wrong is for whoever opens the trunk to refuse.
     assert use_threads({"hidden_size": "wide"}) == "1 thread(s) of 2 core(s)"
-    monkeypatch.setattr(machine, "launcher_request", lambda: NOTHING)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert use_threads({"hidden_size": 4096}) == "1 thread(s), as set"
     assert torch.get_num_threads() == 1
 
@@ -92,6 +93,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
 
     def stand_in(recipe: Recipe, run_dir: Path, _accelerator: Accelerator, *_rest: Any) -> Outcome:
         seen.append(recipe)
+        record_run_inputs(run_dir, hash_run_inputs(recipe, run_dir, Progress(disable=True)))
         claim(run_dir, recipe, {})
         raise KeyboardInterrupt
 

@@ -64,13 +64,13 @@ FUNCTIONS = {
     "overrides: Overrides = (), console: Console | None = None) -> RescueResult",
     "run": "(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | None = None) -> RunResult",
     "write_recipe": "(out: str | Path, trunk: str | Path, base: str | Path | None = None, *, "
-    "data: Sequence[str | Path] = ()) -> WriteRecipeResult",
+    "data: Sequence[str | Path] = (), processes: int | None = None) -> WriteRecipeResult",
     "train_head_beside": "(trainer: Trainer, base: str | Path | None = None, *, lr: float = 0.0001, "
     "num_depths: int = 3, depth_decay: float = 0.6) -> None",
 }
 RECORDS = {
-    "CheckResult": "recipe precision_reason family plan memory memory_in_shards cost hashed_bytes serves kinds hours "
-    "launches_assumed choices decoding device_bytes data",
+    "CheckResult": "recipe precision_reason family plan memory memory_in_shards disk_bytes serves kinds choices "
+    "decoding device_bytes data",
     "DemoResult": "base finetune prompts",
     "WriteRecipeResult": "out start family note",
     "EvaluationGrid": "suite tasks prompts_per_task temperatures contexts depths rules max_new_tokens batch seed",

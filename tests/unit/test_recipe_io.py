@@ -81,6 +81,7 @@ data:
     concurrency: null
     api_key_env: null
     request_timeout_seconds: null
+  responses: null
   seq_len_tokens: 512
   pack: true
   holdout: 0.05
@@ -99,6 +100,7 @@ train:
   tokens_per_step: 1024
   lr: 0.0001
   micro_batch_sequences: 1
+  processes: null
   warmup_steps: 0
   schedule: cosine
   gradient_checkpointing: false
@@ -122,7 +124,11 @@ evaluate:
     - graft
     - retrained
   prompts: 64
-  temperature: 0.0
+  temperature:
+    - 0.0
+  top_p: auto
+  top_k: auto
+  rule: auto
   max_new_tokens: 256
   depth: null
   dense_tokens: 16384
@@ -137,6 +143,8 @@ export:
 track:
   wandb: offline
   project: mtp-train
+study: null
+sft: null
 """
 
 
@@ -410,7 +418,8 @@ def test_other_readers_of_yaml_read_the_same_values(odd_recipe: Recipe) -> None:
 def test_dump_spells_out_every_field_in_order(recipe_file: Path) -> None:
     plain = yaml.safe_load(dump_recipe(load_recipe(recipe_file)))
     assert list(plain) == [
-        "run_dir", "seed", "model", "head", "data", "objective", "train", "evaluate", "gate", "export", "track"
+        "run_dir", "seed", "model", "head", "data", "objective", "train", "evaluate", "gate", "export", "track",
+        "study", "sft"
     ]  # fmt: skip
     assert plain["model"] == {
         "trunk": "finetune",

@@ -1,4 +1,4 @@
-"""The launcher's request is compared with accelerate's state; all processes run a trunk in shards together."""
+"""The launcher's settings are compared with accelerate's state; all processes run a trunk in shards together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from checkpoints import save_stripped
 from mtp_train.errors import CheckpointError, LostProcessError, TrainingError
 from mtp_train.job import stages
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.launch import lost_process_is_named, make_accelerator, prepare, require_as_asked
+from mtp_train.train.launch import (
+    describe_processes,
+    lost_process_is_named,
+    make_accelerator,
+    prepare,
+    require_as_asked,
+    require_processes,
+)
 from mtp_train.train.shard import HiddenInShards, shard_layers, shards_trunk
 from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import load_trunk
@@ -90,6 +97,28 @@ def test_what_was_not_asked_for_is_refused(
         monkeypatch.setenv(variable, "true")
     with pytest.raises(TrainingError, match=message):
         require_as_asked(given)
+
+
+def test_another_number_of_processes_than_the_recipe_s_is_refused() -> None:
+    two = joined(DistributedType.MULTI_CPU)
+    require_processes(None, two)
+    require_processes(2, two)
+    with pytest.raises(
+        TrainingError, match=r"^train\.processes: 4, and the launcher started 2; .* train\.processes: 2\.$"
+    ):
+        require_processes(4, two)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (joined(DistributedType.MULTI_CPU), "2 processes on cpu, no shards"),
+        (joined(DistributedType.FSDP, **FSDP), "2 processes on cpu, FSDP shards"),
+        (joined(DistributedType.DEEPSPEED, **zero(3)), "2 processes on cpu, DEEPSPEED ZeRO-3 shards"),
+    ],
+)
+def test_the_first_line_of_a_run_names_processes_and_shards(given: Any, text: str) -> None:
+    assert describe_processes(given) == text
 
 
 def test_deepspeed_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

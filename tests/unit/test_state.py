@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -216,15 +215,6 @@ def test_a_broken_state_is_named_and_the_older_one_is_used(
     harm(tmp_path / "step-00000001" / "head.safetensors")
     with pytest.raises(TrainingError, match=r"no resume state is whole \(.*; .*\); expected one\. Restore one"):
         newest_whole_step(tmp_path)
-
-
-def test_a_state_of_an_earlier_release_has_no_checksums(tmp_path: Path) -> None:
-    two_states(tmp_path)
-    path = tmp_path / "step-00000002" / "state.json"
-    meta = json.loads(path.read_text())
-    del meta["sha256"], meta["digest"]
-    path.write_text(json.dumps(meta))
-    assert newest_whole_step(tmp_path) == (2, {})
 
 
 def test_entries_that_are_not_states_are_left_alone(tmp_path: Path) -> None:

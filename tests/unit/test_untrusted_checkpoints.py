@@ -78,65 +78,58 @@ def nested(depth: int) -> bytes:
     return b'{"a":' * depth + b"1" + b"}" * depth
 
 
-HEADERS: dict[str, tuple[object, str]] = {
-    **{
-        dtype: ({"x": entry(dtype)}, f"x is stored as {dtype}, which is not supported")
-        for dtype in ("F4", "F6_E2M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64", "F128")
-    },
-    "dtype of another type": ({"x": entry(32)}, "x has dtype 32"),
-    "no dtype": ({"x": {"shape": [2], "data_offsets": [0, 8]}}, "x has dtype None"),
-    "negative shape": ({"x": entry(shape=[-2])}, r"x has shape \[-2\]"),
-    "fractional shape": ({"x": entry(shape=[2.0])}, r"x has shape \[2.0\]"),
-    "shape beyond 64 bits": ({"x": entry(shape=[0, 2**40, 2**40], offsets=[0, 0])}, "x has shape"),
-    "shape of another size": ({"x": entry(shape=[3])}, "by dtype and shape it has 12 bytes"),
-    "offsets beyond the file": ({"x": entry(shape=[4], offsets=[0, 16])}, "8 bytes of tensors, by the header 16"),
-    "negative offsets": ({"x": entry(offsets=[-8, 0])}, r"x has data_offsets \[-8, 0\]"),
-    "three offsets": ({"x": entry(offsets=[0, 4, 8])}, r"x has data_offsets \[0, 4, 8\]"),
-    "overlapping offsets": (
-        {"x": entry(), "y": entry("F16", [2], [4, 8])},
-        "y starts at byte 4 of the data, expected byte 8",
-    ),
-    "a gap": ({"x": entry(shape=[1], offsets=[4, 8])}, "x starts at byte 4 of the data, expected byte 0"),
-    "an entry that is no object": ({"x": 3}, "x is described by 3"),
-    "a list": ([entry()], "contains list; expected a JSON object"),
-    "metadata of another type": ({"__metadata__": {"format": 3}, "x": entry()}, "__metadata__ is not"),
+HEADERS: dict[str, object] = {
+    "dtype of another type": {"x": entry(32)},
+    "no dtype": {"x": {"shape": [2], "data_offsets": [0, 8]}},
+    "negative shape": {"x": entry(shape=[-2])},
+    "fractional shape": {"x": entry(shape=[2.0])},
+    "shape beyond 64 bits": {"x": entry(shape=[0, 2**40, 2**40], offsets=[0, 0])},
+    "shape of another size": {"x": entry(shape=[3])},
+    "offsets beyond the file": {"x": entry(shape=[4], offsets=[0, 16])},
+    "negative offsets": {"x": entry(offsets=[-8, 0])},
+    "three offsets": {"x": entry(offsets=[0, 4, 8])},
+    "overlapping offsets": {"x": entry(), "y": entry("F16", [2], [4, 8])},
+    "a gap": {"x": entry(shape=[1], offsets=[4, 8])},
+    "an entry that is no object": {"x": 3},
+    "a list": [entry()],
+    "metadata of another type": {"__metadata__": {"format": 3}, "x": entry()},
 }
 
 
-@pytest.mark.parametrize(("header", "message"), HEADERS.values(), ids=HEADERS.keys())
-def test_a_broken_safetensors_header_is_named(header: object, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS.keys())
+def test_a_broken_safetensors_header_is_named(header: object, tmp_path: Path) -> None:
     file = tmp_path / SINGLE_FILE
     write_header(file, json.dumps({"x": entry()}).encode(), bytes(8))
     assert list(scan_safetensors(file)) == ["x"]
     write_header(file, json.dumps(header).encode(), bytes(8))
-    found = refusal(lambda: scan_safetensors(file))
-    assert found.startswith(f"{file}: ")
-    assert re.search(message, found)
+    assert refusal(lambda: scan_safetensors(file)).startswith(f"{file}: truncated or damaged (")
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "C64", "F128"])
+def test_a_dtype_that_is_not_read_is_named(dtype: str, tmp_path: Path) -> None:
+    sizes = {"F4": (0, 1), "F6_E2M3": (0, 3), "C64": (0, 16), "F128": (0, 32)}
+    shape = [4] if dtype == "F6_E2M3" else [2]
+    write_header(
+        tmp_path / SINGLE_FILE, json.dumps({"x": entry(dtype, shape, sizes[dtype])}).encode(), bytes(sizes[dtype][1])
+    )
+    assert dtype in refusal(lambda: scan_safetensors(tmp_path / SINGLE_FILE))
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (b"", "a header of 0 bytes in a file of 0"),
-        (b"\x08\0\0", "truncated or damaged"),
-        ((10**9).to_bytes(8, "little") + b"{}", "a header of 1000000000 bytes in a file of 10"),
-        ((2**63).to_bytes(8, "little") + b"{}", "truncated or damaged"),
-        ((6).to_bytes(8, "little") + b"{nope}", "not valid JSON"),
-        ((4).to_bytes(8, "little") + b'"\xff"}', "not valid JSON"),
-        ((600_001).to_bytes(8, "little") + nested(100_000), "nested too deep"),
-        ((13).to_bytes(8, "little") + b'{"x":1,"x":2}', "the key 'x' is there twice"),
+        b"",
+        b"\x08\0\0",
+        (10**9).to_bytes(8, "little") + b"{}",
+        (2**63).to_bytes(8, "little") + b"{}",
+        (6).to_bytes(8, "little") + b"{nope}",
+        (4).to_bytes(8, "little") + b'"\xff"}',
+        (600_001).to_bytes(8, "little") + nested(100_000),
     ],
 )
-def test_a_file_that_is_not_safetensors_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_safetensors_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / SINGLE_FILE).write_bytes(content)
-    assert message in refusal(lambda: scan_safetensors(tmp_path / SINGLE_FILE))
-
-
-def test_a_header_longer_than_the_format_allows_is_not_read(tmp_path: Path) -> None:
-    with (tmp_path / SINGLE_FILE).open("wb") as file:
-        file.write((40 << 30).to_bytes(8, "little"))
-        file.truncate(41 << 30)
-    assert "a header of 42949672960 bytes" in refusal(lambda: scan_safetensors(tmp_path / SINGLE_FILE))
+    assert "truncated or damaged" in refusal(lambda: scan_safetensors(tmp_path / SINGLE_FILE))
 
 
 # Index
@@ -197,31 +190,19 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(checkpoint: Path) -> No
     assert "config.json: not a regular file" in refusal(lambda: open_checkpoint(checkpoint))
 
 
-def test_a_key_that_the_index_repeats_is_named(checkpoint: Path) -> None:
-    shard(checkpoint)
-    text = (checkpoint / INDEX_FILE).read_text()
-    open_checkpoint(checkpoint)
-    key = "model.norm.weight"
-    (checkpoint / INDEX_FILE).write_text(text.replace(f'"{key}":', f'"{key}": "x", "{key}":'))
-    assert f"the key '{key}' is there twice" in refusal(lambda: open_checkpoint(checkpoint))
-
-
 # Config
 
 FIELDS: list[tuple[str, object, str]] = [
-    *(("hidden_size", value, "hidden_size is .*; expected a positive integer") for value in ("64", 0, -1, None, [32])),
-    ("hidden_size", float("nan"), "hidden_size is nan; expected"),
-    ("hidden_size", 10**9, "hidden_size is 1000000000; expected at most 16777216"),
-    ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; expected at most 1000"),
-    ("num_hidden_layers", 10**400, "num_hidden_layers is 1000.*; expected at most 1000"),
-    ("num_hidden_layers", "2", "num_hidden_layers is '2'; expected a positive integer"),
+    *(("hidden_size", value, "transformers rejects it") for value in ("64", -1, None, [32])),
+    ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; expected a number up to 1000"),
+    ("num_hidden_layers", 10**400, "num_hidden_layers is 1000.*; expected a number up to 1000"),
+    ("num_hidden_layers", "2", "num_hidden_layers is '2'; expected a number up to 1000"),
     ("mtp_num_hidden_layers", "1", "mtp_num_hidden_layers is '1'; expected an integer"),
-    ("mtp_num_hidden_layers", 10**9, "mtp_num_hidden_layers is 1000000000; expected at most 1000"),
-    ("num_attention_heads", None, "num_attention_heads is None; expected a positive integer"),
-    ("num_key_value_heads", 0, "num_key_value_heads is 0; expected a positive integer"),
-    ("vocab_size", -1, "vocab_size is -1; expected a positive integer"),
+    ("mtp_num_hidden_layers", 10**9, "mtp_num_hidden_layers is 1000000000; expected an integer up to 1000"),
+    *((name, None, "transformers rejects it") for name in ("num_attention_heads", "num_hidden_layers")),
+    ("num_key_value_heads", 0, "transformers rejects it"),
+    ("vocab_size", -1, "transformers rejects it"),
     ("rms_norm_eps", "small", "transformers rejects it"),
-    ("rms_norm_eps", float("nan"), "rms_norm_eps is nan; expected a number"),
     ("hidden_act", "nope", "transformers rejects it .KeyError"),
     ("layer_types", 3, "transformers rejects it"),
     *(
@@ -232,7 +213,7 @@ FIELDS: list[tuple[str, object, str]] = [
     ("text_config", [1], r"text_config is \[1\]; expected an object"),
     ("text_config", {}, "transformers rejects it"),
     ("vision_config", "x", "vision_config is 'x'; expected an object"),
-    ("vision_config", {"depth": 10**9}, "vision_config.depth is 1000000000; expected at most 1000"),
+    ("vision_config", {"depth": 10**9}, "vision_config.depth is 1000000000; expected a number up to 1000"),
     ("quantization_config", [1], r"quantization_config is \[1\]; expected an object"),
     ("rope_parameters", 3, "rope_parameters is 3; expected an object"),
     ("model_type", ["qwen3_5_text"], "model_type is .*; expected the name of an architecture"),
@@ -254,15 +235,13 @@ def test_a_config_field_of_wrong_type_or_size_is_named(
     assert re.search(message, found)
 
 
-def test_a_nested_config_is_checked_too_and_deep_nesting_is_refused(checkpoint: Path) -> None:
+def test_a_nested_config_is_checked_too(checkpoint: Path) -> None:
     config = json.loads((checkpoint / CONFIG_FILE).read_text())
     wrapped = {"model_type": "qwen3_5", "text_config": config}
     (checkpoint / CONFIG_FILE).write_text(json.dumps(wrapped))
     assert read_config(checkpoint / CONFIG_FILE) == wrapped
-    set_fields(checkpoint, {"hidden_size": "64"})
-    assert "text_config.hidden_size is '64'" in refusal(lambda: open_checkpoint(checkpoint))
-    (checkpoint / CONFIG_FILE).write_text(json.dumps(config | {"a_config": json.loads(nested(200))}))
-    assert "nested deeper than 32 levels" in refusal(lambda: open_checkpoint(checkpoint))
+    set_fields(checkpoint, {"num_hidden_layers": "2"})
+    assert "text_config.num_hidden_layers is '2'" in refusal(lambda: open_checkpoint(checkpoint))
 
 
 # Generation config
@@ -280,9 +259,8 @@ def test_a_nested_config_is_checked_too_and_deep_nesting_is_refused(checkpoint: 
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a token id"),
         ({"eos_token_id": [1, None]}, r"eos_token_id is \[1, None\]; expected a token id"),
         ({"suppress_tokens": 3}, "transformers rejects it"),
-        ({"watermarking_config": "x"}, "transformers rejects it"),
+        ({"watermarking_config": "x"}, "watermarking_config is 'x'; expected an object"),
         ({"max_new_tokens": "8"}, "transformers rejects it"),
-        ({"a": json.loads(nested(200))}, "nested deeper than 32 levels"),
     ],
 )
 def test_a_generation_config_of_any_shape_is_named(content: object, message: str, checkpoint: Path) -> None:

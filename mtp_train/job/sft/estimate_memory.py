@@ -1,4 +1,4 @@
-"""Estimate a fine-tune from shapes alone: memory of a process, operations, disk."""
+"""Estimate a fine-tune from shapes alone: memory of a process, disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Size
 from mtp_train.job.sft.tuned_model import lora_weights
 from mtp_train.losses.chunked import LOGIT_BYTES, chunk_rows
 from mtp_train.recipe.schema import Recipe, SftSection
-from mtp_train.train.estimate import GIB, Cost, Footprint, Sizes, converted_head_bytes, passing_expert_bytes
+from mtp_train.train.estimate import GIB, Footprint, converted_head_bytes, passing_expert_bytes
 from mtp_train.train.plan import Plan
 from mtp_train.trunk.load import Trunk
 
@@ -95,21 +95,8 @@ def layer_kinds(trunk: Trunk) -> list[str]:
     return config.get("layer_types") or ["full_attention"] * int(config["num_hidden_layers"])
 
 
-def tuning_cost(recipe: Recipe, sft: SftSection, plan: Plan, sizes: Sizes, memory: Footprint) -> Cost:
-    """Estimate the cost of a fine-tune without its evaluation, for rows without padding."""
-    tokens, depths = plan.total_tokens, recipe.head.num_depths
-    beside = memory.head_parameters if sft.head == "beside" else 0
-    # Forward, gradient of the inputs, gradient of the weights: two operations each. Frozen weights need none.
-    each = 6 if sft.lora is None else 4
-    weights = memory.trained_parameters - beside
-    saved = weights * (4 + _MOMENTS_BYTES) + beside * (4 + _MOMENTS_BYTES)
+def tuning_disk(memory: Footprint) -> int:
+    """Estimate the most bytes that a fine-tune adds to the disk."""
+    saved = memory.trained_parameters * (4 + _MOMENTS_BYTES)
     # The checkpoint in the trunk's own layout, in 16 bits; the export is linked to it.
-    written = 2 * (memory.trunk_parameters + 2 * memory.head_parameters)
-    of_head = 2 * sizes.lm_head * tokens * (1 + 2 * depths) if beside else 0
-    return Cost(
-        regenerate_flops=0,
-        trunk_flops=each * sizes.trunk * tokens,
-        head_flops=6 * sizes.head * tokens * depths if beside else 0,
-        loss_flops=each * sizes.lm_head * tokens + of_head,
-        disk_bytes=saved * KEPT_CHECKPOINTS + written,
-    )
+    return saved * KEPT_CHECKPOINTS + 2 * (memory.trunk_parameters + 2 * memory.head_parameters)

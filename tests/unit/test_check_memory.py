@@ -1,0 +1,113 @@
+"""The memory that ``check`` plans for a released model's shape, against hand arithmetic."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers import Qwen3_5TextConfig
+
+from mtp_train import CheckResult, check
+from mtp_train.errors import DataError
+from mtp_train.train.devices import device_named
+
+# Qwen3.5 9B: 32 layers, every fourth with full attention, the others with Gated DeltaNet.
+VOCAB, WIDTH, LAYERS, FULL = 248_320, 4096, 32, 8
+MLP = 3 * WIDTH * 12_288
+ATTENTION = WIDTH * 2 * 16 * 256 + 2 * WIDTH * 4 * 256 + 16 * 256 * WIDTH + 2 * 256
+"""Queries with their gate, keys and values, output, two norms of 256 channels."""
+DELTA = WIDTH * (2 * 2048 + 4096) + WIDTH * 4096 + 2 * WIDTH * 32 + 4 * 8192 + 4096 * WIDTH + 2 * 32 + 128
+"""Queries, keys and values; gate; decay and beta; convolution of four taps; output; decay's parameters; norm."""
+OUTSIDE = 2 * VOCAB * WIDTH + WIDTH
+"""Embedding, output matrix and the last norm."""
+TRUNK = OUTSIDE + LAYERS * (MLP + 2 * WIDTH) + FULL * ATTENTION + (LAYERS - FULL) * DELTA
+HEAD = 2 * WIDTH * WIDTH + MLP + ATTENTION + 5 * WIDTH
+"""A layer with full attention, the projection of two states, and its three norms."""
+
+
+SHAPE = Qwen3_5TextConfig(
+    hidden_size=WIDTH, num_hidden_layers=LAYERS, intermediate_size=12_288, num_attention_heads=16, num_key_value_heads=4
+).to_dict() | {"mtp_num_hidden_layers": 1, "architectures": ["Qwen3_5ForCausalLM"]}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("plans")
+    (directory / "trunk").mkdir()
+    (directory / "trunk" / "config.json").write_text(json.dumps(SHAPE, default=str))
+    (directory / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    return {
+        "run_dir": str(directory / "run"),
+        "model": {"trunk": str(directory / "trunk")},
+        "head": {"num_depths": 3, "init": "native"},
+        "data": {
+            "sources": [{"path": str(directory / "prompts.jsonl")}],
+            "seq_len_tokens": 2048,
+            "regenerate": {"max_prompts": 20_000, "batch_size": 64},
+        },
+        "train": {"max_steps": 500, "tokens_per_step": 65_536, "lr": 1e-4, "micro_batch_sequences": 1},
+        "evaluate": {"arms": ["none", "native", "retrained"]},
+    }
+
+
+def planned(recipe: dict[str, Any], processes: int, device: str = "H100") -> CheckResult:
+    return check(recipe, processes=processes, device=device)
+
+
+def test_memory_of_nine_billion_parameters_on_one_gpu(recipe: dict[str, Any]) -> None:
+    memory = planned(recipe, 1).memory
+    assert memory.trunk_parameters == TRUNK == 8_953_803_264
+    assert memory.trunk_bytes == 2 * TRUNK
+    assert memory.head_parameters == memory.trained_parameters == HEAD
+    # Weights, gradients and two moments in fp32.
+    assert memory.head_and_optimizer_bytes == 16 * HEAD
+    # Five fp32 tensors of as many rows, in units of 128, as take 2 GB.
+    assert memory.loss_rows == 384
+    assert memory.loss_bytes == 5 * 384 * VOCAB * 4 < 2e9 < 5 * 512 * VOCAB * 4
+    # A thirty-second part of 24 GB has no room for 256 rows.
+    small = planned(recipe, 1, "RTX4090")
+    assert small.memory.loss_rows == 256
+    assert f"loss {small.memory.loss_bytes / 2**30:.2f} in chunks of 256 rows, activations" in str(small)
+
+
+def test_memory_of_nine_billion_parameters_in_eight_shards(recipe: dict[str, Any]) -> None:
+    memory = planned(recipe, 8).memory_in_shards
+    assert memory is not None
+    # A shard, and beside it what is whole during a step: everything outside of the layers, and the two largest layers.
+    largest = MLP + 2 * WIDTH + DELTA
+    assert memory.trunk_bytes == 2 * TRUNK // 8 + 2 * (OUTSIDE + 2 * largest)
+    assert memory.head_and_optimizer_bytes == 16 * HEAD // 8 + 8 * HEAD
+
+
+def test_main_memory_while_nine_billion_parameters_are_loaded(recipe: dict[str, Any]) -> None:
+    found = planned(recipe, 8)
+    assert found.memory_in_shards is not None
+    assert found.memory.loading_bytes == 2 * TRUNK
+    # Everything outside of the layers, the largest layer and a copy of it.
+    largest = MLP + 2 * WIDTH + DELTA
+    assert found.memory_in_shards.loading_bytes == 2 * (OUTSIDE + 2 * largest)
+    text = (
+        "# main memory of each process while it loads the trunk: whole 16.68 GiB; to train with fsdp2.yaml 4.60 GiB\n"
+    )
+    assert text in str(found)
+    split = planned(recipe, 8, "16GiB")
+    assert "GiB; to decode little, as each process reads its part onto its device\n" in str(split)
+
+
+def test_training_that_does_not_fit_names_what_needs_less(recipe: dict[str, Any]) -> None:
+    needed = planned(recipe, 1, "24 gib")
+    assert (
+        "# training does not fit: 25 GiB on a process, and its device has 24 GiB. Less is needed with more processes, "
+        "head.lora, train.gradient_checkpointing or smaller data.seq_len_tokens\n"
+    ) in str(needed)
+    assert needed.precision_reason == "24 gib multiplies bf16 natively"
+    assert "does not fit" not in str(planned(recipe, 1, "32GiB"))
+
+
+def test_a_device_is_in_the_table_or_has_its_memory_given() -> None:
+    assert device_named("H200") == ("H200", "cuda", 141 << 30)
+    assert device_named("0.5GiB") == ("0.5GiB", "cuda", 1 << 29)
+    for name in ("h10", "24", "0GiB", "-1GiB"):
+        with pytest.raises(DataError, match=rf"^--device: '{name}'; expected one of h100, h200, a100, l40s, rtx4090, "):
+            device_named(name)
