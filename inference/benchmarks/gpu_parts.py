@@ -206,12 +206,10 @@ def part_d3(place: Place) -> list[Step]:
     """Return the step that runs or resumes the study on the larger pair."""
     work = place.work
     pair = f"model.trunk={work}/finetune model.head_from={work}/base data.sources.0.path={work}/prompts.jsonl"
-    sizes = (
-        "train.max_steps=200 train.tokens_per_step=12288 train.lr=1.5e-3 train.micro_batch_sequences=8 "
-        "study.drift.fine_tune.lr=5e-4 evaluate.prompts=64"
-    )
+    sizes = "train.max_steps=200 train.tokens_per_step=12288 train.lr=1.5e-3 train.micro_batch_sequences=8"
+    sizes += " evaluate.prompts=64"
     arms = "evaluate.arms=[graft,retrained,vanilla]"
-    least = f"{LEAST_RUN} {arms} study.drift=null study.objectives=[kl] study.temperatures=[0.0] study.rules=[greedy]"
+    least = f"{LEAST_RUN} {arms} study.objectives=[kl] study.temperatures=[0.0] study.rules=[greedy]"
     fields = f"{pair} study.vanilla_sources=[{work}/code.jsonl] {sizes}" if place.on_gpu else least
     return [recipe_step("study", 540, ("-m",), work / "study", fields, recipe="vanilla_vs_distill")]
 

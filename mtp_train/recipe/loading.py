@@ -231,9 +231,8 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain values: sections as dictionaries, tuples as lists."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
     # Run directories from before these fields existed must resume: a default that was not in their text is left out.
-    for section in ("study", "sft"):
-        if plain[section] is None:
-            del plain[section]
+    if plain["study"] is None:
+        del plain["study"]
     if plain["data"]["responses"] is None:
         del plain["data"]["responses"]
     evaluate = plain["evaluate"]

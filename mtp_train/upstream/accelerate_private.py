@@ -1,4 +1,4 @@
-"""Every use of an undocumented part of accelerate: the parser of its launcher, and the state that it keeps by class.
+"""Every use of an undocumented part of accelerate: the parser of its launcher.
 
 ``SYMBOLS`` is looked up by tests/unit/test_upstream.py. accelerate is imported when a function is called.
 """
@@ -29,14 +29,6 @@ SYMBOLS = (
         "train/launcher.py",
         "only it reads a config file with the defaults that the launcher uses",
     ),
-    Symbol(
-        "accelerate.state:PartialState",
-        "_shared_state",
-        "job/study/drift.py",
-        "the state can be reset, but not put back: a launched process trains alone for a while, and then goes on",
-    ),
-    Symbol("accelerate.state:AcceleratorState", "_shared_state", "job/study/drift.py", "as above"),
-    Symbol("accelerate.state:GradientState", "_shared_state", "job/study/drift.py", "as above"),
 )
 
 
@@ -60,10 +52,3 @@ def read_config_file(path: str) -> Any:
     from accelerate.commands.config import config_args
 
     return config_args.load_config_from_file(path)
-
-
-def shared_states() -> list[dict[str, Any]]:
-    """Return the dicts in which accelerate keeps the state of this process, to clear and to fill again."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    return [cls._shared_state for cls in (PartialState, AcceleratorState, GradientState)]
