@@ -13,7 +13,6 @@ from mtp_train.evaluation.cells import (
     ArmCosts,
     BreakEven,
     Cell,
-    DriftPoint,
     EntropyBin,
     Finding,
     Latency,
@@ -220,20 +219,6 @@ STUDY = StudyReport(
         )
         for arm, depth, speedup in zip(RATES, (3, 0, 3), (1.72, 1.0, 2.02), strict=True)
         for task in (ALL_TASKS, *TASKS)
-    ),
-    drift=tuple(
-        DriftPoint(
-            label=f"step {step}",
-            step=step,
-            tokens=step * 8192,
-            trunk_change=step / 5000,
-            tau=2.4 - step / 120,
-            tau_ci95=(2.3 - step / 120, 2.5 - step / 120),
-            groups=24,
-            overlap=0.6 - step / 400,
-            target_entropy=1.2 - step / 200,
-        )
-        for step in (0, 10, 40, 100)
     ),
     findings=(
         Finding(

@@ -137,9 +137,6 @@ def arm_of_run(run_dir: Path, name: str = "") -> ArmSpec:
         CheckpointError: It has no head so far.
     """
     recipe = load_recipe(run_dir / RECIPE_FILE)
-    if recipe.sft is not None:
-        # The trunk of its recipe is the one before: what was tuned is in its export, with the head chosen for it.
-        return ArmSpec(name or _short(str(run_dir)), str(run_dir / "export"), OWN)
     head = run_dir / "head"
     if not head.is_dir():
         raise CheckpointError(

@@ -194,25 +194,6 @@ class Advice:
     """Engine to its exact flags."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DriftPoint:
-    """The base's head, unchanged, on a trunk after a number of fine-tuning steps."""
-
-    label: str
-    """The checkpoint or the step."""
-    step: int | None
-    tokens: int | None
-    """Tokens fine-tuned on."""
-    trunk_change: float | None
-    """Relative change of the trunk's weights, ``|W - W0| / |W0|``."""
-    tau: float
-    tau_ci95: Interval | None
-    groups: int | None
-    """Groups of the prompts."""
-    overlap: float | None
-    target_entropy: float | None
-
-
 VERDICTS = {"good": "confirmed", "bad": "refuted", "neutral": "undecided"}
 """Verdict on a statement by the tone of its finding."""
 
@@ -241,7 +222,6 @@ class StudyReport(RunReport):
     latency: tuple[Latency, ...] = ()
     break_even: tuple[BreakEven, ...] = ()
     advice: tuple[Advice, ...] = ()
-    drift: tuple[DriftPoint, ...] = ()
     findings: tuple[Finding, ...] = ()
     endpoint: Mapping[str, Any] | None = None
     """Measurements of a served model, if there was one (``mtp_train.evaluation.served.measure``)."""
@@ -274,7 +254,6 @@ _ROWS: dict[str, type] = {
     "latency": Latency,
     "break_even": BreakEven,
     "advice": Advice,
-    "drift": DriftPoint,
     "findings": Finding,
 }
 

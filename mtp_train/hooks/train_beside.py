@@ -317,12 +317,6 @@ def shards_model(state: AcceleratorState) -> str | None:
     return kind.value if kind in (DistributedType.FSDP, DistributedType.MEGATRON_LM) else None
 
 
-def trained_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's weights of the head that was trained beside the model, in fp32, by parameter name."""
-    found = load_file(checkpoint / STATE_FILE)
-    return {name.removeprefix("weight."): value for name, value in found.items() if name.startswith("weight.")}
-
-
 def batch_of(tokens_BT: Tensor, mask: Any, positions_BT: Tensor | None, labels_BT: Tensor | None) -> Batch:
     """Return the tokens of a forward pass as a training batch of the head, with padding and packed documents separated.
 

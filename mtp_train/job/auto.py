@@ -125,9 +125,8 @@ def settle_values(recipe: Recipe, fields: Collection[str], world_size: int, devi
     Raises:
         MtpError: The model or the data cannot be read, or a field cannot be ``auto`` in such a recipe.
     """
-    if recipe.study is not None or recipe.sft is not None:
-        kind = "study" if recipe.study is not None else "sft"
-        raise RecipeError([f"{field}: 'auto' with {kind}; expected a number. Write one." for field in fields])
+    if recipe.study is not None:
+        raise RecipeError([f"{field}: 'auto' with study; expected a number. Write one." for field in fields])
     recorded = recorded_recipe(Path(recipe.run_dir))
     if recorded is not None:
         return tuple(Choice(field, _value(recorded, field), f"recorded in {recipe.run_dir}") for field in fields)

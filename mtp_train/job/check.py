@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import Size
 
 from mtp_train.data.groups import COST_PER_MILLION
 from mtp_train.errors import MtpError
@@ -34,8 +33,6 @@ from mtp_train.job.inputs import (
 )
 from mtp_train.job.run_answers import require_answers
 from mtp_train.job.run_dir import require_place, with_recorded_precision, with_resolved_precision
-from mtp_train.job.sft.estimate_memory import tuning_disk, tuning_footprint
-from mtp_train.job.sft.tuned_model import require_trainable
 from mtp_train.job.start import Overrides, RecipeLike, launched_processes, settled_recipe
 from mtp_train.job.study.material import for_objective
 from mtp_train.recipe.loading import dump_recipe
@@ -52,9 +49,6 @@ from mtp_train.weights.demo import resolve
 from mtp_train.weights.files import CONFIG_FILE, Checkpoint, locate_checkpoint, read_config
 from mtp_train.weights.identity import TOKENIZER_PATTERNS
 from mtp_train.weights.quantised import quant_method
-
-_FINE_TUNE_BYTES = 16
-"""Bytes per weight of a fine-tuned trunk: the weight, its gradient and AdamW's two moments, all in fp32."""
 
 
 @dataclass(frozen=True)
@@ -200,21 +194,11 @@ class CheckResult:
         return f"\n# engines that draft with other kinds of head on this trunk{''.join(others)}" if others else ""
 
     def _kind_text(self) -> str:
-        study, sft = self.recipe.study, self.recipe.sft
-        if sft is not None:
-            learns = "all weights of the trunk" if sft.lora is None else f"LoRA of rank {sft.lora.r} on the trunk"
-            return f"\n# sft: {learns}, its head {sft.head}; every process holds the whole model"
+        study = self.recipe.study
         if study is None:
             return ""
         heads = ", ".join(study.objectives)
-        text = f"\n# study: {len(study.objectives)} head(s) ({heads}); disk is of all of them"
-        fine_tune = study.drift.fine_tune if study.drift is not None else None
-        if fine_tune is not None:
-            text += (
-                f"\n# drift: a fine-tune of {fine_tune.max_steps} steps on one process, about "
-                f"{self.memory.trunk_parameters * _FINE_TUNE_BYTES / GIB:.2f} GiB without activations"
-            )
-        return text
+        return f"\n# study: {len(study.objectives)} head(s) ({heads}); disk is of all of them"
 
 
 def check(
@@ -275,8 +259,6 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     text_config = config.get_text_config()
     require_draft_vocab(recipe, text_config.vocab_size)
     require_served(recipe, head_family)
-    if recipe.sft is not None:
-        require_trainable(family, raw, where=path)
     require_own_data(recipe, path)
     plan = make_plan(recipe, world_size)
     with named_rejections(path):
@@ -287,7 +269,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     if recipe.head.lora is not None:
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
     gpu_bytes = machine.memory_bytes if device.type == "cuda" else None
-    memory = whole_footprint(recipe, trunk, head, plan, device, gpu_bytes, trained)
+    memory = estimate_footprint(recipe, trunk, head, plan, device, gpu_bytes, trained)
     shards = _sharded(recipe, raw, memory, trunk, plan)
     disk_bytes = whole_disk(recipe, plan, trunk.state_width, memory)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
@@ -300,9 +282,9 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
 
 
 def _sharded(recipe: Recipe, config: RawConfig, memory: Footprint, trunk: Trunk, plan: Plan) -> Footprint | None:
-    # Packed trunks and fine-tunes are refused under FSDP2 and ZeRO-3.
+    # Packed trunks are refused under FSDP2 and ZeRO-3.
     packed = recipe.model.quantization is not None or quant_method(config) is not None
-    if packed or recipe.sft is not None:
+    if packed:
         return None
     return in_shards(memory, trunk, plan, is_adapted=recipe.model.adapter is not None)
 
@@ -354,25 +336,8 @@ def _with_precision(recipe: Recipe, planned: Device | None, device: torch.device
     return replace(recipe, train=train), f"{planned.name} multiplies bf16 natively"
 
 
-def whole_footprint(
-    recipe: Recipe,
-    trunk: Trunk,
-    head: Mapping[str, Size],
-    plan: Plan,
-    device: torch.device,
-    gpu_bytes: int | None,
-    lora_parameters: int | None,
-) -> Footprint:
-    """Estimate the memory of training a head, or of fine-tuning the trunk, as the recipe asks."""
-    if recipe.sft is None:
-        return estimate_footprint(recipe, trunk, head, plan, device, gpu_bytes, lora_parameters)
-    return tuning_footprint(recipe, recipe.sft, trunk, head, plan, gpu_bytes)
-
-
 def whole_disk(recipe: Recipe, plan: Plan, state_width: int, memory: Footprint) -> int:
     """Estimate the disk bytes of all that a recipe trains."""
-    if recipe.sft is not None:
-        return tuning_disk(memory)
     if recipe.study is None:
         offloaded = memory.offloaded_bytes if recipe.model.offload == "disk" else 0
         return estimate_disk(recipe, plan, state_width, memory) + offloaded

@@ -117,7 +117,7 @@ def keeps_whole(recipe: Recipe) -> bool:
     """Return whether a recipe's trunk is whole in each process, whatever its size, if the recipe sets no number."""
     model = recipe.model
     is_plain = model.offload is None and model.quantization is None and model.adapter is None
-    return not (is_plain and recipe.decodes) or recipe.study is not None or recipe.sft is not None
+    return not (is_plain and recipe.decodes) or recipe.study is not None
 
 
 def _automatic_size(recipe: Recipe, checkpoint: Checkpoint, plan: HeadPlan, accelerator: RunAccelerator) -> int:

@@ -55,9 +55,8 @@ def require_source_model(recipe: Recipe) -> None:
     if location is None or head_directory(location) is None:
         return
     found = f"model.head_from: {location} has a head and no exported checkpoint"
-    if recipe.study is not None or recipe.sft is not None:
-        section = "study" if recipe.study is not None else "sft"
-        raise RecipeError([f"{found}, with {section}; expected a checkpoint. Name the base in model.head_from."])
+    if recipe.study is not None:
+        raise RecipeError([f"{found}, with study; expected a checkpoint. Name the base in model.head_from."])
     if "vanilla" in arms:
         kept = ", ".join(arm for arm in arms if arm != "vanilla")
         raise RecipeError(

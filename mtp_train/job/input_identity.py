@@ -78,9 +78,6 @@ def run_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> Loa
         data |= {f"study.vanilla_sources.{number}": path for number, path in enumerate(study.vanilla_sources)}
         if study.suite is not None and (place := suite_location(study.suite)) is not None:
             data["study.suite"] = place
-        for name in study.drift.checkpoints if study.drift is not None else ():
-            label = f"study.drift.checkpoints ({name})"
-            loaders[label] = partial(checkpoint, label, name)
     local = {label: path for label, path in data.items() if label in places or is_local(label, path)}
     return loaders | {label: partial(data_files, label, path) for label, path in local.items()}
 

@@ -187,13 +187,13 @@ def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progr
 def require_gate_groups(recipe: Recipe, held_out: Sequence[Prompt]) -> None:
     """Check that the evaluation prompts are of enough groups to show a gain: before training, not after it.
 
-    A study has no gate, and a fine-tune whose head does not pass it keeps the head from before.
+    A study has no gate.
 
     Raises:
         DataError: They are not.
     """
     needed, found = min_gate_groups(recipe.gate.confidence), len({prompt.group for prompt in held_out})
-    if recipe.study is None and recipe.sft is None and found < needed:
+    if recipe.study is None and found < needed:
         raise DataError(
             f"data.holdout: {recipe.data.holdout} gives {len(held_out)} evaluation prompts of {found} group(s); "
             f"expected at least {needed} groups, the fewest that can show a gain at gate.confidence="

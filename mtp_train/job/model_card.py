@@ -228,7 +228,7 @@ def _section(
 ) -> str:
     version = provenance["versions"]["mtp-train"]
     drafts = recipe.head.kind != "mtp"
-    opening = _drafting if drafts else _retrained if recipe.sft is None else _fine_tuned
+    opening = _drafting if drafts else _retrained
     parts = [
         OPENING,
         f"## {find_head_kind(recipe.head.kind).title} head",
@@ -267,19 +267,6 @@ def _drafting(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport, 
         f"A head that was trained for `{_name(trunk)}` with {tool}, to be served beside it. {_PURPOSE}",
         f"- drafts: {'all tokens' if size is None else f'the {size} tokens most frequent in its training text'}\n"
         f"- trained on: {said} {_sources(recipe)}",
-    )
-
-
-def _fine_tuned(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport, tool: str) -> tuple[str, str]:
-    """Return the sentence and the list that describe a fine-tuned trunk: method, head and training data."""
-    trunk, donor = provenance["trunk"], provenance["head_from"] or provenance["trunk"]
-    how = "all of them" if recipe.sft is None or recipe.sft.lora is None else "by LoRA, merged"
-    passed = report.gate is not None and report.gate.passed
-    became = "trained further beside the weights" if passed else "as it was: stale"
-    return (
-        f"The weights of `{_name(trunk)}`, fine-tuned with {tool} ({how}), and a multi-token-prediction head. "
-        f"{_PURPOSE}",
-        f"- head: from `{_name(donor)}`, {became}\n- trained on: the text of {_sources(recipe)}",
     )
 
 

@@ -174,18 +174,11 @@ def settle(recipe: Recipe, accelerator: Accelerator) -> Recipe:
 def stages_of(
     recipe: Recipe, auto: Collection[str] = ()
 ) -> Callable[[Recipe, Path, RunAccelerator, Console, Progress, Stage], Outcome]:
-    """Return the function that runs the stages of a run, a study or a fine-tune.
-
-    Imports are local: studies and fine-tunes import transformers' Trainer, which other runs do not need.
-    """
+    """Return the function that runs the stages of a run or a study; the import of studies is local."""
     if recipe.study is not None:
         from mtp_train.job.study.study_run import run_study_stages
 
         return run_study_stages
-    if recipe.sft is not None:
-        from mtp_train.job.sft.fine_tune import run_sft_stages
-
-        return run_sft_stages
     return partial(run_stages, auto=auto)
 
 

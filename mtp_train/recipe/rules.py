@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
 
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.losses.catalogue import find_loss
@@ -101,93 +99,6 @@ def _parallel_modules_have_no_attention_to_mask(recipe: Recipe) -> Iterator[str]
         )
 
 
-# Settings that a fine-tune does not use: the path, the value that leaves the setting off, and the reason.
-_UNUSED_WITH_SFT: dict[str, tuple[Any, str]] = {
-    "model.adapter": (None, "the trunk is fine-tuned without an adapter"),
-    "model.quantization": (None, "quantised weights cannot be trained"),
-    "model.offload": (None, "weights that are trained must be on the device"),
-    "head.kind": ("mtp", "only an MTP head is stored in the trunk's own checkpoint"),
-    "head.lora": (None, "LoRA on the trunk is sft.lora"),
-    "head.draft_vocab": (None, "the head drafts from all tokens"),
-    "head.convention": ("auto", "the head has the usual wiring of its family"),
-    "data.regenerate": (None, "the trunk is trained on the responses of the sources"),
-    "data.responses": (None, "the trunk is trained on the responses of the sources"),
-    "data.pack": (False, "transformers' Trainer has one document per row"),
-    "objective.loss": ("auto", "the trunk is trained with cross-entropy, a head beside it with KL"),
-    "objective.temperature": (1.0, "no loss of a fine-tune has a temperature"),
-    "objective.unroll": ("exact", "a head beside the trunk is unrolled as in decoding"),
-    "objective.on_policy": (False, "a head beside the trunk reads the same text as the trunk"),
-    "objective.vocab": ("all", "the head drafts from all tokens"),
-    "train.hidden_cache": (None, "the trunk's hidden states change with every step"),
-    "train.select": (None, "the last checkpoint is kept"),
-    "gate.baseline": ("auto", "a head beside the trunk is compared with the head that it started from"),
-    "export.enabled": (True, "the fine-tuned checkpoint is the output of the run"),
-    "study": (None, "a run is either a study or a fine-tune"),
-}
-# Settings of a head that is trained beside the trunk, with their defaults.
-_ONLY_BESIDE: dict[str, Any] = {"sft.head_lr": 1e-4, "objective.depth_decay": 0.6, "gate.confidence": 0.95}
-
-
-@_reads(*_UNUSED_WITH_SFT, *_ONLY_BESIDE, "sft")
-def _sft_settings_are_used(recipe: Recipe) -> Iterator[str]:
-    if recipe.sft is None:
-        return
-    for path, (unset, reason) in _UNUSED_WITH_SFT.items():
-        found = attrgetter(path)(recipe)
-        if found != unset:
-            yield f"{path}: {shown(found)} with sft: {reason}; expected {shown(unset)}. Write {path}: {shown(unset)}."
-    if recipe.sft.head == "beside":
-        return
-    for path, unset in _ONLY_BESIDE.items():
-        found = attrgetter(path)(recipe)
-        if found != unset:
-            yield (
-                f"{path}: {shown(found)} with sft.head: kept, which trains no head; expected {shown(unset)}. Leave it "
-                "out, or write sft.head: beside."
-            )
-
-
-@_reads("sft", "head.init", "model.head_from")
-def _sft_has_a_head_to_keep(recipe: Recipe) -> Iterator[str]:
-    if recipe.sft is None:
-        return
-    if recipe.attaches:
-        yield (
-            f"head.init: {recipe.head.init!r} with sft, which keeps an existing head; expected native (the head of "
-            "model.trunk) or graft (the head of model.head_from). Train a new head afterwards: "
-            "mtp-train init writes a recipe for the exported checkpoint."
-        )
-    if recipe.head.init == "native" and recipe.model.head_from is not None:
-        yield (
-            f"model.head_from: {recipe.model.head_from!r} with head.init: native, the head of model.trunk; expected "
-            "null. Write model.head_from: null, or head.init: graft."
-        )
-
-
-@_reads("sft", "evaluate.arms")
-def _sft_arms_are_on_the_tuned_trunk(recipe: Recipe) -> Iterator[str]:
-    if recipe.sft is None:
-        return
-    arms = recipe.evaluate.arms
-    beside = recipe.sft.head == "beside"
-    for arm in ("graft", *(("retrained",) if beside else ())):
-        if arm not in arms:
-            yield (
-                f"evaluate.arms: no {arm!r} with sft.head: {recipe.sft.head}; expected the arm that measures the head "
-                f"on the tuned trunk. Add {arm!r}."
-            )
-    if "retrained" in arms and not beside:
-        yield (
-            "evaluate.arms: 'retrained' with sft.head: kept, which trains no head; expected arms without it. Remove "
-            "it, or write sft.head: beside."
-        )
-    if "native" in arms:
-        yield (
-            "evaluate.arms: 'native' with sft; expected 'graft', the head from before the fine-tune on the tuned "
-            "trunk. Write 'graft' in its place."
-        )
-
-
 @_reads("head.init", "model.head_from")
 def _graft_has_a_donor(recipe: Recipe) -> Iterator[str]:
     if recipe.head.init == "graft" and recipe.model.head_from is None:
@@ -224,12 +135,11 @@ def _shared_trunks_are_plain(recipe: Recipe) -> Iterator[str]:
             )
 
 
-@_reads("model.tensor_parallel", "study", "sft")
+@_reads("model.tensor_parallel", "study")
 def _shared_trunks_are_of_runs(recipe: Recipe) -> Iterator[str]:
-    kind = "study" if recipe.study is not None else "sft" if recipe.sft is not None else None
-    if kind is not None and recipe.model.tensor_parallel not in (None, 1):
+    if recipe.study is not None and recipe.model.tensor_parallel not in (None, 1):
         yield (
-            f"model.tensor_parallel: {recipe.model.tensor_parallel} with {kind}, which measures trunks that are whole "
+            f"model.tensor_parallel: {recipe.model.tensor_parallel} with study, which measures trunks that are whole "
             "in each process; expected null. Write null."
         )
 
@@ -243,12 +153,10 @@ def _lora_has_a_trained_head(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@_reads("evaluate.arms", "model.head_from", "sft")
+@_reads("evaluate.arms", "model.head_from")
 def _arms_have_their_model(recipe: Recipe) -> Iterator[str]:
-    # With sft, another rule requires a head of model.trunk or of model.head_from.
-    has_head = recipe.model.head_from is not None or recipe.sft is not None
     for arm in ("graft", "vanilla"):
-        if arm in recipe.evaluate.arms and not has_head:
+        if arm in recipe.evaluate.arms and recipe.model.head_from is None:
             yield (
                 f"evaluate.arms: {arm!r} while model.head_from is null; expected a checkpoint with a head. Name it "
                 "in model.head_from, or remove the arm."
@@ -272,19 +180,19 @@ def _arms_differ(recipe: Recipe) -> Iterator[str]:
         yield f"evaluate.arms: {arm!r} {arms.count(arm)} times; expected each arm once. Remove the repeats."
 
 
-@_reads("export.enabled", "evaluate.arms", "sft")
+@_reads("export.enabled", "evaluate.arms")
 def _export_is_measured(recipe: Recipe) -> Iterator[str]:
-    if recipe.sft is None and recipe.export.enabled and "retrained" not in recipe.evaluate.arms:
+    if recipe.export.enabled and "retrained" not in recipe.evaluate.arms:
         yield (
             "evaluate.arms: no 'retrained' while export.enabled is true; expected an arm that measures the head "
             "before its export. Add 'retrained', or write export.enabled: false."
         )
 
 
-@_reads("gate.baseline", "head.init", "model.head_from", "evaluate.arms", "sft")
+@_reads("gate.baseline", "head.init", "model.head_from", "evaluate.arms")
 def _baseline_is_measured(recipe: Recipe) -> Iterator[str]:
     arms, baseline = recipe.evaluate.arms, recipe.gate_baseline
-    if recipe.sft is None and "retrained" in arms and baseline not in arms:
+    if "retrained" in arms and baseline not in arms:
         origin = f" ({baseline!r})" if recipe.gate.baseline == "auto" else ""
         yield (
             f"gate.baseline: {recipe.gate.baseline!r}{origin}, which is not in evaluate.arms; expected one of "
@@ -372,9 +280,9 @@ def _sources_can_be_answered(recipe: Recipe) -> Iterator[str]:
             )
 
 
-@_reads("data.responses", "data.regenerate", "sft")
+@_reads("data.responses", "data.regenerate")
 def _responses_of_a_run_are_used(recipe: Recipe) -> Iterator[str]:
-    if recipe.data.responses is not None and not recipe.regenerates and recipe.sft is None:
+    if recipe.data.responses is not None and not recipe.regenerates:
         yield (
             f"data.responses: {recipe.data.responses!r} while data.regenerate is off; expected it on, as the trunk "
             "answers the prompts that the run did not. Write data.regenerate.enabled: true, or data.responses: null."
@@ -451,16 +359,15 @@ def _address_problems(field: str, address: str, key_field: str) -> Iterator[str]
         )
 
 
-@_reads("gate.endpoint", "gate.baseline", "head.init", "model.head_from", "evaluate.arms", "study", "sft")
+@_reads("gate.endpoint", "gate.baseline", "head.init", "model.head_from", "evaluate.arms", "study")
 def _servers_measure_the_gate(recipe: Recipe) -> Iterator[str]:
     servers, wanted = recipe.gate.endpoint, {recipe.gate_baseline, "retrained"}
     if servers is None:
         return
     yield from _address_problems("gate.endpoint.retrained", servers.retrained, "gate.endpoint.api_key_env")
     yield from _address_problems("gate.endpoint.baseline", servers.baseline, "gate.endpoint.api_key_env")
-    kind = "study" if recipe.study is not None else "sft" if recipe.sft is not None else None
-    if kind is not None:
-        yield f"gate.endpoint: set with {kind}, which measures in process; expected null. Write gate.endpoint: null."
+    if recipe.study is not None:
+        yield "gate.endpoint: set with study, which measures in process; expected null. Write gate.endpoint: null."
     elif set(recipe.evaluate.arms) != wanted:
         named = ", ".join(sorted(wanted))
         yield (
@@ -621,20 +528,3 @@ def _study_settings_fit_together(recipe: Recipe) -> Iterator[str]:
                 f"study.rules: {list(study.rules)} has no rule for temperature {temperature:g}; expected one. "
                 f"Add {wanted!r}, or remove the temperature."
             )
-
-
-@_reads("study")
-def _drift_has_points(recipe: Recipe) -> Iterator[str]:
-    drift = recipe.study.drift if recipe.study is not None else None
-    if drift is None:
-        return
-    if not drift.checkpoints and drift.fine_tune is None:
-        yield (
-            "study.drift: neither checkpoints nor fine_tune; expected one of them. Set study.drift.checkpoints or "
-            "study.drift.fine_tune, or write study.drift: null."
-        )
-    if drift.checkpoints and drift.fine_tune is not None:
-        yield (
-            "study.drift.fine_tune: set together with checkpoints; expected one of them. Write "
-            "study.drift.fine_tune: null."
-        )

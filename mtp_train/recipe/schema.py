@@ -98,8 +98,7 @@ class ModelSection(Section):
     """The target model, called the trunk, and the checkpoint with its head."""
 
     trunk: Text
-    """The fine-tuned checkpoint: a directory, a hub id, or `demo:NAME`. Its weights are frozen unless the recipe has a
-    section `sft`."""
+    """The fine-tuned checkpoint: a directory, a hub id, or `demo:NAME`. Its weights are frozen."""
     head_from: Text | None = None
     """The checkpoint whose head is grafted, usually the base of the fine-tune. Its own trunk with its own head is the
     arm `vanilla`. Or a run directory: its export, or if it has none (a refused run) its trained head."""
@@ -452,37 +451,6 @@ class TrackSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FineTuneSpec(Section):
-    """Fine-tune the trunk of `model.head_from` on the responses of the sources, and measure its untouched head.
-
-    transformers' Trainer does it on one process, in `train.precision` with fp32 weights. The held-out groups are left
-    out. The fine-tuned trunk is not kept.
-    """
-
-    max_steps: Count
-    """Number of optimizer steps."""
-    lr: Positive
-    """Peak learning rate. It rises over the first tenth of the steps, then falls along a cosine."""
-    documents_per_step: Count = 8
-    """Documents per step."""
-    points: NonEmpty[UpToOne] = (0.02, 0.05, 0.15, 0.4, 1.0)
-    """Shares of the steps after which the head is measured. It is also measured before the first step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DriftSection(Section):
-    """The acceptance of the untouched head of `model.head_from` as its trunk is fine-tuned further and further.
-
-    The head drafts for each of these trunks on the held-out prompts, with greedy decoding.
-    """
-
-    checkpoints: Items[Text] = ()
-    """Checkpoints from a fine-tune of `model.head_from`, in order: directories or hub ids."""
-    fine_tune: FineTuneSpec | None = None
-    """A fine-tune made by the study, if there are no checkpoints."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StudySection(Section):
     """Compare `model.head_from` with its own head with `model.trunk` with the grafted head and with retrained heads.
 
@@ -513,41 +481,6 @@ class StudySection(Section):
     """Prompts decoded together. More than 1 is faster, and the speeds in the report are those at this batch size."""
     margin: Share = 0.05
     """Largest loss, as a share of the vanilla level, with which acceptance still counts as restored."""
-    drift: DriftSection | None = None
-    """Measure the drift curve; null leaves it out."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrunkLoraSpec(Section):
-    """LoRA on the trunk: low-rank matrices are trained beside frozen weights. The export contains the merged weights.
-
-    The adapter itself is kept in the run directory.
-    """
-
-    r: Count = 16
-    """The rank."""
-    alpha: Count = 32
-    """The product of the low-rank matrices is scaled by `alpha / r`."""
-    targets: NonEmpty[Text] | None = None
-    """Linear layers of the trunk to adapt, by the last part of their names, such as `q_proj`; null adapts all of them.
-    Stacked experts and routers are not adapted."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SftSection(Section):
-    """Fine-tune `model.trunk` itself with transformers' Trainer, on the responses of the sources, and keep its head.
-
-    The section `train` then applies to the trunk. Only assistant turns, responses and plain text are in the loss. The
-    checkpoint is written in the trunk's own layout and always has a head; the report has the acceptance of that head.
-    """
-
-    lora: TrunkLoraSpec | None = None
-    """LoRA on the trunk; null trains all weights of the trunk."""
-    head: Literal["kept", "beside"] = "beside"
-    """`kept`: the head is not trained, and becomes stale as the trunk changes. `beside`: the head is trained together
-    with the trunk, without a gradient into the trunk; the export has the better of the two heads, by the gate."""
-    head_lr: Positive = 1e-4
-    """Peak learning rate of the head with `head: beside`. It has the same schedule as the trunk's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -569,17 +502,12 @@ class Recipe(Section):
     track: TrackSection = field(default_factory=TrackSection)
     study: StudySection | None = None
     """Run a study with several retrained heads; null is the usual run with one head, a gate and an export."""
-    sft: SftSection | None = None
-    """Fine-tune the trunk; null keeps the trunk frozen and trains only the head."""
 
     @property
     def gate_baseline(self) -> Baseline:
         """The arm that the retrained head must beat, with ``auto`` resolved."""
         if self.gate.baseline != "auto":
             return self.gate.baseline
-        if self.sft is not None:
-            # On the fine-tuned trunk the head from before is a graft, also if it came from the same checkpoint.
-            return "graft"
         if self.head.init == "native":
             return "native"
         return "none" if self.model.head_from is None else "graft"

@@ -350,7 +350,7 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-STUDY_FIGURE_STEM = re.compile(r"(tau|marginal_acceptance|depth|context|output_position|entropy|costs|drift|tasks_\d+)")
+STUDY_FIGURE_STEM = re.compile(r"(tau|marginal_acceptance|depth|context|output_position|entropy|costs|tasks_\d+)")
 """Matches the stem of every figure that a study can have."""
 
 MAX_TASK_CHARS = 18
@@ -373,7 +373,8 @@ def render_study_figures(report: StudyReport) -> list[FigureFile]:
         figures.append(FigureFile("marginal_acceptance", caption, marginal_figure(with_shares, intervals)))
     figures += _heat_maps(slices)
     figures += [figure for draw in (_depth, _context, _output, _entropy) if (figure := draw(slices, looks))]
-    figures += [figure for draw in (_costs, _drift) if (figure := draw(slices))]
+    if (costs := _costs(slices)) is not None:
+        figures.append(costs)
     return figures
 
 
@@ -545,23 +546,6 @@ def _costs(slices: Slices) -> FigureFile | None:
     axes.set_xlabel("milliseconds per round")
     caption = "Time of a round. Grey: one token of plain decoding. Colour: the time that drafting and verifying add."
     return FigureFile("costs", caption, png(figure))
-
-
-def _drift(slices: Slices) -> FigureFile | None:
-    """Draw tau of an unchanged head over the tokens of fine-tuning, else over the change of the trunk's weights."""
-    for label, points in (
-        ("tokens fine-tuned on", [(p.tokens, p) for p in slices.report.drift if p.tokens is not None]),
-        (
-            "relative change of the trunk's weights",
-            [(p.trunk_change, p) for p in slices.report.drift if p.trunk_change is not None],
-        ),
-    ):
-        if len(points) > 1:
-            series = Series(Subject("unchanged head", "", LOOKS["graft"]), [(x, p.tau, p.tau_ci95) for x, p in points])
-            over = over_groups(point for _, point in points)
-            caption = f"Tau of an unchanged head while its trunk is fine-tuned, with 95 % intervals over {over}."
-            return FigureFile("drift", caption, _curves([series], None, label, "tokens per round (tau)"))
-    return None
 
 
 def _series(

@@ -22,7 +22,6 @@ from mtp_train.report.study_grids import (
     depth_grid,
     difference_grid,
     difference_matrix,
-    drift_grid,
     task_grid,
     temperature_grid,
 )
@@ -266,7 +265,6 @@ def _sections(slices: Slices, figures: Mapping[str, FigureFile], positions: bool
         Section("What it costs", figures=drawn("costs"), grids=_given(cost_grid(slices))),
         Section("Time of a reply", (_LATENCY_NOTE,), grids=_given(latency_grid(slices))),
         Section("From which length on", (_BREAK_EVEN_NOTE,), grids=_given(break_even_grid(slices))),
-        Section("While the trunk is fine-tuned", figures=drawn("drift"), grids=_given(drift_grid(slices))),
         Section("The served model", rows=flatten(report.endpoint or {})),
     ]
 

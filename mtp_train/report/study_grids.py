@@ -16,7 +16,6 @@ from mtp_train.report.study_slices import Slices
 from mtp_train.report.study_wording import RULE_WORDS, depth_words, difference_words, pair_words, signed
 from mtp_train.report.wording import (
     count_words,
-    format_estimate,
     format_groups,
     format_number,
     format_seconds,
@@ -158,25 +157,6 @@ def difference_matrix(slices: Slices) -> Grid | None:
             texts.setdefault(_task_words(row.task, [row.groups]), {})[pair_words(row)] = text
     pairs = dict.fromkeys(pair for by_pair in texts.values() for pair in by_pair)
     return make_matrix("task", tuple(pairs), {"": texts})
-
-
-def drift_grid(slices: Slices) -> Grid | None:
-    """Return the figures of an unchanged head on each checkpoint of a fine-tuning; None where none were measured."""
-    rows = [
-        Row(
-            point.label,
-            (
-                format_number(point.tokens, 0),
-                format_number(point.trunk_change, 4),
-                format_estimate(point.tau, point.tau_ci95),
-                format_number(point.groups, 0),
-                format_number(point.overlap, 2),
-                format_number(point.target_entropy, 2),
-            ),
-        )
-        for point in slices.report.drift
-    ]
-    return make_grid(("trunk", "tokens", "change of weights", "tau [95 %]", "groups", "overlap", "entropy"), {"": rows})
 
 
 def _task_words(task: str, groups: Iterable[int | None]) -> str:

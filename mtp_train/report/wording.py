@@ -116,8 +116,6 @@ def headline(report: RunReport) -> Headline:
     """Return the run's verdict. A lossless check that failed comes first: acceptance has no meaning without it."""
     if report.lossless and report.lossless.faults:
         return lossy_headline(report.lossless)
-    if report.gate is None and report.settings.get("head") == "kept":
-        return kept_headline(report)
     if report.gate is None:
         return Headline("neutral", "Acceptance measured", "Nothing was retrained, so there is no gate.")
     baseline = BASELINES.get(report.gate.baseline, report.gate.baseline)
@@ -228,17 +226,6 @@ def draft_vocab_sentences(report: RunReport) -> list[str]:
     """Return the suggestion of a draft vocabulary for each head, with the arm's name if there are several."""
     several = len(report.draft_vocab) > 1
     return [f"{one.arm}: {one.reason}" if several else one.reason for one in report.draft_vocab]
-
-
-def kept_headline(report: RunReport) -> Headline:
-    """Return the verdict on a head that stayed unchanged while its trunk was fine-tuned."""
-    tau = report.arms["graft"].tau
-    return Headline(
-        "neutral",
-        "Stale head: the trunk was fine-tuned, its head is unchanged",
-        f"With this head the tuned trunk commits {format_number(tau, 2)} tokens a round; plain decoding, 1.00. Retrain "
-        f"the head on the trunk's own output: {report.settings['next']}",
-    )
 
 
 def lossy_headline(lossless: Lossless) -> Headline:

@@ -313,10 +313,6 @@ def cure(recipe: Recipe, stage: str) -> str:
     train, regenerate = recipe.train, recipe.data.regenerate
     if stage == "data" and regenerate is not None:
         return f"Lower data.regenerate.batch_size, or data.regenerate.max_new_tokens ({regenerate.max_new_tokens})."
-    if stage == "drift":
-        return (
-            "Write study.drift: null, or name checkpoints of a fine-tune that ran elsewhere in study.drift.checkpoints."
-        )
     if stage == "evaluate" and recipe.study is not None:
         return f"Lower study.batch ({recipe.study.batch}), or evaluate.max_new_tokens."
     if stage == "evaluate":
@@ -325,9 +321,6 @@ def cure(recipe: Recipe, stage: str) -> str:
         return f"Write train.micro_batch_sequences: 1; it is {train.micro_batch_sequences}, and changes no result."
     if stage == "train" and not train.gradient_checkpointing:
         return "Write train.gradient_checkpointing: true; it changes no result."
-    if stage == "train" and recipe.sft is not None:
-        smaller = "'sft.lora={r: 16}', which trains few weights" if recipe.sft.lora is None else "model.dtype: bfloat16"
-        return f"Write {smaller}, or lower data.seq_len_tokens ({recipe.data.seq_len_tokens})."
     shards = f"launch with {accelerate_file('fsdp2')} on several GPUs, which puts the trunk in shards"
     if stage == "train" and train.hidden_cache is None:
         return f"Write train.hidden_cache: {{}}, which trains without the trunk, or {shards}."

@@ -44,7 +44,6 @@ __all__ = [
     "splitting",
     "torch_function_of",
     "unpack_mxfp4",
-    "use_one_gpu",
     "without_deepspeed",
     "without_packed_rows",
 ]
@@ -148,12 +147,6 @@ SYMBOLS = (
         "set_param_for_module",
         "trunk/load.py",
         "from_pretrained has no hook for a loaded layer; its own sharding cuts tensors before it joins or splits them",
-    ),
-    Symbol(
-        "transformers:TrainingArguments",
-        "_n_gpu",
-        "job/sft/tuning.py, job/study/drift.py",
-        "no argument keeps a Trainer in one process from wrapping its model in DataParallel where it sees several GPUs",
     ),
     Symbol(
         "transformers:PreTrainedModel",
@@ -372,13 +365,3 @@ def renamed_keys(model: Any) -> Mapping[str, str]:
     """
     mapping: Mapping[str, str] = getattr(model, "_checkpoint_conversion_mapping", {})
     return mapping
-
-
-def use_one_gpu(arguments: Any) -> None:
-    """Keep a Trainer in one process on its first GPU, where it would wrap the model in DataParallel.
-
-    Args:
-        arguments: ``TrainingArguments``; changed in place.
-    """
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1

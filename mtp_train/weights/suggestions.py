@@ -45,18 +45,10 @@ def last_name(location: str) -> str:
     return location.rstrip("/").rsplit(":", 1)[-1]
 
 
-def train_command(checkpoint: str, data: Sequence[str] = ()) -> str:
-    """Return the command that retrains a checkpoint's own head, or trains a new one for a checkpoint without a head.
-
-    Args:
-        checkpoint: A directory or a hub id.
-        data: The data to train on; empty for the built-in prompts.
-    """
+def train_command(checkpoint: str) -> str:
+    """Return the command that retrains a checkpoint's own head, or trains a new one for a checkpoint without a head."""
     recipe = shlex.quote(f"{checkpoint.rstrip('/').rsplit('/', 1)[-1]}.yaml")
-    sources = f" --data {shlex.join(data)}" if data else ""
-    return (
-        f"mtp-train init {recipe} --trunk {shlex.quote(checkpoint)}{sources} && accelerate launch -m mtp_train {recipe}"
-    )
+    return f"mtp-train init {recipe} --trunk {shlex.quote(checkpoint)} && accelerate launch -m mtp_train {recipe}"
 
 
 def named_base(checkpoint: Path) -> str | None:

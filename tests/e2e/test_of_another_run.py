@@ -155,9 +155,6 @@ def test_a_head_alone_is_no_model(first: Path, pristine: Path, tmp_path: Path, c
     for command in ("check", "run"):
         said = refusal([command, second(tmp_path, pristine, first, evaluate__arms=arms)], capfd)
         assert "Write evaluate.arms: [none, graft, retrained], or name the base" in said
-    tuned = {"sft": {"head": "beside"}, "data__regenerate": None, "data__responses": None, "data__pack": False}
-    tuned["evaluate__arms"] = ["graft", "retrained"]
-    assert ", with sft; expected a checkpoint" in refusal(["run", second(tmp_path, pristine, first, **tuned)], capfd)
 
 
 def test_a_head_that_does_not_fit_is_refused(first: Path, pristine: Path, tmp_path: Path, capfd: Capture) -> None:

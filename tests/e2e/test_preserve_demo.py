@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -18,6 +19,7 @@ from runs import document
 
 HOW_TO = Path(__file__).parents[2] / "recipes" / "preserve.md"
 Capture = pytest.CaptureFixture[str]
+with_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl: not installed")
 LINE = "    callbacks=[KeepHead()],  # the one line\n"
 PROMPT = "import os\nimport sys\n\n\ndef main("
 
@@ -74,29 +76,32 @@ def test_without_the_line_inspect_names_what_was_lost(
     assert found["cure"].startswith("mtp-train graft ")
 
 
+@pytest.mark.parametrize("library", ["transformers", pytest.param("trl", marks=with_trl)])
 def test_the_how_to_trains_the_head_beside_the_model(
-    tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    library: str, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, _, beside, _ = page()
+    script, _, for_trl, _ = page()
     assert "trainer.train()\n" in script
-    script = script.replace(LINE, "").replace("trainer.train()\n", f"{beside}trainer.train()\n")
+    beside = "from mtp_train import train_head_beside\ntrain_head_beside(trainer)\ntrainer.train()\n"
+    script = script.replace(LINE, "").replace("trainer.train()\n", beside) if library == "transformers" else for_trl
     tuned = fine_tune(script, tmp_path, monkeypatch)
     found = document(["inspect", tuned, "--base", "demo:base"], capfd)
     assert (found["status"], found["stale"]) == ("healthy", False)
     assert tau(tuned, capfd) > 2
 
 
-def test_the_launches_that_the_how_to_names_are_recipes() -> None:
-    lines = [shlex.split(line) for line in page()[-1].splitlines()]
-    assert len(lines) == 3
-    for line in lines:
-        recipe = load_recipe(HOW_TO.parents[1] / line[4], line[5:])
-        assert recipe.sft is not None
+def test_the_study_that_the_how_to_names_takes_the_fine_tune() -> None:
+    _, command, name, *overrides = shlex.split(page()[-1])
+    assert command == "run"
+    recipe = load_recipe(HOW_TO.with_name(f"{name}.yaml"), overrides)
+    assert recipe.study is not None
+    assert (recipe.model.trunk, recipe.model.head_from) == ("tuned", "demo/base")
 
 
+@with_trl
 @pytest.mark.parametrize("kind", ["full", "lora", "beside"])
 def test_with_one_line_trl_keeps_the_head(kind: str, tmp_path: Path, capfd: Capture) -> None:
-    trl = pytest.importorskip("trl", reason="trl is not installed")
+    import trl
     from peft import LoraConfig
 
     trainer = trl.SFTTrainer(

@@ -14,7 +14,6 @@ import mtp_train as mtp
 from adapters import write_adapter
 from checkpoints import set_count
 from mtp_train.cli.main import main
-from mtp_train.weights.suggestions import train_command
 from runs import overrides_of, write_inputs
 
 PACKAGE = Path(mtp.__file__).parent
@@ -113,14 +112,6 @@ def test_a_graft_from_a_model_without_a_head_names_the_command_that_attaches_one
     (command,) = re.findall(r"Attach one: (mtp-train .*)", str(refused.value))
     assert paste(command.partition(" && ")[0]) == [0]
     assert main(["check", "finetune.yaml"]) == 0
-
-
-def test_the_head_of_an_export_is_retrained_as_printed(tmp_path: Path) -> None:
-    """A fine-tune with ``sft`` ends in this command."""
-    inputs = write_inputs(tmp_path / "in puts")
-    command = train_command(str(inputs / "base"), [str(inputs / "chats.jsonl")])
-    assert paste(command) in ([0, 0], [0, 3])
-    assert mtp.open_report("runs/base").arms.keys() == {"none", "native", "retrained"}
 
 
 def messages(source: str) -> list[str]:

@@ -23,7 +23,6 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import StudySection
 from runs import run_quietly, tiny_recipe, write_inputs, write_recipe
 
-FINE_TUNE = {"max_steps": 3, "lr": 1e-3, "documents_per_step": 2, "points": [0.3, 1.0]}
 STUDY: dict[str, Any] = {
     "data__regenerate": {"enabled": True, "max_new_tokens": 12, "batch_size": 4},
     "train__max_steps": 3,
@@ -32,7 +31,7 @@ STUDY: dict[str, Any] = {
     "evaluate__prompts": 4,
     "evaluate__max_new_tokens": 8,
     "export__enabled": False,
-    "study": {"temperatures": [0.0, 1.0], "depths": [2], "batch": 4, "drift": {"fine_tune": FINE_TUNE}},
+    "study": {"temperatures": [0.0, 1.0], "depths": [2], "batch": 4},
 }
 ARMS = ["none@finetune", "graft", "retrained-kl", "retrained-ce", "none@base", "vanilla"]
 
@@ -68,7 +67,6 @@ def test_a_study_leaves_what_a_run_leaves_and_its_findings(unbroken: Path) -> No
     pairs = {(one.first, one.second) for one in report.comparisons}
     assert len(pairs) == 6
     assert not any("vanilla-home" in pair for pair in pairs)
-    assert [point.step for point in report.drift] == [0, 1, 3]
     claims = [finding.statement for finding in report.findings]
     assert claims[0] == f"{CLAIM}."
     assert "A head trained towards kl drafts better than one towards ce (greedy)." in claims
@@ -76,7 +74,7 @@ def test_a_study_leaves_what_a_run_leaves_and_its_findings(unbroken: Path) -> No
     assert verdict in ("Confirmed", "Refuted", "Undecided")
     assert said.lower().startswith(f"{CLAIM.lower()}. ")
     names = {path.name for path in unbroken.iterdir()}
-    assert names >= {"recipe.yaml", "provenance.json", "report.html", "acceptance.csv", "figures", "drift.json"}
+    assert names >= {"recipe.yaml", "provenance.json", "report.html", "acceptance.csv", "figures"}
     assert not (unbroken / "export").exists()
     heads = {path.name: {inner.name for inner in path.iterdir()} for path in (unbroken / "heads").iterdir()}
     assert heads == {"kl": {"state", "head", "metrics.jsonl"}, "ce": {"state", "head", "metrics.jsonl"}}
@@ -101,13 +99,12 @@ def stable(report: StudyReport) -> Any:
         (cell.arm, cell.task, cell.temperature, cell.rule, cell.tau, cell.overlap, cell.target_entropy)
         for cell in report.cells
     ]
-    return figures, report.drift, report.findings
+    return figures, report.findings
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "call"),
-    [("train_stage", 2), ("drift_along_fine_tune", 1), ("measure_study", 1), ("measure_study", 2), ("write_study", 1)],
+    ("name", "call"), [("train_stage", 2), ("measure_study", 1), ("measure_study", 2), ("write_study", 1)]
 )
 def test_a_study_killed_in_any_stage_ends_the_same(
     name: str, call: int, inputs: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,12 +153,10 @@ def test_the_run_directory_of_a_study_is_refused_to_another(inputs: Path, unbrok
         run_quietly(tiny_recipe(inputs, unbroken, **other))
 
 
-def test_check_plans_for_all_heads_and_the_fine_tune(inputs: Path, tmp_path: Path) -> None:
+def test_check_plans_for_all_heads(inputs: Path, tmp_path: Path) -> None:
     both = check(tiny_recipe(inputs, tmp_path, **STUDY), processes=1)
     one = check(tiny_recipe(inputs, tmp_path, **{**STUDY, "study": {"objectives": ["kl"]}}), processes=1)
     assert "# study: 2 head(s) (kl, ce); disk is of all of them" in str(both)
-    assert "# drift: a fine-tune of 3 steps on one process, about " in str(both)
-    assert "# drift" not in str(one)
     assert both.disk_bytes == 2 * one.disk_bytes
     assert "# study" not in str(check(tiny_recipe(inputs, tmp_path), processes=1))
 
@@ -190,11 +185,12 @@ def test_two_processes_measure_the_arms_as_one_does(inputs: Path, unbroken: Path
 
 @pytest.mark.slow
 def test_two_processes_make_the_study_of_one(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
-    """The drift curve is fine-tuned on one of them, while the other waits."""
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **at_home(inputs))
     done = launch("cpu_ddp.yaml", recipe, tmp_path / "run", ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
-    assert load_study(tmp_path / "run" / "report.json").drift == load_study(unbroken / "report.json").drift
+    ours, theirs = (load_study(path / "report.json") for path in (tmp_path / "run", unbroken))
+    assert list(ours.arms) == list(theirs.arms)
+    assert [one.statement for one in ours.findings] == [one.statement for one in theirs.findings]
 
 
 @pytest.mark.slow
@@ -212,8 +208,6 @@ def test_the_demos_study_shows_a_stale_head_recovering(tmp_path: Path) -> None:
             "evaluate.max_new_tokens=48",
             "study.temperatures=[0.0]",
             "study.rules=[greedy]",
-            "study.drift.fine_tune.max_steps=30",
-            "study.drift.fine_tune.points=[1.0]",
             "track.wandb=off",
         ],
     )
@@ -221,6 +215,5 @@ def test_the_demos_study_shows_a_stale_head_recovering(tmp_path: Path) -> None:
     report = load_study(tmp_path / "run" / "report.json")
     tones = {finding.statement: finding.tone for finding in report.findings}
     assert tones["Retraining beats the grafted head on the distilled trunk (greedy)."] == "good"
-    assert tones["Fine-tuning the trunk makes an untouched head stale (greedy)."] == "good"
     assert report.lossless is not None
     assert report.lossless.faults == 0

@@ -29,13 +29,6 @@ MICRO, CHECKPOINTING, CACHE = (
     "train.gradient_checkpointing=true",
     "train.hidden_cache={}",
 )
-SFT = [
-    "sft={head: kept}",
-    "data.regenerate=null",
-    "data.pack=false",
-    "evaluate.arms=[none, graft]",
-    "train.gradient_checkpointing=true",
-]
 STUDY = ["study={batch: 4}", "export.enabled=false", "evaluate.arms=[graft, retrained, vanilla]"]
 
 
@@ -53,11 +46,8 @@ def recipe(*overrides: str) -> Recipe:
         ("train", [], "Write train.gradient_checkpointing: true"),
         ("train", [CHECKPOINTING], "Write train.hidden_cache: {}"),
         ("train", [CHECKPOINTING, CACHE], "Lower data.seq_len_tokens (512), or launch with recipes/acc"),
-        ("train", SFT, "Write 'sft.lora={r: 16}', which trains few weights, or lower data.seq_len_tokens (512)."),
-        ("train", [*SFT, "sft.lora={}"], "Write model.dtype: bfloat16, or lower data.seq_len_tokens (512)."),
         ("evaluate", [], "Lower evaluate.dense_tokens"),
         ("evaluate", STUDY, "Lower study.batch (4), or evaluate.max_new_tokens"),
-        ("drift", STUDY, "Write study.drift: null"),
     ],
 )
 def test_the_setting_that_helps_is_named(stage: str, overrides: list[str], cure: str) -> None:

@@ -90,7 +90,7 @@ RECORDS = {
     "RunReport": "arms lossless gate settings cells depths samples draft_vocab",
     "RunResult": "run_dir exit_code reason message stage",
     "StudyReport": "arms lossless gate settings cells depths samples draft_vocab title comparisons positions entropy "
-    "costs latency break_even advice drift findings endpoint",
+    "costs latency break_even advice findings endpoint",
 }
 EXIT_CODES = {
     "ChangedInputError": 2,

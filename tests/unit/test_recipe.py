@@ -221,15 +221,9 @@ SERVED = [
         ([*STUDIED, "study.depths=[3, 3]"], "study.depths", "Remove the repeats"),
         ([*STUDIED, "study.rules=[greedy]"], "study.rules", "Add 'sampled', or remove the temperature"),
         ([*STUDIED, "study.rules=[argmax]"], "study.rules", "Add 'greedy', or remove the temperature"),
-        ([*STUDIED, "study.drift={}"], "study.drift", "Set study.drift.checkpoints or study.drift.fine_tune"),
         (["head.kind=eagle3"], "head.init", "Write head.init: random"),
         ([*MEDUSA, "evaluate.depth=4"], "evaluate.depth", "or raise head.num_depths"),
         ([*MEDUSA, "objective.unroll=fastmtp"], "objective.unroll", "Write objective.unroll: exact"),
-        (
-            [*STUDIED, "study.drift={checkpoints: [a], fine_tune: {max_steps: 1, lr: 1.0}}"],
-            "study.drift.fine_tune",
-            "Write study.drift.fine_tune: null",
-        ),
     ],
 )
 def test_contradictions_are_refused_with_a_hint(overrides: list[str], path: str, hint: str) -> None:
@@ -269,7 +263,7 @@ def test_contradictions_are_refused_with_a_hint(overrides: list[str], path: str,
         [*SERVED, "model.adapter=lora"],
         [*RANDOM, "head.kind=eagle3", *SERVED[:1]],
         STUDIED,
-        [*STUDIED, "study.temperatures=[0.0]", "study.rules=[greedy]", "study.drift={checkpoints: [a, b]}"],
+        [*STUDIED, "study.temperatures=[0.0]", "study.rules=[greedy]"],
     ],
 )
 def test_recipes_next_to_a_contradiction_are_accepted(overrides: list[str]) -> None:
@@ -310,7 +304,7 @@ def test_an_unusable_value_is_the_only_problem_and_breaks_no_rule(path: str) -> 
     """A rule that reads a field which it does not declare would crash on it or report a false contradiction."""
     whole = ["data.regenerate={}"]
     if path.startswith("study."):
-        whole += [*STUDIED, "study.drift={fine_tune: {max_steps: 1, lr: 1.0}}"]
+        whole += STUDIED
     if path.startswith("gate.endpoint."):
         whole += SERVED
     written = path.replace("[]", ".0")

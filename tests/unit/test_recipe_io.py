@@ -274,7 +274,7 @@ def test_wrong_types_are_named(recipe_file: Path, override: str, problem: str) -
     [
         ("train.max_step", "train.max_steps"),
         ("trian.lr", "train"),
-        ("lr", "train.lr or study.drift.fine_tune.lr"),
+        ("lr", "train.lr"),
         ("temperature", "data.regenerate.temperature or objective.temperature or evaluate.temperature"),
         ("data.max_prompts", "data.regenerate.max_prompts"),
         ("model.num_dephts", "head.num_depths"),

@@ -57,14 +57,6 @@ def test_vanilla_is_explained_without_entropies() -> None:
     assert apart_sentence(group_arms(replace(SAMPLE, arms=arms)), {}).endswith("the arms above.")
 
 
-def test_a_head_that_was_kept_is_called_stale() -> None:
-    kept = replace(SAMPLE, gate=None, settings={"head": "kept", "next": "accelerate launch ..."})
-    found = headline(kept)
-    assert (found.tone, found.title) == ("neutral", "Stale head: the trunk was fine-tuned, its head is unchanged")
-    assert found.detail.startswith(f"With this head the tuned trunk commits {GRAFT.tau:.2f} tokens a round;")
-    assert found.detail.endswith(": accelerate launch ...")
-
-
 def test_headline_follows_the_gate() -> None:
     assert headline(SAMPLE).tone == "good"
     refused = headline(replace(SAMPLE, gate=replace(PASSED, passed=False)))

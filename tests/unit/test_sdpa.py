@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,20 +11,14 @@ import torch
 from torch import Tensor
 
 import mtp_train.heads.step
-import mtp_train.job.sft.tuning
 from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from mtp_inference import AssistantDrafting, HeadDrafting, SpeculativeDecoder, plain_greedy
 from mtp_inference.drafters.drafter import DrafterMaker
 from mtp_inference.drafters.other_drafters import ModelDrafting
-from mtp_train.data.tokenize import Document
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.attention import without_cudnn_attention
-from mtp_train.heads.experts import GROUPED_EXPERTS
-from mtp_train.job.study.drift import fine_tune
-from mtp_train.recipe.schema import FineTuneSpec
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.load import Trunk
-from mtp_train.upstream.transformers_private import experts_of
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 enabled = torch.backends.cuda.cudnn_sdp_enabled
@@ -99,37 +91,6 @@ def test_decoding_runs_without_cudnn_and_streams_leave_the_setting_alone(name: s
     plain_greedy(trunk, PROMPT, 3, ())
     assert set(seen) == {False}
     assert len(seen) > 10
-
-
-def test_fine_tuning_runs_without_cudnn(seen: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    documents = [Document((1, 2, 3, 4), (True,) * 4, "a", "a"), Document((5, 6, 7), (True,) * 3, "b", "b")]
-    spec = FineTuneSpec(max_steps=1, lr=1e-3, documents_per_step=2)
-    fine_tune(
-        tiny_trunk("glm4_moe"),
-        documents,
-        spec,
-        precision="fp32",
-        seed=0,
-        on_step=lambda done: None,
-        on_point=lambda done, tokens: None,
-    )
-    assert set(seen) == {False}
-    # A run's own fine-tuning leaves forwards to the Trainer as well, and has experts follow its autocast.
-    found: list[tuple[bool, str | None]] = []
-    model = tiny_trunk("glm4_moe").causal_lm
-    trainer = SimpleNamespace(
-        model=model,
-        train=lambda **options: found.append((enabled(), experts_of(model.config))),
-        state=SimpleNamespace(global_step=1),
-    )
-    monkeypatch.setattr(mtp_train.job.sft.tuning, "make_trainer", lambda *_unused: trainer)
-    monkeypatch.setattr(mtp_train.job.sft.tuning, "newest_checkpoint", lambda _directory: None)
-    monkeypatch.setattr(mtp_train.job.sft.tuning, "clear_torn", lambda _directory: None)
-    accelerator: Any = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
-    recipe: Any = SimpleNamespace(train=SimpleNamespace(max_steps=1))
-    nothing: Any = None
-    mtp_train.job.sft.tuning.fine_tune_stage(recipe, nothing, tmp_path, nothing, accelerator, nothing)
-    assert found == [(False, GROUPED_EXPERTS)]
 
 
 def test_a_users_own_choice_comes_back() -> None:

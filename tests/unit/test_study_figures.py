@@ -13,7 +13,7 @@ from mtp_train.report.figures import LOOKS, STUDY_FIGURE_STEM, FigureFile, assig
 from study_samples import BARE, RATES, STUDY
 
 EVERY = ["tau", "marginal_acceptance", "tasks_1", "tasks_2", "tasks_3", "depth", "context", "output_position"]
-EVERY += ["entropy", "costs", "drift"]
+EVERY += ["entropy", "costs"]
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,6 @@ def test_full_study_has_every_figure_on_white(full: list[FigureFile]) -> None:
 def test_figures_without_data_are_left_out() -> None:
     assert render_study_figures(BARE) == []
     assert [figure.stem for figure in render_study_figures(small())] == ["marginal_acceptance", "costs"]
-    assert [f.stem for f in render_study_figures(replace(BARE, drift=STUDY.drift[:1]))] == []
-
-
-def test_drift_goes_by_the_weights_where_tokens_are_unknown(full: list[FigureFile]) -> None:
-    points = tuple(replace(point, tokens=None) for point in STUDY.drift)
-    (by_weights,) = render_study_figures(replace(BARE, drift=points))
-    assert by_weights.png != png_of(full, "drift")
 
 
 def test_figures_show_the_cells(full: list[FigureFile]) -> None:
@@ -68,7 +61,7 @@ def test_figures_show_the_cells(full: list[FigureFile]) -> None:
     ]
     figures = render_study_figures(replace(STUDY, cells=tuple(changed)))
     same = [one.stem for one, other in zip(figures, full, strict=True) if one.png == other.png]
-    assert same == ["output_position", "entropy", "drift"]
+    assert same == ["output_position", "entropy"]
 
 
 def test_intervals_of_the_positions_are_drawn_where_they_are_given() -> None:

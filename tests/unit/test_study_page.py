@@ -15,11 +15,11 @@ from mtp_train.report.page import render_study_page
 from rendering import HOSTILE, Reader
 from study_samples import BARE, RATES, STUDY, make_comparisons
 
-FIGURES = [FigureFile(stem, f"Caption of {stem}.", b"\x89PNG fake") for stem in ("tau", "tasks_1", "depth", "drift")]
+FIGURES = [FigureFile(stem, f"Caption of {stem}.", b"\x89PNG fake") for stem in ("tau", "tasks_1", "depth", "costs")]
 SECTIONS = (
     *("Arms", "Differences", "What to serve", "Draft vocabulary", "By position in the draft", "By task"),
     *("By temperature", "By depth"),
-    *("By context", "What it costs", "Time of a reply", "From which length on", "While the trunk is fine-tuned"),
+    *("By context", "What it costs", "Time of a reply", "From which length on"),
     "The served model",
 )
 
@@ -81,7 +81,6 @@ def test_hostile_names_are_shown_as_text() -> None:
         "advice": tuple(
             replace(c, arm=HOSTILE, task=HOSTILE, reason=HOSTILE, flags={HOSTILE: HOSTILE}) for c in STUDY.advice
         ),
-        "drift": tuple(replace(c, label=HOSTILE) for c in STUDY.drift),
         "draft_vocab": tuple(replace(c, arm=HOSTILE, reason=HOSTILE) for c in STUDY.draft_vocab),
         "findings": tuple(replace(c, tone=HOSTILE, statement=HOSTILE + "!", evidence=HOSTILE) for c in STUDY.findings),
     }

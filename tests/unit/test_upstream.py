@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.upstream import accelerate_private, deepspeed_private, transformers_private
+from mtp_train.upstream import deepspeed_private, transformers_private
 from mtp_train.upstream.symbols import Symbol
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = (REPOSITORY / "mtp_train", REPOSITORY / "inference" / "mtp_inference")
 TABLES = {
     "transformers": transformers_private.SYMBOLS,
-    "accelerate": accelerate_private.SYMBOLS,
     "deepspeed": deepspeed_private.SYMBOLS,
 }
 SYMBOLS = [symbol for table in TABLES.values() for symbol in table]

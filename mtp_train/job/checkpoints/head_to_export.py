@@ -24,9 +24,9 @@ from mtp_train.weights.finite import require_finite_checkpoint
 from mtp_train.weights.identity import checkpoint_files, directory_files, require_same
 from mtp_train.weights.locations import is_head_directory, open_location, refuse_adapter
 from mtp_train.weights.native import NativeHead, native_head_of
-from mtp_train.weights.run_export import RECIPE_FILE, is_run
+from mtp_train.weights.run_export import RECIPE_FILE
 
-HEAD_DIRECTORY, EXPORT_DIRECTORY = "head", "export"
+HEAD_DIRECTORY = "head"
 
 
 class HeadToExport(NamedTuple):
@@ -78,8 +78,6 @@ def head_to_export(source: Path, progress: Progress, *, alone: bool) -> HeadToEx
 
 
 def _located(source: Path, progress: Progress) -> HeadToExport:
-    if _is_fine_tune(source):
-        source = source / EXPORT_DIRECTORY
     if not is_head_directory(source / HEAD_DIRECTORY):
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
@@ -100,11 +98,6 @@ def _located(source: Path, progress: Progress) -> HeadToExport:
     # A revision is recorded for trunks of the hub only.
     hub_id = identity["name"] if identity["revision"] else None
     return HeadToExport(trunk, trunk, artifact.head, artifact.num_depths, adapter, artifact, hub_id)
-
-
-def _is_fine_tune(source: Path) -> bool:
-    """Return whether a run directory fine-tuned its trunk: its ``export`` then holds trunk and head."""
-    return is_run(source) and load_recipe(source / RECIPE_FILE).sft is not None
 
 
 def _require_mtp_head(found: HeadToExport) -> None:

@@ -1,4 +1,4 @@
-"""Gather a study's further inputs: a recipe per head, prompts with tasks, checkpoints or text for the drift curve."""
+"""Gather a study's further inputs: a recipe per head, and prompts with tasks."""
 
 from __future__ import annotations
 
@@ -6,26 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.progress import Progress
-
 from mtp_train.data.groups import join_near_duplicates
 from mtp_train.data.prompts import choose_evenly
 from mtp_train.data.records import Record, content_group
 from mtp_train.data.sources import load_records
-from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.errors import DataError
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, TaskPrompt
 from mtp_train.evaluation.suites import load_suite, suite_prompts
-from mtp_train.heads.build import graft_plan
 from mtp_train.job.inputs import Inputs, prompts_of, split_records
 from mtp_train.job.training import HIDDEN
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe, StudySection
-from mtp_train.trunk.whole import require_whole_trunk
 from mtp_train.weights.demo import GROUP_FIELD, PREFIX, resolve
-from mtp_train.weights.files import Checkpoint
-from mtp_train.weights.finite import require_finite_checkpoint
-from mtp_train.weights.locations import open_location
 
 HOME_TASK = "vanilla's own"
 
@@ -38,11 +30,6 @@ class StudyInputs:
     """Prompts that all arms decode."""
     home: list[TaskPrompt]
     """Prompts that only vanilla decodes, in addition; may be empty."""
-    base: Checkpoint
-    checkpoints: dict[str, Checkpoint]
-    """Checkpoints of the drift curve, by their names in the recipe."""
-    documents: list[Document]
-    """Training documents of a fine-tune for the drift curve; empty without one."""
 
 
 def gather_study(recipe: Recipe, study: StudySection, inputs: Inputs) -> StudyInputs:
@@ -53,24 +40,11 @@ def gather_study(recipe: Recipe, study: StudySection, inputs: Inputs) -> StudyIn
     """
     if inputs.base is None:
         raise DataError("model.head_from: null; expected the vanilla model of the study. Name it.")
-    drift = study.drift
-    checkpoints = {name: open_location(name) for name in (drift.checkpoints if drift is not None else ())}
-    for checkpoint in checkpoints.values():
-        # Raises if the base's head does not fit the checkpoint.
-        graft_plan(checkpoint, inputs.base, recipe.head.convention)
-        require_whole_trunk(checkpoint, trust_remote_code=recipe.model.trust_remote_code)
-        require_finite_checkpoint(checkpoint, Progress(disable=True))
     training, _ = split_records(recipe)
-    documents: list[Document] = []
-    if drift is not None and drift.fine_tune is not None:
-        documents, _ = tokenize_records(training, inputs.tokenizer, recipe.data.seq_len_tokens)
     prompts = [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in inputs.held_out]
     return StudyInputs(
         prompts=prompts if study.suite is None else untrained_prompts(recipe, study, study.suite, training, inputs),
         home=home_prompts(recipe, study, inputs),
-        base=inputs.base,
-        checkpoints=checkpoints,
-        documents=documents,
     )
 
 

@@ -22,7 +22,6 @@ from mtp_train.evaluation.cells import (
     VERDICTS,
     ArmComparison,
     Cell,
-    DriftPoint,
     Finding,
     StudyReport,
     negated,
@@ -118,7 +117,6 @@ def find(
     study: StudySection,
     levels: Sequence[Level],
     grafted: Sequence[Level],
-    drift: Sequence[DriftPoint],
 ) -> tuple[Finding, ...]:
     """Test every claim, the prediction first.
 
@@ -127,7 +125,6 @@ def find(
         study: The recipe's ``study`` section.
         levels: Levels of the first objective's head against the arm that gives the vanilla level.
         grafted: Levels of the grafted head, likewise.
-        drift: The drift curve, the untouched trunk first; may be empty.
     """
     settings = [level.setting for level in levels]
     first, *others = study.objectives
@@ -137,7 +134,6 @@ def find(
         *measures,
         *(beats_graft(report, retrained(first), setting) for setting in settings),
         *(finding for level in grafted for finding in is_stale(level)),
-        *went_stale(drift),
         *(objectives_differ(report, first, other, setting) for other in others for setting in settings),
     )
     # Rules of one temperature share its text, and give the same findings about it: drop duplicates.
@@ -216,28 +212,6 @@ def is_stale(level: Level) -> list[Finding]:
             tone_of(negated(level.overlap.ci95)),
             f"The grafted head is stale: overlap at equal target entropy ({_text(level.setting)})",
             f"{GRAFT} less vanilla with its own head: {_difference(level.overlap, 3)}.",
-        )
-    ]
-
-
-def went_stale(drift: Sequence[DriftPoint]) -> list[Finding]:
-    """Test whether fine-tuning cost the untouched head acceptance: the curve's last point against its first."""
-    if len(drift) < 2:
-        return []
-    before, after = drift[0], drift[-1]
-    tone: Tone = "neutral"
-    if before.tau_ci95 is not None and after.tau_ci95 is not None:
-        # The points share their prompts, so disjoint intervals are a stricter test than 95 %.
-        lost, gained = before.tau_ci95[0] - after.tau_ci95[1], after.tau_ci95[0] - before.tau_ci95[1]
-        tone = "good" if lost > 0 else "bad" if gained > 0 else "neutral"
-    return [
-        _finding(
-            tone,
-            "Fine-tuning the trunk makes an untouched head stale (greedy)",
-            f"{before.label}: tau {before.tau:.2f}{_interval(before.tau_ci95, before.groups, 2)}, overlap "
-            f"{_number(before.overlap)}, entropy {_number(before.target_entropy)} nats. {after.label}: tau "
-            f"{after.tau:.2f}{_interval(after.tau_ci95, after.groups, 2)}, overlap {_number(after.overlap)}, entropy "
-            f"{_number(after.target_entropy)} nats, weights changed by {100 * (after.trunk_change or 0):.1f} %.",
         )
     ]
 

@@ -1,4 +1,4 @@
-"""Run a study recipe: regenerate once, retrain a head per objective, measure all arms, measure the drift curve.
+"""Run a study recipe: regenerate once, retrain a head per objective, measure all arms.
 
 Stages that are done are skipped, as in ``mtp_train.job.pipeline``. A measurement resumes after its last prompt.
 """
@@ -9,7 +9,6 @@ import gc
 from dataclasses import replace
 from pathlib import Path
 
-from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import Progress
 
@@ -17,14 +16,13 @@ from mtp_inference.opening import OWN
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.assemble import Measured, assemble
-from mtp_train.evaluation.cells import DriftPoint, StudyReport
+from mtp_train.evaluation.cells import StudyReport
 from mtp_train.evaluation.grid import Grid
 from mtp_train.evaluation.run import Processes, measure_study
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.job.inputs import Inputs, gather_inputs
 from mtp_train.job.run_dir import PROVENANCE_FILE, Outcome, clear_leftovers, tell_precision
 from mtp_train.job.stages import Stage, claim_run, load_run_trunk, make_documents
-from mtp_train.job.study.drift import drift_along_checkpoints, drift_along_fine_tune
 from mtp_train.job.study.material import StudyInputs, for_objective, gather_study
 from mtp_train.job.study.protocol import (
     GRAFT,
@@ -66,13 +64,11 @@ def run_study_stages(
     inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
     train_heads(recipe, study, run_dir, inputs, accelerator, progress, stage)
     accelerator.wait_for_everyone()
-    stage.name = "drift"
-    drift = draw_drift(recipe, study, run_dir, inputs, found, accelerator, progress) if main else ()
     stage.name = "evaluate"
     measured = measure_arms(recipe, study, run_dir, found, accelerator, progress)
     if not main:
         return Outcome(0, "done", "", "done")
-    report = report_of(recipe, study, measured, found, drift)
+    report = report_of(recipe, study, measured, found)
     require_run_inputs(recipe, run_dir, progress)
     write_study(report, run_dir, read_json(run_dir / PROVENANCE_FILE))
     log_study(report, run_dir, recipe.track.project, recipe.track.wandb)
@@ -130,27 +126,6 @@ def train_heads(
         gc.collect()
 
 
-def draw_drift(
-    recipe: Recipe,
-    study: StudySection,
-    run_dir: Path,
-    inputs: Inputs,
-    found: StudyInputs,
-    accelerator: Accelerator,
-    progress: Progress,
-) -> tuple[DriftPoint, ...]:
-    """Measure the drift curve that the recipe asks for; no points if it asks for none."""
-    drift = study.drift
-    if drift is None:
-        return ()
-    device = accelerator.device
-    if drift.fine_tune is None:
-        return drift_along_checkpoints(recipe, run_dir, inputs, found.base, found.checkpoints, device, progress)
-    return drift_along_fine_tune(
-        recipe, drift.fine_tune, run_dir, inputs, found.base, found.documents, device, progress
-    )
-
-
 def measure_arms(
     recipe: Recipe,
     study: StudySection,
@@ -172,9 +147,7 @@ def measure_arms(
     return measured
 
 
-def report_of(
-    recipe: Recipe, study: StudySection, measured: Measured, found: StudyInputs, drift: tuple[DriftPoint, ...]
-) -> StudyReport:
+def report_of(recipe: Recipe, study: StudySection, measured: Measured, found: StudyInputs) -> StudyReport:
     """Compute the report of measured arms, and test the claims."""
     grid = grid_of(recipe, study)
     settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
@@ -189,8 +162,8 @@ def report_of(
     told = {**report.settings, "vanilla_sources": list(study.vanilla_sources), "margin": study.margin}
     sound = report.lossless is None or not report.lossless.faults
     head = retrained(study.objectives[0])
-    findings = find(report, study, levels(head), levels(GRAFT), drift) if sound else ()
-    return replace(report, settings=told, drift=drift, findings=findings)
+    findings = find(report, study, levels(head), levels(GRAFT)) if sound else ()
+    return replace(report, settings=told, findings=findings)
 
 
 def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpec]:

@@ -1,1 +1,0 @@
-"""Fine-tune the trunk with its head kept: a recipe with a section ``sft``."""
