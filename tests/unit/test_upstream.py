@@ -115,7 +115,6 @@ def test_undocumented_parts_are_used_through_one_module_for_each_library() -> No
     [
         ("from transformers.masking_utils import sdpa_mask", ["transformers.masking_utils"]),
         ("from transformers import conversion_mapping", ["transformers.conversion_mapping"]),
-        ("import accelerate.commands.launch", ["accelerate.commands.launch"]),
         ("from peft.tuners.lora import LoraModel", ["peft.tuners.lora"]),
         ("def f(config):\n    return config._attn_implementation", ["_attn_implementation"]),
         ("from transformers import DynamicCache", []),
