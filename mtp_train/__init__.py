@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from mtp_train.job.checkpoints.inspect import inspect as inspect
     from mtp_train.job.checkpoints.merge import MergeResult as MergeResult
     from mtp_train.job.checkpoints.merge import merge as merge
-    from mtp_train.job.checkpoints.push import PushResult as PushResult
-    from mtp_train.job.checkpoints.push import push as push
     from mtp_train.job.evaluate import EvaluationGrid as EvaluationGrid
     from mtp_train.job.evaluate import EvaluationResult as EvaluationResult
     from mtp_train.job.evaluate import compare as compare
@@ -85,7 +83,6 @@ _NAMES_BY_MODULE = {
     "job.checkpoints.graft": ("GraftResult", "graft"),
     "job.checkpoints.inspect": ("Inspection", "inspect"),
     "job.checkpoints.merge": ("MergeResult", "merge"),
-    "job.checkpoints.push": ("PushResult", "push"),
     "job.evaluate": ("EvaluationGrid", "EvaluationResult", "compare", "evaluate"),
     "job.generate": ("GenerateResult", "generate"),
     "job.probe": ("ProbeResult", "probe"),

@@ -1,4 +1,4 @@
-"""The commands that read and write checkpoints: ``inspect``, ``graft``, ``merge``, ``export``, ``push``, ``demo``."""
+"""The commands that read and write checkpoints: ``inspect``, ``graft``, ``merge``, ``export``, ``demo``."""
 
 from __future__ import annotations
 
@@ -48,15 +48,6 @@ def add_export(commands: Any) -> None:
     command.set_defaults(handler=_export)
 
 
-def add_push(commands: Any) -> None:
-    """Declare ``push``."""
-    command = add_command(commands, "push", "upload an export to the Hugging Face hub")
-    command.add_argument("export", type=Path, metavar="EXPORT", help="a checkpoint with a healthy head")
-    command.add_argument("repo", metavar="REPO", help="the model repository, OWNER/NAME")
-    command.add_argument("--yes", action="store_true", help="upload; without it, only list the files")
-    command.set_defaults(handler=_push)
-
-
 def add_demo(commands: Any) -> None:
     """Declare ``demo``."""
     command = add_command(commands, "demo", "write the embedded demo: two checkpoints and prompts")
@@ -94,13 +85,6 @@ def _export(args: argparse.Namespace) -> Result:
             progress=progress,
         )
     return Result(done.to_json(), str(done))
-
-
-def _push(args: argparse.Namespace) -> Result:
-    with progress_of(args) as progress:
-        done = mtp.push(args.export, args.repo, dry_run=not args.yes, progress=progress)
-    hint = "" if done.uploaded else " Add --yes to upload it with your token (a new repository is private)."
-    return Result(done.to_json(), f"{done}{hint}")
 
 
 def _demo(args: argparse.Namespace) -> Result:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import mtp_train as mtp
-from mtp_train.cli.checkpoint_commands import add_demo, add_export, add_graft, add_inspect, add_merge, add_push
+from mtp_train.cli.checkpoint_commands import add_demo, add_export, add_graft, add_inspect, add_merge
 from mtp_train.cli.decoding_commands import add_compare, add_evaluate, add_generate
 from mtp_train.cli.output import Result, is_main_process
 from mtp_train.cli.recipe_commands import (
@@ -44,7 +44,6 @@ COMMANDS = (
     add_generate,
     add_evaluate,
     add_compare,
-    add_push,
     add_demo,
 )
 """In the order of ``mtp-train --help``."""

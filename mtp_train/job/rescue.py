@@ -27,7 +27,7 @@ from mtp_train.job.auto import tell_choices
 from mtp_train.job.checkpoints.inspect import serving_commands
 from mtp_train.job.display import html_table, quiet_progress
 from mtp_train.job.evaluate_run import GRAFT_INSTEAD
-from mtp_train.job.model_card import write_graft_card
+from mtp_train.job.model_card import write_untrained_card
 from mtp_train.job.probe import ProbeResult, default_out, probe_with
 from mtp_train.job.run_dir import PROBE, checkpoint_identity, held_by_one_run, require_ours
 from mtp_train.job.start import Overrides, require_one_process
@@ -186,4 +186,4 @@ def write_graft(recipe: Recipe, out: Path) -> None:
     write_adapted(finetune, layout_of(finetune), plan.template, out, adapter=adapter, link=link, progress=progress)
     with removed_on_failure(out):
         identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, base)
-        write_graft_card(out, *identities, model.adapter, recipe.head.num_depths)
+        write_untrained_card(out, *identities, model.adapter, recipe.head.num_depths)

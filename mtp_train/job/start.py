@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -185,8 +184,6 @@ class RunResult:
     def __str__(self) -> str:
         lines = [self.message, *([] if self.page is None else [f"report: {self.page}"])]
         lines += [f"{engine}: {text}" for engine, text in self.serves.items()]
-        if self.export is not None:
-            lines.append(f"next: mtp-train push {shlex.quote(str(self.export))} OWNER/NAME lists what an upload holds")
         return "\n".join(lines)
 
     def __rich__(self) -> RenderableType:

@@ -40,7 +40,6 @@ COMMANDS = (
     "generate",
     "evaluate",
     "compare",
-    "push",
     "demo",
 )
 Capture = pytest.CaptureFixture[str]
@@ -308,7 +307,6 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "generate": ["generate", inputs / "base", "--prompt", "x", "--max-new-tokens", "2"],
         "evaluate": ["evaluate", inputs / "base", *small, tmp_path / "out"],
         "compare": ["compare", inputs / "base", *small, tmp_path / "out"],
-        "push": ["push", recipe.parent / "run" / "export", "someone/model"],
         "demo": ["demo", tmp_path / "demo"],
     }
     fields = {
@@ -326,7 +324,6 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
         "generate": {"requests", "settings"},
         "evaluate": {"arms", "cells", "lossless", "settings"},
         "compare": {"arms", "cells", "comparisons", "lossless", "settings"},
-        "push": {"export", "repo", "files", "left_out", "total_bytes", "uploaded", "url"},
         "demo": {"base", "finetune", "prompts"},
     }
     if command == "merge":

@@ -73,7 +73,6 @@ def light_commands(inputs: Path, out: Path) -> dict[str, list[Any]]:
         "export": ["export", base, "--out", out / "export"],
         "export --head-only": ["export", base, "--head-only", "--out", out / "alone"],
         "export --gguf": ["export", base, "--gguf", "f16", "--out", out / "gguf"],
-        "push": ["push", base, "someone/model"],
         "generate": ["generate", base, "--prompt", "say 1", "--max-new-tokens", 4],
         "init": ["init", out / "new.yaml", "--trunk", finetune, "--base", base],
         "check": ["check", recipe],

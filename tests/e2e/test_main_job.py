@@ -206,7 +206,7 @@ def test_a_run_killed_in_training_ends_with_the_same_head(
     assert steps == [10, 20, 30]
 
 
-def test_a_run_ends_with_its_report_the_commands_that_serve_it_and_the_next_step(
+def test_a_run_ends_with_its_report_and_the_commands_that_serve_it(
     recipe: Path, run_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
@@ -218,8 +218,6 @@ def test_a_run_ends_with_its_report_the_commands_that_serve_it_and_the_next_step
     served = [line for line in lines if line.startswith(("vllm: ", "sglang: ", "llama.cpp: "))]
     assert len(served) == 3
     assert sum(str(export) in line for line in served) >= 2
-    assert lines[-1] == f"next: mtp-train push {export} OWNER/NAME lists what an upload holds"
-    assert main(["push", str(export), "OWNER/NAME"]) == 0
 
 
 def test_a_refused_run_ends_with_its_report_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

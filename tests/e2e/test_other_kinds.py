@@ -97,8 +97,7 @@ def test_its_export_is_a_draft_model_that_drafts_the_same(
     card = (export / "README.md").read_text()
     assert "draft model for finetune" in card
     assert ("vllm serve TRUNK" in card) == promised["vllm"].startswith("vllm serve")
-    upload = document(["push", export, "me/draft"], capfd)
-    assert upload["files"].keys() == {"README.md", "config.json", "model.safetensors"}
+    assert {path.name for path in export.iterdir()} == {"README.md", "config.json", "model.safetensors"}
     again = tmp_path / "again"
     document(["export", runs[kind], "--out", again], capfd)
     assert (again / "model.safetensors").read_bytes() == (export / "model.safetensors").read_bytes()
@@ -119,7 +118,6 @@ def test_a_draft_model_of_another_trunk_or_half_a_one_is_refused(
     save_file({key: value for key, value in tensors.items() if key != "norm.weight"}, draft / "model.safetensors")
     assert "norm.weight" in refusal([*ask, draft], capfd)
     assert document(["inspect", draft], capfd)["status"] == "partial"
-    assert "Export it again" in refusal(["push", draft, "me/draft"], capfd)
 
     other = torch.zeros_like(load_file(inputs / "finetune" / "model.safetensors")["model.embed_tokens.weight"])
     save_file({**tensors, "embed_tokens.weight": other}, draft / "model.safetensors")

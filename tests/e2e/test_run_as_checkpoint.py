@@ -20,7 +20,6 @@ READING = (
     "generate FINE --head RUN --prompt x --max-new-tokens 4",
     "graft FINE --from RUN --out OUT",
     "merge RUN --adapter LORA --out OUT",
-    "push RUN me/model",
     "init OUT --trunk RUN --data CHATS",
 )
 

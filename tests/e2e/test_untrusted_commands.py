@@ -115,36 +115,21 @@ def test_a_broken_checkpoint_is_one_message_and_nothing_is_left(
 # Model cards
 
 
-@pytest.mark.parametrize(
-    ("card", "note"),
-    [
-        (b"---\nlicense: mit\n---\n# Caf\xe9\n", "is not UTF-8; such bytes became U"),
-        (b"---\n[1, 2]\n---\n# Mine\n", "is not a YAML mapping"),
-        (b"---\na: b: c\n---\n# Mine\n", "is not a YAML mapping"),
-        (b"---\na: " + b"[" * 5000 + b"\n---\n# Mine\n", "is not a YAML mapping"),
-        (b"---\na: 2001-99-99\n---\n# Mine\n", "is not a YAML mapping"),
-        (b"---\nlicense: mit\n---\n# Mine\n", None),
-    ],
-)
-def test_a_card_that_cannot_be_read_is_reported_and_does_not_stop_the_copy(
-    card: bytes, note: str | None, inputs: Path, tmp_path: Path, capfd: Capture
-) -> None:
+def test_a_card_that_cannot_be_read_does_not_stop_the_copy(inputs: Path, tmp_path: Path) -> None:
+    card = b"---\n[1, 2]\n---\n# Caf\xe9\n"
     (inputs / "finetune" / "README.md").write_bytes(card)
     argv = ["graft", str(inputs / "finetune"), "--from", str(inputs / "base"), "--out", str(tmp_path / "out")]
-    assert main([*argv, "--json"]) == 0
-    notes = json.loads(capfd.readouterr().out)["notes"]
-    assert len(notes) == (note is not None)
-    assert note is None or note in notes[0]
-    assert model_card.OPENING in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert main(argv) == 0
+    assert "## Serve it" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert (inputs / "finetune" / "README.md").read_bytes() == card
 
 
-def test_a_directory_in_the_place_of_the_card_is_reported(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_directory_in_the_place_of_the_card_is_copied(inputs: Path, tmp_path: Path) -> None:
     (inputs / "finetune" / "README.md").mkdir()
     (inputs / "finetune" / "README.md" / "page").write_text("text")
     argv = ["graft", str(inputs / "finetune"), "--from", str(inputs / "base"), "--out", str(tmp_path / "out")]
     assert main(argv) == 0
-    assert "README.md: a directory; expected a model card." in capfd.readouterr().out
+    assert (tmp_path / "out" / "README.md" / "page").read_text() == "text"
 
 
 def test_a_copy_whose_card_cannot_be_written_is_removed(

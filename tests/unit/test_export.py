@@ -158,8 +158,8 @@ def test_training_leftovers_and_pickles_are_not_copied(tmp_path: Path) -> None:
     shutil.copytree(finetune, finetune / "checkpoint-10")
     graft(finetune, base, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    # The trunk's card with a section of ours; the file that it may be linked to is not written to.
-    assert "# Mine\n\n<!-- mtp-train -->" in (tmp_path / "out" / "README.md").read_text()
+    # Our card replaces the trunk's; the file that it may be linked to is not written to.
+    assert "# Mine" not in (tmp_path / "out" / "README.md").read_text()
     assert (finetune / "README.md").read_text() == "# Mine\n"
     assert not names & {"optimizer.pt", "checkpoint-10"}
 

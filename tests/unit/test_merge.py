@@ -317,7 +317,7 @@ def test_the_head_is_kept_and_said_to_be_stale(tmp_path: Path, capfd: Capture) -
     merge(base, tmp_path / "lora", tmp_path / "out")
     assert (base / CARD_FILE).read_text() == "# Mine\n"
     card = (tmp_path / "out" / CARD_FILE).read_text()
-    assert "# Mine\n\n<!-- mtp-train -->" in card
+    assert "# Mine" not in card
     assert "with the adapter `lora` merged into them" in card
     assert "It was not trained for these weights" in card
     printed = capfd.readouterr().out

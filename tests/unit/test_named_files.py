@@ -112,7 +112,6 @@ def commands(base: Path, saved: Path, tmp_path: Path) -> dict[str, list[Any]]:
         "gguf": ["export", base, "--gguf", "f16", "--out", out],
         "generate": ["generate", base, "--prompt", "say 1"],
         "evaluate": ["evaluate", base, "--out", out],
-        "push": ["push", base, "someone/model"],
     }
 
 
@@ -181,20 +180,17 @@ def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
 ) -> None:
     expected = all_tensors(nest(base) if nested else base)
     (base / "assets").mkdir()
-    for name in ("README.md", "assets/figure.png"):
-        (base / name).write_text("![curve](assets/figure.png)")
+    (base / "assets" / "figure.png").write_text("a curve")
     snapshot = into_hub_cache(base, tmp_path / "hub")
     assert all(file.is_symlink() for file in snapshot.rglob("*") if not file.is_dir())
     assert same(all_tensors(snapshot), expected)
     assert document(["inspect", snapshot], capfd)["status"] == "healthy"
     assert generated(snapshot, capfd) == generated(base, capfd)
-    pushed = document(["push", snapshot, "someone/model"], capfd)["files"]
-    assert {"README.md", "assets/figure.png", INDEX_FILE} <= pushed.keys()
     argv = ["graft", saved / "finetune", "--from", snapshot, "--out", tmp_path / "graft"]
     assert main([str(word) for word in argv]) == 0
     assert main(["export", str(snapshot), "--out", str(tmp_path / "out")]) == 0
     assert not any(file.is_symlink() for file in (tmp_path / "out").rglob("*"))
-    assert (tmp_path / "out" / "assets" / "figure.png").read_text() == "![curve](assets/figure.png)"
+    assert (tmp_path / "out" / "assets" / "figure.png").read_text() == "a curve"
     assert same(all_tensors(tmp_path / "out"), expected)
 
 
@@ -244,7 +240,7 @@ def test_any_other_link_is_refused_where_files_are_copied_and_does_not_hinder_re
     graft = ["graft", base, "--from", saved / "base", "--out", tmp_path / "out"]
     head_only = ["export", base, "--head-only", "--out", tmp_path / "out"]
     argvs = commands(base, saved, tmp_path)
-    for argv in (argvs["export"], argvs["merge"], argvs["push"], head_only, graft):
+    for argv in (argvs["export"], argvs["merge"], head_only, graft):
         assert re.search(message, refusal(argv, capfd))
     assert tree(tmp_path) == before
     assert document(["inspect", base], capfd)["status"] == "healthy"

@@ -54,7 +54,6 @@ FUNCTIONS = {
     "merge": "(checkpoint: str | Path, adapter: str | Path, out: str | Path, *, copy: bool = False, "
     "progress: Progress | None = None) -> MergeResult",
     "open_report": "(source: str | Path) -> RunReport | StudyReport",
-    "push": "(export: str | Path, repo: str, *, dry_run: bool = True, progress: Progress | None = None) -> PushResult",
     "recipes": "() -> RecipesResult",
     "regenerate": "(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progress | None = None) "
     "-> RegenerateResult",
@@ -81,7 +80,6 @@ RECORDS = {
     "Inspection": "checkpoint family status stale head trunk trunk_changed non_finite_keys problems serves cure "
     "runs_here note unlisted_keys unnamed_weights other_cure",
     "MergeResult": "out checkpoint adapter merged attached notes",
-    "PushResult": "export repo files left_out uploaded url",
     "RecipesResult": "recipes accelerate",
     "RegenerateResult": "run_dir counts",
     "ProbeResult": "verdict reason command graft base lost_overlap lost_overlap_ci95 trained_tau gain_ci95 "

@@ -103,7 +103,6 @@ def takers(path: Path, out: Path) -> list[list[Any]]:
     """Commands that need a whole checkpoint with its head."""
     return [
         ["generate", path, "--prompt", "say 1", "--max-new-tokens", "2"],
-        ["push", path, "someone/model"],
         ["export", path, "--out", out],
         ["export", path, "--head-only", "--out", out],
         ["export", path, "--gguf", "f16", "--out", out],
@@ -157,7 +156,6 @@ def test_a_head_alone_has_no_trunk_to_miss(saved: Path, tmp_path: Path, capfd: C
     assert main(["export", str(saved), "--head-only", "--out", str(tmp_path / "head")]) == 0
     found = document(["inspect", tmp_path / "head"], capfd)
     assert (found["status"], found["problems"]) == ("healthy", [])
-    assert main(["push", str(tmp_path / "head"), "someone/model"]) == 0
 
 
 # Families

@@ -38,8 +38,8 @@ class ExportResult:
     flag: str | None = None
     """vLLM's flag that drafts with a head-only export; None for other forms."""
     notes: tuple[str, ...] = ()
-    """What to correct in the model card before it is published, weight files that were left out, and which layers of
-    the trunk a draft model for speculators reads; a sentence each."""
+    """Sentences about weight files that were left out, and the trunk's layers that a draft model for speculators
+    reads."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train export --json`` prints them."""
@@ -142,9 +142,8 @@ def _as_checkpoint(
             trunk, found.artifact, out, adapter=adapter, link=link, progress=progress, form=form, hub_id=hub_id
         )
         with removed_on_failure(out):
-            notes = write_card(source, out)
-        if found.kind == "mtp":
-            notes += left_out(unnamed_files(trunk, layout_of(trunk)))
+            write_card(source, out)
+        notes = left_out(unnamed_files(trunk, layout_of(trunk))) if found.kind == "mtp" else ()
         if form == "speculators":
             layers = found.artifact.family.wiring.trunk_layers(text_config_of(trunk))
             notes += (f"It reads the hidden states after the layers {', '.join(map(str, layers))} of its trunk.",)

@@ -13,7 +13,7 @@ from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
 from mtp_train.job.display import quiet_progress
-from mtp_train.job.model_card import write_graft_card
+from mtp_train.job.model_card import write_untrained_card
 from mtp_train.job.run_dir import checkpoint_identity
 from mtp_train.trunk.whole import require_whole_trunk
 from mtp_train.weights.export import write_checkpoint
@@ -33,8 +33,7 @@ class GraftResult:
     base: str
     """The head's checkpoint, as the caller named it."""
     notes: tuple[str, ...] = ()
-    """What to correct in the model card before it is published, and weight files that were left out; a sentence
-    each."""
+    """Sentences about weight files that were left out."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train graft --json`` prints them."""
@@ -82,8 +81,8 @@ def graft(
     write_checkpoint(trunk, plan.layout, plan.template, result.out, link="copy" if copy else "hard")
     with removed_on_failure(result.out):
         identities = checkpoint_identity(result.fine_tune, trunk), checkpoint_identity(result.base, donor)
-        notes = write_graft_card(result.out, *identities, None, SUGGESTED_DEPTH)
-    notes += left_out(unnamed_files(trunk, plan.layout))
+        write_untrained_card(result.out, *identities, None, SUGGESTED_DEPTH)
+    notes = left_out(unnamed_files(trunk, plan.layout))
     if diagnose_head(trunk).unnamed_in:
         command = export_command(str(trunk.path))
         notes += (f"The head among them was replaced by the base's. To keep it instead: {command}",)

@@ -79,7 +79,7 @@ class Inspection:
     non_finite_keys: tuple[str, ...]
     """Tensors that contain NaN or infinities."""
     problems: tuple[str, ...]
-    """Why ``generate``, ``export`` and ``push`` refuse the checkpoint, a phrase each, whatever its head's status."""
+    """Why ``generate`` and ``export`` refuse the checkpoint, a phrase each, whatever its head's status."""
     serves: Mapping[str, str]
     """Engine to the command that serves the checkpoint with its head, or ``no: REASON``."""
     cure: str | None

@@ -12,7 +12,7 @@ from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
 from mtp_train.job.display import quiet_progress
-from mtp_train.job.model_card import write_merge_card
+from mtp_train.job.model_card import write_untrained_card
 from mtp_train.job.run_dir import checkpoint_identity
 from mtp_train.trunk.whole import require_whole_trunk
 from mtp_train.weights.adapter import read_adapter
@@ -39,8 +39,7 @@ class MergeResult:
     attached: bool
     """Whether the family's releases have no MTP head, so that one has to be trained from scratch."""
     notes: tuple[str, ...] = ()
-    """What to correct in the model card before it is published, and weight files that were left out; a sentence
-    each."""
+    """Sentences about weight files that were left out."""
 
     @property
     def cure(self) -> str:
@@ -110,8 +109,9 @@ def merge(
     require_whole_trunk(source, adapter_beside=True)
     require_finite_checkpoint(source, progress)
     merged = write_merged(source, layout, changes, result_dir, link="copy" if copy else "hard", progress=progress)
-    depths = SUGGESTED_DEPTH if merged.head_keys else None
     with removed_on_failure(result_dir):
-        notes = write_merge_card(result_dir, checkpoint_identity(checkpoint, source), adapter, depths)
-    notes += left_out(unnamed_files(source, layout))
+        identity = checkpoint_identity(checkpoint, source)
+        head_from = identity if merged.head_keys else None
+        write_untrained_card(result_dir, identity, head_from, adapter, SUGGESTED_DEPTH)
+    notes = left_out(unnamed_files(source, layout))
     return MergeResult(str(result_dir), checkpoint, adapter, merged, source.family.attached, notes)
