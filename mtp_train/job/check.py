@@ -34,7 +34,6 @@ from mtp_train.job.inputs import (
     require_offload,
     require_own_data,
     require_rows,
-    require_served,
     require_unroll,
 )
 from mtp_train.job.round_launches import count_launches
@@ -230,12 +229,7 @@ class CheckResult:
         return f"{self._gate_text()}\n# the export, {exported}, in\n{engines}{self._kinds_text()}"
 
     def _gate_text(self) -> str:
-        if self.recipe.gate.endpoint is None:
-            return ""
-        return (
-            f"\n# gate: {self.recipe.gate_baseline} and retrained are measured on servers, one prompt at a time; the "
-            "run prints the commands that start them once the head is trained, and ends until they answer"
-        )
+        return "" if self.recipe.gate.enabled else "\n# gate: off; the head is not measured, and is exported unjudged"
 
     def _kinds_text(self) -> str:
         others = [
@@ -326,7 +320,6 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     text_config = config.get_text_config()
     require_attention(recipe, head_family, text_config, num_modules)
     require_draft_vocab(recipe, text_config.vocab_size)
-    require_served(recipe, head_family)
     if recipe.sft is not None:
         require_trainable(family, raw, where=path)
     require_own_data(recipe, path)

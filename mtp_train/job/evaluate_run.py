@@ -27,6 +27,7 @@ from mtp_train.evaluation.dense import own_text
 from mtp_train.evaluation.draft_vocab import CountedText, DraftHead, suggest_draft_vocab
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Decoded, Setting, TaskPrompt
 from mtp_train.evaluation.results import (
+    UNJUDGED,
     ArmResult,
     DraftVocab,
     RunCell,
@@ -55,7 +56,8 @@ from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.demo import PREFIX, RECORDED_FILE, home_source, recorded
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.locations import head_directory
-from mtp_train.weights.suggestions import graft_command
+from mtp_train.weights.run_export import EXPORT
+from mtp_train.weights.suggestions import evaluate_command, graft_command, grafted_name
 
 RETRAINED, VANILLA = "retrained", "vanilla"
 NUM_SAMPLES, SAMPLE_PROMPT_CHARS = 3, 400
@@ -71,7 +73,8 @@ class Evaluation:
     """A report, its gate, and the intervals that its figures show besides."""
 
     report: RunReport
-    gate: GateVerdict
+    gate: GateVerdict | None
+    """None where `gate.enabled` is false."""
     marginal_ci95: dict[str, list[Interval | None]]
 
 
@@ -84,13 +87,13 @@ class MeasuredRun:
     settings: tuple[Setting, ...]
     """The report's table of arms shows the first, its cells the others."""
     dense: Mapping[str, DenseMetrics]
-    """Teacher-forced metrics by arm, at the first setting; empty where servers decoded."""
+    """Teacher-forced metrics by arm, at the first setting."""
     facts: dict[str, Any]
     """How everything was measured: the report's settings."""
     by_depth: Sequence[tuple[MeasuredArm, Setting]] = field(default=())
     """The retrained head at fewer drafts a round, on :data:`DEPTH_PROMPTS` prompts."""
     draft_head: DraftHead | None = None
-    """The retrained head; None where servers decoded."""
+    """The retrained head; None without one."""
 
     @property
     def results(self) -> dict[str, ArmResult]:
@@ -174,6 +177,26 @@ def evaluate_run(
         draft_vocab=tuple(draft_vocab),
     )
     return Evaluation(report, gate, measured.marginal_ci95)
+
+
+def unjudged(recipe: Recipe, inputs: Inputs) -> Evaluation:
+    """Return the report of a run whose recipe turns the gate off: it measures nothing."""
+    found = evaluation_settings(recipe, inputs, served_settings(recipe.evaluate, inputs.finetune, draft_depth(recipe)))
+    of_training = {name: found[name] for name in _OF_TRAINING}
+    report = RunReport(arms={}, lossless=None, gate=None, settings={"gate": UNJUDGED, **of_training})
+    return Evaluation(report, None, {})
+
+
+def served_commands(recipe: Recipe, run_dir: Path) -> str:
+    """Return how to compare an unjudged head with its baseline on servers, in lines of commands."""
+    trunk, donor, baseline = recipe.model.trunk, recipe.model.head_from, recipe.gate_baseline
+    export = str(run_dir / EXPORT if recipe.export.enabled else run_dir)
+    served, before = export if recipe.head.kind == "mtp" else trunk, trunk
+    lines = ["Serve each of the two with its drafts, and measure it:", evaluate_command(served, f"{run_dir}-served")]
+    if baseline == "graft" and donor is not None and recipe.head.kind == "mtp":
+        lines.append(graft_command(trunk, donor))
+        before = grafted_name(trunk)
+    return "\n  ".join([*lines, evaluate_command(before, f"{run_dir}-baseline")])
 
 
 def measure_arms(
@@ -486,7 +509,7 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setti
         "top_p": first.top_p,
         "top_k": first.top_k,
         "draft_sampling": "sampled" if first.rule == "sampled" else "argmax",
-        "verify_rule": _VERIFY_RULES.get(first.rule, "rejection"),
+        "verify_rule": "greedy" if first.rule == "greedy" else "rejection",
         "judged": [setting.name for setting in settings],
         **({"not_measured": ignored} if ignored else {}),
         "depth": draft_depth(recipe),
@@ -505,7 +528,10 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setti
     }
 
 
-_VERIFY_RULES = {"greedy": "greedy", "served": "served"}
+_OF_TRAINING = (
+    *("trunk", "head_from", "depth", "train_precision", "loss", "train_steps", "tokens_per_step", "seed", "torch"),
+    "platform",
+)
 
 
 def trunk_facts(recipe: Recipe, trunk: Trunk) -> dict[str, Any]:

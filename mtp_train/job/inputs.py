@@ -28,7 +28,6 @@ from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.evaluation.settings import draft_depth, served_settings
 from mtp_train.families import Convention, Family, RawConfig
-from mtp_train.families.engines import NAMED_BY
 from mtp_train.heads.build import HeadPlan, fresh_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.heads.flex import why_dense
@@ -133,7 +132,6 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     require_answers(recipe, Path(recipe.run_dir))
     require_rows(recipe)
     require_draft_vocab(recipe, text_config.vocab_size)
-    require_served(recipe, head_plan.family)
     # Raises if the trunk cannot be evaluated at its serving settings: now, not after training.
     served_settings(recipe.evaluate, finetune, draft_depth(recipe))
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
@@ -199,7 +197,7 @@ def require_gate_groups(recipe: Recipe, held_out: Sequence[Prompt]) -> None:
         DataError: They are not.
     """
     needed, found = min_gate_groups(recipe.gate.confidence), len({prompt.group for prompt in held_out})
-    if recipe.study is None and recipe.sft is None and found < needed:
+    if recipe.gate.enabled and recipe.study is None and recipe.sft is None and found < needed:
         raise DataError(
             f"data.holdout: {recipe.data.holdout} gives {len(held_out)} evaluation prompts of {found} group(s); "
             f"expected at least {needed} groups, the fewest that can show a gain at gate.confidence="
@@ -271,22 +269,6 @@ def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
         raise CheckpointError(
             f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its "
             "own. Remove native from evaluate.arms."
-        )
-
-
-def require_served(recipe: Recipe, family: Family) -> None:
-    """Check, before anything is trained, that an engine serves the head of a recipe with ``gate.endpoint``.
-
-    Raises:
-        RecipeError: None does.
-    """
-    supported = [name for name, engine in family.serving.items() if engine.supported and name in NAMED_BY]
-    if recipe.gate.endpoint is not None and not supported:
-        raise RecipeError(
-            [
-                f"gate.endpoint: {', '.join(NAMED_BY)} do not draft with the head of {family.title}; expected an "
-                "engine that does. Write gate.endpoint: null."
-            ]
         )
 
 

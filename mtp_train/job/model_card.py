@@ -17,7 +17,7 @@ from huggingface_hub import metadata_load
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from mtp_train import __version__
-from mtp_train.evaluation.results import REPORT_FILE, RunReport, load_report
+from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, RunReport, load_report
 from mtp_train.families.engines import EngineSupport, engine_commands
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.job.run_dir import PROVENANCE_FILE
@@ -234,16 +234,24 @@ def _section(
         f"## {find_head_kind(recipe.head.kind).title} head",
         *opening(recipe, provenance, report, f"mtp-train {version}"),
         "### Acceptance",
-        _table(report),
-        f"Lossless: {lossless_sentence(report.lossless)}",
-        *([f"Gate: {capitalised(report.gate.reason)}."] if report.gate else []),
-        f"Measured with mtp-train's own decoder: {_settings(report)}.",
+        *_measured(report),
         # The depth that the report recommends, which the commands must not contradict.
         *_serving(engines, serving_depth(report) or recipe.head.num_depths),
         f"<details><summary>Recipe</summary>\n\n```yaml\n{_public_recipe(recipe)}```\n\n</details>",
         CLOSING,
     ]
     return "\n\n".join(parts)
+
+
+def _measured(report: RunReport) -> list[str]:
+    if report.settings.get("gate") == UNJUDGED:
+        return [UNJUDGED_SENTENCE]
+    return [
+        _table(report),
+        f"Lossless: {lossless_sentence(report.lossless)}",
+        *([f"Gate: {capitalised(report.gate.reason)}."] if report.gate else []),
+        f"Measured with mtp-train's own decoder: {_settings(report)}.",
+    ]
 
 
 def _retrained(recipe: Recipe, provenance: Mapping[str, Any], report: RunReport, tool: str) -> tuple[str, str]:

@@ -262,19 +262,17 @@ def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
         return True
     with contextlib.suppress(RecipeError):
         before = recipe_from_mapping(parse_yaml(recorded, "recipe")[0])
-        return dump_recipe(before) == dump_recipe(_with_servers_of(before, recipe))
+        return dump_recipe(before) == dump_recipe(_with_server_of(before, recipe))
     return False
 
 
-def _with_servers_of(before: Recipe, now: Recipe) -> Recipe:
-    """Return a recipe with the addresses, keys and limits of another one's servers, where both have servers."""
-    regenerate, gate, earlier = now.data.regenerate, now.gate, before.data.regenerate
+def _with_server_of(before: Recipe, now: Recipe) -> Recipe:
+    """Return a recipe with the address, key and limits of another one's server, where both have one."""
+    regenerate, earlier = now.data.regenerate, before.data.regenerate
     if regenerate is not None and earlier is not None and None not in (regenerate.endpoint, earlier.endpoint):
         names = ("endpoint", "api_key_env", "concurrency", "request_timeout_seconds")
         regenerate = replace(regenerate, **{name: getattr(earlier, name) for name in names})
-    if None not in (gate.endpoint, before.gate.endpoint):
-        gate = replace(gate, endpoint=before.gate.endpoint)
-    return replace(now, data=replace(now.data, regenerate=regenerate), gate=gate)
+    return replace(now, data=replace(now.data, regenerate=regenerate))
 
 
 def claim(run_dir: Path, recipe: Recipe, provenance: dict[str, Any]) -> None:

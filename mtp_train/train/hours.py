@@ -207,14 +207,14 @@ class RoundModel:
     depth: int
     speeds: Speeds
 
-    def seconds(self, rows: int, *, drafts: bool, devices: int = 1) -> float:
-        """Return the seconds of a round of ``rows`` texts, whose weights and operations some devices may share."""
+    def seconds(self, rows: int, *, drafts: bool) -> float:
+        """Return the seconds of a round of ``rows`` texts."""
         sizes, depth = self.sizes, self.depth if drafts else 0
         window = rows * (1 + depth)
         verify = self._pass(min(self.trunk_parameters, sizes.trunk * window), sizes.lm_head, sizes.trunk, window)
         draft = self._pass(min(sizes.head_stored, sizes.head * rows), sizes.draft_lm_head, sizes.head, rows)
         launches = self.launches.drafting if drafts else self.launches.plain
-        return (verify + depth * draft) / devices + launches * self.speeds.launch_seconds
+        return verify + depth * draft + launches * self.speeds.launch_seconds
 
     def _pass(self, layers_read: int, output: int, layers: int, rows: int) -> float:
         read, products = layers_read + output, 2 * (layers + output) * rows
@@ -271,11 +271,10 @@ def estimate_hours(
 def _evaluation_seconds(recipe: Recipe, plan: Plan, model: RoundModel) -> float:
     """Return the seconds of decoding the held-out prompts with every arm; no draft counts as accepted."""
     evaluate = recipe.evaluate
+    if not recipe.gate.enabled:
+        return 0.0
     # With `auto`, greedy decoding and the checkpoint's own sampling.
     settings = len(evaluate.temperature) if isinstance(evaluate.temperature, tuple) else 2
-    # A server gets one prompt at a time, and shares its trunk among all devices.
-    is_served = recipe.gate.endpoint is not None
-    devices = plan.world_size if is_served else 1
-    prompts = evaluate.prompts if is_served else math.ceil(evaluate.prompts / plan.world_size)
-    rounds = sum(model.seconds(1, drafts=arm != PLAIN_ARM, devices=devices) for arm in evaluate.arms)
+    prompts = math.ceil(evaluate.prompts / plan.world_size)
+    rounds = sum(model.seconds(1, drafts=arm != PLAIN_ARM) for arm in evaluate.arms)
     return settings * evaluate.max_new_tokens * prompts * rounds

@@ -15,6 +15,7 @@ from mtp_inference.drafters.drafter import Drafter, Place, Size
 from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError, MtpError
+from mtp_train.evaluation.results import UNJUDGED_SENTENCE
 from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
@@ -99,6 +100,22 @@ def their_drafts(
         torch.tensor([prompt]), use_mtp=True, do_sample=False, max_new_tokens=num_tokens, pad_token_id=0
     )
     return drafts, output[0, len(prompt) :].tolist()
+
+
+def test_a_run_without_a_gate_exports_an_unjudged_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtp_train.job.pipeline.evaluate_run", None)
+    inputs, run_dir = write_inputs(tmp_path / "in"), tmp_path / "run"
+    recipe = tiny_recipe(inputs, run_dir, gate={"enabled": False}, evaluate__prompts=1)
+    outcome = run_quietly(recipe)
+    assert (outcome.exit_code, outcome.reason, outcome.stage) == (0, "unjudged", "done")
+    assert outcome.message.startswith(UNJUDGED_SENTENCE)
+    for path in (run_dir / "export", inputs / "finetune-mtp"):
+        assert f"mtp-train evaluate {path} --endpoint http://localhost:8000/v1" in outcome.message
+    assert json.loads((run_dir / "report.json").read_text())["settings"]["gate"] == "unjudged"
+    assert UNJUDGED_SENTENCE in (run_dir / "report.html").read_text()
+    assert UNJUDGED_SENTENCE in (run_dir / "export" / "README.md").read_text()
+    assert main(["export", str(run_dir), "--out", str(tmp_path / "again")]) == 0
+    assert run_quietly(recipe) == outcome
 
 
 @pytest.mark.parametrize("shuffled", [True, False])

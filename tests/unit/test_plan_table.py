@@ -121,14 +121,13 @@ def test_what_does_not_fit_is_crossed_out(directory: Path) -> None:
     assert "~~" not in "".join(row("Qwen3.6 27B", 1, planned("Qwen3.6 27B", 1, directory)))
 
 
-def test_nodes_of_eight_are_planned_for_deepseek_v3_with_servers(directory: Path) -> None:
-    """Answers and the verdict by servers, training in shards with LoRA: what each stage takes, and whether it fits."""
-    servers = {"retrained": "http://node-0:8000/v1", "baseline": "http://node-1:8000/v1"}
+def test_nodes_of_eight_are_planned_for_deepseek_v3_unjudged(directory: Path) -> None:
+    """Answers by a server, training in shards with LoRA, no verdict: what each stage takes, and whether it fits."""
     answers = {"endpoint": "http://node-0:8000/v1", "max_prompts": 20_000, "max_new_tokens": 512}
     changes = {
         "head.lora": {"r": 16, "targets": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]},
         "data.regenerate": answers,
-        "gate.endpoint": servers,
+        "gate.enabled": False,
         "evaluate.arms": ["native", "retrained"],
         "train.gradient_checkpointing": True,
     }
@@ -141,8 +140,8 @@ def test_nodes_of_eight_are_planned_for_deepseek_v3_with_servers(directory: Path
         assert plan.hours is not None
         assert plan.hours.regenerate == 0.0
         assert plan.hours.train > 0.0
-        assert plan.hours.evaluate > 0.0
-        assert "# gate: native and retrained are measured on servers" in str(plan)
+        assert plan.hours.evaluate == 0.0
+        assert "# gate: off; the head is not measured" in str(plan)
     assert "does not fit" not in str(found["mi300x", 32])
     everywhere = planned("DeepSeek V3 671B", 32, directory, "mi300x", changes | {"head.lora": {"r": 16}})
     assert (
