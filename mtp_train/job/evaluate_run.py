@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,7 +50,6 @@ from mtp_train.train.teacher_forced import DenseMetrics, dense_metrics
 from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
-from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.demo import PREFIX, RECORDED_FILE, home_source, recorded
 from mtp_train.weights.files import Checkpoint
@@ -230,18 +228,15 @@ def measure_arms(
     facts = evaluation_settings(recipe, inputs, settings) | trunk_facts(recipe, trunk)
     facts |= {
         "processes": accelerator.num_processes,
-        "tensor_parallel": 1 if trunk.group is None else trunk.group.size,
         "captured_rounds": captured_rounds,
         "target_entropy_median": dense[PLAIN].median_entropy,
     }
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
-        dtype, group = trunk.lm_head_VD.dtype, trunk.group
+        dtype = trunk.lm_head_VD.dtype
         trunk.drop_layers()
         trunk.to("meta")
-        # Layers in parts are in reference cycles.
-        gc.collect()
         vanilla, dense[VANILLA] = measure_vanilla(
-            recipe, run_dir, inputs, inputs.base, settings[0], dtype, group, accelerator, progress
+            recipe, run_dir, inputs, inputs.base, settings[0], dtype, accelerator, progress
         )
         arms.append(vanilla)
     return MeasuredRun(tuple(arms), tuple(settings), dense, facts, by_depth, head)
@@ -278,8 +273,6 @@ def decode(
 ) -> tuple[list[MeasuredArm], int]:
     """Decode the held-out prompts plainly and with every drafter; the processes take every n-th prompt each.
 
-    Processes that share a trunk take the same prompts.
-
     Args:
         recipe: Limits and seed.
         inputs: The prompts.
@@ -295,14 +288,13 @@ def decode(
         The arms, plain decoding first, and the number of captured rounds. Every process returns the same.
     """
     order = [prompt.id for prompt in inputs.held_out]
-    share = accelerator.share_of(trunk)
-    own = inputs.held_out[share.index :: share.count]
+    own = inputs.held_out[accelerator.process_index :: accelerator.num_processes]
     prompts = held_out_prompts(replace(inputs, held_out=own))
     total = num_decodings(len(drafting), prompts, settings)
     task = progress.add_task(f"decoding held-out prompts ({', '.join(one.name for one in settings)})", total=total)
     options = DecodingOptions(max_new_tokens=recipe.evaluate.max_new_tokens, eos_ids=inputs.eos_ids, seed=recipe.seed)
     found = decode_prompts(trunk, drafting, prompts, settings, options, on_prompt=lambda: progress.advance(task))
-    table = joined(accelerator.gather_items([found] if share.is_kept else []), order)
+    table = joined(accelerator.gather_items([found]), order)
     name, plain = trunk_name or recipe.model.trunk, table.decoded[PLAIN]
     drafted = [MeasuredArm(arm, name, names[arm], {**plain, **table.decoded[arm]}) for arm in drafting]
     return [MeasuredArm(PLAIN, name, None, plain), *drafted], table.captured_rounds
@@ -395,7 +387,6 @@ def measure_vanilla(
     base: Checkpoint,
     setting: Setting,
     dtype: torch.dtype,
-    group: ParallelGroup | None,
     accelerator: RunAccelerator,
     progress: Progress,
 ) -> tuple[MeasuredArm, DenseMetrics]:
@@ -412,7 +403,6 @@ def measure_vanilla(
             device=accelerator.device if recipe.model.offload is None else "cpu",
             quantization=recipe.model.quantization,
             trust_remote_code=recipe.model.trust_remote_code,
-            group=group,
         )
     if recipe.model.offload is not None:
         offload_layers(trunk, recipe.model.offload, accelerator.device, run_dir)

@@ -38,6 +38,7 @@ from mtp_train.job.run_answers import require_answers
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
+from mtp_train.train.estimate import GIB
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.trunk.offload import Offload
 from mtp_train.trunk.precision import automatic_dtype
@@ -52,6 +53,9 @@ from mtp_train.weights.identity import Contents
 from mtp_train.weights.locations import open_location
 from mtp_train.weights.quantised import quant_method
 
+NUM_HEADS, ROOM_SHARE = 2, 0.85
+"""Heads in memory while a run decodes, and the largest share of a GPU's memory for them and the trunk: caches and
+activations need the rest."""
 HOME_PROMPTS = 12
 """Most prompts of its own kind that the vanilla model decodes, each from another group. The demo's vanilla model writes
 code up to the limit of tokens, which takes longer than all other arms together."""
@@ -270,6 +274,25 @@ def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
             f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its "
             "own. Remove native from evaluate.arms."
         )
+
+
+def decoding_problem(trunk_bytes: int, head_bytes: int, memory_bytes: int) -> str | None:
+    """Return why a run cannot decode with its trunk on a GPU; None if it can.
+
+    Args:
+        trunk_bytes: Bytes of the trunk.
+        head_bytes: Bytes of a head; the retrained one and its baseline are in memory together.
+        memory_bytes: Memory of the GPU.
+    """
+    needed = trunk_bytes + NUM_HEADS * head_bytes
+    if needed <= ROOM_SHARE * memory_bytes:
+        return None
+    return (
+        f"model.trunk: {needed / GIB:.0f} GiB with two heads, and a GPU has {memory_bytes / GIB:.0f} GiB; expected at "
+        f"most {ROOM_SHARE:.0%} of it, to answer prompts and to measure with. Write model.offload: cpu and use one "
+        "process, or leave both to servers: set data.regenerate.endpoint, and write gate.enabled: false, which exports "
+        "the head unjudged and names the commands that measure it"
+    )
 
 
 def require_own_data(recipe: Recipe, trunk: Path) -> None:

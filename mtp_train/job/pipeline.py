@@ -200,7 +200,7 @@ def run_stages(
     records = hash_run_inputs(recipe, run_dir, progress) if main else {}
     trunks = RunTrunks(recipe, run_dir, inputs, accelerator, progress)
     if not trained:
-        trunks.load(decodes=recipe.regenerates)
+        trunks.load(decodes=recipe.regenerates and recipe.decodes)
     elif recipe.gate.enabled:
         trunks.load(decodes=True)
     # Nothing is written before all inputs are checked, so that a corrected recipe can use the same directory.
@@ -213,7 +213,8 @@ def run_stages(
             held_out = [prompt.prompt_ids for prompt in inputs.held_out]
             check_decoder(trunks.trunk, held_out, inputs.eos_ids, draft_depth(recipe), progress.console)
         stage.name = "data"
-        documents = make_documents(recipe, run_dir, inputs, trunks.trunk, accelerator, progress)
+        in_shards = not trunks.evaluates
+        documents = make_documents(recipe, run_dir, inputs, trunks.trunk, accelerator, progress, in_shards=in_shards)
         recipe, inputs = settle_length(recipe, run_dir, inputs, documents, accelerator, auto, progress)
         stage.name = "train"
         trunks.prepare_training()
@@ -305,8 +306,11 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
         inputs = gather_inputs(recipe, accelerator.num_processes, progress)
         records = hash_run_inputs(recipe, run_dir, progress) if main else {}
         trunks = RunTrunks(recipe, run_dir, inputs, accelerator, progress)
-        trunks.load(decodes=True)
+        trunks.load(decodes=settings.endpoint is None)
         inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
         trunks.offload()
-        _, counts = regenerate_stage(recipe, settings, run_dir, inputs, trunks.trunk, accelerator, progress)
+        in_shards = not trunks.evaluates
+        _, counts = regenerate_stage(
+            recipe, settings, run_dir, inputs, trunks.trunk, accelerator, progress, in_shards=in_shards
+        )
     return asdict(counts)

@@ -209,33 +209,6 @@ def _quantized_trunks_stay_on_the_device(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@_reads("model.tensor_parallel", "model.offload", "model.quantization", "model.adapter")
-def _shared_trunks_are_plain(recipe: Recipe) -> Iterator[str]:
-    model = recipe.model
-    if model.tensor_parallel in (None, 1):
-        return
-    for field, value, cure in (
-        ("offload", model.offload, "null"),
-        ("quantization", model.quantization, "null"),
-        ("adapter", model.adapter, "null, and merge it into model.trunk"),
-    ):
-        if value is not None:
-            yield (
-                f"model.{field}: {value!r} with model.tensor_parallel: {model.tensor_parallel}; expected plain weights "
-                f"to split. Write model.{field}: {cure}."
-            )
-
-
-@_reads("model.tensor_parallel", "study", "sft")
-def _shared_trunks_are_of_runs(recipe: Recipe) -> Iterator[str]:
-    kind = "study" if recipe.study is not None else "sft" if recipe.sft is not None else None
-    if kind is not None and recipe.model.tensor_parallel not in (None, 1):
-        yield (
-            f"model.tensor_parallel: {recipe.model.tensor_parallel} with {kind}, which measures trunks that are whole "
-            "in each process; expected null. Write null."
-        )
-
-
 @_reads("head.init", "head.lora")
 def _lora_has_a_trained_head(recipe: Recipe) -> Iterator[str]:
     if recipe.head.lora is not None and recipe.attaches:

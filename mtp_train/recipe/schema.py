@@ -113,10 +113,6 @@ class ModelSection(Section):
     """Keep the trunk's layers in main memory (`cpu`) or in a folder of the run directory (`disk`), and copy them to the
     device one at a time. Slow, but needs little device memory; the results are the same. For one process. With either
     choice the trunk is loaded through main memory."""
-    tensor_parallel: Count | None = None
-    """Number of processes that share one trunk while a run regenerates responses and evaluates: each holds a part of
-    every layer, and they decode the same prompts together. It divides the number of processes. Null: the smallest
-    number whose devices hold the trunk, on a CPU 1."""
     trust_remote_code: bool = False
     """Whether transformers may run Python code that a checkpoint contains."""
 
@@ -585,5 +581,6 @@ class Recipe(Section):
 
     @property
     def decodes(self) -> bool:
-        """Whether a run decodes with the trunk, or checks a server's responses with it."""
-        return self.regenerates or self.gate.enabled
+        """Whether a run decodes with the trunk, so that each process has to hold all of it."""
+        by_server = self.data.regenerate is not None and self.data.regenerate.endpoint is not None
+        return self.gate.enabled or (self.regenerates and not by_server)

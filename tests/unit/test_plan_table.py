@@ -86,8 +86,6 @@ def test_main_memory_while_nine_billion_parameters_are_loaded(directory: Path) -
         "# main memory of each process while it loads the trunk: whole 16.68 GiB; to train with fsdp2.yaml 4.60 GiB\n"
     )
     assert text in str(found)
-    split = planned("DeepSeek V3 671B", 16, directory)
-    assert "GiB; to decode little, as each process reads its part onto its device\n" in str(split)
 
 
 def test_hours_of_training_of_twenty_seven_billion_parameters(directory: Path) -> None:
@@ -115,7 +113,10 @@ def test_the_shapes_are_those_of_the_models(name: str, billions: float, director
 
 
 def test_what_does_not_fit_is_crossed_out(directory: Path) -> None:
-    cells = row("DeepSeek V3 671B", 8, planned("DeepSeek V3 671B", 8, directory))
+    large = planned("DeepSeek V3 671B", 8, directory)
+    assert "# a run is refused: model.trunk: " in str(large)
+    assert planned("Qwen3.6 27B", 1, directory).decoding is None
+    cells = row("DeepSeek V3 671B", 8, large)
     assert cells[:2] == ["DeepSeek V3 671B", "8"]
     assert all(cell.startswith("~~") for cell in cells[2:4])
     assert "~~" not in "".join(row("Qwen3.6 27B", 1, planned("Qwen3.6 27B", 1, directory)))
@@ -141,6 +142,7 @@ def test_nodes_of_eight_are_planned_for_deepseek_v3_unjudged(directory: Path) ->
         assert plan.hours.regenerate == 0.0
         assert plan.hours.train > 0.0
         assert plan.hours.evaluate == 0.0
+        assert plan.decoding is None
         assert "# gate: off; the head is not measured" in str(plan)
     assert "does not fit" not in str(found["mi300x", 32])
     everywhere = planned("DeepSeek V3 671B", 32, directory, "mi300x", changes | {"head.lora": {"r": 16}})

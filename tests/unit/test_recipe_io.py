@@ -38,7 +38,6 @@ model:
   dtype: auto
   quantization: null
   offload: null
-  tensor_parallel: null
   trust_remote_code: false
 head:
   kind: mtp
@@ -419,7 +418,6 @@ def test_dump_spells_out_every_field_in_order(recipe_file: Path) -> None:
         "dtype": "auto",
         "quantization": None,
         "offload": None,
-        "tensor_parallel": None,
         "trust_remote_code": False,
     }
 
