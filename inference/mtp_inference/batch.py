@@ -148,7 +148,7 @@ class Batch:
         num_tokens = prompt_RT.shape[1]
         self.chooser.read_prompts(rows, prompt_RT)
         logits_R1V = self.trunk.logits(hidden_RTD[:, -1:])
-        first_R = self._agreed(self.chooser.first(rows, logits_R1V, num_tokens))
+        first_R = self.chooser.first(rows, logits_R1V, num_tokens)
         if self.drafter is not None:
             self.drafter.start(rows, hidden_RTD, prompt_RT, first_R)
         self.last_B[rows] = first_R
@@ -157,7 +157,7 @@ class Batch:
         running_R = (room_R > 1) & ~(stop_RN == first_R[:, None]).any(-1)
         self.active_B[rows] = running_R
         self.length_B[rows] = num_tokens * running_R
-        return self._agreed(first_R.masked_fill(_is_bad(logits_R1V.amax(-1))[:, 0], BAD_TRUNK))
+        return first_R.masked_fill(_is_bad(logits_R1V.amax(-1))[:, 0], BAD_TRUNK)
 
     @torch.inference_mode()
     def run_round(self, plan: RoundPlan) -> Tensor:
@@ -188,14 +188,13 @@ class Batch:
         if drafts.num_drafted_B is not None:
             limit_B = limit_B.minimum(drafts.num_drafted_B)
         accepted_B, tokens_BT = self.chooser.verify(logits_BTV, window_BT, self.length_B, drafts, limit_B)
-        accepted_B, tokens_BT = self._agreed(accepted_B), self._agreed(tokens_BT)
         self.cache.commit(accepted_B + 1)
         kept_B = (accepted_B + 1) * self.active_B
         told_B = _flagged(kept_B, logits_BTV, drafts)
         if self.drafter is not None:
             self.drafter.extend(hidden_BTD, tokens_BT, kept_B)
         self._commit(tokens_BT, accepted_B, kept_B)
-        return self._agreed(torch.cat([tokens_BT, told_B[:, None], accepted_B[:, None], limit_B[:, None]], dim=1))
+        return torch.cat([tokens_BT, told_B[:, None], accepted_B[:, None], limit_B[:, None]], dim=1)
 
     def run_window(self, plan: RoundPlan, window_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Run the trunk over a window of every row; return hidden states (B, T, D) and logits (B, T, V)."""
@@ -252,18 +251,7 @@ class Batch:
     def _draft(self, plan: RoundPlan) -> Drafts:
         if plan.depth == 0 or self.drafter is None:
             return Drafts(self.last_B.new_zeros(len(self.last_B), 0))
-        drafts = self.drafter.draft(plan.depth, self.place(plan), self.chooser)
-        if self.trunk.group is None:
-            return drafts
-        num_drafted_B = drafts.num_drafted_B
-        return drafts._replace(
-            tokens_BK=self._agreed(drafts.tokens_BK),
-            num_drafted_B=None if num_drafted_B is None else self._agreed(num_drafted_B),
-        )
-
-    def _agreed(self, decided: Tensor) -> Tensor:
-        """Return a decision of the first of the processes that share the trunk; they must not part."""
-        return decided if self.trunk.group is None else self.trunk.group.follow(decided)
+        return self.drafter.draft(plan.depth, self.place(plan), self.chooser)
 
     def _commit(self, tokens_BT: Tensor, accepted_B: Tensor, kept_B: Tensor) -> None:
         counts_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < kept_B[:, None]

@@ -411,7 +411,6 @@ class SpeculativeDecoder:
             >>> counts
             [6, 3]
         """
-        self._require_alike(requests)
         lanes = [self._lane(index, request) for index, request in enumerate(requests)]
         return self._session(lanes).run() if lanes else iter(())
 
@@ -488,22 +487,8 @@ class SpeculativeDecoder:
 
     @property
     def _on_gpu(self) -> bool:
-        # A captured graph reads weights at fixed addresses; offloaded weights are at another address each time. Rounds
-        # of a group of processes contain collectives, whose capture was never tried.
-        plain = not self.trunk.offloaded and self.trunk.group is None
-        return self.trunk.lm_head_VD.device.type == "cuda" and plain
-
-    def _require_alike(self, requests: Sequence[Request]) -> None:
-        """Check that all processes that share the trunk decode the same requests in the same way."""
-        group = self.trunk.group
-        if group is None:
-            return
-        group.require_same((self.depth, self.draft_sampling, self.max_batch, list(requests)), "requests")
-        if any(request.mtp == "auto" for request in requests):
-            raise MtpError(
-                "mtp: 'auto' with a trunk that several processes share; expected on or off: each process would choose "
-                "depths by its own clock. Write mtp='on'."
-            )
+        # A captured graph reads weights at fixed addresses; offloaded weights are at another address each time.
+        return self.trunk.lm_head_VD.device.type == "cuda" and not self.trunk.offloaded
 
     def _require_embedded(self, prompt_ids: Sequence[int], where: str) -> None:
         """Raise a DataError for a token id that the trunk has no embedding for."""

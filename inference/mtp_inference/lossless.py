@@ -162,7 +162,7 @@ def measure_errors(
     text = [*prompt_ids, *tokens]
     whole_TV = _whole_logits(trunk, text)
     dtype = trunk.lm_head_VD.dtype
-    widens = dtype in HALF_DTYPES and not trunk.offloaded and trunk.group is None
+    widens = dtype in HALF_DTYPES and not trunk.offloaded
     if widens:
         with widened(trunk):
             reference_TV = _whole_logits(trunk, text)

@@ -82,13 +82,13 @@ class RegeneratedStore:
         directory: Created if it does not exist.
         rank: This process.
         world: Number of processes.
-        keeps: Whether to write rows; false in a process that decodes the same prompts as the one that writes them.
+        keeps: Whether to write rows; false in a process that only runs the trunk with the one that writes.
     """
 
     def __init__(self, directory: Path, *, rank: int = 0, world: int = 1, keeps: bool = True) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        self.world = world
+        self.rank, self.world = rank, world
         self.keeps = keeps
         self.path = directory / f"regenerated-{rank:05d}-of-{world:05d}.jsonl"
         if keeps and self.path.exists():

@@ -21,6 +21,11 @@ from mtp_train.errors import DataError
 GateResult = GateVerdict
 
 REPORT_FILE = "report.json"
+UNJUDGED = "unjudged"
+"""Outcome of a run without a gate (`gate.enabled: false`), and ``settings.gate`` of its report."""
+UNJUDGED_SENTENCE = (
+    "Unjudged: gate.enabled is false, so nothing was measured, and the head may draft worse than the one before."
+)
 Record = TypeVar("Record")
 
 
@@ -216,7 +221,7 @@ class RunReport:
     lossless: Lossless | None
     """None where the outputs were not compared."""
     gate: GateResult | None
-    """None where there was no head to judge."""
+    """None where there was no head to judge, or ``gate.enabled`` is false."""
     settings: Mapping[str, Any]
     """How it was measured: temperature, draft sampling, verify rule, depth, dtype, device, ..."""
     cells: tuple[RunCell, ...] = ()

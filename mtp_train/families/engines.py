@@ -115,10 +115,6 @@ ENGINES: Sequence[ServingEngine] = _ENGINES
 """All engines, in the order in which tables list them. Read only: use :func:`register_engine` to add one."""
 
 
-NAMED_BY = {"vllm": "--served-model-name {}", "sglang": "--served-model-name {}", "llama.cpp": "--alias {} --metrics"}
-"""Engine with an OpenAI server to the options that name the served model, and that let it count its drafts."""
-
-
 def register_engine(engine: ServingEngine) -> None:
     """Add an engine, so that every family's table lists it.
 

@@ -283,8 +283,6 @@ class TrunkTraits:
     """Field of the text config with the number of lm_head rows that are tokens; the remaining rows are padding."""
     recurrent: RecurrentKernels | None = None
     """None for trunks without recurrent layers."""
-    tensor_parallel: bool = True
-    """Whether transformers' tensor-parallel plan, where it has one, gives the logits of one process."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,21 +14,19 @@ import torch
 from accelerate import PartialState
 
 from mtp_train.data.groups import COST_PER_MILLION
-from mtp_train.errors import MtpError
 from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config, require_served_trunk
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
 from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.job.auto import Choice
-from mtp_train.job.decoding_group import NUM_HEADS, fitting_size, keeps_whole, require_size, require_splittable
 from mtp_train.job.head_source import require_source_model
 from mtp_train.job.inputs import (
+    decoding_problem,
     gather_text,
     require_draft_vocab,
     require_offload,
     require_own_data,
-    require_served,
     require_unroll,
 )
 from mtp_train.job.run_answers import require_answers
@@ -43,29 +41,11 @@ from mtp_train.train.plan import Plan, make_plan
 from mtp_train.trunk.load import Trunk, empty_trunk
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.trunk.quantise import require_quantizable
-from mtp_train.trunk.tensor_parallel import part_bytes
 from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.weights.demo import resolve
 from mtp_train.weights.files import CONFIG_FILE, Checkpoint, locate_checkpoint, read_config
 from mtp_train.weights.identity import TOKENIZER_PATTERNS
 from mtp_train.weights.quantised import quant_method
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """The processes that share a trunk in the stages that decode, regeneration and evaluation."""
-
-    tensor_parallel: int
-    """Number of processes."""
-    trunk_bytes: int
-    """Bytes of the trunk in each of them."""
-    problem: str | None
-    """Why a run would refuse the trunk; None if it would not."""
-
-    def __str__(self) -> str:
-        if self.problem is not None:
-            return f"decoding: {self.problem}"
-        return f"decoding: {self.tensor_parallel} processes share the trunk, {self.trunk_bytes / GIB:.2f} GiB each"
 
 
 @dataclass(frozen=True)
@@ -91,8 +71,8 @@ class CheckResult:
     """For a new head, the kinds that the trunk can be given, each with the engines that draft with it; else empty."""
     choices: tuple[Choice, ...] = ()
     """Settings that were ``auto``, with the reasons for their values."""
-    decoding: Decoding | None = None
-    """The trunk of a process while a run decodes; None where each process holds all of it."""
+    decoding: str | None = None
+    """Why no device can decode with the trunk, so that a run refuses it; None if one can, or nothing decodes."""
     device_bytes: int | None = None
     """Memory of the device of each process, of which some must stay free; main memory for a CPU."""
     data: str | None = None
@@ -111,7 +91,7 @@ class CheckResult:
             "plan": plan,
             "memory": self.memory.to_json(),
             "memory_in_shards": None if self.memory_in_shards is None else self.memory_in_shards.to_json(),
-            "decoding": None if self.decoding is None else asdict(self.decoding),
+            "decoding": self.decoding,
             "device_bytes": self.device_bytes,
             "disk_bytes": self.disk_bytes,
             "serves": dict(self.serves),
@@ -121,7 +101,7 @@ class CheckResult:
     def __str__(self) -> str:
         plan, memory, shards = self.plan, self.memory, self.memory_in_shards
         shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
-        shared += "" if self.decoding is None else f"# {self.decoding}\n"
+        shared += "" if self.decoding is None else f"# a run is refused: {self.decoding}\n"
         shared += self._room_text()
         shared += self._loading_text()
         chosen = "".join(f"# {choice}\n" for choice in self.choices)
@@ -154,11 +134,10 @@ class CheckResult:
         )
 
     def _loading_text(self) -> str:
-        whole, shards, decoding = self.memory.loading_bytes, self.memory_in_shards, self.decoding
+        whole, shards = self.memory.loading_bytes, self.memory_in_shards
         if not whole:
             return ""
         others = "" if shards is None else f"; to train with fsdp2.yaml {shards.loading_bytes / GIB:.2f} GiB"
-        others += "" if decoding is None else "; to decode little, as each process reads its part onto its device"
         return f"# main memory of each process while it loads the trunk: whole {whole / GIB:.2f} GiB{others}\n"
 
     def _data_text(self) -> str:
@@ -178,12 +157,7 @@ class CheckResult:
         return f"{self._gate_text()}\n# the export, {exported}, in\n{engines}{self._kinds_text()}"
 
     def _gate_text(self) -> str:
-        if self.recipe.gate.endpoint is None:
-            return ""
-        return (
-            f"\n# gate: {self.recipe.gate_baseline} and retrained are measured on servers, one prompt at a time; the "
-            "run prints the commands that start them once the head is trained, and ends until they answer"
-        )
+        return "" if self.recipe.gate.enabled else "\n# gate: off; the head is not measured, and is exported unjudged"
 
     def _kinds_text(self) -> str:
         others = [
@@ -258,7 +232,6 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
     require_draft_vocab(recipe, text_config.vocab_size)
-    require_served(recipe, head_family)
     require_own_data(recipe, path)
     plan = make_plan(recipe, world_size)
     with named_rejections(path):
@@ -275,7 +248,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
     data = _data(recipe, path, raw, text_config.vocab_size)
     kinds = kinds_served(family, raw_text_config(raw)) if recipe.attaches else {}
-    decoding = _decoding(recipe, Checkpoint(path, raw, None, {}), trunk, memory, world_size, machine)
+    decoding = _decoding(recipe, memory, machine)
     title = head_family.title
     found = CheckResult(recipe, reason, title, plan, memory, shards, disk_bytes, serves, kinds)
     return replace(found, decoding=decoding, data=data)
@@ -289,28 +262,12 @@ def _sharded(recipe: Recipe, config: RawConfig, memory: Footprint, trunk: Trunk,
     return in_shards(memory, trunk, plan, is_adapted=recipe.model.adapter is not None)
 
 
-def _decoding(
-    recipe: Recipe, checkpoint: Checkpoint, trunk: Trunk, memory: Footprint, world_size: int, machine: Device
-) -> Decoding | None:
-    """Return how processes share the trunk where a run decodes, as ``settle_group`` decides; None if they do not.
-
-    Raises:
-        RecipeError: ``model.tensor_parallel`` does not divide the number of processes.
-    """
-    itemsize, size = memory.trunk_bytes // memory.trunk_parameters, recipe.model.tensor_parallel
-    if size is None:
-        plans = machine.kind == "cuda" and world_size > 1 and not keeps_whole(recipe)
-        heads = NUM_HEADS * itemsize * memory.head_parameters
-        size = fitting_size(trunk, itemsize, heads, world_size, machine.memory_bytes) if plans else 1
-    require_size(size, world_size)
-    if size == 1:
+def _decoding(recipe: Recipe, memory: Footprint, machine: Device) -> str | None:
+    offloads = recipe.model.offload is not None or recipe.model.quantization is not None
+    if machine.kind != "cuda" or not recipe.decodes or offloads or recipe.study is not None:
         return None
-    try:
-        require_splittable(checkpoint, trunk)
-        problem = None
-    except MtpError as error:
-        problem = str(error)
-    return Decoding(size, part_bytes(trunk.causal_lm, itemsize, size), problem)
+    head_bytes = memory.trunk_bytes // memory.trunk_parameters * memory.head_parameters
+    return decoding_problem(memory.trunk_bytes, head_bytes, machine.memory_bytes)
 
 
 def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> str | None:

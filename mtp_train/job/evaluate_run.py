@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from mtp_train.evaluation.dense import own_text
 from mtp_train.evaluation.draft_vocab import CountedText, DraftHead, suggest_draft_vocab
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Decoded, Setting, TaskPrompt
 from mtp_train.evaluation.results import (
+    UNJUDGED,
     ArmResult,
     DraftVocab,
     RunCell,
@@ -49,12 +49,12 @@ from mtp_train.train.teacher_forced import DenseMetrics, dense_metrics
 from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
-from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.weights.artifact import load_artifact
 from mtp_train.weights.demo import PREFIX, RECORDED_FILE, home_source, recorded
 from mtp_train.weights.files import Checkpoint
 from mtp_train.weights.locations import head_directory
-from mtp_train.weights.suggestions import graft_command
+from mtp_train.weights.run_export import EXPORT
+from mtp_train.weights.suggestions import evaluate_command, graft_command, grafted_name
 
 RETRAINED, VANILLA = "retrained", "vanilla"
 NUM_SAMPLES, SAMPLE_PROMPT_CHARS = 3, 400
@@ -70,7 +70,8 @@ class Evaluation:
     """A report, its gate, and the intervals that its figures show besides."""
 
     report: RunReport
-    gate: GateVerdict
+    gate: GateVerdict | None
+    """None where `gate.enabled` is false."""
     marginal_ci95: dict[str, list[Interval | None]]
 
 
@@ -83,13 +84,13 @@ class MeasuredRun:
     settings: tuple[Setting, ...]
     """The report's table of arms shows the first, its cells the others."""
     dense: Mapping[str, DenseMetrics]
-    """Teacher-forced metrics by arm, at the first setting; empty where servers decoded."""
+    """Teacher-forced metrics by arm, at the first setting."""
     facts: dict[str, Any]
     """How everything was measured: the report's settings."""
     by_depth: Sequence[tuple[MeasuredArm, Setting]] = field(default=())
     """The retrained head at fewer drafts a round, on :data:`DEPTH_PROMPTS` prompts."""
     draft_head: DraftHead | None = None
-    """The retrained head; None where servers decoded."""
+    """The retrained head; None without one."""
 
     @property
     def results(self) -> dict[str, ArmResult]:
@@ -175,6 +176,26 @@ def evaluate_run(
     return Evaluation(report, gate, measured.marginal_ci95)
 
 
+def unjudged(recipe: Recipe, inputs: Inputs) -> Evaluation:
+    """Return the report of a run whose recipe turns the gate off: it measures nothing."""
+    found = evaluation_settings(recipe, inputs, served_settings(recipe.evaluate, inputs.finetune, draft_depth(recipe)))
+    of_training = {name: found[name] for name in _OF_TRAINING}
+    report = RunReport(arms={}, lossless=None, gate=None, settings={"gate": UNJUDGED, **of_training})
+    return Evaluation(report, None, {})
+
+
+def served_commands(recipe: Recipe, run_dir: Path) -> str:
+    """Return how to compare an unjudged head with its baseline on servers, in lines of commands."""
+    trunk, donor, baseline = recipe.model.trunk, recipe.model.head_from, recipe.gate_baseline
+    export = str(run_dir / EXPORT if recipe.export.enabled else run_dir)
+    served, before = export if recipe.head.kind == "mtp" else trunk, trunk
+    lines = ["Serve each of the two with its drafts, and measure it:", evaluate_command(served, f"{run_dir}-served")]
+    if baseline == "graft" and donor is not None and recipe.head.kind == "mtp":
+        lines.append(graft_command(trunk, donor))
+        before = grafted_name(trunk)
+    return "\n  ".join([*lines, evaluate_command(before, f"{run_dir}-baseline")])
+
+
 def measure_arms(
     recipe: Recipe,
     run_dir: Path,
@@ -206,18 +227,15 @@ def measure_arms(
     facts = evaluation_settings(recipe, inputs, settings) | trunk_facts(recipe, trunk)
     facts |= {
         "processes": accelerator.num_processes,
-        "tensor_parallel": 1 if trunk.group is None else trunk.group.size,
         "captured_rounds": captured_rounds,
         "target_entropy_median": dense[PLAIN].median_entropy,
     }
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
-        dtype, group = trunk.lm_head_VD.dtype, trunk.group
+        dtype = trunk.lm_head_VD.dtype
         trunk.drop_layers()
         trunk.to("meta")
-        # Layers in parts are in reference cycles.
-        gc.collect()
         vanilla, dense[VANILLA] = measure_vanilla(
-            recipe, run_dir, inputs, inputs.base, settings[0], dtype, group, accelerator, progress
+            recipe, run_dir, inputs, inputs.base, settings[0], dtype, accelerator, progress
         )
         arms.append(vanilla)
     return MeasuredRun(tuple(arms), tuple(settings), dense, facts, by_depth, head)
@@ -254,8 +272,6 @@ def decode(
 ) -> tuple[list[MeasuredArm], int]:
     """Decode the held-out prompts plainly and with every drafter; the processes take every n-th prompt each.
 
-    Processes that share a trunk take the same prompts.
-
     Args:
         recipe: Limits and seed.
         inputs: The prompts.
@@ -271,14 +287,13 @@ def decode(
         The arms, plain decoding first, and the number of captured rounds. Every process returns the same.
     """
     order = [prompt.id for prompt in inputs.held_out]
-    share = accelerator.share_of(trunk)
-    own = inputs.held_out[share.index :: share.count]
+    own = inputs.held_out[accelerator.process_index :: accelerator.num_processes]
     prompts = held_out_prompts(replace(inputs, held_out=own))
     total = num_decodings(len(drafting), prompts, settings)
     task = progress.add_task(f"decoding held-out prompts ({', '.join(one.name for one in settings)})", total=total)
     options = DecodingOptions(max_new_tokens=recipe.evaluate.max_new_tokens, eos_ids=inputs.eos_ids, seed=recipe.seed)
     found = decode_prompts(trunk, drafting, prompts, settings, options, on_prompt=lambda: progress.advance(task))
-    table = joined(accelerator.gather_items([found] if share.is_kept else []), order)
+    table = joined(accelerator.gather_items([found]), order)
     name, plain = trunk_name or recipe.model.trunk, table.decoded[PLAIN]
     drafted = [MeasuredArm(arm, name, names[arm], {**plain, **table.decoded[arm]}) for arm in drafting]
     return [MeasuredArm(PLAIN, name, None, plain), *drafted], table.captured_rounds
@@ -368,7 +383,6 @@ def measure_vanilla(
     base: Checkpoint,
     setting: Setting,
     dtype: torch.dtype,
-    group: ParallelGroup | None,
     accelerator: RunAccelerator,
     progress: Progress,
 ) -> tuple[MeasuredArm, DenseMetrics]:
@@ -385,7 +399,6 @@ def measure_vanilla(
             device=accelerator.device if recipe.model.offload is None else "cpu",
             quantization=recipe.model.quantization,
             trust_remote_code=recipe.model.trust_remote_code,
-            group=group,
         )
     if recipe.model.offload is not None:
         offload_layers(trunk, recipe.model.offload, accelerator.device, run_dir)
@@ -482,7 +495,7 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setti
         "top_p": first.top_p,
         "top_k": first.top_k,
         "draft_sampling": "sampled" if first.rule == "sampled" else "argmax",
-        "verify_rule": _VERIFY_RULES.get(first.rule, "rejection"),
+        "verify_rule": "greedy" if first.rule == "greedy" else "rejection",
         "judged": [setting.name for setting in settings],
         **({"not_measured": ignored} if ignored else {}),
         "depth": draft_depth(recipe),
@@ -501,7 +514,10 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setti
     }
 
 
-_VERIFY_RULES = {"greedy": "greedy", "served": "served"}
+_OF_TRAINING = (
+    *("trunk", "head_from", "depth", "train_precision", "loss", "train_steps", "tokens_per_step", "seed", "torch"),
+    "platform",
+)
 
 
 def trunk_facts(recipe: Recipe, trunk: Trunk) -> dict[str, Any]:

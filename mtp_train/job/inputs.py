@@ -25,8 +25,7 @@ from mtp_train.data.split import mix, split_by_group
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.evaluation.settings import draft_depth, served_settings
-from mtp_train.families import Convention, Family, RawConfig
-from mtp_train.families.engines import NAMED_BY
+from mtp_train.families import Convention, RawConfig
 from mtp_train.heads.build import HeadPlan, fresh_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.heads.lora import require_lora_targets
@@ -35,6 +34,7 @@ from mtp_train.job.head_source import RunHead, open_head_source, require_source_
 from mtp_train.job.run_answers import require_answers
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
+from mtp_train.train.estimate import GIB
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.trunk.offload import Offload
 from mtp_train.trunk.precision import automatic_dtype
@@ -49,6 +49,9 @@ from mtp_train.weights.identity import Contents
 from mtp_train.weights.locations import open_location
 from mtp_train.weights.quantised import quant_method
 
+NUM_HEADS, ROOM_SHARE = 2, 0.85
+"""Heads in memory while a run decodes, and the largest share of a GPU's memory for them and the trunk: caches and
+activations need the rest."""
 HOME_PROMPTS = 12
 """Most prompts of its own kind that the vanilla model decodes, each from another group. The demo's vanilla model writes
 code up to the limit of tokens, which takes longer than all other arms together."""
@@ -127,7 +130,6 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     require_own_data(recipe, finetune.path)
     require_answers(recipe, Path(recipe.run_dir))
     require_draft_vocab(recipe, text_config.vocab_size)
-    require_served(recipe, head_plan.family)
     # Raises if the trunk cannot be evaluated at its serving settings: now, not after training.
     served_settings(recipe.evaluate, finetune, draft_depth(recipe))
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
@@ -193,7 +195,7 @@ def require_gate_groups(recipe: Recipe, held_out: Sequence[Prompt]) -> None:
         DataError: They are not.
     """
     needed, found = min_gate_groups(recipe.gate.confidence), len({prompt.group for prompt in held_out})
-    if recipe.study is None and found < needed:
+    if recipe.gate.enabled and recipe.study is None and found < needed:
         raise DataError(
             f"data.holdout: {recipe.data.holdout} gives {len(held_out)} evaluation prompts of {found} group(s); "
             f"expected at least {needed} groups, the fewest that can show a gain at gate.confidence="
@@ -250,20 +252,23 @@ def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
         )
 
 
-def require_served(recipe: Recipe, family: Family) -> None:
-    """Check, before anything is trained, that an engine serves the head of a recipe with ``gate.endpoint``.
+def decoding_problem(trunk_bytes: int, head_bytes: int, memory_bytes: int) -> str | None:
+    """Return why a run cannot decode with its trunk on a GPU; None if it can.
 
-    Raises:
-        RecipeError: None does.
+    Args:
+        trunk_bytes: Bytes of the trunk.
+        head_bytes: Bytes of a head; the retrained one and its baseline are in memory together.
+        memory_bytes: Memory of the GPU.
     """
-    supported = [name for name, engine in family.serving.items() if engine.supported and name in NAMED_BY]
-    if recipe.gate.endpoint is not None and not supported:
-        raise RecipeError(
-            [
-                f"gate.endpoint: {', '.join(NAMED_BY)} do not draft with the head of {family.title}; expected an "
-                "engine that does. Write gate.endpoint: null."
-            ]
-        )
+    needed = trunk_bytes + NUM_HEADS * head_bytes
+    if needed <= ROOM_SHARE * memory_bytes:
+        return None
+    return (
+        f"model.trunk: {needed / GIB:.0f} GiB with two heads, and a GPU has {memory_bytes / GIB:.0f} GiB; expected at "
+        f"most {ROOM_SHARE:.0%} of it, to answer prompts and to measure with. Write model.offload: cpu and use one "
+        "process, or leave both to servers: set data.regenerate.endpoint, and write gate.enabled: false, which exports "
+        "the head unjudged and names the commands that measure it"
+    )
 
 
 def require_own_data(recipe: Recipe, trunk: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train import __version__
-from mtp_train.evaluation.results import REPORT_FILE, RunReport, load_report
+from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, RunReport, load_report
 from mtp_train.families.engines import EngineSupport, engine_commands
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.job.run_dir import PROVENANCE_FILE
@@ -80,6 +80,8 @@ def _write(out: Path, title: str, tags: Sequence[str], bases: Sequence[Identity 
 
 
 def _measured(report: RunReport) -> list[str]:
+    if report.settings.get("gate") == UNJUDGED:
+        return [UNJUDGED_SENTENCE]
     groups = wording.group_arms(report)
     rows = [("arm", *wording.COLUMNS), ("---",) * (1 + len(wording.COLUMNS))]
     marked = ((groups.alike, ""), (groups.apart, " \\*"), (groups.recorded, " +"))

@@ -18,13 +18,13 @@ from rich.progress import Progress
 
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
+from mtp_train.evaluation.results import UNJUDGED, UNJUDGED_SENTENCE
 from mtp_train.evaluation.settings import draft_depth
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.job.auto import settle_training, tell_choices
 from mtp_train.job.decoder_check import check_decoder
-from mtp_train.job.evaluate_run import Evaluation, evaluate_run
-from mtp_train.job.evaluate_served import evaluate_served
+from mtp_train.job.evaluate_run import Evaluation, evaluate_run, served_commands, unjudged
 from mtp_train.job.export_run import write_export
 from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.job.inputs import Inputs, gather_inputs
@@ -48,7 +48,6 @@ from mtp_train.job.run_dir import (
     with_resolved_precision,
     write_outcome,
 )
-from mtp_train.job.served_arms import remove_served
 from mtp_train.job.shared_files import require_shared
 from mtp_train.job.stages import RunTrunks, Stage, claim_run, make_documents, trained_documents
 from mtp_train.job.training import STATE, train_stage
@@ -197,13 +196,12 @@ def run_stages(
     tell_precision(recipe, accelerator.device, progress.console)
     # As the main process finds it: a network file system may show a new directory to other machines later.
     trained = accelerator.gather_items([(run_dir / HEAD).is_dir()])[0]
-    main, servers = accelerator.is_main_process, recipe.gate.endpoint
+    main = accelerator.is_main_process
     records = hash_run_inputs(recipe, run_dir, progress) if main else {}
     trunks = RunTrunks(recipe, run_dir, inputs, accelerator, progress)
-    # With servers, a trained head is measured without the trunk, for example on a machine that cannot hold it.
     if not trained:
-        trunks.load(decodes=recipe.regenerates)
-    elif servers is None:
+        trunks.load(decodes=recipe.regenerates and recipe.decodes)
+    elif recipe.gate.enabled:
         trunks.load(decodes=True)
     # Nothing is written before all inputs are checked, so that a corrected recipe can use the same directory.
     if main:
@@ -211,34 +209,35 @@ def run_stages(
     inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
     trunks.offload()
     if not trained:
-        if trunks.evaluates:
+        if recipe.gate.enabled and trunks.evaluates:
             held_out = [prompt.prompt_ids for prompt in inputs.held_out]
             check_decoder(trunks.trunk, held_out, inputs.eos_ids, draft_depth(recipe), progress.console)
         stage.name = "data"
-        documents = make_documents(recipe, run_dir, inputs, trunks.trunk, accelerator, progress)
+        in_shards = not trunks.evaluates
+        documents = make_documents(recipe, run_dir, inputs, trunks.trunk, accelerator, progress, in_shards=in_shards)
         recipe, inputs = settle_length(recipe, run_dir, inputs, documents, accelerator, auto, progress)
         stage.name = "train"
         trunks.prepare_training()
         train_stage(recipe, run_dir, inputs, trunks.trunk, documents, accelerator, progress)
     require_shared(run_dir, [HEAD], accelerator)
     stage.name = "evaluate"
-    training = trained_documents(recipe, run_dir, inputs)
-    if servers is None:
+    if recipe.gate.enabled:
+        training = trained_documents(recipe, run_dir, inputs)
         trunks.prepare_decoding()
         evaluation = evaluate_run(recipe, run_dir, inputs, trunks.trunk, training, accelerator, progress)
     else:
         trunks.drop()
+        evaluation = unjudged(recipe, inputs)
     if not main:
         return Outcome(0, "done", "", "done")
-    if servers is not None:
-        evaluation = evaluate_served(recipe, servers, run_dir, inputs, training, progress)
     report_on(evaluation, recipe, run_dir, console, progress)
-    remove_served(run_dir)
     gate = evaluation.gate
-    if not gate.passed:
+    if gate is not None and not gate.passed:
         raise GateRefusedError(gate.reason)
     stage.name = "export"
     exported = export_head(recipe, run_dir, inputs, progress) if recipe.export.enabled else ""
+    if gate is None:
+        return Outcome(0, UNJUDGED, f"{UNJUDGED_SENTENCE}{exported}\n{served_commands(recipe, run_dir)}", "done")
     return Outcome(0, "done", f"{gate.reason}.{exported}", "done")
 
 
@@ -307,8 +306,11 @@ def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
         inputs = gather_inputs(recipe, accelerator.num_processes, progress)
         records = hash_run_inputs(recipe, run_dir, progress) if main else {}
         trunks = RunTrunks(recipe, run_dir, inputs, accelerator, progress)
-        trunks.load(decodes=True)
+        trunks.load(decodes=settings.endpoint is None)
         inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
         trunks.offload()
-        _, counts = regenerate_stage(recipe, settings, run_dir, inputs, trunks.trunk, accelerator, progress)
+        in_shards = not trunks.evaluates
+        _, counts = regenerate_stage(
+            recipe, settings, run_dir, inputs, trunks.trunk, accelerator, progress, in_shards=in_shards
+        )
     return asdict(counts)

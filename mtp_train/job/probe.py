@@ -66,6 +66,7 @@ SHORT = {
     "evaluate.max_new_tokens": 64,
     "evaluate.temperature": 0.0,
     "export.enabled": False,
+    "gate.enabled": True,
 }
 """Settings of the short training and of all measurements; the others are those of a rescue."""
 

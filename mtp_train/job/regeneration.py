@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ from mtp_train.job.inputs import Inputs
 from mtp_train.job.run_answers import DATA, SETTINGS_FILE, copy_answers
 from mtp_train.job.shared_files import require_shared
 from mtp_train.recipe.schema import Recipe, RegenerateSpec
-from mtp_train.train.launch import RunAccelerator, Share
+from mtp_train.train.launch import RunAccelerator
+from mtp_train.train.shard import shard_decoder
 from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.weights.writing import write_json
 
 COUNTS_FILE = "counts.json"
@@ -52,10 +53,15 @@ def regenerate_stage(
     trunk: Trunk,
     accelerator: RunAccelerator,
     progress: Progress,
+    *,
+    in_shards: bool = False,
 ) -> tuple[list[Document], ResponseCounts]:
     """Generate responses to the training prompts, and return the documents made from them.
 
     Prompts with a stored response at the same settings are skipped.
+
+    With ``in_shards``, the trunk is to be sharded and only checks a server's responses: the first process asks the
+    server, and the trunk cannot train afterwards.
 
     Raises:
         DataError: No prompt leaves room for a response, or no response can be trained on.
@@ -63,8 +69,8 @@ def regenerate_stage(
     """
     deciding = deciding_settings(recipe, settings, inputs)
     directory = responses_directory(run_dir, deciding)
-    share = accelerator.share_of(trunk)
-    store = RegeneratedStore(directory, rank=share.index, world=share.count, keeps=share.is_kept)
+    rank, world = (0, 1) if in_shards else (accelerator.process_index, accelerator.num_processes)
+    store = RegeneratedStore(directory, rank=rank, world=world, keeps=accelerator.is_main_process or not in_shards)
     if accelerator.is_main_process and not (directory / SETTINGS_FILE).is_file():
         write_json(directory / SETTINGS_FILE, deciding)
     if recipe.data.responses is not None:
@@ -81,11 +87,10 @@ def regenerate_stage(
     if settings.endpoint is None:
         rows = settings.batch_size or BATCH_SIZE
         settle_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
-        answer_by_decoder(recipe, settings, inputs, trunk, store, share, on_progress)
+        answer_by_decoder(recipe, settings, inputs, trunk, store, on_progress)
     else:
-        said = with_followers(
-            trunk, lambda: answer_by_server(recipe, settings, inputs, trunk, store, share, on_progress)
-        )
+        answer = partial(answer_by_server, recipe, settings, inputs, trunk, store, on_progress)
+        said = with_followers(trunk, accelerator, answer) if in_shards else answer()
         if said and accelerator.is_main_process:
             progress.console.print(said)
     require_shared(directory, ["."], accelerator)
@@ -159,7 +164,6 @@ def answer_by_decoder(
     inputs: Inputs,
     trunk: Trunk,
     store: RegeneratedStore,
-    share: Share,
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Generate the responses to this process's prompts with the built-in decoder."""
@@ -197,8 +201,8 @@ def answer_by_decoder(
         max_new_tokens=settings.max_new_tokens,
         eos_ids=inputs.eos_ids,
         seed=recipe.seed,
-        rank=share.index,
-        world=share.count,
+        rank=store.rank,
+        world=store.world,
         on_batch=on_progress,
     )
 
@@ -222,14 +226,15 @@ def judge_of(settings: RegenerateSpec, trunk: Trunk, eos_ids: Collection[int]) -
     return judge
 
 
-def with_followers(trunk: Trunk, answer: Callable[[], str]) -> str:
-    """Call a function in the first of the processes that share a trunk, while the others run the trunk with it.
+def with_followers(trunk: Trunk, accelerator: RunAccelerator, answer: Callable[[], str]) -> str:
+    """Call a function in the first process, while the others run the trunk with it, each with its shards.
 
     Only the first process talks to the server, and its waiting for responses holds up no collective: before each
     forward, it sends the tokens to the others.
 
     Args:
-        trunk: The trunk.
+        trunk: The trunk, which is sharded in place.
+        accelerator: The processes.
         answer: Runs the trunk without a cache, through :meth:`Trunk.hidden`.
 
     Returns:
@@ -238,32 +243,31 @@ def with_followers(trunk: Trunk, answer: Callable[[], str]) -> str:
     Raises:
         DataError: The function failed in the first process; every process raises its error.
     """
-    group = trunk.group
-    if group is None:
-        return answer()
-    if not group.is_first:
-        _follow(trunk, group)
+    shard_decoder(trunk, accelerator)
+    if not accelerator.is_main_process:
+        _follow(trunk, accelerator)
         return ""
 
     def tell(_decoder: Any, _args: Any, given: dict[str, Any]) -> None:
-        group.said_by_first(given["input_ids"].tolist())
+        accelerator.said_by_main(given["input_ids"].tolist())
 
-    hook = trunk.decoder.register_forward_pre_hook(tell, with_kwargs=True)
+    # Before the hooks that gather the shards.
+    hook = trunk.decoder.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
     try:
         said = answer()
     except (MtpError, OSError) as error:
-        group.said_by_first(str(error))
+        accelerator.said_by_main(str(error))
         raise
     finally:
         hook.remove()
-    group.said_by_first()
+    accelerator.said_by_main()
     return said
 
 
 @torch.no_grad()
-def _follow(trunk: Trunk, group: ParallelGroup) -> None:
-    """Run each forward of the group's first process, until it sends an error or that it has finished."""
-    while isinstance(heard := group.said_by_first(), list):
+def _follow(trunk: Trunk, accelerator: RunAccelerator) -> None:
+    """Run each forward of the first process, until it sends an error or that it has finished."""
+    while isinstance(heard := accelerator.said_by_main(), list):
         trunk.hidden(torch.tensor(heard, device=trunk.lm_head_VD.device))
     if heard is not None:
         raise DataError(heard)
@@ -275,7 +279,6 @@ def answer_by_server(
     inputs: Inputs,
     trunk: Trunk,
     store: RegeneratedStore,
-    share: Share,
     on_progress: Callable[[int, int], None],
 ) -> str:
     """Check that the recipe's server serves the trunk, then generate the responses to this process's prompts on it.
@@ -286,7 +289,7 @@ def answer_by_server(
     Raises:
         DataError: The server does not serve the trunk, or fails for good.
     """
-    rank, world = share.index, share.count
+    rank, world = store.rank, store.world
     room = recipe.data.seq_len_tokens
     judge = judge_of(settings, trunk, inputs.eos_ids)
     # Check responses that a kill left unchecked first: prompts whose responses are deleted are missing again.

@@ -275,15 +275,13 @@ def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
 
 
 def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
-    """Return a recipe with another one's processes, and its servers' addresses, keys and limits where both have any."""
-    regenerate, gate, earlier = now.data.regenerate, now.gate, before.data.regenerate
+    """Return a recipe with another one's processes, and its server's address, key and limits where both have one."""
+    regenerate, earlier = now.data.regenerate, before.data.regenerate
     if regenerate is not None and earlier is not None and None not in (regenerate.endpoint, earlier.endpoint):
         names = ("endpoint", "api_key_env", "concurrency", "request_timeout_seconds")
         regenerate = replace(regenerate, **{name: getattr(earlier, name) for name in names})
-    if None not in (gate.endpoint, before.gate.endpoint):
-        gate = replace(gate, endpoint=before.gate.endpoint)
     train = replace(now.train, processes=before.train.processes)
-    return replace(now, data=replace(now.data, regenerate=regenerate), train=train, gate=gate)
+    return replace(now, data=replace(now.data, regenerate=regenerate), train=train)
 
 
 def claim(run_dir: Path, recipe: Recipe, provenance: dict[str, Any]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,10 +16,9 @@ from rich.progress import Progress
 from torch import nn
 
 from mtp_train.data.tokenize import Document
-from mtp_train.errors import TrainingError
-from mtp_train.job.decoding_group import settle_group
+from mtp_train.errors import RecipeError, TrainingError
 from mtp_train.job.input_identity import record_run_inputs, require_run_inputs, run_contents
-from mtp_train.job.inputs import Inputs, trunk_dtype
+from mtp_train.job.inputs import Inputs, decoding_problem, trunk_dtype
 from mtp_train.job.regeneration import regenerate_stage, stored_documents
 from mtp_train.job.run_dir import FIRST_STAGE, checkpoint_identity, claim, environment_facts
 from mtp_train.job.shared_files import checkpoints_checksum, require_alike, require_shared, text_checksum
@@ -27,12 +26,11 @@ from mtp_train.job.training import part_documents
 from mtp_train.progress import shown_loading
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
+from mtp_train.train.devices import device_named
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.shard import give_up_shards, layer_sharder, shards_trunk
-from mtp_train.trunk.load import Trunk, load_trunk
+from mtp_train.trunk.load import Trunk, empty_trunk_at, load_trunk
 from mtp_train.trunk.offload import offload_layers
-from mtp_train.trunk.precision import slow_halves
-from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.weights.identity import RECORD_FILE, Records
 from mtp_train.weights.quantised import quant_method
 from mtp_train.weights.run_export import RECIPE_FILE
@@ -52,19 +50,15 @@ def load_run_trunk(
     accelerator: RunAccelerator,
     progress: Progress,
     *,
-    group: ParallelGroup | None = None,
     to_shard: bool = False,
 ) -> Trunk:
     """Load the trunk on the process's device, or into main memory if it is offloaded.
-
-    It is whole, or with a group this process's part of it.
 
     Args:
         recipe: The recipe.
         inputs: The gathered inputs.
         accelerator: The accelerator.
         progress: Shows the progress of loading.
-        group: The processes that share the trunk while they decode; None if none do.
         to_shard: Load a trunk that is only going to be sharded: in shards under FSDP2 (:func:`layer_sharder`), else
             into main memory. Every process must call it.
 
@@ -87,9 +81,6 @@ def load_run_trunk(
     if shards_trunk(accelerator) and recipe.train.precision == "fp32":
         # Shards are gathered in the dtype that they are held in, and no hook can convert them.
         dtype = torch.float32
-    if group is not None and slow_halves(dtype, accelerator.device):
-        # A whole trunk is converted layer by layer while it runs. Parts cannot be.
-        dtype = torch.float32
     together = accelerator.failing_together() if to_shard else nullcontext()
     with together, shown_loading(progress, recipe.model.trunk, inputs.finetune.num_bytes):
         return load_trunk(
@@ -100,7 +91,6 @@ def load_run_trunk(
             adapter=inputs.adapter,
             quantization=recipe.model.quantization,
             trust_remote_code=recipe.model.trust_remote_code,
-            group=group,
             on_layer=on_layer,
         )
 
@@ -118,6 +108,27 @@ def offload_run_trunk(recipe: Recipe, run_dir: Path, trunk: Trunk, accelerator: 
     """Offload the layers of a loaded trunk if the recipe asks for it."""
     if recipe.model.offload is not None:
         offload_layers(trunk, recipe.model.offload, accelerator.device, run_dir)
+
+
+def require_room(recipe: Recipe, inputs: Inputs, accelerator: Accelerator) -> None:
+    """Check, before a trunk is loaded, that the GPU of each process holds the trunk that a run decodes with.
+
+    Raises:
+        RecipeError: It does not.
+    """
+    model, checkpoint = recipe.model, inputs.finetune
+    if accelerator.device.type != "cuda" or not recipe.decodes or model.offload or model.quantization:
+        return
+    itemsize = trunk_dtype(recipe, accelerator.device, checkpoint).itemsize
+    if quant_method(checkpoint.config) is not None:
+        trunk_bytes = checkpoint.num_bytes
+    else:
+        trunk = empty_trunk_at(checkpoint.path, checkpoint.family, trust_remote_code=model.trust_remote_code)
+        trunk_bytes = itemsize * sum(parameter.numel() for parameter in trunk.parameters())
+    head_bytes = itemsize * sum(math.prod(tensor.shape) for tensor in inputs.head_plan.template.tensors)
+    problem = decoding_problem(trunk_bytes, head_bytes, device_named(None).memory_bytes)
+    if problem is not None:
+        raise RecipeError([f"{problem}."])
 
 
 class RunTrunks:
@@ -154,25 +165,20 @@ class RunTrunks:
 
     @property
     def evaluates(self) -> bool:
-        """Whether the trunk in memory can decode: it is whole, or in parts of a group."""
+        """Whether the trunk in memory can decode: it is whole."""
         return self._evaluates
-
-    @cached_property
-    def _group(self) -> ParallelGroup | None:
-        return settle_group(self._recipe, self._inputs, self._accelerator)
 
     def load(self, *, decodes: bool) -> None:
         """Load the trunk to decode with it, or to train a head on it.
 
         Raises:
-            MtpError: It cannot be loaded, or cannot be shared by processes that will have to share it.
+            MtpError: It cannot be loaded, or the GPUs are too small to decode with it.
         """
-        # Before any trunk is loaded: whether the processes can share it when they decode.
-        group = self._group
+        require_room(self._recipe, self._inputs, self._accelerator)
         to_shard = not decodes and shards_trunk(self._accelerator)
         arguments = self._recipe, self._inputs, self._accelerator, self._progress
-        self._trunk = load_run_trunk(*arguments, group=group if decodes else None, to_shard=to_shard)
-        self._evaluates = decodes or (group is None and not to_shard)
+        self._trunk = load_run_trunk(*arguments, to_shard=to_shard)
+        self._evaluates = not to_shard
 
     def offload(self) -> None:
         """Offload the layers of the trunk in memory if the recipe asks for it."""
@@ -180,8 +186,8 @@ class RunTrunks:
             offload_run_trunk(self._recipe, self._run_dir, self._trunk, self._accelerator)
 
     def prepare_training(self) -> None:
-        """Load the trunk again if it is in parts, which cannot train."""
-        if self.trunk.group is not None:
+        """Load the trunk again if its shards have checked a server's responses, as they cannot train after that."""
+        if self._recipe.regenerates and not self._evaluates:
             self.drop()
             self.load(decodes=False)
         self._in_shards = shards_trunk(self._accelerator)
@@ -244,13 +250,23 @@ def claim_run(
 
 
 def make_documents(
-    recipe: Recipe, run_dir: Path, inputs: Inputs, trunk: Trunk, accelerator: RunAccelerator, progress: Progress
+    recipe: Recipe,
+    run_dir: Path,
+    inputs: Inputs,
+    trunk: Trunk,
+    accelerator: RunAccelerator,
+    progress: Progress,
+    *,
+    in_shards: bool = False,
 ) -> list[Document]:
-    """Return the documents to train on: the trunk's own responses, or the sources' text."""
+    """Return the documents to train on: the trunk's own responses, or the sources' text.
+
+    See :func:`regenerate_stage` for ``in_shards``.
+    """
     if recipe.data.regenerate is None or not recipe.data.regenerate.enabled:
         return list(inputs.documents)
-    documents, _ = regenerate_stage(recipe, recipe.data.regenerate, run_dir, inputs, trunk, accelerator, progress)
-    return documents
+    settings = recipe.data.regenerate
+    return regenerate_stage(recipe, settings, run_dir, inputs, trunk, accelerator, progress, in_shards=in_shards)[0]
 
 
 def trained_documents(recipe: Recipe, run_dir: Path, inputs: Inputs) -> list[Document]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.json_schema import shown
-from mtp_train.recipe.schema import AUTO, DENSE_TOKENS, Recipe
+from mtp_train.recipe.schema import AUTO, Recipe
 
 Check = Callable[[Recipe], Iterator[str]]
 MIN_TEMPERATURE = 1e-3
@@ -115,32 +115,6 @@ def _quantized_trunks_stay_on_the_device(recipe: Recipe) -> Iterator[str]:
         yield (
             f"model.offload: {recipe.model.offload!r} with model.quantization: {recipe.model.quantization!r}; expected "
             "one of them. Write null for the other."
-        )
-
-
-@_reads("model.tensor_parallel", "model.offload", "model.quantization", "model.adapter")
-def _shared_trunks_are_plain(recipe: Recipe) -> Iterator[str]:
-    model = recipe.model
-    if model.tensor_parallel in (None, 1):
-        return
-    for field, value, cure in (
-        ("offload", model.offload, "null"),
-        ("quantization", model.quantization, "null"),
-        ("adapter", model.adapter, "null, and merge it into model.trunk"),
-    ):
-        if value is not None:
-            yield (
-                f"model.{field}: {value!r} with model.tensor_parallel: {model.tensor_parallel}; expected plain weights "
-                f"to split. Write model.{field}: {cure}."
-            )
-
-
-@_reads("model.tensor_parallel", "study")
-def _shared_trunks_are_of_runs(recipe: Recipe) -> Iterator[str]:
-    if recipe.study is not None and recipe.model.tensor_parallel not in (None, 1):
-        yield (
-            f"model.tensor_parallel: {recipe.model.tensor_parallel} with study, which measures trunks that are whole "
-            "in each process; expected null. Write null."
         )
 
 
@@ -359,52 +333,10 @@ def _address_problems(field: str, address: str, key_field: str) -> Iterator[str]
         )
 
 
-@_reads("gate.endpoint", "gate.baseline", "head.init", "model.head_from", "evaluate.arms", "study")
-def _servers_measure_the_gate(recipe: Recipe) -> Iterator[str]:
-    servers, wanted = recipe.gate.endpoint, {recipe.gate_baseline, "retrained"}
-    if servers is None:
-        return
-    yield from _address_problems("gate.endpoint.retrained", servers.retrained, "gate.endpoint.api_key_env")
-    yield from _address_problems("gate.endpoint.baseline", servers.baseline, "gate.endpoint.api_key_env")
-    if recipe.study is not None:
-        yield "gate.endpoint: set with study, which measures in process; expected null. Write gate.endpoint: null."
-    elif set(recipe.evaluate.arms) != wanted:
-        named = ", ".join(sorted(wanted))
-        yield (
-            f"evaluate.arms: {list(recipe.evaluate.arms)} with gate.endpoint, whose servers measure the gate's two "
-            f"arms; expected {sorted(wanted)}. Write evaluate.arms: [{named}]."
-        )
-
-
-@_reads("gate.endpoint", "evaluate.rule", "evaluate.dense_tokens", "model.adapter", "head.kind")
-def _servers_use_the_settings(recipe: Recipe) -> Iterator[str]:
-    if recipe.gate.endpoint is None:
-        return
-    if recipe.evaluate.rule != AUTO:
-        yield (
-            f"evaluate.rule: {shown(recipe.evaluate.rule)} with gate.endpoint, whose servers verify by a rule of their "
-            "own; expected auto. Leave it out."
-        )
-    if recipe.evaluate.dense_tokens != DENSE_TOKENS:
-        yield (
-            f"evaluate.dense_tokens: {recipe.evaluate.dense_tokens} with gate.endpoint, whose servers report no "
-            f"distributions; expected {DENSE_TOKENS}. Leave it out."
-        )
-    if recipe.model.adapter is not None and recipe.head.kind != "mtp":
-        yield (
-            f"model.adapter: {recipe.model.adapter!r} with gate.endpoint and head.kind: {recipe.head.kind}, whose "
-            "trunk is served as it is; expected null. Merge it first (mtp-train merge), and write the result in "
-            "model.trunk."
-        )
-
-
-@_reads("model.tensor_parallel", "gate.endpoint", "data.regenerate")
-def _shared_trunks_decode(recipe: Recipe) -> Iterator[str]:
-    if recipe.model.tensor_parallel not in (None, 1) and not recipe.decodes:
-        yield (
-            f"model.tensor_parallel: {recipe.model.tensor_parallel} with gate.endpoint and no responses to generate: "
-            "nothing decodes with the trunk; expected null. Write null."
-        )
+@_reads("gate.enabled", "study")
+def _gate_is_used(recipe: Recipe) -> Iterator[str]:
+    if recipe.study is not None and not recipe.gate.enabled:
+        yield "gate.enabled: false with study, which measures in any case; expected true. Leave it out."
 
 
 @_reads("data.regenerate")

@@ -17,8 +17,6 @@ from mtp_train.head_kinds import find_head_kind, head_kind_names
 from mtp_train.losses.catalogue import loss_choices, loss_names
 
 AUTO = "auto"
-DENSE_TOKENS = 16384
-"""Default of ``evaluate.dense_tokens``."""
 T = TypeVar("T")
 
 
@@ -114,10 +112,6 @@ class ModelSection(Section):
     """Keep the trunk's layers in main memory (`cpu`) or in a folder of the run directory (`disk`), and copy them to the
     device one at a time. Slow, but needs little device memory; the results are the same. For one process. With either
     choice the trunk is loaded through main memory."""
-    tensor_parallel: Count | None = None
-    """Number of processes that share one trunk while a run regenerates responses and evaluates: each holds a part of
-    every layer, and they decode the same prompts together. It divides the number of processes. Null: the smallest
-    number whose devices hold the trunk, on a CPU 1."""
     trust_remote_code: bool = False
     """Whether transformers may run Python code that a checkpoint contains."""
 
@@ -388,33 +382,17 @@ class EvaluateSection(Section):
     """Maximum length of a response, in tokens."""
     depth: Depth | None = None
     """Number of tokens drafted per round; null takes `head.num_depths`."""
-    dense_tokens: Count = DENSE_TOKENS
+    dense_tokens: Count = 16384
     """Number of held-out tokens for the teacher-forced metrics (top-1 agreement, overlap of p and q)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GateServers(Section):
-    """Servers that decode the held-out prompts in place of the built-in decoder, for a trunk that it cannot hold.
-
-    The run trains the head, writes the checkpoints to serve, and ends with their commands. Once the servers answer, the
-    same command measures and judges them. They may run one after the other.
-    """
-
-    retrained: Text
-    """Address of the server with the retrained head, up to and including the API version:
-    `http://localhost:8000/v1`."""
-    baseline: Text
-    """Address of the server with the head of `gate.baseline`, or without drafts for `none`. May be the same address."""
-    api_key_env: Text | None = None
-    """Name of the environment variable with the API key of both. The key itself is not written to any file."""
-    request_timeout_seconds: Positive | None = None
-    """Longest wait for a server to send a part of a response; null is 3600."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateSection(Section):
     """The condition under which a retrained head is exported."""
 
+    enabled: bool = True
+    """Whether to measure the arms and judge the head. `false` exports it unjudged, for a trunk that is too large to
+    decode with here, or where an engine measures it."""
     baseline: Literal["auto", "graft", "native", "none"] = "auto"
     """The arm that the retrained head must beat. `auto`: the best head that exists without training, or `none` if there
     is no such head."""
@@ -425,14 +403,11 @@ class GateSection(Section):
     break_even_tau: Annotated[float, Field(ge=1)] | None = None
     """Tau from which drafts pay in the engine that will serve the head, as the report of `mtp-train compare` or the
     engine's own benchmark gives it. Then it decides against `none`. Null: the speed measured here decides."""
-    endpoint: GateServers | None = None
-    """Measure the retrained head and the baseline on servers (vLLM, SGLang, llama.cpp); null measures them with the
-    built-in decoder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportSection(Section):
-    """The checkpoint that is written if the gate is passed."""
+    """The checkpoint that is written if the gate is passed, or off."""
 
     enabled: bool = True
     """Whether to write it."""
@@ -529,5 +504,6 @@ class Recipe(Section):
 
     @property
     def decodes(self) -> bool:
-        """Whether a run decodes with the trunk, or checks a server's responses with it."""
-        return self.regenerates or self.gate.endpoint is None
+        """Whether a run decodes with the trunk, so that each process has to hold all of it."""
+        by_server = self.data.regenerate is not None and self.data.regenerate.endpoint is not None
+        return self.gate.enabled or (self.regenerates and not by_server)

@@ -53,7 +53,10 @@ def arm_table(report: RunReport) -> Table:
 
 def summary(report: RunReport) -> RenderableType:
     """Return verdict, arms, gate and lossless check as one rich renderable."""
-    parts: list[RenderableType] = [verdict_panel(headline(report)), arm_table(report), _gate(report)]
+    parts: list[RenderableType] = [verdict_panel(headline(report))]
+    if not report.arms:
+        return parts[0]
+    parts += [arm_table(report), _gate(report)]
     if serving := serving_sentence(report):
         parts.append(Text("\n".join([*depth_lines(report), serving, ""])))
     parts += [Text(f"Draft vocabulary: {sentence}\n") for sentence in draft_vocab_sentences(report)]

@@ -9,7 +9,15 @@ from typing import Any, Literal, Protocol
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import PLAIN_BASELINE, GateVerdict
 from mtp_train.acceptance.intervals import POWER
-from mtp_train.evaluation.results import ArmResult, DraftVocab, Lossless, RunReport, recommended
+from mtp_train.evaluation.results import (
+    UNJUDGED,
+    UNJUDGED_SENTENCE,
+    ArmResult,
+    DraftVocab,
+    Lossless,
+    RunReport,
+    recommended,
+)
 
 Arms = dict[str, ArmResult]
 Tone = Literal["good", "bad", "neutral"]
@@ -116,6 +124,8 @@ def headline(report: RunReport) -> Headline:
     """Return the run's verdict. A lossless check that failed comes first: acceptance has no meaning without it."""
     if report.lossless and report.lossless.faults:
         return lossy_headline(report.lossless)
+    if report.settings.get("gate") == UNJUDGED:
+        return Headline("neutral", "Unjudged head", UNJUDGED_SENTENCE)
     if report.gate is None:
         return Headline("neutral", "Acceptance measured", "Nothing was retrained, so there is no gate.")
     baseline = BASELINES.get(report.gate.baseline, report.gate.baseline)

@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,8 +24,6 @@ from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.moments import ZeroMoments
 from mtp_train.train.plan import Plan
 from mtp_train.train.shard import shard_layers, shards_trunk, whole
-from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.tensor_parallel import ParallelGroup
 from mtp_train.upstream.transformers_private import forget_deepspeed
 
 _STALLED = timedelta(minutes=30)
@@ -36,16 +33,6 @@ _PATIENCE = timedelta(hours=24)
 _ZERO_STAGES = (2, 3)
 
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True)
-class Share:
-    """The part of the prompts that a process decodes: every ``count``-th, beginning with ``index``."""
-
-    index: int
-    count: int
-    is_kept: bool
-    """Whether this process's results are kept: of processes that share a trunk, the first one's."""
 
 
 class RunAccelerator(Accelerator):
@@ -58,7 +45,6 @@ class RunAccelerator(Accelerator):
         group = InitProcessGroupKwargs(backend=backend, timeout=_STALLED)
         super().__init__(mixed_precision="no", kwargs_handlers=[group])
         self._waiting: torch.distributed.ProcessGroup | None = None
-        self._groups: dict[int, ParallelGroup] = {}
         if self.num_processes > 1:
             self._waiting = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
 
@@ -96,17 +82,13 @@ class RunAccelerator(Accelerator):
         if failed is not None:
             raise CheckpointError(f"process {failed}: {found[failed]}") from own
 
-    def parallel_group(self, size: int) -> ParallelGroup:
-        """Return this process's group of ``size`` processes that share a trunk; every process must call it."""
-        if size not in self._groups:
-            self._groups[size] = ParallelGroup.of_size(size, self.device, _PATIENCE)
-        return self._groups[size]
-
-    def share_of(self, trunk: Trunk) -> Share:
-        """Return what this process decodes with a trunk, which it may share with others."""
-        if trunk.group is None:
-            return Share(self.process_index, self.num_processes, True)
-        return Share(trunk.group.index, trunk.group.count, trunk.group.is_first)
+    def said_by_main(self, message: Any = None) -> Any:
+        """Return the main process's message; every process must call it, the others without a message."""
+        if self._waiting is None:
+            return message
+        said = [message]
+        torch.distributed.broadcast_object_list(said, src=0, group=self._waiting)
+        return said[0]
 
 
 def make_accelerator() -> RunAccelerator:

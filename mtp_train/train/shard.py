@@ -84,6 +84,22 @@ def _shard_all(trunk: Trunk, accelerator: Accelerator, *, reshard_after_forward:
             buffer.data = buffer.data.to(accelerator.device)
 
 
+def shard_decoder(trunk: Trunk, accelerator: Accelerator) -> None:
+    """Shard the trunk's layers in place to compute hidden states only; every process must make each forward.
+
+    The trunk cannot train afterwards: its decoder is what gathers the shards, which training does itself.
+
+    Raises:
+        TrainingError: The trunk is quantised.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    _make_ready(trunk, accelerator)
+    _shard_all(trunk, accelerator, reshard_after_forward=True)
+    trunk.to(accelerator.device)
+    fully_shard(trunk.decoder, ignored_params=set(trunk.decoder.parameters()))
+
+
 class HiddenInShards(nn.Module):
     """A trunk in shards that only computes hidden states; the module that shards are gathered in.
 

@@ -30,11 +30,9 @@ from mtp_train.heads.diagnose import layout_of, trunk_config
 from mtp_train.trunk.precision import HALF_DTYPES
 from mtp_train.trunk.quantise import Quantization, packing
 from mtp_train.trunk.recurrent_kernels import choose_kernels
-from mtp_train.trunk.tensor_parallel import ParallelGroup, split_rules
 from mtp_train.upstream.transformers_private import (
     loading_layer_by_layer,
     renamed_keys,
-    splitting,
     without_packed_rows,
 )
 from mtp_train.weights.adapter import refuse_embedded_adapter
@@ -91,19 +89,15 @@ class Trunk(nn.Module):
     Args:
         model: A transformers causal language model, possibly wrapped by peft.
         family: Its record.
-        group: The processes that share the trunk; None if this one holds all of it.
         is_view: Leave the model unchanged, for a model that another program trains or runs. A view cannot run the
             layers over windows. It has hidden states only of the model's own forwards, between :meth:`listen` and
             :meth:`release`, and it calls parts of the model without the hooks of other programs.
     """
 
-    def __init__(
-        self, model: Any, family: Family, *, group: ParallelGroup | None = None, is_view: bool = False
-    ) -> None:
+    def __init__(self, model: Any, family: Family, *, is_view: bool = False) -> None:
         super().__init__()
         self.model: Any = model
         self.family = family
-        self.group = group
         self.calls_together: Callable[[int], int] = int
         """From the number of forwards that this process needs to the number that it must make. Where the trunk is
         sharded, every process takes part in each forward of the others.
@@ -418,7 +412,6 @@ def load_trunk(
     adapter: Path | None = None,
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
-    group: ParallelGroup | None = None,
     on_layer: Callable[[nn.Module], object] | None = None,
 ) -> Trunk:
     """Load the language model of a checkpoint, frozen and in eval mode.
@@ -431,8 +424,6 @@ def load_trunk(
         adapter: A peft adapter directory, applied unmerged.
         quantization: Quantise the linear layers, see :mod:`mtp_train.trunk.quantise`.
         trust_remote_code: Whether code beside the weights may run.
-        group: Load this process's part of the trunk, on ``device``; every process of the group must call it. Without
-            an adapter and quantisation only.
         on_layer: Called with each decoder layer as soon as it is loaded, frozen and in main memory, before the next one
             is read. It may shard the layer; layers stay on the device where it leaves them. For plain weights on
             ``device`` "cpu", without an adapter.
@@ -443,17 +434,13 @@ def load_trunk(
     refuse_embedded_adapter(path)
     config = trunk_config(path, family, trust_remote_code=trust_remote_code)
     given: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    empty = partial(empty_trunk, config, family, trust_remote_code=trust_remote_code)
     # Only when set: transformers treats an explicit None as "unquantised" and skips the packed weights.
     if quantization is not None:
-        given["quantization_config"] = packing(quantization, dtype, empty().causal_lm, where=str(path))
+        empty = empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm
+        given["quantization_config"] = packing(quantization, dtype, empty, where=str(path))
         # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
         given["device_map"] = {"": device}
-    with ExitStack() as stack:
-        if group is not None:
-            rules = split_rules(empty().causal_lm)
-            given["distributed_config"] = stack.enter_context(splitting(group.mesh, group.size, device, rules))
-        stack.enter_context(_loading(path, family, config, torch.device(device), on_layer))
+    with _loading(path, family, config, torch.device(device), on_layer):
         model, info = _trunk_class(family).from_pretrained(
             path,
             output_loading_info=True,
@@ -467,5 +454,5 @@ def load_trunk(
     if adapter is not None:
         model = put_on(model, adapter)
     model.requires_grad_(False)
-    is_placed = quantization is not None or group is not None or on_layer is not None
-    return Trunk(model if is_placed else model.to(device), family, group=group).eval()
+    is_placed = quantization is not None or on_layer is not None
+    return Trunk(model if is_placed else model.to(device), family).eval()

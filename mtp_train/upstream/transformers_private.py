@@ -40,8 +40,6 @@ __all__ = [
     "sdpa_mask",
     "set_attention",
     "set_experts",
-    "splits_models",
-    "splitting",
     "torch_function_of",
     "unpack_mxfp4",
     "without_deepspeed",
@@ -155,8 +153,8 @@ SYMBOLS = (
         "no argument of from_pretrained accepts the tensors of a head that the model class does not have",
     ),
 )
-"""The names that are looked up. Others may be absent: ``_checkpoint_conversion_mapping`` (:func:`renamed_keys`), and
-what :func:`splitting` uses."""
+"""The names that are looked up. Another one may be absent: ``_checkpoint_conversion_mapping``
+(:func:`renamed_keys`)."""
 
 
 def attention_of(config: Any) -> str | None:
@@ -211,39 +209,6 @@ def without_packed_rows() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = stock
-
-
-def splits_models() -> bool:
-    """Return whether this transformers loads a part of a model in each process, as :func:`splitting` needs it."""
-    try:
-        from transformers.distributed.mixin import initialize_distributed_mesh
-        from transformers.distributed.utils import TransformersDeviceMesh
-    except ImportError:
-        return False
-    return callable(initialize_distributed_mesh) and callable(TransformersDeviceMesh)
-
-
-@contextmanager
-def splitting(mesh: Any, size: int, device: Any, rules: Mapping[str, str]) -> Iterator[Any]:
-    """Yield the ``distributed_config`` by which ``from_pretrained`` loads a part of a model inside this context.
-
-    transformers has no argument for the processes of a mesh: its own is of all processes.
-
-    Args:
-        mesh: A mesh with the dimensions that transformers reads: ``pp``, ``dp_replicate``, ``fsdp`` and ``tp``.
-        size: Number of processes along ``tp``.
-        device: The device of the part.
-        rules: Rules of the model's tensor-parallel plan to replace.
-    """
-    from transformers.distributed import DistributedConfig, mixin
-    from transformers.distributed.utils import TransformersDeviceMesh
-
-    stock = mixin.initialize_distributed_mesh
-    mixin.initialize_distributed_mesh = lambda _config: (device, TransformersDeviceMesh(mesh, mesh))
-    try:
-        yield DistributedConfig(tp_size=size, tp_plan=dict(rules))
-    finally:
-        mixin.initialize_distributed_mesh = stock
 
 
 _READ_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import byte_tokenizer
-from launching import COMMAND_LINE, start
+from launching import ROOT, metrics, outcome, start
 from mtp_train.cli.main import main
 from mtp_train.families import FAMILIES
 from mtp_train.trunk.load import load_trunk
-from mtp_train.upstream.transformers_private import splits_models
 from openai_server import Served, openai_server, served_by
 from runs import document, write_recipe
 
@@ -112,26 +111,28 @@ def test_a_key_that_is_not_there_is_asked_for(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not splits_models(), reason="transformers cannot load a part of a model")
 @pytest.mark.parametrize("served_model", ["finetune", "base"])
-def test_processes_that_share_the_trunk_check_the_responses_together(
+def test_processes_with_shards_of_the_trunk_check_the_responses_together(
     served_model: str, inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first one asks the server; the error of a server of another model ends both."""
+    """The first one asks the server, all train the shards; the error of a server of another model ends both."""
     here = write_recipe(tmp_path / "here.yaml", inputs, tmp_path / "here", data__regenerate=WRITTEN)
     document(["regenerate", here], capfd)
     with serving(inputs / served_model) as served:
-        asking, shared = {**WRITTEN, "endpoint": served.url}, tmp_path / "shared"
-        there = write_recipe(tmp_path / "there.yaml", inputs, shared, data__regenerate=asking, model__tensor_parallel=2)
-        done = start("cpu_ddp.yaml", *COMMAND_LINE, "regenerate", there, ACCELERATE_USE_CPU="true")
+        changes = {"data__regenerate": {**WRITTEN, "endpoint": served.url}, "gate__enabled": False}
+        there = write_recipe(tmp_path / "there.yaml", inputs, tmp_path / "shards", **changes)
+        program = ROOT / "tests" / "cpu_shards.py"
+        done = start("fsdp2.yaml", program, there, flags=("--num_processes", "2"), ACCELERATE_USE_CPU="true")
         asked = len(served.payloads)
+    shards = tmp_path / "shards"
     if served_model == "base":
-        assert done.stderr.count("does not serve the trunk as trunk") == 1, done.stderr
-        assert list(shared.glob("data/*/regenerated-*.jsonl")) == []
+        assert "does not serve the trunk as trunk" in outcome(shards)["message"], done.stderr
+        assert list(shards.glob("data/*/regenerated-*.jsonl")) == []
         return
-    assert done.returncode == 0, done.stderr
-    assert rows(shared) == rows(tmp_path / "here")
+    assert outcome(shards)["reason"] == "unjudged", done.stderr
+    assert {line["wrapper"] for line in metrics(shards)} == {"FSDPHeadTraining"}
+    assert rows(shards) == rows(tmp_path / "here")
     # As often as one process asks.
-    assert asked == min(16, len(rows(shared))) + len(rows(shared))
-    (facts,) = (json.loads(path.read_text()) for path in shared.glob("data/*/server-00000-of-00001.json"))
-    assert (facts["agreement"], facts["generated"]) == (1.0, len(rows(shared)))
+    assert asked == min(16, len(rows(shards))) + len(rows(shards))
+    (facts,) = (json.loads(path.read_text()) for path in shards.glob("data/*/server-00000-of-00001.json"))
+    assert (facts["agreement"], facts["generated"]) == (1.0, len(rows(shards)))

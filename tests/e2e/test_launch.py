@@ -23,7 +23,6 @@ from mtp_train.cli.main import main
 from mtp_train.job.run_dir import PROVENANCE_FILE
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.upstream.transformers_private import splits_models
 from mtp_train.weights.run_export import RECIPE_FILE
 from runs import GETS_NO_BETTER, LEARNS, tree, write_inputs, write_recipe
 
@@ -101,41 +100,6 @@ def test_two_processes_measure_a_head_as_one_does(recipe: Path, unbroken: Path, 
     )
     assert (found["settings"].pop("processes"), expected["settings"].pop("processes")) == (2, 1)
     assert [without_speed(found[part]) for part in FIGURES] == [without_speed(expected[part]) for part in FIGURES]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not splits_models(), reason="transformers cannot load a part of a model")
-def test_two_processes_that_share_the_trunk_end_as_one_does(recipe: Path, unbroken: Path, tmp_path: Path) -> None:
-    """They answer all prompts together, train with a trunk each, and decode all held-out prompts together."""
-    run_dir = tmp_path / "run"
-    program = (*COMMAND_LINE, recipe, f"run_dir={run_dir}", "model.tensor_parallel=2", "--json")
-    done = start("cpu_ddp.yaml", *program, ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
-    # One file of responses: of the two processes only the first writes.
-    assert responses(run_dir) == responses(unbroken)
-    assert responses(run_dir, rank=1, world=2) == []
-    found, expected = (
-        json.loads((path / "report.json").read_text().replace(str(path), "RUN")) for path in (run_dir, unbroken)
-    )
-    sizes = [(one["settings"].pop("processes"), one["settings"].pop("tensor_parallel")) for one in (found, expected)]
-    assert sizes == [(2, 2), (1, 1)]
-    for part in FIGURES:
-        assert_close(without_speed(found[part]), without_speed(expected[part]), part)
-
-
-def assert_close(found: Any, expected: Any, path: str) -> None:
-    """Check that two parts of a report are equal, numbers but for rounding."""
-    assert type(found) is type(expected), path
-    if isinstance(found, dict):
-        assert found.keys() == expected.keys(), path
-        for key, value in found.items():
-            assert_close(value, expected[key], f"{path}.{key}")
-    elif isinstance(found, list):
-        assert len(found) == len(expected), path
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_close(one, other, f"{path}[{number}]")
-    else:
-        assert found == (pytest.approx(expected, rel=1e-5) if isinstance(found, float) else expected), path
 
 
 FIGURES = ("arms", "cells", "depths", "lossless", "samples", "settings")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +17,15 @@ from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.drafters.drafter import Drafter, Place, Size
 from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_train.cli.main import main
-from mtp_train.errors import GateRefusedError, MtpError
+from mtp_train.errors import GateRefusedError, MtpError, RecipeError
+from mtp_train.evaluation.results import UNJUDGED_SENTENCE
 from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
+from mtp_train.job import stages
+from mtp_train.job.display import quiet_progress
+from mtp_train.job.inputs import gather_inputs
+from mtp_train.job.stages import require_room
 from mtp_train.recipe.schema import Recipe
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.weights.artifact import load_artifact
@@ -99,6 +107,39 @@ def their_drafts(
         torch.tensor([prompt]), use_mtp=True, do_sample=False, max_new_tokens=num_tokens, pad_token_id=0
     )
     return drafts, output[0, len(prompt) :].tolist()
+
+
+def test_a_run_without_a_gate_exports_an_unjudged_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtp_train.job.pipeline.evaluate_run", None)
+    inputs, run_dir = write_inputs(tmp_path / "in"), tmp_path / "run"
+    recipe = tiny_recipe(inputs, run_dir, gate={"enabled": False}, evaluate__prompts=1)
+    outcome = run_quietly(recipe)
+    assert (outcome.exit_code, outcome.reason, outcome.stage) == (0, "unjudged", "done")
+    assert outcome.message.startswith(UNJUDGED_SENTENCE)
+    for path in (run_dir / "export", inputs / "finetune-mtp"):
+        assert f"mtp-train evaluate {path} --endpoint http://localhost:8000/v1" in outcome.message
+    assert json.loads((run_dir / "report.json").read_text())["settings"]["gate"] == "unjudged"
+    assert UNJUDGED_SENTENCE in (run_dir / "report.html").read_text()
+    assert UNJUDGED_SENTENCE in (run_dir / "export" / "README.md").read_text()
+    assert main(["export", str(run_dir), "--out", str(tmp_path / "again")]) == 0
+    assert run_quietly(recipe) == outcome
+
+
+def test_a_trunk_that_no_gpu_can_decode_with_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = write_inputs(tmp_path / "in")
+    accelerator: Any = SimpleNamespace(device=torch.device("cuda"))
+    judged = tiny_recipe(inputs, tmp_path / "run", model__dtype="float32")
+    gathered = gather_inputs(judged, 1, quiet_progress())
+    weights = sum(
+        one.numel() for one in load_trunk(inputs / "finetune", gathered.finetune.family, dtype="float32").parameters()
+    )
+    for size, refused in ((4 * weights, True), (20 * weights, False)):
+        monkeypatch.setattr(stages, "device_named", lambda _, size=size: SimpleNamespace(memory_bytes=size))
+        with pytest.raises(RecipeError, match=r"gate\.enabled: false") if refused else contextlib.nullcontext():
+            require_room(judged, gathered, accelerator)
+        require_room(replace(judged, gate=replace(judged.gate, enabled=False)), gathered, accelerator)
 
 
 @pytest.mark.parametrize("shuffled", [True, False])

@@ -38,7 +38,6 @@ model:
   dtype: auto
   quantization: null
   offload: null
-  tensor_parallel: null
   trust_remote_code: false
 head:
   kind: mtp
@@ -133,10 +132,10 @@ evaluate:
   depth: null
   dense_tokens: 16384
 gate:
+  enabled: true
   baseline: auto
   confidence: 0.95
   break_even_tau: null
-  endpoint: null
 export:
   enabled: true
   link: hard
@@ -253,7 +252,7 @@ def test_all_problems_are_reported_at_once(recipe_file: Path) -> None:
         ("model=finetune", "model: 'finetune' (text); expected a section with the fields trunk, head_from, "),
         (
             "gate=null",
-            "gate: null; expected a section with the fields baseline, confidence, break_even_tau, endpoint. Correct "
+            "gate: null; expected a section with the fields enabled, baseline, confidence, break_even_tau. Correct "
             "it, or leave it out",
         ),
         ("data.sources=a.jsonl", "data.sources: 'a.jsonl' (text); expected a list of 1 or more items, each a section."),
@@ -288,7 +287,7 @@ def test_unknown_fields_come_with_the_one_that_was_meant(recipe_file: Path, path
 
 def test_unknown_field_without_a_likeness_lists_those_there_are(recipe_file: Path) -> None:
     (problem,) = problems_of(recipe_file, "gate.zzz=1")
-    assert problem == "gate.zzz: unknown; expected one of baseline, confidence, break_even_tau, endpoint. Remove it."
+    assert problem == "gate.zzz: unknown; expected one of enabled, baseline, confidence, break_even_tau. Remove it."
 
 
 def test_misspelt_field_causes_no_misleading_contradiction(recipe_file: Path) -> None:
@@ -428,7 +427,6 @@ def test_dump_spells_out_every_field_in_order(recipe_file: Path) -> None:
         "dtype": "auto",
         "quantization": None,
         "offload": None,
-        "tensor_parallel": None,
         "trust_remote_code": False,
     }
 

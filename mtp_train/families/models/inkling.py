@@ -160,8 +160,6 @@ INKLING = Family(
         logit_divisor=lambda config: config["logits_mup_width_multiplier"],
         real_vocab="unpadded_vocab_size",
         needs_transformers="5.23",
-        # In parts, the shared experts of transformers 5.23 multiply a part with a whole tensor, an error.
-        tensor_parallel=False,
     ),
     engines=Engines(
         support=engine_table(

@@ -77,8 +77,7 @@ STEP3P7 = Family(
         ),
         rotary_by_layer_type=True,
     ),
-    # In parts, transformers 5.23 gives other logits.
-    trunk=TrunkTraits(only_with_vision=True, masks_by_layer_type=True, tensor_parallel=False),
+    trunk=TrunkTraits(only_with_vision=True, masks_by_layer_type=True),
     engines=Engines(
         support=engine_table(
             transformers=no("generate(use_mtp=True) reads and recycles other states and the trunk's lm_head")
