@@ -129,5 +129,5 @@ def test_the_gpu_tests_are_collected_without_what_a_measuring_machine_lacks() ->
     command = [sys.executable, "-c", WITHOUT.format(absent=ABSENT, files=files)]
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^\d+ skipped, \d+ deselected", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^\d+ skipped", done.stdout, re.MULTILINE), done.stdout
     assert "gpu: torch sees no accelerator here" in done.stdout

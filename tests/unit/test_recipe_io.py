@@ -93,7 +93,6 @@ objective:
   unroll: exact
   on_policy: false
   vocab: all
-  rows: torch
 train:
   max_steps: 10
   tokens_per_step: 1024
@@ -103,7 +102,6 @@ train:
   warmup_steps: 0
   schedule: cosine
   gradient_checkpointing: false
-  attention: dense
   hidden_cache:
     max_gib: 64.0
     dtype: auto
@@ -143,7 +141,6 @@ track:
   wandb: offline
   project: mtp-train
 study: null
-sft: null
 """
 
 
@@ -418,7 +415,7 @@ def test_dump_spells_out_every_field_in_order(recipe_file: Path) -> None:
     plain = yaml.safe_load(dump_recipe(load_recipe(recipe_file)))
     assert list(plain) == [
         "run_dir", "seed", "model", "head", "data", "objective", "train", "evaluate", "gate", "export", "track",
-        "study", "sft"
+        "study"
     ]  # fmt: skip
     assert plain["model"] == {
         "trunk": "finetune",
