@@ -93,7 +93,6 @@ objective:
   unroll: exact
   on_policy: false
   vocab: all
-  rows: torch
 train:
   max_steps: 10
   tokens_per_step: 1024
@@ -102,7 +101,6 @@ train:
   warmup_steps: 0
   schedule: cosine
   gradient_checkpointing: false
-  attention: dense
   hidden_cache:
     max_gib: 64.0
     dtype: auto
