@@ -23,7 +23,7 @@ from torch import Tensor
 from mtp_inference.batch import Batch, RoundPlan
 
 FINE_STEP, COARSE_STEP = 1024, 4096
-"""With masks, positions in use are rounded up to multiples of these: masked keys cost less than another graph."""
+"""Positions in use are rounded up to multiples of these: masked keys cost less than another graph."""
 FINE_LIMIT = 8192
 SLOWER = "Rounds run one operation at a time from now on, which is slower for small batches; the text is the same."
 RoundKey = tuple[RoundPlan, tuple[int, ...]]
