@@ -86,7 +86,7 @@ RECORDS = {
     "RegenerateResult": "run_dir counts",
     "ProbeResult": "verdict reason command graft base lost_overlap lost_overlap_ci95 trained_tau gain_ci95 "
     "trained_steps",
-    "RescueResult": "out head reason serves",
+    "RescueResult": "out head reason serves notes",
     "RunReport": "arms lossless gate settings cells depths samples draft_vocab",
     "RunResult": "run_dir exit_code reason message stage",
     "StudyReport": "arms lossless gate settings cells depths samples draft_vocab title comparisons positions entropy "
