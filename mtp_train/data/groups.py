@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from mtp_train.data.records import Record, grouping_text, text_group
 
-COST_PER_MILLION = "about 2 minutes and 0.5 GB for a million prompts of 500 characters"
-"""The cost that ``check`` and the documentation state."""
 THRESHOLD = 0.6
 """Texts with at least this Jaccard similarity of shingles are near-duplicates: for example, one word in eight
 differs."""

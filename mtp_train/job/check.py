@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from mtp_train.data.groups import COST_PER_MILLION
 from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config, require_served_trunk
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
@@ -147,7 +146,7 @@ class CheckResult:
         field = self.recipe.data.group_field
         if field is not None:
             return f"\n# held out by the column {field!r}"
-        return f"\n# held out by first user turn or file, near-duplicate prompts joined: {COST_PER_MILLION}"
+        return "\n# held out by first user turn or file, near-duplicate prompts joined"
 
     def _serves_text(self) -> str:
         if not self.recipe.export.enabled:

@@ -22,7 +22,7 @@ from mtp_train.evaluation.results import UNJUDGED, UNJUDGED_SENTENCE
 from mtp_train.evaluation.settings import draft_depth
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.unnamed import left_out, unnamed_files
-from mtp_train.job.auto import settle_training, tell_choices
+from mtp_train.job.auto import Choice, settle_training, tell_choices
 from mtp_train.job.decoder_check import check_decoder
 from mtp_train.job.evaluate_run import Evaluation, evaluate_run, served_commands, unjudged
 from mtp_train.job.export_run import write_export
@@ -73,13 +73,13 @@ from mtp_train.weights.run_export import EXPORT, HEAD
 from mtp_train.weights.writing import LOCK_FILE, full_disk_is_named
 
 
-def run(recipe: Recipe, console: Console, auto: Collection[str] = ()) -> Outcome:
+def run(recipe: Recipe, console: Console, choices: Sequence[Choice] = ()) -> Outcome:
     """Run a recipe to its outcome, and record it in the run directory.
 
     Args:
         recipe: The recipe.
         console: Where progress bars and the table of results are printed.
-        auto: Fields that were ``auto``; those that depend on the training text are resolved once it exists.
+        choices: Fields that were ``auto``; those that depend on the training text are resolved once it exists.
 
     Returns:
         The outcome; the recorded one if the run had finished before.
@@ -100,23 +100,24 @@ def run(recipe: Recipe, console: Console, auto: Collection[str] = ()) -> Outcome
             console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do.")
             return earlier
         with held_by_one_run(run_dir, console):
-            return _run(recipe, run_dir, console, auto)
+            return _run(recipe, run_dir, console, choices)
 
 
-def _run(recipe: Recipe, run_dir: Path, console: Console, auto: Collection[str]) -> Outcome:
+def _run(recipe: Recipe, run_dir: Path, console: Console, choices: Sequence[Choice]) -> Outcome:
     """Run the stages in a run directory that this run holds, and record the outcome."""
     forget_outcome(run_dir)
     stage = Stage()
     try:
         accelerator = join_processes(recipe, stage)
         console.print(describe_processes(accelerator), highlight=False)
+        tell_choices(choices, console)
         recipe = settle(recipe, accelerator)
         progress_bars = progress_on(console, is_main=accelerator.is_main_process)
         named = memory_is_named(recipe, lambda: stage.name)
         with full_disk_is_named(run_dir, what="the run"), lost_process_is_named(), named, progress_bars as progress:
             if accelerator.is_main_process:
                 require_run_inputs(recipe, run_dir, progress, anew=True)
-            stages = stages_of(recipe, auto)
+            stages = stages_of(recipe, [choice.field for choice in choices])
             outcome = stages(recipe, run_dir, accelerator, console, progress, stage)
     except MtpError as error:
         require_still_held(run_dir)

@@ -33,7 +33,6 @@ from mtp_train.evaluation.prompt_records import HELD_OUT_TASK
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.evaluation.run import run_study
 from mtp_train.job import pipeline
-from mtp_train.job.auto import tell_choices
 from mtp_train.job.display import html_table
 from mtp_train.job.evaluate import EvaluationGrid
 from mtp_train.job.evaluate_run import RETRAINED
@@ -174,11 +173,10 @@ def probe_with(
     report = _compare(recipe, donor, out, console)
     found = ProbeResult("undecided", "", "", _level(report, GRAFT), _level(report, OWN_BASE), *_lost_overlap(report))
     if not is_at_fault(found.base):
-        tell_choices(choices, console)
         # Two models were loaded before this one.
         gc.collect()
         with contextlib.suppress(GateRefusedError):
-            pipeline.run(recipe, console, auto=[choice.field for choice in choices])
+            pipeline.run(recipe, console, choices)
         found = _with_training(found, out / TRAINING)
     verdict, reason = judge(found)
     command = retrain_command(tuned, donor, paths)

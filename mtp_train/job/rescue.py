@@ -23,7 +23,6 @@ from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.job import pipeline
-from mtp_train.job.auto import tell_choices
 from mtp_train.job.checkpoints.inspect import serving_commands
 from mtp_train.job.display import html_table, quiet_progress
 from mtp_train.job.evaluate_run import GRAFT_INSTEAD
@@ -115,10 +114,9 @@ def rescue(
             raise _at_fault(donor, found)
         if found.verdict == "graft":
             return _grafted(recipe, found, console)
-    tell_choices(choices, console)
     # After a refusal the base's head is exported below.
     with contextlib.suppress(GateRefusedError):
-        pipeline.run(recipe, console, auto=[choice.field for choice in choices])
+        pipeline.run(recipe, console, choices)
     gate = load_report(out / REPORT_FILE).gate
     refused = gate is not None and not gate.passed
     if refused and not (out / EXPORT).exists():

@@ -19,7 +19,7 @@ from mtp_train.evaluation.cells import StudyReport
 from mtp_train.evaluation.results import REPORT_FILE, RunReport, read_report
 from mtp_train.families.engines import engine_commands
 from mtp_train.job import pipeline
-from mtp_train.job.auto import Choice, settle_values, tell_choices
+from mtp_train.job.auto import Choice, settle_values
 from mtp_train.job.display import quiet_progress, rich_to_html
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
@@ -220,10 +220,9 @@ def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | Non
     """
     checked, choices = settled_recipe(recipe, overrides)
     console = console or Console(quiet=True)
-    tell_choices(choices, console)
     run_dir = Path(checked.run_dir)
     try:
-        outcome = pipeline.run(checked, console, auto=[choice.field for choice in choices])
+        outcome = pipeline.run(checked, console, choices)
         # A finished run returns the outcome that it recorded, which may be the gate's refusal.
         if outcome.exit_code == GateRefusedError.exit_code:
             raise GateRefusedError(outcome.message)

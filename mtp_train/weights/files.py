@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -414,16 +414,16 @@ def read_config(path: Path) -> dict[str, Any]:
         CheckpointError: The file is no JSON object, or a field has a wrong type or an impossible size.
     """
     config = read_json(path)
-    _require_fields(config, path)
+    _require_fields(config, path, _FIELDS)
     return config
 
 
-def _require_fields(section: Mapping[str, Any], path: Path, prefix: str = "") -> None:
+def _require_fields(section: Mapping[str, Any], path: Path, known: Sequence[_Rule], prefix: str = "") -> None:
     """Raise a CheckpointError where a field of a config or of its sections is wrong whatever the model."""
     # The number of head modules, under the names that families give it.
     counts = {family.declaration.count for family in FAMILIES}
     for name, value in section.items():
-        rules = (rule for rule in _FIELDS if rule[0].fullmatch(name))
+        rules = (rule for rule in known if rule[0].fullmatch(name))
         for _, fits, expected in (_COUNT, *rules) if name in counts else rules:
             if value is not None and not fits(value):
                 raise CheckpointError(
@@ -431,7 +431,7 @@ def _require_fields(section: Mapping[str, Any], path: Path, prefix: str = "") ->
                     "the field."
                 )
         if isinstance(value, dict) and name.endswith("_config") and name != _QUANTISATION:
-            _require_fields(value, path, f"{prefix}{name}.")
+            _require_fields(value, path, known, f"{prefix}{name}.")
 
 
 def _is_number(value: Any) -> bool:
@@ -452,22 +452,26 @@ def _are_strings(value: Any) -> bool:
 _Rule = tuple[re.Pattern[str], Callable[[Any], bool], str]
 """Names of fields, what they may hold besides null, and that in words."""
 _COUNT: _Rule = (re.compile(""), lambda one: type(one) is int and abs(one) <= _MAX_BLOCKS, "an integer up to 1000")
+_TOKENS: _Rule = (re.compile(r"(eos|bos|pad)_token_id"), _are_tokens, "a token id or a list of token ids")
 _FIELDS: tuple[_Rule, ...] = (
     (
-        re.compile(r"[a-z]\w*_config|rope_scaling|rope_parameters|auto_map"),
+        re.compile(r".*_config|rope_scaling|rope_parameters|auto_map"),
         lambda one: isinstance(one, dict),
         "an object",
     ),
     (re.compile(r"model_type"), lambda one: isinstance(one, str), "the name of an architecture"),
     (re.compile(r"architectures"), _are_strings, "a list of names"),
     # Building a model with more blocks would not end.
-    (re.compile(r"num_hidden_layers|depth"), lambda one: _is_number(one) and one <= _MAX_BLOCKS, "a number up to 1000"),
-    (re.compile(r"(eos|bos|pad)_token_id"), _are_tokens, "a token id or a list of token ids"),
+    (re.compile(r"num_hidden_layers"), lambda one: _is_number(one) and one <= _MAX_BLOCKS, "a number up to 1000"),
+    (re.compile(r"depth"), lambda one: not isinstance(one, int) or one <= _MAX_BLOCKS, "a number up to 1000"),
+    _TOKENS,
+)
+_GENERATION_FIELDS: tuple[_Rule, ...] = (
+    _TOKENS,
     (re.compile(r"temperature|top_p|min_p|repetition_penalty"), _is_number, "a number"),
     (re.compile(r"top_k"), lambda one: type(one) is int, "an integer"),
     (re.compile(r"do_sample"), lambda one: isinstance(one, bool), "true or false"),
 )
-"""Of the config and of the generation config."""
 
 
 def _require_generation_config(path: Path) -> None:
@@ -479,7 +483,7 @@ def _require_generation_config(path: Path) -> None:
     file = path / GENERATION_CONFIG_FILE
     if not os.path.lexists(file):
         return
-    _require_fields(read_json(file), file)
+    _require_fields(read_json(file), file, _GENERATION_FIELDS)
     from transformers import GenerationConfig
 
     try:

@@ -134,6 +134,7 @@ def test_a_slow_precision_is_obeyed_with_one_warning(
     told = io.StringIO()
     with pytest.raises(GateRefusedError):
         pipeline.run(recipe, Console(file=told, width=200))
+    assert told.getvalue().startswith("1 process on cpu, no shards\n")
     assert told.getvalue().count("expect slower steps than in fp32, up to 5 times") == warned
     assert told.getvalue().count("training with 1 thread(s), as set") == 1
     assert told.getvalue().count("decoding with 1 thread(s), as set") == 1
