@@ -29,13 +29,7 @@ def test_report_reads_back_as_it_was_written(report: RunReport) -> None:
 
 def test_report_has_the_promised_fields() -> None:
     raw = stored(SAMPLE)
-    assert set(raw) == {"arms", "lossless", "gate", "settings", "cells", "depths", "samples", "draft_vocab"}
-    assert set(raw["draft_vocab"][0]) == {
-        *("arm", "temperature", "depth", "rule", "size", "override", "reason", "counted_on", "counted_tokens", "sizes")
-    }
-    assert set(raw["draft_vocab"][0]["sizes"][0]) == {
-        *("size", "kept", "marginal", "tau", "round_time", "speed", "speed_ci95")
-    }
+    assert set(raw) == {"arms", "lossless", "gate", "settings", "cells", "depths", "samples"}
     assert set(raw["arms"]["retrained"]) == {
         "trunk",
         "head",
@@ -71,14 +65,14 @@ def test_report_has_the_promised_fields() -> None:
 
 def test_an_older_report_reads_without_what_came_later() -> None:
     raw = stored(SAMPLE)
-    del raw["cells"], raw["depths"], raw["samples"], raw["draft_vocab"]
+    del raw["cells"], raw["depths"], raw["samples"]
     for name in ("groups", "detectable_gain", "settings"):
         del raw["gate"][name]
     for arm in raw["arms"].values():
         del arm["groups"], arm["speedup_ci95"], arm["break_even_tau"]
     read = RunReport.from_json(raw, "old.json")
     assert read.gate is not None
-    assert (read.gate.passed, read.gate.groups, read.cells, read.draft_vocab) == (True, None, (), ())
+    assert (read.gate.passed, read.gate.groups, read.cells) == (True, None, ())
     assert read.arms["retrained"].groups is None
 
 

@@ -13,7 +13,7 @@ from mtp_train.report.figures import LOOKS, STUDY_FIGURE_STEM, FigureFile, assig
 from study_samples import BARE, RATES, STUDY
 
 EVERY = ["tau", "marginal_acceptance", "tasks_1", "tasks_2", "tasks_3", "depth", "context", "output_position"]
-EVERY += ["entropy", "costs"]
+EVERY += ["costs"]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_figures_show_the_cells(full: list[FigureFile]) -> None:
     ]
     figures = render_study_figures(replace(STUDY, cells=tuple(changed)))
     same = [one.stem for one, other in zip(figures, full, strict=True) if one.png == other.png]
-    assert same == ["output_position", "entropy"]
+    assert same == ["output_position"]
 
 
 def test_intervals_of_the_positions_are_drawn_where_they_are_given() -> None:
