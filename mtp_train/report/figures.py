@@ -136,7 +136,7 @@ def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
     """Draw the curves of training: loss, and tau on the held-out text where it was measured."""
     depths = sorted({key for line in metrics for key in line if re.fullmatch(r"loss_depth_\d+", key)})
     names = {"loss": "loss", **{key: f"depth {key.rsplit('_', 1)[1]}" for key in depths}}
-    # The fine-tuning stage logs the losses of trunk and head; a single depth has the curve of the loss itself.
+    # A single depth has the curve of the loss itself.
     losses = curves(metrics, names if len(depths) > 1 else {"loss": "loss"})
     held_out = curves(metrics, {"held_out_tau": "greedy", "held_out_tau_sampled": "sampled"})
     figures = []

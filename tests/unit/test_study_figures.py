@@ -34,10 +34,6 @@ def small(depth: int = 3, tasks: tuple[str, ...] = ("all",)) -> StudyReport:
     return replace(BARE, arms={arm: STUDY.arms[arm]}, cells=cells)
 
 
-def png_of(figures: list[FigureFile], stem: str) -> bytes:
-    return next(figure.png for figure in figures if figure.stem == stem)
-
-
 def test_full_study_has_every_figure_on_white(full: list[FigureFile]) -> None:
     assert [figure.stem for figure in full] == EVERY
     for figure in full:
