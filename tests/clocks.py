@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from mtp_train.evaluation import costs as latency
+from mtp_train.evaluation import costs
 
 
 class WorkClock:
@@ -18,8 +18,8 @@ class WorkClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ticks = 0
-        monkeypatch.setattr(latency, "time", SimpleNamespace(perf_counter=self.read))
-        monkeypatch.setattr(latency, "now", self.read)
+        monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=self.read))
+        monkeypatch.setattr(costs, "now", self.read)
 
     def read(self, *_device: Any) -> float:
         return float(self.ticks)

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from mtp_train.acceptance.gate import GateSetting
-from mtp_train.evaluation.results import DraftVocab, DraftVocabSize, RunCell, SampleText, TeacherForced
+from mtp_train.evaluation.results import RunCell, SampleText, TeacherForced
 from mtp_train.report import ArmResult, GateResult, Lossless, RunReport
 
 PLAIN = ArmResult(
@@ -86,25 +86,6 @@ def served_cell(name: str, arm: ArmResult, tau: float) -> RunCell:
     return RunCell(**shared, arm=name, temperature=0.6, top_p=0.95, depth=3 if arm.head else 0, rule="argmax")
 
 
-DRAFT_VOCAB = DraftVocab(
-    arm="retrained",
-    temperature=0.0,
-    depth=3,
-    rule="greedy",
-    size=16_384,
-    override="head.draft_vocab=16384",
-    reason="head.draft_vocab=16384 is expected to decode at 1.07 [1.05, 1.09] times the speed.",
-    counted_on="the training text",
-    counted_tokens=1_234_567,
-    sizes=(
-        DraftVocabSize(
-            size=16_384, kept=0.976, marginal=(0.87, 0.8, 0.71), tau=3.38, round_time=0.91, speed=1.07,
-            speed_ci95=(1.05, 1.09),
-        ),
-    ),
-)  # fmt: skip
-
-
 SAMPLE = RunReport(
     arms={"none": PLAIN, "graft": GRAFT, "retrained": RETRAINED, "vanilla": VANILLA, "ceiling": CEILING},
     lossless=Lossless(checked=48, identical=48, near_tie_divergences=0),
@@ -116,7 +97,6 @@ SAMPLE = RunReport(
             prompt_id="p1", prompt="def add(a, b):", pieces=(("\n", False), ("    return a", True), (" + b\n", False))
         ),
     ),
-    draft_vocab=(DRAFT_VOCAB,),
 )
 METRICS = [
     {"step": 10, "loss": 2.5, "loss_depth_1": 2.0, "loss_depth_2": 3.0},

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import accumulate, combinations
 from operator import mul
 
 from mtp_train.evaluation.cells import (
     ALL_TASKS,
-    Advice,
     ArmComparison,
     ArmCosts,
-    BreakEven,
     Cell,
-    EntropyBin,
     Finding,
-    Latency,
     PositionBin,
     StudyReport,
 )
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import TeacherForced
 from mtp_train.report import ArmResult, Lossless
-from report_samples import DRAFT_VOCAB
 
 PLAIN = "distilled"
 RATES = {"vanilla+native": 0.72, "distilled+graft": 0.38, "distilled+retrained": 0.8}
@@ -132,8 +127,6 @@ def arm_of(cell: Cell) -> ArmResult:
     return ArmResult(**{field.name: getattr(cell, field.name) for field in fields(ArmResult)})
 
 
-VLLM = 'vllm serve OUT --speculative-config \'{"method":"mtp","num_speculative_tokens":3}\''
-
 STUDY = StudyReport(
     title="vanilla against distilled",
     arms={
@@ -161,20 +154,6 @@ STUDY = StudyReport(
         for arm, rate in RATES.items()
         for start in (0, 16, 32, 64, 128)
     ),
-    entropy=tuple(
-        EntropyBin(
-            arm=arm,
-            temperature=0.0,
-            low_nats=low,
-            high_nats=high,
-            overlap=rate + 0.15 - 0.2 * low,
-            overlap_ci95=(rate + 0.12 - 0.2 * low, rate + 0.18 - 0.2 * low),
-            groups=18,
-            share=0.25,
-        )
-        for arm, rate in RATES.items()
-        for low, high in ((0.0, 0.1), (0.1, 0.5), (0.5, 1.5), (1.5, None))
-    ),
     costs=tuple(
         ArmCosts(
             arm=arm,
@@ -188,38 +167,6 @@ STUDY = StudyReport(
         )
         for arm in RATES
     ),
-    latency=tuple(
-        Latency(
-            arm=arm,
-            batch=batch,
-            prompt_tokens=512,
-            output_tokens=tokens,
-            seconds=0.08 + tokens * PLAIN_SECONDS / (1 + rate),
-            plain_seconds=0.08 + tokens * PLAIN_SECONDS,
-        )
-        for arm, rate in RATES.items()
-        for batch in (1, 4)
-        for tokens in (50, 150, 300)
-    ),
-    break_even=tuple(
-        BreakEven(arm=arm, task=task, temperature=0.0, depth=3, prompt_tokens=prompt, output_tokens=output)
-        for arm, output in zip(RATES, (0, None, 12), strict=True)
-        for task in (ALL_TASKS, *TASKS)
-        for prompt in (128, 2048)
-    ),
-    advice=tuple(
-        Advice(
-            arm=arm,
-            task=task,
-            temperature=0.0,
-            depth=depth,
-            speedup=speedup,
-            reason="fastest of the depths measured, by more than its neighbours' spread" if depth else "no depth pays",
-            flags={"vllm": VLLM, "llama.cpp": "llama-server -m OUT.gguf --spec-draft-n-max 3"} if depth else {},
-        )
-        for arm, depth, speedup in zip(RATES, (3, 0, 3), (1.72, 1.0, 2.02), strict=True)
-        for task in (ALL_TASKS, *TASKS)
-    ),
     findings=(
         Finding(
             tone="good",
@@ -228,10 +175,6 @@ STUDY = StudyReport(
         ),
         Finding(tone="bad", statement="The graft keeps the vanilla level", evidence="Tau 1.58 against 2.61."),
         Finding(tone="neutral", statement="Longer contexts lower tau", evidence="-0.02 [-0.10, 0.06]."),
-    ),
-    draft_vocab=(
-        replace(DRAFT_VOCAB, arm="distilled+graft"),
-        replace(DRAFT_VOCAB, arm="distilled+retrained", size=None, override=None, reason="None suggested.", sizes=()),
     ),
     endpoint={"url": "(given)", "engine": "vllm", "speeds": [{"temperature": 0.0, "requests": 48}], "depths": [1, 3]},
 )

@@ -144,7 +144,7 @@ def _add_grid(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
     command.add_argument("--batch", type=int, default=1, metavar="N", help="prompts decoded together")
     command.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and of the choice of prompts")
-    command.add_argument("--no-costs", dest="costs", action="store_false", help="leave out latency and prefill")
+    command.add_argument("--no-costs", dest="costs", action="store_false", help="leave out memory and prefill of heads")
     command.add_argument("--wandb", choices=("off", "offline", "online"), default="off", help="track the report")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory, or one to resume")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 
-from mtp_inference.opening import NGRAM, OWN, ExternalDrafter, OpenModel, open_model
+from mtp_inference.opening import NGRAM, OWN, OpenModel, open_model
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.evaluation.decoding import PLAIN
-from mtp_train.families.engines import engine_commands
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.train.threads import use_threads
 from mtp_train.trunk.load import Trunk
@@ -48,16 +47,6 @@ class ArmSpec:
     def trunk_key(self) -> tuple[str, str | None, Quantization | None]:
         """Equal for arms that share a loaded trunk."""
         return self.trunk, self.adapter, self.quantization
-
-    @property
-    def served_path(self) -> str:
-        """The checkpoint that an engine would serve: trunk and head in one; a placeholder where there is none yet."""
-        if self.head == OWN:
-            return self.trunk
-        head = Path(self.head or "")
-        # Beside the head directory of a run lies what the run exported.
-        exported = is_head_directory(head) and (head.parent / "export").is_dir()
-        return str(head.parent / "export") if exported else "EXPORT"
 
     @property
     def trunk_name(self) -> str:
@@ -169,17 +158,6 @@ class OpenArm:
     model: OpenModel
 
     @property
-    def flags(self) -> Callable[[int], Mapping[str, str]] | None:
-        """Function from drafts per round to the flags of each engine; None if none was verified with the drafter."""
-        plan, external = self.model.plan, self.model.external
-        if plan is not None:
-            dtypes = {key: info.dtype for key, info in self.model.checkpoint.tensors.items()}
-            dtypes |= {tensor.key: tensor.dtype for tensor in plan.template.tensors}
-            engines = {name: one for name, one in plan.family.serving_of(dtypes).items() if one.supported}
-            return partial(engine_commands, engines, self.spec.served_path)
-        return None if external is None else partial(_external_flags, external)
-
-    @property
     def head_loader(self) -> Callable[[], InputFiles] | None:
         """Function that finds the files of the drafter; None if the drafter has no files besides the trunk's."""
         head = self.model.head
@@ -190,13 +168,6 @@ class OpenArm:
         if is_head_directory(Path(head)):
             return partial(directory_files, Path(head))
         return partial(checkpoint_files, open_location(head))
-
-
-def _external_flags(drafter: ExternalDrafter, depth: int) -> dict[str, str]:
-    assistant, config = drafter.assistant, drafter.checkpoint.config
-    refused = assistant.refusals(config)
-    commands = assistant.commands(config, str(drafter.checkpoint.path), depth)
-    return {name: text for name, text in commands.items() if name not in refused and assistant.engines[name].supported}
 
 
 def open_arm(spec: ArmSpec) -> OpenArm:

@@ -113,35 +113,6 @@ class PositionBin:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EntropyBin:
-    """Overlap of p and q at depth 1 in a bin of target entropy; all tasks, prompts as they are."""
-
-    arm: str
-    temperature: float
-    low_nats: float
-    high_nats: float | None
-    """None: no limit."""
-    overlap: float | None
-    overlap_ci95: Interval | None
-    groups: int
-    """Groups with positions in the bin."""
-    share: float
-    """Share of the arm's positions in the bin."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Latency:
-    """Time of a reply of given length with and without drafts, prefill included."""
-
-    arm: str
-    batch: int
-    prompt_tokens: int
-    output_tokens: int
-    seconds: float
-    plain_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ArmCosts:
     """Memory and prefill cost of a head, at any setting."""
 
@@ -163,35 +134,6 @@ class ArmCosts:
     """Length of the prompt that prefill was timed on."""
     plain_prefill_tokens_per_second: float | None = None
     """Prompt tokens per second without the head, at that length."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BreakEven:
-    """The output length from which drafts pay, for one prompt length."""
-
-    arm: str
-    task: str
-    temperature: float
-    depth: int
-    prompt_tokens: int
-    output_tokens: int | None
-    """0: drafts pay from the first token; None: never."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Advice:
-    """The depth and flags to serve a task with."""
-
-    arm: str
-    task: str
-    temperature: float
-    depth: int
-    """0: without drafts."""
-    speedup: float
-    """Measured at that depth, over plain decoding in the same decoder; 1.0 at depth 0."""
-    reason: str
-    flags: Mapping[str, str]
-    """Engine to its exact flags."""
 
 
 VERDICTS = {"good": "confirmed", "bad": "refuted", "neutral": "undecided"}
@@ -217,11 +159,7 @@ class StudyReport(RunReport):
     cells: tuple[Cell, ...]
     comparisons: tuple[ArmComparison, ...] = ()
     positions: tuple[PositionBin, ...] = ()
-    entropy: tuple[EntropyBin, ...] = ()
     costs: tuple[ArmCosts, ...] = ()
-    latency: tuple[Latency, ...] = ()
-    break_even: tuple[BreakEven, ...] = ()
-    advice: tuple[Advice, ...] = ()
     findings: tuple[Finding, ...] = ()
     endpoint: Mapping[str, Any] | None = None
     """Measurements of a served model, if there was one (``mtp_train.evaluation.served.measure``)."""
@@ -243,17 +181,13 @@ class StudyReport(RunReport):
         return make(**cls._shared(raw, where), **rows, title=raw["title"], endpoint=raw["endpoint"])
 
 
-_MAY_LACK = {"depths", "samples", "draft_vocab"}
-"""Fields that older reports lack; the first two are empty in a study."""
+_MAY_LACK = {"depths", "samples"}
+"""Fields that older reports lack; both are empty in a study."""
 _ROWS: dict[str, type] = {
     "cells": Cell,
     "comparisons": ArmComparison,
     "positions": PositionBin,
-    "entropy": EntropyBin,
     "costs": ArmCosts,
-    "latency": Latency,
-    "break_even": BreakEven,
-    "advice": Advice,
     "findings": Finding,
 }
 

@@ -1,4 +1,4 @@
-"""Measure the costs of a head: memory for its weights and KV cache, time in prefill, and the time of whole replies.
+"""Measure the costs of a head: memory for its weights and KV cache, and time in prefill.
 
 Shapes: B rows, T tokens.
 """
@@ -7,40 +7,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from functools import partial
-from statistics import fmean, median
+from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
-from mtp_inference.batch import choose_widening
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, IndexedStore, WindowCache
 from mtp_inference.cache.ngrams import NgramStore
 from mtp_inference.cache.pooled import KeyPools
 from mtp_inference.cache.recurrent import RecurrentStore
-from mtp_inference.decoder import Needs, layers_on_cpu, make_batch
+from mtp_inference.decoder import Needs, make_batch
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
 from mtp_inference.drafters.drafter import Drafter, DrafterMaker
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
 from mtp_inference.drafters.other_drafters import ModelDrafter, ModelDrafting
 from mtp_inference.requests import MAX_DEPTH, Request
-from mtp_train.evaluation.cells import ArmCosts, Latency
-from mtp_train.evaluation.draft_vocab import DraftHead, sizes_for
-from mtp_train.families.drafts.record import parts_of
-from mtp_train.head_kinds import find_head_kind
-from mtp_train.heads.build import HeadPlan
-from mtp_train.heads.module import MtpHead, OutputRows
+from mtp_train.evaluation.cells import ArmCosts
+from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.widen import widened
-
-WARM_UP_TOKENS = 8
-OnRun = Callable[[], None]
-Group = Sequence[Sequence[int]]
-"""Token ids of prompts that are decoded in one batch."""
 
 
 def now(device: torch.device) -> float:
@@ -48,134 +35,6 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def measure_latency(
-    arm: str,
-    trunk: Trunk,
-    drafting: MtpHead | DrafterMaker,
-    *,
-    depth: int,
-    prompts: Sequence[Sequence[int]],
-    output_tokens: Sequence[int] = (50, 150, 300),
-    batches: Sequence[int] = (1, 2, 4, 8, 16),
-    repeats: int,
-    max_seconds: float = 60.0,
-    on_run: OnRun,
-) -> tuple[Latency, ...]:
-    """Time greedy replies of fixed lengths, prefill included, with drafts and without.
-
-    Both run in the same decoder, in turns. No token ends a reply. Every repeat continues the next prompts of the list,
-    since acceptance varies more between prompts than time varies between runs. Figures are medians over repeats.
-
-    One run of the longest reply also gives the shorter ones: a length is reached when every text of the batch has that
-    many tokens.
-
-    Args:
-        arm: Name of the arm.
-        trunk: The trunk.
-        drafting: The head, or the maker of another drafter.
-        depth: Drafts per round.
-        prompts: Prompts to continue; batch sizes above their number are left out.
-        output_tokens: Lengths of replies, 1 or more.
-        batches: Batch sizes, each of different prompts.
-        repeats: The most repeats of a batch size.
-        max_seconds: Time limit for all batch sizes together. A batch size is not repeated where that would exceed its
-            share of the time; it is measured at least once.
-        on_run: Called ``2 * repeats`` times for each batch size that the prompts fill, for a progress bar.
-    """
-    lengths = sorted(set(output_tokens))
-    fitting = [batch for batch in batches if batch <= len(prompts)]
-    end = time.perf_counter() + max_seconds
-    rows = []
-    for number, batch in enumerate(fitting):
-        groups = [_group(prompts, batch, repeat) for repeat in range(repeats)]
-        decoders = (
-            SpeculativeDecoder(trunk, None, 0, eos_ids=(), max_batch=batch),
-            SpeculativeDecoder(trunk, drafting, depth, eos_ids=(), max_batch=batch),
-        )
-        share = (end - time.perf_counter()) / (len(fitting) - number)
-        plain, drafted = in_turns(decoders, groups, lengths, max_seconds=share, on_run=on_run)
-        used = [len(ids) for group in groups[: len(plain)] for ids in group]
-        rows += [
-            Latency(
-                arm=arm,
-                batch=batch,
-                prompt_tokens=round(fmean(used)),
-                output_tokens=length,
-                seconds=median(run[place] for run in drafted),
-                plain_seconds=median(run[place] for run in plain),
-            )
-            for place, length in enumerate(lengths)
-        ]
-    return tuple(rows)
-
-
-def in_turns(
-    decoders: Sequence[SpeculativeDecoder],
-    groups: Sequence[Group],
-    lengths: Sequence[int],
-    *,
-    max_seconds: float,
-    on_run: OnRun,
-) -> list[list[list[float]]]:
-    """Time every decoder on every group, in turns that start with another decoder for each group.
-
-    Args:
-        decoders: Decoders of one trunk.
-        groups: Groups of one size.
-        lengths: Numbers of new tokens, ascending.
-        max_seconds: Time limit: a group that would end later is left out, except for the first one.
-        on_run: Called for each decoder and group, including those left out.
-
-    Returns:
-        By decoder, by group that was decoded: the seconds until each length was reached.
-    """
-    begun = time.perf_counter()
-    room = max(len(ids) for group in groups for ids in group) + lengths[-1]
-    on_gpu = decoders[0].trunk.lm_head_VD.device.type == "cuda"
-    for decoder in decoders:
-        # The first call includes lazy initialisation; on a GPU, rounds are captured at their second use.
-        for _ in range(2 if on_gpu else 1):
-            reply_seconds(decoder, groups[0], lengths if on_gpu else [min(WARM_UP_TOKENS, lengths[-1])], room)
-    taken: list[list[list[float]]] = [[] for _ in decoders]
-    for turn, group in enumerate(groups):
-        num_done = len(taken[0])
-        is_late = num_done > 0 and (time.perf_counter() - begun) * (num_done + 1) / num_done > max_seconds
-        for place in range(len(decoders)):
-            index = (place + turn) % len(decoders)
-            if not is_late:
-                taken[index].append(reply_seconds(decoders[index], group, lengths, room))
-            on_run()
-    return taken
-
-
-def reply_seconds(decoder: SpeculativeDecoder, group: Group, lengths: Sequence[int], room: int) -> list[float]:
-    """Return the seconds until every text of a group has each number of new tokens.
-
-    Args:
-        decoder: The decoder to time, made without EOS ids.
-        group: Prompts that fill its batch.
-        lengths: Numbers of new tokens, ascending.
-        room: Length limit of a text, prompt included: the same for all groups, so that they share buffers and captured
-            rounds.
-    """
-    stream = decoder.decode_chunks([Request(prompt_ids=ids, max_new_tokens=room - len(ids)) for ids in group])
-    have = [0] * len(group)
-    reached: list[float] = []
-    started = now(decoder.trunk.lm_head_VD.device)
-    for chunk in stream:
-        have[chunk.index] += len(chunk.token_ids)
-        # The tokens are on the host by now. A device synchronisation here would delay the round in progress.
-        seconds = time.perf_counter() - started
-        reached += [seconds for length in lengths[len(reached) :] if min(have) >= length]
-        if len(reached) == len(lengths):
-            break
-    return reached
-
-
-def _group(prompts: Sequence[Sequence[int]], batch: int, repeat: int) -> Group:
-    return [prompts[(repeat * batch + place) % len(prompts)] for place in range(batch)]
 
 
 _KEEPING = (RecursiveDrafter, ChainedDrafter, ChainedDraftsDrafter, ModelDrafter)
@@ -201,7 +60,6 @@ def head_costs(
     prefill_tokens: int = 2048,
     repeats: int = 3,
     max_seconds: float = 60.0,
-    on_run: OnRun | None = None,
 ) -> ArmCosts:
     """Return the memory of an arm's weights and caches, and the ratio of prefill speed with its drafter and without.
 
@@ -216,7 +74,6 @@ def head_costs(
         prefill_tokens: Length of the prompt of random tokens; limited by the model's ``max_position_embeddings``.
         repeats: The most timed prompts.
         max_seconds: Time limit; one prompt is timed at least.
-        on_run: Called ``2 * repeats`` times where the arm drafts, for a progress bar.
     """
     maker: DrafterMaker | None = HeadDrafting(drafting) if isinstance(drafting, MtpHead) else drafting
     depth = _deepest(maker)
@@ -224,7 +81,7 @@ def head_costs(
     weights = own_weight_bytes(trunk, maker)
     known = trunk.config.to_dict().get("max_position_embeddings") or prefill_tokens + 1
     num_tokens = min(prefill_tokens, known - 1)
-    rates = None if maker is None else _prefill_rates(trunk, maker, depth, num_tokens, repeats, max_seconds, on_run)
+    rates = None if maker is None else _prefill_rates(trunk, maker, depth, num_tokens, repeats, max_seconds)
     return ArmCosts(
         arm=arm,
         head_bytes=weights,
@@ -328,7 +185,6 @@ def _prefill_rates(
     num_tokens: int,
     repeats: int,
     max_seconds: float,
-    on_run: OnRun | None,
 ) -> tuple[float, float]:
     """Return the median prompt tokens per second without the drafter and with it."""
     generator = torch.Generator().manual_seed(0)
@@ -337,80 +193,43 @@ def _prefill_rates(
         SpeculativeDecoder(trunk, None, 0, eos_ids=(), max_batch=1),
         SpeculativeDecoder(trunk, maker, depth, eos_ids=(), max_batch=1),
     ]
-    taken = in_turns(decoders, [[prompt]] * repeats, [1], max_seconds=max_seconds, on_run=on_run or _unseen)
-    without, with_head = (num_tokens / median(seconds for (seconds,) in runs) for runs in taken)
+    taken = in_turns(decoders, prompt, repeats, max_seconds=max_seconds)
+    without, with_head = (num_tokens / median(runs) for runs in taken)
     return without, with_head
 
 
-def _unseen() -> None:
-    """Do nothing: the default for ``on_run``."""
+def in_turns(
+    decoders: Sequence[SpeculativeDecoder], prompt: Sequence[int], repeats: int, *, max_seconds: float
+) -> list[list[float]]:
+    """Return the seconds to a prompt's first token, by decoder and repeat; the decoders take turns.
+
+    A repeat that would end after ``max_seconds`` is left out, except for the first one.
+    """
+    begun = time.perf_counter()
+    on_gpu = decoders[0].trunk.lm_head_VD.device.type == "cuda"
+    for decoder in decoders:
+        # The first call includes lazy initialisation; on a GPU, rounds are captured at their second use.
+        for _ in range(2 if on_gpu else 1):
+            first_token_seconds(decoder, prompt)
+    taken: list[list[float]] = [[] for _ in decoders]
+    for turn in range(repeats):
+        num_done = len(taken[0])
+        if num_done and (time.perf_counter() - begun) * (num_done + 1) / num_done > max_seconds:
+            break
+        for place in range(len(decoders)):
+            index = (place + turn) % len(decoders)
+            taken[index].append(first_token_seconds(decoders[index], prompt))
+    return taken
+
+
+def first_token_seconds(decoder: SpeculativeDecoder, prompt: Sequence[int]) -> float:
+    """Return the seconds from a request to its first token."""
+    stream = decoder.decode_chunks([Request(prompt_ids=prompt, max_new_tokens=1)])
+    started = now(decoder.trunk.lm_head_VD.device)
+    # The token is on the host by then.
+    next(stream)
+    return time.perf_counter() - started
 
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-OUTPUT_REPEATS, OUTPUT_ROUNDS = 5, 3
-"""Turns that the output matrix is timed in, after one more, and plain rounds of each."""
-
-
-def draft_head(trunk: Trunk, maker: HeadDrafting, plan: HeadPlan, prompts: Group) -> DraftHead:
-    """Return what a suggestion of a draft vocabulary needs, and time the output matrix of a draft.
-
-    Args:
-        trunk: The trunk.
-        maker: The head.
-        plan: The plan that the head was built from.
-        prompts: As many prompts as the measured rounds had rows.
-    """
-    vocab_size, num_drafted = len(trunk.lm_head_VD), maker.draft_vocab_R
-    own_output = maker.head.module_for(1).lm_head is not None
-    is_fixed = own_output or num_drafted is not None
-    kind = find_head_kind(plan.family.kind)
-    reads = kind.draft_parts is not None and parts_of(kind).format.draft_vocab
-    return DraftHead(
-        vocab_size=vocab_size,
-        num_drafted=None if num_drafted is None else len(num_drafted),
-        own_output=own_output,
-        readers=tuple(name for name, one in plan.family.serving.items() if one.supported) if reads else (),
-        output_times={} if is_fixed else output_times(trunk, maker, sizes_for(vocab_size), prompts),
-    )
-
-
-def output_times(trunk: Trunk, maker: HeadDrafting, sizes: Sequence[int], prompts: Group) -> dict[int, float]:
-    """Time the output matrix of one draft, whole and with fewer rows, as a round multiplies with it.
-
-    It takes turns with plain rounds, whose time is the unit: a busy machine slows both down. On a GPU launches count
-    too, so that parts of the matrix seem a little slower than in a captured round.
-
-    Returns:
-        Times by number of rows; empty if there are no sizes.
-    """
-    if not sizes:
-        return {}
-    weight_VD, batch = trunk.lm_head_VD, len(prompts)
-    hidden_B1D = weight_VD.new_zeros(batch, 1, weight_VD.shape[1])
-    pieces: dict[int, Callable[[], object]] = {len(weight_VD): partial(trunk.project, hidden_B1D)}
-    for size in sizes:
-        # Which rows does not matter for the time.
-        rows = OutputRows(weight_VD[:size].detach(), torch.arange(size), len(weight_VD))
-        pieces[size] = partial(rows, hidden_B1D)
-    plain, cpu_layers = SpeculativeDecoder(trunk, None, 0, eos_ids=(), max_batch=batch), layers_on_cpu(trunk, maker)
-    taken: dict[int, list[float]] = {size: [] for size in pieces}
-    for _ in range(OUTPUT_REPEATS + 1):
-        unit = _plain_round_seconds(plain, prompts)
-        with torch.inference_mode(), ExitStack() as stack:
-            if choose_widening(trunk, batch).rounds:
-                stack.enter_context(widened(trunk))
-            stack.enter_context(cpu_layers.used())
-            for size, piece in pieces.items():
-                started = now(weight_VD.device)
-                piece()
-                taken[size].append((now(weight_VD.device) - started) / unit)
-    return {size: median(times[1:]) for size, times in taken.items()}
-
-
-def _plain_round_seconds(decoder: SpeculativeDecoder, prompts: Group) -> float:
-    results = decoder.decode([Request(prompt_ids=ids, max_new_tokens=1 + OUTPUT_ROUNDS) for ids in prompts])
-    # Prompts of other lengths are prefilled one after the other; rounds begin after the last one.
-    return min(one.seconds_decode for one in results) / OUTPUT_ROUNDS

@@ -162,46 +162,6 @@ class Lossless:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DraftVocabSize:
-    """What a draft vocabulary of one size is expected to change, estimated from measured rounds."""
-
-    size: int
-    """Number of tokens."""
-    kept: float
-    """Share of the accepted drafts that remain."""
-    marginal: tuple[float, ...]
-    """Per position, remaining drafts over rounds."""
-    tau: float
-    round_time: float
-    """Time of a round, over that with all tokens."""
-    speed: float
-    """Tokens per second, prefill excluded, over those with all tokens."""
-    speed_ci95: Interval | None
-    """95 % interval of :attr:`speed` over groups of prompts, with times as measured. None for a single group."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DraftVocab:
-    """The draft vocabulary that an arm's head should have, by :func:`evaluation.draft_vocab.suggest_draft_vocab`."""
-
-    arm: str
-    temperature: float
-    depth: int
-    rule: str
-    size: int | None
-    """The suggested number of tokens; None where none is suggested."""
-    override: str | None
-    """The recipe's field with its value, as an argument of a command."""
-    reason: str
-    """Why this one, or why none, in sentences."""
-    counted_on: str
-    """The text whose most frequent tokens make up the vocabularies."""
-    counted_tokens: int
-    sizes: tuple[DraftVocabSize, ...]
-    """Estimates, the smallest size first; empty where nothing could be estimated."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SampleText:
     """A text that the retrained head drafted for, at the report's first setting."""
 
@@ -231,8 +191,6 @@ class RunReport:
     cells contain every depth."""
     samples: tuple[SampleText, ...] = ()
     """Some texts of the retrained head, for the page."""
-    draft_vocab: tuple[DraftVocab, ...] = ()
-    """Suggested draft vocabularies; of heads whose times were not measured, none."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values; a number that is not finite becomes None."""
@@ -261,9 +219,6 @@ class RunReport:
             "lossless": None if lossless is None else build(Lossless, lossless, f"{where}: lossless"),
             "gate": None if gate is None else _gate(gate, f"{where}: gate"),
             "settings": _require_mapping(report["settings"], f"{where}: settings"),
-            "draft_vocab": tuple(
-                _draft_vocab(one, f"{where}: draft_vocab.{number}") for number, one in enumerate(report["draft_vocab"])
-            ),
         }
 
 
@@ -326,12 +281,6 @@ def _gate(raw: object, where: str) -> GateVerdict:
         build(GateSetting, setting, f"{where}.settings.{number}") for number, setting in enumerate(found["settings"])
     ]
     return replace(build(GateVerdict, {**found, "settings": []}, where), settings=tuple(settings))
-
-
-def _draft_vocab(raw: object, where: str) -> DraftVocab:
-    found = _require_mapping(raw, where)
-    sizes = [build(DraftVocabSize, size, f"{where}.sizes.{n}") for n, size in enumerate(found["sizes"])]
-    return replace(build(DraftVocab, {**found, "sizes": []}, where), sizes=tuple(sizes))
 
 
 def _require_fields(raw: object, record: Any, where: str) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_inference.drafters.drafter import DrafterMaker
-from mtp_inference.drafters.head_drafter import HeadDrafting
-from mtp_train.data.frequency import COUNTS_FILE, Counts, load_counts
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import (
     PLAIN,
@@ -26,12 +24,11 @@ from mtp_train.evaluation.arms import (
     require_distinct,
     trunk_label,
 )
-from mtp_train.evaluation.assemble import Measured, VocabBasis, assemble
-from mtp_train.evaluation.cells import ArmCosts, Latency, StudyReport, load_study
-from mtp_train.evaluation.costs import draft_head, head_costs, measure_latency
+from mtp_train.evaluation.assemble import Measured, assemble
+from mtp_train.evaluation.cells import ArmCosts, StudyReport, load_study
+from mtp_train.evaluation.costs import head_costs
 from mtp_train.evaluation.decoding import Prompts, RecordTable, decode_prompts, joined, num_decodings
 from mtp_train.evaluation.dense import DenseRows, dense_rows
-from mtp_train.evaluation.draft_vocab import DraftHead
 from mtp_train.evaluation.grid import Grid, grid_prompts
 from mtp_train.evaluation.prompt_records import Decoded, Setting, TaskPrompt
 from mtp_train.evaluation.results import REPORT_FILE, build
@@ -54,8 +51,6 @@ from mtp_train.weights.writing import write_json
 COSTS_FILE = "costs.json"
 FORMAT_VERSION = 1
 """Of a study's directory: its identity and its measurements."""
-LATENCY_BATCHES = (1, 4, 16)
-LATENCY_REPEATS = 2
 DENSE_SEQ_LEN_TOKENS = 8192
 """Longest text for teacher-forced metrics, prompt included; a longer text is cut at its end."""
 
@@ -119,7 +114,7 @@ def run_study(
         out: Directory of the measurements. An interrupted study in it is resumed; the report of a finished one is read.
         progress: Shows progress bars.
         title: Title of the report.
-        costs: Whether latency and prefill are timed as well.
+        costs: Whether memory and prefill are measured as well.
         server: A server that is sent the suite's prompts before anything is decoded here.
 
     Raises:
@@ -150,7 +145,7 @@ def measure_study(
     prompts: Sequence[TaskPrompt],
     processes: Processes = ALONE,
 ) -> Measured:
-    """Measure arms on given prompts, without latency and prefill, for a caller that assembles the report itself.
+    """Measure arms on given prompts, without memory and prefill, for a caller that assembles the report itself.
 
     Args:
         specs: The arms, in the order they are shown.
@@ -317,9 +312,6 @@ def _measure(study: _Study, loaded: _Loaded, found: Measured) -> None:
             continue
         both = {**plain, **decoded[name]}
         found.arms.append(MeasuredArm(name, loaded.name, head_name, both, dense.get(name, {})))
-        flags = arm.flags
-        if flags is not None:
-            found.flags[name] = flags
     if study.costs:
         _measure_costs(study, loaded, found)
 
@@ -372,41 +364,8 @@ def _dense(
 
 
 def _measure_costs(study: _Study, loaded: _Loaded, found: Measured) -> None:
-    headline = study.grid.headline
-    prompts = [prompt.prompt_ids for prompt in loaded.prompts[headline.context_tokens]]
-    for name, maker in study.progress.track(loaded.drafting.items(), description="latency and prefill"):
+    for name, maker in study.progress.track(loaded.drafting.items(), description="memory and prefill"):
         path = study.store.file(name, COSTS_FILE)
         if not path.is_file():
-            costs = head_costs(name, loaded.trunk, maker)
-            latency = measure_latency(
-                name,
-                loaded.trunk,
-                maker,
-                depth=headline.depth,
-                prompts=prompts,
-                batches=[batch for batch in LATENCY_BATCHES if batch <= len(prompts)],
-                repeats=LATENCY_REPEATS,
-                on_run=lambda: None,
-            )
-            head = _draft_head(loaded, name, maker, prompts[: study.grid.batch])
-            measured = {"costs": asdict(costs), "latency": [asdict(one) for one in latency]}
-            write_json(path, {**measured, "draft_head": None if head is None else head.to_json()})
-        kept = read_json(path)
-        found.costs.append(build(ArmCosts, kept["costs"], str(path)))
-        found.latency += [build(Latency, one, str(path)) for one in kept["latency"]]
-        if kept["draft_head"] is not None:
-            head = DraftHead.from_json(kept["draft_head"])
-            found.vocab[name] = VocabBasis(head, loaded.eos_ids, _training_counts(loaded, name))
-
-
-def _draft_head(loaded: _Loaded, name: str, maker: DrafterMaker, prompts: Sequence[Sequence[int]]) -> DraftHead | None:
-    plan = next(arm.model.plan for arm in loaded.arms if arm.spec.name == name)
-    if plan is None or not isinstance(maker, HeadDrafting):
-        return None
-    return draft_head(loaded.trunk, maker, plan, prompts)
-
-
-def _training_counts(loaded: _Loaded, name: str) -> Counts | None:
-    """Return the token counts of the text that a run's head was trained on; None for other heads."""
-    head = next(arm.spec.head for arm in loaded.arms if arm.spec.name == name)
-    return None if head is None else load_counts(Path(head).parent / COUNTS_FILE, len(loaded.trunk.lm_head_VD))
+            write_json(path, {"costs": asdict(head_costs(name, loaded.trunk, maker))})
+        found.costs.append(build(ArmCosts, read_json(path)["costs"], str(path)))

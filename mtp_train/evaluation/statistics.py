@@ -35,14 +35,12 @@ from mtp_train.acceptance.counts import (
 from mtp_train.acceptance.intervals import (
     marginal_intervals,
     pooled_tau_interval,
-    ratio_interval,
     sum_by_group,
     tau_interval,
 )
 from mtp_train.acceptance.speed import break_even_tau, speed_difference
-from mtp_train.evaluation.cells import ALL_TASKS, Cell, EntropyBin, PositionBin
+from mtp_train.evaluation.cells import ALL_TASKS, Cell, PositionBin
 from mtp_train.evaluation.dense import DenseRows
-from mtp_train.evaluation.entropy import ENTROPY_EDGES, EntropySums
 from mtp_train.evaluation.prompt_records import Decoded, Setting
 from mtp_train.evaluation.results import NOT_TEACHER_FORCED, ArmResult, Lossless, RunCell, TeacherForced
 
@@ -158,32 +156,6 @@ def position_bins(arm: MeasuredArm) -> tuple[PositionBin, ...]:
         if setting.depth and setting.context_tokens is None
         for found in _position_bins(arm, setting)
     )
-
-
-def entropy_bins(arm: MeasuredArm) -> tuple[EntropyBin, ...]:
-    """Return overlap over the trunk's entropy, for every temperature, on prompts as they are."""
-    found = []
-    for (temperature, context_tokens), rows in arm.dense.items():
-        if arm.head is None or context_tokens is not None:
-            continue
-        sums = EntropySums.of(rows, ENTROPY_EDGES)
-        counts_GB, overlaps_GB = (sum_by_group(one, sums.groups) for one in (sums.counts_PB, sums.overlaps_PB))
-        for number, low in enumerate(ENTROPY_EDGES):
-            met_G = counts_GB[:, number] > 0
-            counts_G, overlaps_G = counts_GB[met_G, number], overlaps_GB[met_G, number]
-            found.append(
-                EntropyBin(
-                    arm=arm.name,
-                    temperature=temperature,
-                    low_nats=low,
-                    high_nats=ENTROPY_EDGES[number + 1] if number + 1 < len(ENTROPY_EDGES) else None,
-                    overlap=float(overlaps_G.sum() / counts_G.sum()) if len(counts_G) else None,
-                    overlap_ci95=ratio_interval(overlaps_G, counts_G, 1.0) if len(counts_G) else None,
-                    groups=len(counts_G),
-                    share=float(counts_G.sum() / max(counts_GB.sum(), 1.0)),
-                )
-            )
-    return tuple(found)
 
 
 def break_even_acceptance(needed_tau: float, depth: int) -> float | None:

@@ -85,10 +85,10 @@ class Assistant:
         Args:
             config: The drafter's raw config.
             path: The drafter's path.
-            depth: As for :func:`engine_commands`.
+            depth: Drafts per round.
         """
-        refused = {} if depth == 0 else self.refusals(config)
-        return engine_commands(self.engines, path, depth) | {name: f"no: {why}" for name, why in refused.items()}
+        refused = {name: f"no: {why}" for name, why in self.refusals(config).items()}
+        return engine_commands(self.engines, path, depth) | refused
 
 
 def _refusals(config: RawConfig) -> Mapping[str, str]:

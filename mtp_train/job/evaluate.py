@@ -98,13 +98,13 @@ class EvaluationGrid:
 class EvaluationResult:
     """Measurements of one or more arms, as :func:`evaluate` and :func:`compare` return them.
 
-    Printed, and in a notebook, it shows the verdict, the arms, tau by task and the advised draft depths.
+    Printed, and in a notebook, it shows the verdict, the arms, tau by task and the depths to serve.
     """
 
     out: Path
     """Directory with ``report.html``, ``report.json``, ``acceptance.csv``, ``comparisons.csv`` and ``figures/``."""
     report: StudyReport = field(repr=False)
-    """All figures: ``arms``, ``cells``, ``comparisons``, ``costs``, ``advice`` and more."""
+    """All figures: ``arms``, ``cells``, ``comparisons``, ``costs`` and more."""
 
     @property
     def arms(self) -> Mapping[str, ArmResult]:
@@ -162,7 +162,7 @@ def evaluate(
         request_timeout_seconds: Longest wait for the server to send a part of a response. A server that finishes no
             request for ten minutes is given up, whatever this is.
         served_only: Measure the server alone and load no weights.
-        costs: Also time latency and prefill.
+        costs: Also measure memory and prefill.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
 
@@ -197,7 +197,7 @@ def compare(
             drafts (see ``head`` of :func:`evaluate`), or a run directory. ``@8bit`` or ``@4bit`` behind one packs it.
         out: A new directory, or the directory of the same comparison, which is then resumed.
         grid: The settings to measure; None for the defaults of :class:`EvaluationGrid`.
-        costs: Also time latency and prefill.
+        costs: Also measure memory and prefill.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
 

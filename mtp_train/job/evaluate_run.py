@@ -17,18 +17,14 @@ from mtp_inference.text import marked_pieces
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import GateVerdict, Pair, decide_gate
 from mtp_train.acceptance.intervals import marginal_intervals
-from mtp_train.data.frequency import COUNTS_FILE, Counts, save_counts, target_counts
 from mtp_train.data.pack import collate, pack_documents
 from mtp_train.data.tokenize import Document
-from mtp_train.evaluation.costs import draft_head
 from mtp_train.evaluation.decoding import PLAIN, DecodingOptions, Prompts, decode_prompts, joined, num_decodings
 from mtp_train.evaluation.dense import own_text
-from mtp_train.evaluation.draft_vocab import CountedText, DraftHead, suggest_draft_vocab
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Decoded, Setting, TaskPrompt
 from mtp_train.evaluation.results import (
     UNJUDGED,
     ArmResult,
-    DraftVocab,
     RunCell,
     RunReport,
     SampleText,
@@ -89,8 +85,6 @@ class MeasuredRun:
     """How everything was measured: the report's settings."""
     by_depth: Sequence[tuple[MeasuredArm, Setting]] = field(default=())
     """The retrained head at fewer drafts a round, on :data:`DEPTH_PROMPTS` prompts."""
-    draft_head: DraftHead | None = None
-    """The retrained head; None without one."""
 
     @property
     def results(self) -> dict[str, ArmResult]:
@@ -156,13 +150,6 @@ def evaluate_run(
     # The recorded arms are heads of the trunk's own kind.
     recorded = recorded_arms(recipe.model.trunk) if recipe.head.kind == "mtp" else {}
     gate = judge(recipe, measured)
-    draft_vocab = []
-    if measured.draft_head is not None:
-        counts_V = target_counts(training, measured.draft_head.vocab_size)
-        draft_vocab.append(suggested_vocab(measured, measured.draft_head, inputs, counts_V))
-        if accelerator.is_main_process:
-            # For later evaluations of the run's head.
-            save_counts(counts_V, run_dir / COUNTS_FILE)
     report = RunReport(
         arms={**measured.results, **recorded},
         lossless=lossless(measured.checked),
@@ -171,7 +158,6 @@ def evaluate_run(
         cells=measured.cells,
         depths=measured.depths,
         samples=sample_texts(measured, inputs),
-        draft_vocab=tuple(draft_vocab),
     )
     return Evaluation(report, gate, measured.marginal_ci95)
 
@@ -221,9 +207,6 @@ def measure_arms(
     arms, captured_rounds = decode(recipe, inputs, trunk, heads, names, settings, accelerator, progress)
     by_depth = measure_depths(recipe, inputs, trunk, heads, names, settings[0], accelerator, progress)
     dense = measure_dense(recipe, inputs, trunk, heads, outputs(arms[0], settings[0]), progress)
-    head = None
-    if RETRAINED in heads:
-        head = draft_head(trunk, heads[RETRAINED], plans[RETRAINED], [inputs.held_out[0].prompt_ids])
     facts = evaluation_settings(recipe, inputs, settings) | trunk_facts(recipe, trunk)
     facts |= {
         "processes": accelerator.num_processes,
@@ -238,7 +221,7 @@ def measure_arms(
             recipe, run_dir, inputs, inputs.base, settings[0], dtype, accelerator, progress
         )
         arms.append(vanilla)
-    return MeasuredRun(tuple(arms), tuple(settings), dense, facts, by_depth, head)
+    return MeasuredRun(tuple(arms), tuple(settings), dense, facts, by_depth)
 
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
@@ -438,15 +421,6 @@ def _faster_depth(depths: Sequence[RunCell]) -> str:
         "Serve without drafts, or train for longer. If another engine will serve the head, set gate.break_even_tau to "
         "that engine's"
     )
-
-
-def suggested_vocab(measured: MeasuredRun, head: DraftHead, inputs: Inputs, counts_V: Counts) -> DraftVocab:
-    """Return the draft vocabulary for the retrained head, by token counts of the training text."""
-    setting = measured.settings[0]
-    arm = next(arm for arm in measured.arms if arm.name == RETRAINED)
-    groups = {one.group for one in arm.decoded[setting]}
-    text = CountedText.apart(counts_V, "the training text", groups, inputs.eos_ids)
-    return suggest_draft_vocab(head, arm, setting, text)
 
 
 def sample_texts(measured: MeasuredRun, inputs: Inputs) -> tuple[SampleText, ...]:

@@ -156,7 +156,7 @@ class HeadSection(Section):
     draft_vocab: Count | None = None
     """Size of the draft vocabulary: this number of the most frequent tokens of the training text; null drafts from all
     tokens. A smaller output matrix drafts faster and misses rare tokens. The built-in decoder uses it for every kind,
-    engines for `eagle3` only: they draft from all tokens with the other kinds. The report of a run suggests a size."""
+    engines for `eagle3` only: they draft from all tokens with the other kinds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -136,7 +136,7 @@ def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
     """Draw the curves of training: loss, and tau on the held-out text where it was measured."""
     depths = sorted({key for line in metrics for key in line if re.fullmatch(r"loss_depth_\d+", key)})
     names = {"loss": "loss", **{key: f"depth {key.rsplit('_', 1)[1]}" for key in depths}}
-    # The fine-tuning stage logs the losses of trunk and head; a single depth has the curve of the loss itself.
+    # A single depth has the curve of the loss itself.
     losses = curves(metrics, names if len(depths) > 1 else {"loss": "loss"})
     held_out = curves(metrics, {"held_out_tau": "greedy", "held_out_tau_sampled": "sampled"})
     figures = []
@@ -350,7 +350,7 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-STUDY_FIGURE_STEM = re.compile(r"(tau|marginal_acceptance|depth|context|output_position|entropy|costs|tasks_\d+)")
+STUDY_FIGURE_STEM = re.compile(r"(tau|marginal_acceptance|depth|context|output_position|costs|tasks_\d+)")
 """Matches the stem of every figure that a study can have."""
 
 MAX_TASK_CHARS = 18
@@ -372,7 +372,7 @@ def render_study_figures(report: StudyReport) -> list[FigureFile]:
         intervals = {arm: cell.marginal_ci95 or () for arm, cell in slices.pooled().items()}
         figures.append(FigureFile("marginal_acceptance", caption, marginal_figure(with_shares, intervals)))
     figures += _heat_maps(slices)
-    figures += [figure for draw in (_depth, _context, _output, _entropy) if (figure := draw(slices, looks))]
+    figures += [figure for draw in (_depth, _context, _output) if (figure := draw(slices, looks))]
     if (costs := _costs(slices)) is not None:
         figures.append(costs)
     return figures
@@ -486,34 +486,6 @@ def _output(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
     over = over_groups(bins)
     caption = f"Tau of the rounds that begin in each stretch of the output, with 95 % intervals over {over}."
     return FigureFile("output_position", caption, _curves(series, ticks, "new token", "tokens per round (tau)"))
-
-
-def _entropy(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
-    """Draw overlap over target entropy, at the headline's temperature, else at the lowest that was measured."""
-    known = {row.temperature for row in slices.report.entropy}
-    if not known:
-        return None
-    temperature = slices.headline.temperature if slices.headline else min(known)
-    chosen = temperature if temperature in known else min(known)
-    bins = [row for row in slices.report.entropy if row.temperature == chosen]
-    starts = sorted({row.low_nats for row in bins})
-    points = {
-        arm: [
-            (starts.index(r.low_nats), r.overlap, r.overlap_ci95)
-            for r in bins
-            if r.arm == arm and r.overlap is not None
-        ]
-        for arm in looks
-    }
-    series = [Series(Subject(arm, "", looks[arm]), of_arm) for arm, of_arm in points.items() if of_arm]
-    if not series:
-        return None
-    ticks = [f"{start:g}" for start in starts]
-    caption = (
-        "Overlap of head and trunk at depth 1, at equal entropy of the trunk, with 95 % intervals over "
-        f"{over_groups(row for row in bins if row.groups)}. A better head lies higher."
-    )
-    return FigureFile("entropy", caption, _curves(series, ticks, "target entropy in nats, from", "overlap at depth 1"))
 
 
 def _costs(slices: Slices) -> FigureFile | None:

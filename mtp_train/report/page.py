@@ -19,29 +19,20 @@ from mtp_train.report.figures import FigureFile
 from mtp_train.report.study_grids import (
     Grid,
     context_grid,
+    cost_grid,
     depth_grid,
     difference_grid,
     difference_matrix,
     task_grid,
     temperature_grid,
 )
-from mtp_train.report.study_serving import (
-    advice_grid,
-    advice_matrix,
-    advice_of,
-    break_even_grid,
-    cost_grid,
-    draft_vocab_grid,
-    latency_grid,
-    task_words,
-)
 from mtp_train.report.study_slices import Slices, slice_report
 from mtp_train.report.study_wording import (
     STUDY_GLOSSARY,
     count_real,
-    depth_words,
     finding_headline,
     ranked_arms,
+    serving_sentences,
     setting_words,
     study_headline,
     study_key_figures,
@@ -49,15 +40,12 @@ from mtp_train.report.study_wording import (
 from mtp_train.report.wording import (
     COLUMNS,
     DEPTH_COLUMNS,
-    DRAFT_VOCAB_COLUMNS,
     GATE_COLUMNS,
     GLOSSARY,
     apart_sentence,
     arm_cells,
     capitalised,
     depth_rows,
-    draft_vocab_rows,
-    draft_vocab_sentences,
     flatten,
     format_number,
     gate_rows,
@@ -91,8 +79,6 @@ def render_page(report: RunReport, figures: Sequence[FigureFile], provenance: Ma
         "serving_sentence": serving_sentence(report),
         "depth_columns": DEPTH_COLUMNS,
         "depth_rows": depth_rows(report),
-        "draft_vocab": list(zip(draft_vocab_sentences(report), map(draft_vocab_rows, report.draft_vocab), strict=True)),
-        "draft_vocab_columns": DRAFT_VOCAB_COLUMNS,
         "gate": report.gate,
         "gate_columns": GATE_COLUMNS,
         "gate_rows": gate_rows(report.gate),
@@ -182,14 +168,6 @@ def _by_position(report: RunReport, depth: int) -> list[tuple[str, list[tuple[st
 
 
 @dataclass(frozen=True)
-class Flags:
-    """Engine flags to copy, under a title that names the arm, the depth and the tasks."""
-
-    title: str
-    flags: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
 class Section:
     """A heading and its content, shown in the order of the fields."""
 
@@ -202,7 +180,6 @@ class Section:
     positions: bool = False
     """Whether to show the table of figures by position."""
     grids: tuple[Grid, ...] = ()
-    flags: tuple[Flags, ...] = ()
     rows: Sequence[tuple[str, str]] = ()
 
     @property
@@ -213,7 +190,7 @@ class Section:
     @property
     def is_empty(self) -> bool:
         """Whether the section has no content besides notes."""
-        shown = (self.statements, self.arms, self.figures, self.positions, self.grids, self.flags, self.rows)
+        shown = (self.statements, self.arms, self.figures, self.positions, self.grids, self.rows)
         return not any(shown)
 
 
@@ -243,37 +220,24 @@ def _sections(slices: Slices, figures: Mapping[str, FigureFile], positions: bool
         return _embedded(figures[stem] for stem in stems if stem in figures)
 
     maps = drawn(*(stem for stem in figures if stem.startswith("tasks_")))
-    by_task = advice_matrix(slices) if len({row.arm for row in report.advice}) > 1 else None
     return [
         Section("Arms", _trunk_notes(report), arms=_arms(slices), figures=drawn("tau", "marginal_acceptance")),
         Section(
             "Differences", _difference_notes(slices), grids=_given(difference_grid(slices), difference_matrix(slices))
         ),
-        Section("What to serve", grids=_given(advice_grid(slices), by_task), flags=_flags(slices)),
-        Section(
-            "Draft vocabulary",
-            statements=tuple(draft_vocab_sentences(report)),
-            grids=_given(draft_vocab_grid(slices)),
-        ),
+        Section("What to serve", statements=tuple(serving_sentences(slices))),
         Section("By position in the draft", positions=positions),
         Section("By task", figures=maps, grids=_given(task_grid(slices))),
         Section("By temperature", (_RULE_NOTE,), grids=_given(temperature_grid(slices))),
         Section("By depth", figures=drawn("depth"), grids=_given(depth_grid(slices))),
         Section("By context", figures=drawn("context"), grids=_given(context_grid(slices))),
         Section("Along the output", figures=drawn("output_position")),
-        Section("By entropy of the text", figures=drawn("entropy")),
         Section("What it costs", figures=drawn("costs"), grids=_given(cost_grid(slices))),
-        Section("Time of a reply", (_LATENCY_NOTE,), grids=_given(latency_grid(slices))),
-        Section("From which length on", (_BREAK_EVEN_NOTE,), grids=_given(break_even_grid(slices))),
         Section("The served model", rows=flatten(report.endpoint or {})),
     ]
 
 
 _RULE_NOTE = "Compare arms within one temperature and rule only: which head is better can depend on both."
-_LATENCY_NOTE = "Seconds for a whole reply, prefill included, and the speed over plain decoding in brackets."
-_BREAK_EVEN_NOTE = (
-    "Output length from which drafts save more time than the head costs over the prompt, and the depth for it."
-)
 
 
 def _setting_sentence(slices: Slices) -> str:
@@ -308,18 +272,6 @@ def _difference_notes(slices: Slices) -> tuple[str, ...]:
         "First arm minus second, paired by prompt, intervals over groups of prompts. "
         f"{count_real(slices)} of the report's comparisons are real, at 5 % over all of them together (Holm). "
         "Other settings are in comparisons.csv.",
-    )
-
-
-def _flags(slices: Slices) -> tuple[Flags, ...]:
-    """Return each set of flags once, titled with its arm, depth and tasks."""
-    tasks: dict[tuple[str, int, tuple[tuple[str, str], ...]], list[str]] = {}
-    for row in advice_of(slices):
-        if row.flags:
-            tasks.setdefault((row.arm, row.depth, tuple(row.flags.items())), []).append(task_words(row.task))
-    return tuple(
-        Flags(f"{arm}, {depth_words(depth)}: {', '.join(dict.fromkeys(names))}", flags)
-        for (arm, depth, flags), names in tasks.items()
     )
 
 

@@ -16,6 +16,7 @@ from mtp_train.report.study_slices import Slices
 from mtp_train.report.study_wording import RULE_WORDS, depth_words, difference_words, pair_words, signed
 from mtp_train.report.wording import (
     count_words,
+    format_bytes,
     format_groups,
     format_number,
     format_seconds,
@@ -201,3 +202,28 @@ def _p_value(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.3f}" if value >= 0.001 else "<0.001"
+
+
+def cost_grid(slices: Slices) -> Grid | None:
+    """Return memory and prefill costs of each head; None where none were measured."""
+    rows = [
+        Row(
+            cost.arm,
+            (
+                format_bytes(cost.head_bytes),
+                f"{format_bytes(cost.head_kv_bytes_per_token)} on {format_bytes(cost.trunk_kv_bytes_per_token)}",
+                format_bytes(cost.trunk_state_bytes),
+                format_number(cost.context_tokens_lost, 0),
+                _prefill(cost.prefill_ratio, cost.prefill_tokens),
+            ),
+        )
+        for cost in slices.report.costs
+    ]
+    columns = ("arm", "weights", "KV cache per token", "trunk's state", "context given up", "prompt speed")
+    return make_grid(columns, {"": rows})
+
+
+def _prefill(ratio: float | None, tokens: int | None) -> str:
+    if ratio is None:
+        return "-"
+    return format_speedup(ratio) + (f" at {tokens:,} tokens" if tokens else "")

@@ -8,13 +8,13 @@ from rich.text import Text
 
 from mtp_train.evaluation.cells import ALL_TASKS, Finding, StudyReport
 from mtp_train.report.study_grids import Grid, tau_matrix
-from mtp_train.report.study_serving import advice_matrix
 from mtp_train.report.study_slices import Slices, slice_report
 from mtp_train.report.study_wording import (
     count_real,
     difference_words,
     finding_headline,
     pair_words,
+    serving_sentences,
     setting_words,
     signed,
     study_headline,
@@ -22,7 +22,6 @@ from mtp_train.report.study_wording import (
 from mtp_train.report.table import TONES, plain_table, verdict_panel
 from mtp_train.report.wording import (
     capitalised,
-    draft_vocab_sentences,
     format_groups,
     format_number,
     format_shares,
@@ -33,7 +32,7 @@ from mtp_train.report.wording import (
 
 
 def study_summary(report: StudyReport) -> RenderableType:
-    """Return verdict, arms, tasks, differences and advice as one rich renderable."""
+    """Return verdict, arms, tasks, differences and what to serve as one rich renderable."""
     slices = slice_report(report)
     parts: list[RenderableType] = [verdict_panel(study_headline(slices))]
     if report.findings[1:]:
@@ -44,10 +43,8 @@ def study_summary(report: StudyReport) -> RenderableType:
         parts += [_title("Tau by task"), _grid_table(tasks)]
     if report.comparisons:
         parts += [_title(f"Differences: {count_real(slices)} are real, over the whole grid"), _differences(slices)]
-    if advice := advice_matrix(slices):
-        parts += [_title("Drafts to serve with"), _grid_table(advice)]
-    if vocab := draft_vocab_sentences(report):
-        parts += [_title("Draft vocabulary"), Text("\n".join(vocab))]
+    if serving := serving_sentences(slices):
+        parts += [_title("What to serve"), Text("\n".join(serving))]
     return Group(*parts, Text(f"\nLossless: {lossless_sentence(report.lossless)}"))
 
 

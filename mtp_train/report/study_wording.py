@@ -8,7 +8,15 @@ from mtp_train.acceptance.counts import Interval
 from mtp_train.evaluation.cells import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.report.study_slices import Slices
-from mtp_train.report.wording import GLOSSARY, Headline, format_speedup, format_tau, lossy_headline, payment
+from mtp_train.report.wording import (
+    GLOSSARY,
+    Headline,
+    depth_sentence,
+    format_speedup,
+    format_tau,
+    lossy_headline,
+    payment,
+)
 
 TONES: dict[str, Literal["good", "bad", "neutral"]] = {"good": "good", "bad": "bad"}
 """Tone of a headline by tone of a finding; any other tone is neutral."""
@@ -163,3 +171,14 @@ def study_key_figures(slices: Slices) -> list[tuple[str, str]]:
     prompts = max((cell.prompts or 0) for _, cell, _ in ranked)
     figures.append((f"{prompts:,}", f"prompts of {len(slices.tasks)} tasks" if len(slices.tasks) > 1 else "prompts"))
     return figures
+
+
+def serving_sentences(slices: Slices) -> list[str]:
+    """Return for each arm the number of drafts to serve with, at the headline's temperature, context and rule."""
+    found = []
+    for arm in slices.arms:
+        cells = {one.depth: slices.cells.get((arm, ALL_TASKS, one)) for one in slices.depths()}
+        told = depth_sentence({depth: cell for depth, cell in cells.items() if cell is not None})
+        if told:
+            found.append(f"{arm}: {told}" if len(slices.arms) > 1 else told)
+    return found

@@ -17,7 +17,6 @@ from mtp_train.report.wording import (
     apart_sentence,
     arm_cells,
     depth_lines,
-    draft_vocab_sentences,
     gate_lines,
     group_arms,
     group_sentence,
@@ -59,7 +58,6 @@ def summary(report: RunReport) -> RenderableType:
     parts += [arm_table(report), _gate(report)]
     if serving := serving_sentence(report):
         parts.append(Text("\n".join([*depth_lines(report), serving, ""])))
-    parts += [Text(f"Draft vocabulary: {sentence}\n") for sentence in draft_vocab_sentences(report)]
     parts.append(Text(f"Lossless: {lossless_sentence(report.lossless)}"))
     if held_out := held_out_sentence(report.settings):
         parts.append(Text(f"Held out: {held_out}"))

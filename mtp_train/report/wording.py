@@ -9,15 +9,7 @@ from typing import Any, Literal, Protocol
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import PLAIN_BASELINE, GateVerdict
 from mtp_train.acceptance.intervals import POWER
-from mtp_train.evaluation.results import (
-    UNJUDGED,
-    UNJUDGED_SENTENCE,
-    ArmResult,
-    DraftVocab,
-    Lossless,
-    RunReport,
-    recommended,
-)
+from mtp_train.evaluation.results import UNJUDGED, UNJUDGED_SENTENCE, ArmResult, Lossless, RunReport, recommended
 
 Arms = dict[str, ArmResult]
 Tone = Literal["good", "bad", "neutral"]
@@ -162,16 +154,21 @@ def serving_depth(report: RunReport) -> int | None:
 
 def serving_sentence(report: RunReport) -> str:
     """Return what to serve, from the depths measured here; empty where no speed was measured."""
-    known = {depth: arm for depth, arm in depth_arms(report).items() if arm.pays is not None}
+    return depth_sentence(depth_arms(report))
+
+
+def depth_sentence(arms: Mapping[int, ArmResult]) -> str:
+    """Return the number of drafts to serve with, given the figures of a head by number of drafts; may be empty."""
+    known = {depth: arm for depth, arm in arms.items() if arm.pays is not None}
     if not known:
         return ""
-    depth, depths = serving_depth(report), ", ".join(map(str, known))
-    if depth is None:
+    best, depths = recommended(known.values()), ", ".join(map(str, known))
+    if best is None:
         return f"Serve without drafts: none of the depths measured here ({depths}) is shown to pay."
-    speed = format_estimate(known[depth].speedup, known[depth].speedup_ci95)
+    depth = next(depth for depth, arm in known.items() if arm is best)
     return (
         f"Serve with {_drafts(depth)} a round, the fastest of the depths measured here ({depths}) that are shown to "
-        f"pay: {speed} times the speed of plain decoding."
+        f"pay: {format_estimate(best.speedup, best.speedup_ci95)} times the speed of plain decoding."
     )
 
 
@@ -213,29 +210,6 @@ def depth_lines(report: RunReport) -> list[str]:
         f"{_drafts(int(drafts))} a round: tau {found}, break-even {needed}, speedup {speed}; pays: {pays}"
         for drafts, _, found, needed, speed, pays in depth_rows(report)
     ]
-
-
-DRAFT_VOCAB_COLUMNS = ("draft vocabulary", "accepted drafts kept", "tau", "time of a round", "speed [95 %]")
-
-
-def draft_vocab_rows(one: DraftVocab) -> list[tuple[str, ...]]:
-    """Return the estimate for each size, one row of :data:`DRAFT_VOCAB_COLUMNS` each; ratios are to all tokens."""
-    return [
-        (
-            f"{size.size:,}",
-            format_percent(size.kept),
-            format_number(size.tau, 2),
-            format_number(size.round_time, 2),
-            format_estimate(size.speed, size.speed_ci95),
-        )
-        for size in one.sizes
-    ]
-
-
-def draft_vocab_sentences(report: RunReport) -> list[str]:
-    """Return the suggestion of a draft vocabulary for each head, with the arm's name if there are several."""
-    several = len(report.draft_vocab) > 1
-    return [f"{one.arm}: {one.reason}" if several else one.reason for one in report.draft_vocab]
 
 
 def lossy_headline(lossless: Lossless) -> Headline:

@@ -91,7 +91,7 @@ def test_the_how_to_trains_the_head_beside_the_model(
 
 
 def test_the_study_that_the_how_to_names_takes_the_fine_tune() -> None:
-    _, command, name, *overrides = shlex.split(page()[-1])
+    _, command, name, *overrides = shlex.split(page()[-1].replace("\\\n", ""))
     assert command == "run"
     recipe = load_recipe(HOW_TO.with_name(f"{name}.yaml"), overrides)
     assert recipe.study is not None

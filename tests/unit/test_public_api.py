@@ -85,10 +85,10 @@ RECORDS = {
     "ProbeResult": "verdict reason command graft base lost_overlap lost_overlap_ci95 trained_tau gain_ci95 "
     "trained_steps",
     "RescueResult": "out head reason serves notes",
-    "RunReport": "arms lossless gate settings cells depths samples draft_vocab",
+    "RunReport": "arms lossless gate settings cells depths samples",
     "RunResult": "run_dir exit_code reason message stage",
-    "StudyReport": "arms lossless gate settings cells depths samples draft_vocab title comparisons positions entropy "
-    "costs latency break_even advice findings endpoint",
+    "StudyReport": "arms lossless gate settings cells depths samples title comparisons positions costs findings "
+    "endpoint",
 }
 EXIT_CODES = {
     "ChangedInputError": 2,

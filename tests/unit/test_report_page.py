@@ -99,14 +99,6 @@ def test_accepted_drafts_of_sample_texts_are_marked() -> None:
     assert "Sample texts" not in page_of(replace(SAMPLE, samples=()))
 
 
-def test_page_has_the_suggested_draft_vocabulary_and_its_estimates() -> None:
-    section = Reader(page_of(SAMPLE)).text.split("Draft vocabulary")[1].split("By position")[0]
-    assert "head.draft_vocab=16384 is expected to decode at 1.07 [1.05, 1.09] times the speed." in section
-    for cell in ("accepted drafts kept", "97.6 %", "time of a round", "0.91"):
-        assert cell in section
-    assert "Draft vocabulary" not in page_of(replace(SAMPLE, draft_vocab=()))
-
-
 def test_page_recommends_one_depth_and_lists_the_break_even_of_each() -> None:
     text = Reader(page_of(at_depths(SAMPLE, {1: (1.1, 1.3), 3: (0.9, 1.2)}))).text
     section = text.split("What to serve")[1].split("By position")[0]

@@ -54,11 +54,6 @@ def test_summary_says_verdict_and_lossless() -> None:
     assert "Acceptance measured" in printed(summary(EMPTY))
 
 
-def test_summary_says_which_draft_vocabulary_is_suggested() -> None:
-    assert "Draft vocabulary: head.draft_vocab=16384 is expected to decode at 1.07 [1.05" in printed(summary(SAMPLE))
-    assert "Draft vocabulary" not in printed(summary(replace(SAMPLE, draft_vocab=())))
-
-
 def test_brackets_in_names_are_text() -> None:
     name = "[red]x[/nope]"
     report: RunReport = replace(SAMPLE, arms={name: RETRAINED})

@@ -12,7 +12,6 @@ from mtp_train.errors import CheckpointError, DataError
 from mtp_train.evaluation.arms import ArmSpec, open_arm, parse_arm, require_distinct
 from mtp_train.job.evaluate import packed_arms, server_of, subject_arm
 from mtp_train.recipe.loading import dump_recipe
-from mtp_train.weights.artifact import HEAD_CONFIG_FILE
 from runs import tiny_recipe
 
 
@@ -111,28 +110,11 @@ def test_only_heads_are_packed() -> None:
 
 
 @pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
-def test_an_external_drafter_is_not_packed_but_has_its_flags(tmp_path: Path) -> None:
+def test_an_external_drafter_is_not_packed(tmp_path: Path) -> None:
     trunk, assistant = str(tmp_path / "trunk"), str(tmp_path / "assistant")
     tiny_gemma_trunk().causal_lm.save_pretrained(trunk)
     tiny_assistant().save_pretrained(assistant)
     arm = open_arm(ArmSpec("x", trunk, assistant))
-    assert arm.flags is not None
-    assert assistant in arm.flags(2)["vllm"]
     assert [str(one.path) for one in arm.model.draft_checkpoints] == [assistant]
     with pytest.raises(DataError, match="expected a head"):
         open_arm(ArmSpec("x", trunk, assistant, head_quantization="8bit"))
-
-
-def test_an_engine_serves_what_a_run_exported_and_nothing_that_lies_about(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "export").mkdir()
-    head = tmp_path / "run" / "head"
-    head.mkdir(parents=True)
-    (head / HEAD_CONFIG_FILE).touch()
-    assert ArmSpec("x", "demo:finetune", "own").served_path == "demo:finetune"
-    assert ArmSpec("x", "demo:finetune", "demo:base").served_path == "EXPORT"
-    assert ArmSpec("x", "demo:finetune", str(head)).served_path == "EXPORT"
-    (tmp_path / "run" / "export").mkdir()
-    assert ArmSpec("x", "demo:finetune", str(head)).served_path == str(tmp_path / "run" / "export")

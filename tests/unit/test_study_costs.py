@@ -14,7 +14,7 @@ from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from clocks import WorkClock
 from mtp_inference import AssistantDrafting, HeadDrafting
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
-from mtp_train.evaluation import costs as latency
+from mtp_train.evaluation import costs as module
 from mtp_train.evaluation.costs import Kept, head_costs, own_weight_bytes, probe_caches
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.module import MtpHead
@@ -169,19 +169,17 @@ def test_plain_decoding_costs_nothing_more_and_a_trunk_without_keys_loses_no_con
 def test_prefill_is_timed_with_the_head_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     trunk = tiny_trunk("qwen3_5")
     head = tiny_head(trunk)
-    clock, runs = WorkClock(monkeypatch), []
+    clock = WorkClock(monkeypatch)
     projection: Any = head.blocks[0].proj
     with (
         clock.watching(trunk.decoder, 10, each_token=True),
         clock.watching(projection, 1, each_token=True),
     ):
-        costs = head_costs(
-            "own", trunk, head, prefill_tokens=41, repeats=3, max_seconds=1e9, on_run=lambda: runs.append(None)
-        )
+        costs = head_costs("own", trunk, head, prefill_tokens=41, repeats=3, max_seconds=1e9)
     # The head reads a prompt's rows but the last, which waits for the first draft.
     assert costs.prefill_ratio == 410 / (410 + 40)
     assert costs.plain_prefill_tokens_per_second == 41 / 410
-    assert (costs.prefill_tokens, len(runs)) == (41, 2 * 3)
+    assert costs.prefill_tokens == 41
 
 
 def test_the_prompt_fits_the_model_and_figures_are_medians(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,13 +188,34 @@ def test_the_prompt_fits_the_model_and_figures_are_medians(monkeypatch: pytest.M
     seconds = {0: iter([9.0, 1.0, 70.0, 2.0]), 1: iter([9.0, 4.0, 5.0, 60.0])}
     lengths = []
 
-    def reply_seconds(decoder: Any, group: latency.Group, new_tokens: Any, room: int) -> list[float]:
-        lengths.append((len(group[0]), list(new_tokens), room))
-        return [next(seconds[decoder.depth])]
+    def first_token_seconds(decoder: Any, prompt: list[int]) -> float:
+        lengths.append(len(prompt))
+        return next(seconds[decoder.depth])
 
-    monkeypatch.setattr(latency, "reply_seconds", reply_seconds)
-    monkeypatch.setattr(latency, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(module, "first_token_seconds", first_token_seconds)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     costs = head_costs("own", trunk, tiny_head(trunk), repeats=3)
-    assert all(one == (19, [1], 20) for one in lengths)
+    assert lengths == [19] * 8
     assert (costs.prefill_tokens, costs.plain_prefill_tokens_per_second) == (19, 19 / 2.0)
     assert costs.prefill_ratio == pytest.approx(2.0 / 5.0)
+
+
+@pytest.mark.parametrize(("max_seconds", "repeats"), [(0.0, 1), (70.0, 1), (85.0, 2), (110.0, 3)])
+def test_a_repeat_that_would_end_late_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch, max_seconds: float, repeats: int
+) -> None:
+    clock = WorkClock(monkeypatch)
+    order = []
+
+    def first_token_seconds(decoder: Any, prompt: list[int]) -> float:
+        clock.ticks += 10
+        order.append(decoder.depth)
+        return 10.0
+
+    monkeypatch.setattr(module, "first_token_seconds", first_token_seconds)
+    trunk: Any = SimpleNamespace(lm_head_VD=torch.zeros(1))
+    decoders: Any = [SimpleNamespace(depth=depth, trunk=trunk) for depth in (0, 1)]
+    taken = module.in_turns(decoders, [1], 3, max_seconds=max_seconds)
+    assert [len(one) for one in taken] == [repeats] * 2
+    # Each decoder goes first in turn, after a warm-up of each.
+    assert order == [0, 1, *[0, 1, 1, 0, 0, 1][: 2 * repeats]]

@@ -13,7 +13,7 @@ from mtp_train.report.figures import LOOKS, STUDY_FIGURE_STEM, FigureFile, assig
 from study_samples import BARE, RATES, STUDY
 
 EVERY = ["tau", "marginal_acceptance", "tasks_1", "tasks_2", "tasks_3", "depth", "context", "output_position"]
-EVERY += ["entropy", "costs"]
+EVERY += ["costs"]
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +32,6 @@ def small(depth: int = 3, tasks: tuple[str, ...] = ("all",)) -> StudyReport:
         and cell.task in tasks
     )
     return replace(BARE, arms={arm: STUDY.arms[arm]}, cells=cells)
-
-
-def png_of(figures: list[FigureFile], stem: str) -> bytes:
-    return next(figure.png for figure in figures if figure.stem == stem)
 
 
 def test_full_study_has_every_figure_on_white(full: list[FigureFile]) -> None:
@@ -61,7 +57,7 @@ def test_figures_show_the_cells(full: list[FigureFile]) -> None:
     ]
     figures = render_study_figures(replace(STUDY, cells=tuple(changed)))
     same = [one.stem for one, other in zip(figures, full, strict=True) if one.png == other.png]
-    assert same == ["output_position", "entropy"]
+    assert same == ["output_position"]
 
 
 def test_intervals_of_the_positions_are_drawn_where_they_are_given() -> None:

@@ -16,7 +16,6 @@ from mtp_train.evaluation.statistics import (
     MeasuredArm,
     arm_result,
     break_even_acceptance,
-    entropy_bins,
     make_cells,
     position_bins,
     run_cell,
@@ -239,24 +238,3 @@ def test_positions_of_a_drafter_that_tires() -> None:
     assert all(interval is not None and interval[0] > 2.5 for interval in intervals[:4])
     assert all(interval is not None and interval[1] < 2.5 for interval in intervals[4:])
     assert position_bins(arm(records, setting=LONG)) == ()
-
-
-def test_entropy_bins() -> None:
-    entropies = [np.array([0.01, 0.5, 9.0]), np.array([0.45, 0.55])]
-    measured = dataclasses.replace(
-        arm([decoded([1])]),
-        dense={
-            (0.0, 512): dense_of(entropies, entropies),
-            (0.7, None): dense_of(entropies, [e / 10 for e in entropies]),
-        },
-    )
-    bins = entropy_bins(measured)
-    assert {one.temperature for one in bins} == {0.7}
-    assert bins[-1].high_nats is None
-    assert [one.low_nats for one in bins[1:]] == [one.high_nats for one in bins[:-1]]
-    met = {one.low_nats: one for one in bins if one.share}
-    assert {low: one.share for low, one in met.items()} == pytest.approx({0.0: 0.2, 0.4: 0.6, 4.0: 0.2})
-    assert met[0.4].overlap == pytest.approx(0.05)
-    assert met[0.4].overlap_ci95 is not None
-    assert (met[4.0].overlap, met[4.0].overlap_ci95) == (pytest.approx(0.9), None)
-    assert all(one.overlap is None and one.overlap_ci95 is None for one in bins if not one.share)

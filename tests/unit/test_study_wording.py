@@ -12,7 +12,13 @@ from mtp_train.evaluation.cells import ALL_TASKS, StudyReport
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.report import Lossless
 from mtp_train.report.study_slices import Slices, slice_report
-from mtp_train.report.study_wording import difference_words, setting_words, study_headline, study_key_figures
+from mtp_train.report.study_wording import (
+    difference_words,
+    serving_sentences,
+    setting_words,
+    study_headline,
+    study_key_figures,
+)
 from mtp_train.report.wording import Headline
 from study_samples import BARE, HEADLINE, RATES, STUDY, TASKS, arm_of
 
@@ -180,3 +186,17 @@ def test_swapped_comparison_turns_its_signs() -> None:
 def test_key_figures_are_tau_speed_differences_and_prompts() -> None:
     assert [value for value, _ in study_key_figures(slice_report(STUDY))] == ["2.95", "2.17x", "18 of 24", "48"]
     assert study_key_figures(slice_report(BARE)) == []
+
+
+def test_one_depth_is_recommended_with_its_interval() -> None:
+    cells = tuple(replace(c, speedup=1.6, speedup_ci95=(1.5, 1.7)) if c.depth == 3 else c for c in UNTESTED.cells)
+    slower = tuple(c if c.depth in (0, 3) else replace(c, speedup=0.8, speedup_ci95=(0.7, 0.9)) for c in cells)
+    assert serving_sentences(slice_report(replace(UNTESTED, cells=slower)))[1:] == [
+        f"{arm}: Serve with 3 drafts a round, the fastest of the depths measured here (1, 2, 3, 5) that are shown to "
+        "pay: 1.60 [1.50, 1.70] times the speed of plain decoding."
+        for arm in list(RATES)[1:]
+    ]
+    none = tuple(c if not c.depth else replace(c, speedup=0.8, speedup_ci95=(0.7, 0.9)) for c in UNTESTED.cells)
+    (told,) = {one.partition(": ")[2] for one in serving_sentences(slice_report(replace(UNTESTED, cells=none)))}
+    assert told == "Serve without drafts: none of the depths measured here (1, 2, 3, 5) is shown to pay."
+    assert serving_sentences(slice_report(BARE)) == []

@@ -143,7 +143,6 @@ def measure_arms(
         vanilla = ArmSpec(HOME, str(recipe.model.head_from), OWN, quantization=recipe.model.quantization)
         at_home = measure_study([vanilla], grid, run_dir / HOME_DIR, progress, found.home, processes)
         measured.arms += [arm for arm in at_home.arms if arm.head is not None]
-        measured.flags |= at_home.flags
     return measured
 
 

@@ -1,0 +1,48 @@
+"""Commands that serve a head, at any number of drafts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from mtp_train.families import FAMILIES, Family
+from mtp_train.families.assistants import GEMMA4_ASSISTANT
+from mtp_train.families.engines import engine_commands
+from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
+
+
+def test_commands_draft_as_many_tokens_as_asked() -> None:
+    family = next(family for family in FAMILIES if family.name == "qwen3_5")
+    commands = partial(engine_commands, family.serving, "my model")
+    assert commands(5)["vllm"] == (
+        """vllm serve 'my model' --speculative-config '{"method":"mtp","num_speculative_tokens":5}'"""
+    )
+    assert commands(5)["sglang"].endswith(
+        "--speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6"
+    )
+    assert commands(5)["llama.cpp"].endswith("llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max 5")
+    assert commands(5)["transformers"].startswith("no: ")
+    assert commands(SUGGESTED_DEPTH).keys() == family.serving.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_depth_0_serves_the_same_checkpoint_without_drafts_wherever_it_could_draft(family: Family) -> None:
+    off = engine_commands(family.serving, "model", 0)
+    assert off.keys() == {name for name, support in family.serving.items() if support.supported}
+    # Every command that drafts says so by one of these words, and by nothing else.
+    words = ("spec", "use_mtp")
+    assert [command for command in off.values() if any(word in command for word in words)] == []
+    assert all(any(word in family.serving[name].text for word in words) for name in off)
+
+
+def test_an_external_drafter_is_served_like_a_head() -> None:
+    config = {"backbone_hidden_size": 64, "text_config": {"hidden_size": 32}}
+    commands = partial(GEMMA4_ASSISTANT.commands, config, "helper")
+    assert commands(2)["vllm"] == (
+        """vllm serve TRUNK --speculative-config '{"model":"helper","num_speculative_tokens":2}'"""
+    )
+    assert commands(2)["llama.cpp"].endswith("--spec-type draft-mtp --spec-draft-n-max 2")
+    # llama.cpp refuses one as wide as its trunk.
+    wide = partial(GEMMA4_ASSISTANT.commands, {**config, "backbone_hidden_size": 32}, "helper")
+    assert wide(2)["llama.cpp"].startswith("no: its loader refuses")
