@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from mtp_inference import Request, Sampling, SpeculativeDecoder
 from mtp_inference.drafters.drafter import DrafterMaker
 from mtp_inference.requests import GenerationResult
 from mtp_train.trunk.load import Trunk
-from openai_server import Reply, streamed
+from openai_server import Reply
 
 Dialect = Literal["vllm", "llamacpp", "sglang", "silent"]
 PREFIX = {"vllm": "vllm:", "llamacpp": "llamacpp:"}
@@ -29,7 +30,6 @@ class DraftingServer:
         depth: Drafts per round.
         eos_ids: Tokens that end a text.
         dialect: The engine whose responses it imitates; ``silent`` reports only text and usage.
-        beside: Whether each response contains draft counts.
         counts: Whether it exposes counters.
         foreign_tokens: Tokens generated for other clients during each request.
         restarts_before: Number of the request before which its counters restart at 0.
@@ -40,7 +40,6 @@ class DraftingServer:
     depth: int
     eos_ids: Sequence[int]
     dialect: Dialect
-    beside: bool = False
     counts: bool = True
     foreign_tokens: int = 0
     restarts_before: int | None = None
@@ -62,11 +61,7 @@ class DraftingServer:
     @property
     def shows(self) -> dict[str, Callable[[], str]]:
         """Return what can be looked at beside the models."""
-        version: dict[str, Callable[[], str]] = {
-            "/version": lambda: '{"version": "1.2.3"}',
-            "/server_info": lambda: '{"version": "4.5.6"}',
-        }
-        return version | ({"/metrics": self.metrics} if self.counts and self.dialect in PREFIX else {})
+        return {"/metrics": self.metrics} if self.counts and self.dialect in PREFIX else {}
 
     def metrics(self) -> str:
         """Return the counters in the Prometheus format; for vLLM, as series of two engines."""
@@ -89,7 +84,7 @@ class DraftingServer:
         return "\n".join(lines)
 
     def reply(self, payload: dict[str, Any]) -> Reply:
-        """Answer a request, in pieces of a round each."""
+        """Answer a request."""
         native = "input_ids" in payload
         sampling = payload["sampling_params"] if native else payload
         request = Request(
@@ -105,14 +100,11 @@ class DraftingServer:
         with self._lock:
             if len(self.results) == self.restarts_before:
                 self._zero()
-            chunks = list(self._decoder.decode_chunks([request]))
-            result = chunks[-1].result
-            assert result is not None
+            (result,) = self._decoder.decode([request])
             self.results.append(result)
             self._count(result)
-        rounds = [list(chunk.token_ids) for chunk in chunks if chunk.token_ids]
-        make = {"vllm": self._vllm, "llamacpp": self._llamacpp, "sglang": self._sglang, "silent": self._silent}
-        return streamed(*make[self.dialect](rounds, result, len(request.prompt_ids)))
+        make = self._sglang if self.dialect == "sglang" else self._completion
+        return Reply(body=json.dumps(make(result, len(request.prompt_ids))).encode())
 
     def _count(self, result: GenerationResult) -> None:
         self._counters["generated"] += len(result.token_ids) + self.foreign_tokens
@@ -128,46 +120,21 @@ class DraftingServer:
         chain = (result.rounds, *result.accepted_per_pos, 0)
         return [more - fewer for more, fewer in pairwise(chain)]
 
-    def _vllm(self, rounds: list[list[int]], result: GenerationResult, length: int) -> list[dict[str, Any]]:
-        pieces, told = [], 0
-        for tokens in rounds:
-            told += len(tokens)
-            usage = {"prompt_tokens": length, "completion_tokens": told}
-            pieces.append({"choices": [{"text": "x", "token_ids": tokens, "finish_reason": None}], "usage": usage})
-        pieces[-1]["choices"][0]["finish_reason"] = result.finish_reason
-        last: dict[str, Any] = {"choices": [], "usage": pieces[-1]["usage"]}
-        if self.beside:
-            numbers = {"num_draft_tokens": result.num_draft_tokens, "acceptance_histogram": self._histogram(result)}
-            last["metrics"] = {"speculative_decoding": numbers}
-        return [*pieces, last]
+    def _completion(self, result: GenerationResult, length: int) -> dict[str, Any]:
+        choice: dict[str, Any] = {"text": "x" * len(result.token_ids), "finish_reason": result.finish_reason}
+        if self.dialect == "vllm":
+            choice["token_ids"] = list(result.token_ids)
+        return {
+            "choices": [choice],
+            "usage": {"prompt_tokens": length, "completion_tokens": len(result.token_ids)},
+        }
 
-    def _llamacpp(self, rounds: list[list[int]], result: GenerationResult, length: int) -> list[dict[str, Any]]:
-        pieces = []
-        for number in range(1, len(result.token_ids) + 1):
-            timings: dict[str, Any] = {"predicted_n": number}
-            pieces.append({"choices": [{"text": "x", "finish_reason": None}], "timings": timings})
-        if self.drafting is not None and result.num_draft_tokens:
-            timings |= {"draft_n": result.num_draft_tokens, "draft_n_accepted": result.num_accepted_tokens}
-        usage = {"prompt_tokens": length, "completion_tokens": len(result.token_ids)}
-        choice = {"text": "", "finish_reason": result.finish_reason}
-        return [*pieces, {"choices": [choice], "usage": usage, "timings": timings, "system_fingerprint": "b1-test"}]
-
-    def _sglang(self, rounds: list[list[int]], result: GenerationResult, length: int) -> list[dict[str, Any]]:
-        pieces, said = [], []
-        for tokens in rounds:
-            said += tokens
-            told = {"prompt_tokens": length, "completion_tokens": len(said), "finish_reason": None}
-            pieces.append({"text": "x" * len(said), "output_ids": list(said), "meta_info": told})
+    def _sglang(self, result: GenerationResult, length: int) -> dict[str, Any]:
+        told: dict[str, Any] = {"prompt_tokens": length, "completion_tokens": len(result.token_ids)}
         told["finish_reason"] = {"type": result.finish_reason}
         if self.drafting is not None and result.rounds:
             told["spec_verify_ct"] = result.rounds
             told["spec_num_proposed_drafts"] = result.num_draft_tokens
             told["spec_num_correct_drafts"] = result.num_accepted_tokens
             told["spec_correct_drafts_histogram"] = self._histogram(result)
-        return pieces
-
-    def _silent(self, rounds: list[list[int]], result: GenerationResult, length: int) -> list[dict[str, Any]]:
-        pieces = [{"choices": [{"text": "x" * len(tokens), "finish_reason": None}]} for tokens in rounds]
-        pieces[-1]["choices"][0]["finish_reason"] = result.finish_reason
-        usage = {"prompt_tokens": length, "completion_tokens": len(result.token_ids)}
-        return [*pieces, {"choices": [], "usage": usage}]
+        return {"text": "x" * len(result.token_ids), "output_ids": list(result.token_ids), "meta_info": told}

@@ -21,10 +21,6 @@ class Reply:
     status: int = 200
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
-    pieces: tuple[bytes, ...] | None = None
-    """Sent one by one as HTTP chunks, in the place of the body."""
-    cut_off: bool = False
-    """Whether the last chunk of HTTP is missing."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +45,6 @@ def completion(text: str = "", finish_reason: str | None = "stop", **more: Any) 
     usage = {"prompt_tokens": more.pop("prompt_tokens")} if "prompt_tokens" in more else None
     choice = {"index": 0, "text": text, "finish_reason": finish_reason, **more}
     return Reply(body=json.dumps({"choices": [choice], "usage": usage}).encode())
-
-
-def streamed(*events: Mapping[str, Any] | str, cut_off: bool = False) -> Reply:
-    """Return a reply of server-sent events, one piece each; events that are text are sent unchanged."""
-    pieces = [event if isinstance(event, str) else f"data: {json.dumps(event)}\n\n" for event in events]
-    end = () if cut_off else ("data: [DONE]\n\n",)
-    return Reply(
-        headers={"Content-Type": "text/event-stream"},
-        pieces=tuple(piece.encode() for piece in (*pieces, *end)),
-        cut_off=cut_off,
-    )
 
 
 def served_by(trunk: Trunk, eos_ids: Sequence[int]) -> ReplyFn:
@@ -116,17 +101,11 @@ def openai_server(
             self.answer(reply(payload))
 
         def answer(self, answer: Reply) -> None:
-            whole = answer.pieces is None
-            framing = {"Content-Length": str(len(answer.body))} if whole else {"Transfer-Encoding": "chunked"}
             self.send_response(answer.status)
-            for name, value in {**framing, **answer.headers}.items():
+            for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(answer.body)
-            for piece in answer.pieces or ():
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-            if not whole and not answer.cut_off:
-                self.wfile.write(b"0\r\n\r\n")
 
         def log_message(self, *_: Any) -> None:
             """Keep the terminal clean."""

@@ -1,7 +1,7 @@
 """A client of OpenAI's completions API, for vLLM, SGLang, llama.cpp and servers like them.
 
-:class:`Endpoint` builds requests, sends them (again after failures that may pass) and returns response tokens.
-:func:`read_streamed` reads a response that arrives in pieces, with the time of each piece.
+:class:`Endpoint` builds requests, sends them (again after failures that may pass), returns response tokens, and reads
+the server's counts of drafts.
 
 - A prompt is sent as token ids, which vLLM, SGLang and llama.cpp accept, so that no template or tokenizer of the server
   can change it. A server that accepts only text gets the decoded text.
@@ -14,209 +14,42 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import httpx
 
+from mtp_train.data.draft_counts import COUNTING, Counters, as_completion, native_payload, read_counters
 from mtp_train.data.regenerated import Question
-from mtp_train.errors import DataError, printable, redacted
+from mtp_train.errors import DataError, MtpError, printable, redacted
 from mtp_train.trunk.tokenizer import raw_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-DONE = "[DONE]"
-LASTING = ("usage", "metrics", "timings", "meta_info", "system_fingerprint")
-"""Keys of a piece that describe the whole response; a later piece replaces the value of an earlier one."""
-
-
-class Arrival(NamedTuple):
-    """The arrival of a piece that contained text or tokens."""
-
-    seconds: float
-    """Seconds since the request was sent."""
-    tokens: int | None
-    """Tokens of the response up to and including this piece; None if the server does not report it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Streamed:
-    """A complete response and the arrival times of its pieces."""
-
-    document: dict[str, Any]
-    """The response as the same request would have returned it without streaming."""
-    arrivals: tuple[Arrival, ...]
-    """One entry per piece; empty if the response was not streamed."""
-    seconds: float
-    """Seconds from sending the request to the end of the response."""
-
-
-class OversizedError(Exception):
-    """Report a response of more than ``MAX_BODY_BYTES``."""
+class _UnusableError(Exception):
+    """Report a server that cannot be used: what was found, what was expected, and what to do."""
 
 
 def _parts(response: httpx.Response) -> Iterator[bytes]:
     """Yield a response as it arrives, unpacked.
 
     Raises:
-        OversizedError: It is too large: a server that sends without end must not fill the memory.
+        _UnusableError: It is too large: a server that sends without end must not fill the memory.
     """
     size = 0
     for part in response.iter_bytes():
         size += len(part)
         if size > MAX_BODY_BYTES:
-            raise OversizedError(f"answers more than {MAX_BODY_BYTES >> 20} MiB")
+            found = f"answers more than {MAX_BODY_BYTES >> 20} MiB"
+            raise _UnusableError(found, "a response to one prompt", "Check the address")
         yield part
-
-
-class BrokenStreamError(Exception):
-    """Report a response that ended early, after ``tokens`` tokens."""
-
-    def __init__(self, reason: str, tokens: int) -> None:
-        self.tokens = tokens
-        super().__init__(reason)
-
-
-def read_streamed(response: httpx.Response, started: float) -> Streamed:
-    """Read a response to its end.
-
-    Args:
-        response: Opened by ``httpx.stream``, its body unread.
-        started: ``time.perf_counter()`` when the request was sent.
-
-    Raises:
-        BrokenStreamError: The response broke off, reports an error, or is no stream of JSON.
-    """
-    joined = _Joined()
-    try:
-        if "text/event-stream" not in response.headers.get("Content-Type", ""):
-            document = _read_json(response, started)
-            return Streamed(document=document, arrivals=(), seconds=time.perf_counter() - started)
-        for data in _events(response):
-            if data == DONE:
-                break
-            joined.add(json.loads(data), time.perf_counter() - started)
-    except (httpx.HTTPError, ValueError, RecursionError) as error:
-        raise BrokenStreamError(f"broke off ({type(error).__name__})", joined.tokens or 0) from None
-    if joined.error is not None:
-        raise BrokenStreamError(f"answers an error ({joined.error})", joined.tokens or 0)
-    return Streamed(document=joined.document(), arrivals=tuple(joined.arrivals), seconds=time.perf_counter() - started)
-
-
-def _events(response: httpx.Response) -> Iterator[str]:
-    """Yield the data of each server-sent event as soon as it arrives."""
-    lines: list[str] = []
-    for raw in _lines(response):
-        line = raw.decode("utf-8")
-        if line.startswith("data:"):
-            lines.append(line[5:].removeprefix(" "))
-        elif not line and lines:
-            yield "\n".join(lines)
-            lines = []
-        elif line.startswith("error:"):  # sent by older llama.cpp, before it used OpenAI's form
-            yield json.dumps({"error": line[6:].strip()})
-    if lines:
-        yield "\n".join(lines)
-
-
-def _lines(response: httpx.Response) -> Iterator[bytes]:
-    """Yield lines as they arrive, without their line ends."""
-    # httpx's `iter_lines` also splits at U+2028 and U+0085, which JSON strings may contain.
-    rest = b""
-    for part in _parts(response):
-        *lines, rest = (rest + part).split(b"\n")
-        yield from (line.removesuffix(b"\r") for line in lines)
-    if rest:
-        yield rest
-
-
-@dataclass
-class _Joined:
-    """The pieces of one response that have arrived, joined."""
-
-    text: str = ""
-    token_ids: list[int] | None = None
-    tokens: int | None = None
-    ending: dict[str, Any] = field(default_factory=dict)
-    lasting: dict[str, Any] = field(default_factory=dict)
-    arrivals: list[Arrival] = field(default_factory=list)
-    error: str | None = None
-
-    def add(self, piece: object, seconds: float) -> None:
-        """Add a piece that arrived after ``seconds``."""
-        if not isinstance(piece, dict):
-            raise ValueError("a piece that is no object")
-        if piece.get("error"):
-            self.error = " ".join(json.dumps(piece["error"]).split())[:200]
-            return
-        self.lasting |= {name: piece[name] for name in LASTING if piece.get(name) is not None}
-        if "meta_info" in piece:
-            self._add_native(piece, seconds)
-            return
-        choices = _entries(piece, "choices")
-        if not choices:
-            return
-        choice = choices[0]
-        text, token_ids = choice.get("text") or "", choice.get("token_ids")
-        if not isinstance(text, str) or not isinstance(token_ids, list | None):
-            raise ValueError("a piece without text")
-        self.text += text
-        if token_ids is not None:
-            self.token_ids = (self.token_ids or []) + list(token_ids)
-        self.ending |= {
-            name: choice[name]
-            for name in ("finish_reason", "stop_reason", "matched_stop")
-            if choice.get(name) is not None
-        }
-        before = self.tokens
-        self.tokens = _tokens_told(piece, self.token_ids)
-        if text or token_ids or (self.tokens or 0) > (before or 0):
-            self.arrivals.append(Arrival(seconds, self.tokens))
-
-    def _add_native(self, piece: Mapping[str, Any], seconds: float) -> None:
-        """Add a piece of SGLang's ``/generate``.
-
-        A piece holds the whole response so far, or only the new tokens if the server was started that way.
-        """
-        told, new = _object(piece["meta_info"]), piece.get("output_ids") or []
-        if not isinstance(new, list) or not isinstance(piece.get("text", ""), str):
-            raise ValueError("a piece without text")
-        before, self.tokens = self.tokens or 0, _count(told.get("completion_tokens"))
-        whole = self.tokens is None or len(new) == self.tokens
-        self.token_ids = new if whole else (self.token_ids or []) + new
-        self.text = piece.get("text", "") if whole else self.text + piece.get("text", "")
-        reason = _object(told.get("finish_reason"))
-        self.ending |= {"finish_reason": reason.get("type"), "matched_stop": reason.get("matched")}
-        self.lasting["usage"] = {name: told.get(name) for name in ("prompt_tokens", "completion_tokens")}
-        if (self.tokens or 0) > before:
-            self.arrivals.append(Arrival(seconds, self.tokens))
-
-    def document(self) -> dict[str, Any]:
-        """Return the response as if it had not been streamed."""
-        choice = {"index": 0, "text": self.text, "finish_reason": None, **self.ending}
-        if self.token_ids is not None:
-            choice["token_ids"] = self.token_ids
-        return {"choices": [choice], **self.lasting}
-
-
-def _tokens_told(piece: Mapping[str, Any], token_ids: list[int] | None) -> int | None:
-    """Return the server's count of tokens up to and including a piece."""
-    told = _count(_object(piece.get("usage")).get("completion_tokens"))
-    if told is None:
-        told = _count(_object(piece.get("timings")).get("predicted_n"))
-    return len(token_ids) if told is None and token_ids is not None else told
-
-
-def _count(value: object) -> int | None:
-    """Return a server's count; None in place of anything else."""
-    return value if type(value) is int else None
 
 
 MAX_ATTEMPTS = 8
@@ -226,8 +59,7 @@ RESPONSE_TIMEOUT_SECONDS = 3600.0
 STALL_SECONDS = 600.0
 """A server that finishes no request for so long is given up."""
 LIST_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_SECONDS)
-"""Of the list of models, which a server has at hand."""
-LOOK_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_SECONDS)
+"""Of the list of models and the counters, which a server has at hand."""
 MAX_BODY_BYTES = 2**26
 """The largest response, unpacked: 64 MiB, above any response of text."""
 _DETAIL_BYTES = 2**12
@@ -249,19 +81,15 @@ class SettingNames(NamedTuple):
     """What the user can do once a lost server is back."""
 
 
-RECIPE_NAMES = SettingNames(
-    "data.regenerate.endpoint",
-    "data.regenerate.model",
-    "data.regenerate.api_key_env",
-    "then the same command resumes from here",
-)
+_OF_RECIPE = ("data.regenerate.endpoint", "data.regenerate.model", "data.regenerate.api_key_env")
+RECIPE_NAMES = SettingNames(*_OF_RECIPE, "then the same command resumes from here")
 
 
 class StalledError(DataError):
     """Report a server that finishes nothing; its requests are not waited for."""
 
 
-def in_thread(work: Callable[[], Answer]) -> Future[Answer]:
+def _in_thread(work: Callable[[], Answer]) -> Future[Answer]:
     """Do some work in a thread of its own, which does not keep the process alive: a server may never answer."""
     future: Future[Answer] = Future()
 
@@ -275,16 +103,10 @@ def in_thread(work: Callable[[], Answer]) -> Future[Answer]:
     return future
 
 
-class _LeavesHostError(Exception):
-    """Report a redirect to another host."""
-
-
 class Refusal(NamedTuple):
     """Why a server did not answer one prompt."""
 
     reason: str
-    tokens: int = 0
-    """Tokens of the response that arrived before the failure."""
 
 
 def read_api_key(variable: str | None, names: SettingNames = RECIPE_NAMES) -> str | None:
@@ -361,7 +183,8 @@ class Endpoint:
     def _stays(self, request: httpx.Request) -> None:
         """Check a request, which a redirect may have made: prompts and key are for the host that the user named."""
         if request.url.host != httpx.URL(self.url).host:
-            raise _LeavesHostError(f"redirects to {request.url.host}")
+            cure = "Write the address that it leads to"
+            raise _UnusableError(f"redirects to {request.url.host}", "no other host", cure)
 
     def _shown(self, text: str) -> str:
         """Return text of the server for messages: without the key, should it send that back."""
@@ -397,54 +220,53 @@ class Endpoint:
                 if self._closed.is_set() and not self._in_flight:
                     self._client.close()
 
-    def first_finished(self, waiting: Collection[Future[Answer]]) -> Collection[Future[Answer]]:
-        """Wait for requests that :func:`in_thread` has sent, and return those that are finished, at least one.
+    def run_all(
+        self, work: Iterable[Callable[[], Answer]], on_done: Callable[[dict[int, Future[Answer]]], object]
+    ) -> None:
+        """Do the work of requests in threads, ``concurrency`` at a time.
+
+        Args:
+            work: The requests.
+            on_done: Called with the requests that are finished, by their number; its errors end the others.
 
         Raises:
-            StalledError: None of them finishes for ten minutes.
+            StalledError: No request finishes for ten minutes.
         """
-        done, _ = wait(waiting, timeout=STALL_SECONDS, return_when=FIRST_COMPLETED)
-        if not done:
-            raise StalledError(
-                f"{self._names.url}: {self.url} finished none of its requests in {STALL_SECONDS / 60:g} minutes; "
-                f"expected responses. Check the server's log, {self._names.restart}."
-            )
-        return done
+        queue, waiting = enumerate(work), dict[Future[Answer], int]()
+        try:
+            while True:
+                waiting |= {_in_thread(one): number for number, one in islice(queue, self.concurrency - len(waiting))}
+                if not waiting:
+                    return
+                done, _ = wait(waiting, timeout=STALL_SECONDS, return_when=FIRST_COMPLETED)
+                if not done:
+                    raise StalledError(
+                        f"{self._names.url}: {self.url} finished none of its requests in {STALL_SECONDS / 60:g} "
+                        f"minutes; expected responses. Check the server's log, {self._names.restart}."
+                    )
+                on_done({waiting.pop(future): future for future in done})
+        except BaseException as error:
+            # If one request failed for good, the others have to stop retrying.
+            self.close()
+            if isinstance(error, MtpError | OSError) and not isinstance(error, StalledError):
+                wait(waiting)
+            raise
 
     def finish(self, work: Callable[[], Answer]) -> Answer:
-        """Do the work of one request, within the same limit as :meth:`first_finished`."""
-        (future,) = self.first_finished([in_thread(work)])
-        return future.result()
-
-    def models(self) -> list[str] | None:
-        """Ask once for the names of the served models; None where no server answers.
-
-        Raises:
-            DataError: The server refuses access, or leads to another host.
-        """
-        try:
-            with self._sending("GET", self.url + "/models", None, LIST_TIMEOUT) as response:
-                if response.status_code in PASSING:
-                    return None
-                if response.status_code != 200:
-                    self._refusal(response.status_code, f"answers {response.status_code}")
-                    return []
-                return [str(entry.get("id")) for entry in _entries(_read_json(response, 0.0), "data")]
-        except _LeavesHostError as error:
-            raise self._unusable(str(error), "no other host", "Write the address that it leads to") from None
-        except (httpx.HTTPError, httpx.InvalidURL, OversizedError, ValueError, RecursionError):
-            return None
+        """Do the work of one request, within the time limit of :meth:`run_all`."""
+        found: list[Future[Answer]] = []
+        self.run_all([work], lambda done: found.extend(done.values()))
+        return found[0].result()
 
     def choose_model(self, wanted: str | None) -> None:
         """Select the model that requests name.
 
-        Args:
-            wanted: Its name; None selects the only model that is served.
+        With None, it is the only model that is served.
 
         Raises:
             DataError: The model is not served, or several are served and none was named.
         """
-        document = self._request("GET", self.url + "/models", None, _read_json, LIST_TIMEOUT)
+        document = self._request("GET", self.url + "/models", None, LIST_TIMEOUT)
         if isinstance(document, Refusal):
             raise self._unusable(document.reason, "the list of its models", "Check the address, with its version")
         entries = _entries(document, "data")
@@ -492,39 +314,30 @@ class Endpoint:
         Raises:
             DataError: The server cannot be reached, or refuses access.
         """
-        return self._request("POST", self.url + "/completions", payload, _read_json)
+        return self._request("POST", self.url + "/completions", payload)
 
-    def stream(self, payload: Mapping[str, Any], path: str | None = None) -> Streamed | Refusal:
-        """Send a request whose response is streamed. Thread-safe.
+    def complete_with_counts(self, payload: dict[str, Any]) -> dict[str, Any] | Refusal:
+        """Send a request as :meth:`complete` does, to SGLang's own API, whose responses have its counts of drafts.
 
-        A stream that breaks off is returned as a refusal and not sent again: the server's counters may already include
-        it.
-
-        Args:
-            payload: The request, with ``stream`` set.
-            path: Path from the server's root; None is the completions path.
-
-        Raises:
-            DataError: The server cannot be reached, or refuses access.
+        No server takes the prompt from a cache.
         """
-        url = self.url + "/completions" if path is None else self.root + path
-        try:
-            return self._request("POST", url, payload, read_streamed)
-        except BrokenStreamError as error:
-            return Refusal(self._shown(str(error)), error.tokens)
+        if self.served_with != "sglang":
+            return self.complete({**payload, "cache_salt": secrets.token_hex(8), "cache_prompt": False})
+        found = self._request("POST", self.url.removesuffix("/v1") + "/generate", native_payload(payload))
+        return found if isinstance(found, Refusal) else as_completion(found)
 
-    @property
-    def root(self) -> str:
-        """The server's address without the API version."""
-        return self.url.removesuffix("/v1")
+    def counters(self) -> Counters | None:
+        """Return the current counters of the server; None where it exposes none."""
+        text = self.look("/metrics") if self.served_with in COUNTING else None
+        return (None if text is None else read_counters(text)) or None
 
     def look(self, path: str) -> str | None:
         """Return the text under a path from the server's root; None if there is none."""
         try:
-            with self._sending("GET", self.root + path, None, LOOK_TIMEOUT) as response:
+            with self._sending("GET", self.url.removesuffix("/v1") + path, None, LIST_TIMEOUT) as response:
                 body = b"".join(_parts(response))
                 return body.decode("utf-8", errors="replace") if response.status_code == 200 else None
-        except (httpx.HTTPError, OversizedError, _LeavesHostError):
+        except (httpx.HTTPError, _UnusableError):
             return None
 
     def response_ids(self, question: Question, document: Mapping[str, Any]) -> list[int] | Refusal:
@@ -569,13 +382,9 @@ class Endpoint:
         method: str,
         url: str,
         payload: Mapping[str, Any] | None,
-        read: Callable[[httpx.Response, float], Answer],
         timeout: httpx.Timeout | None = None,
-    ) -> Answer | Refusal:
-        """Send one request, up to ``MAX_ATTEMPTS`` times while failures may pass, and read the response by ``read``.
-
-        ``read`` gets the response and ``time.perf_counter()`` from when the request was sent.
-        """
+    ) -> dict[str, Any] | Refusal:
+        """Send one request, up to ``MAX_ATTEMPTS`` times while failures may pass, and return the JSON object."""
         cause, wanted_seconds = "", 0.0
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
@@ -583,15 +392,12 @@ class Endpoint:
             if self._closed.is_set():
                 break
             try:
-                started = time.perf_counter()
                 with self._sending(method, url, payload, timeout or self._timeout) as response:
                     if response.status_code == 200:
-                        return read(response, started)
+                        return _read_json(response)
                     detail = self._shown(_detail(response))
-            except OversizedError as error:
-                raise self._unusable(str(error), "a response to one prompt", "Check the address") from None
-            except _LeavesHostError as error:
-                raise self._unusable(str(error), "no other host", "Write the address that it leads to") from None
+            except _UnusableError as error:
+                raise self._unusable(*error.args) from None
             except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as error:
                 raise self._unusable(f"cannot be asked ({error})", "an address", "Correct it") from None
             except httpx.TransportError as error:
@@ -625,7 +431,7 @@ def _entries(document: object, name: str) -> list[dict[str, Any]]:
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
 
 
-def _read_json(response: httpx.Response, _: float) -> dict[str, Any]:
+def _read_json(response: httpx.Response) -> dict[str, Any]:
     """Return a response that is one JSON object.
 
     Raises:
@@ -644,11 +450,7 @@ def _object(value: object) -> Mapping[str, Any]:
 
 def _detail(response: httpx.Response) -> str:
     """Return the start of a server's error text as one short line."""
-    body = b""
-    for part in response.iter_bytes():
-        body += part
-        if len(body) >= _DETAIL_BYTES:
-            break
+    body = next(response.iter_bytes(_DETAIL_BYTES), b"")
     return " ".join(body.decode("utf-8", errors="replace").split())[:200] or response.reason_phrase
 
 

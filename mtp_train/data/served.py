@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 
 from mtp_train.data.answers import CheckedStore
-from mtp_train.data.endpoint import GREEDY, Endpoint, Refusal, StalledError, in_thread
+from mtp_train.data.endpoint import GREEDY, Endpoint, Refusal
 from mtp_train.data.prompts import Prompt
 from mtp_train.data.regenerated import Question, answered, ask, fitting_prompts, make_row
 from mtp_train.data.responses import RegeneratedStore
-from mtp_train.errors import DataError, MtpError
+from mtp_train.errors import DataError
 from mtp_train.trunk.load import Trunk
 
 PROBE_PROMPTS, PROBE_TOKENS = 16, 64
@@ -24,7 +24,7 @@ MIN_AGREEMENT = 0.95
 """Least share of greedy tokens that equal the trunk's. Another precision changes a few tokens in a hundred, at near
 ties; another model changes more."""
 
-Waiting = dict[Future[dict[str, Any] | Refusal], tuple[Prompt, Question]]
+Done = dict[int, Future[dict[str, Any] | Refusal]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,32 +130,23 @@ def regenerate_served(
     Raises:
         DataError: The server fails for good, refuses every prompt, or returns responses that are not the trunk's.
     """
-    generated, refusals = 0, []
-    waiting: Waiting = {}
-    queue = iter(prompts)
-    try:
-        while True:
-            for prompt in islice(queue, endpoint.concurrency - len(waiting)):
-                question = ask(prompt, max_new_tokens=max_new_tokens, seq_len_tokens=seq_len_tokens, seed=seed)
-                waiting[in_thread(partial(endpoint.complete, endpoint.payload(question, sampling)))] = (
-                    prompt,
-                    question,
-                )
-            if not waiting:
-                break
-            done = endpoint.first_finished(waiting)
-            rows, refused = _read(endpoint, {future: waiting.pop(future) for future in done}, store, eos_ids)
-            generated += rows
-            refusals += refused
-            on_prompt(generated + len(refusals), len(prompts))
+    questions = [
+        ask(prompt, max_new_tokens=max_new_tokens, seq_len_tokens=seq_len_tokens, seed=seed) for prompt in prompts
+    ]
+    generated, refusals = 0, list[str]()
+
+    def on_done(done: Done) -> None:
+        nonlocal generated
+        found = {number: (prompts[number], questions[number], future) for number, future in done.items()}
+        rows, refused = _read(endpoint, list(found.values()), store, eos_ids)
+        generated += rows
+        refusals.extend(refused)
+        on_prompt(generated + len(refusals), len(prompts))
+
+    with contextlib.closing(endpoint):
+        work = (partial(endpoint.complete, endpoint.payload(question, sampling)) for question in questions)
+        endpoint.run_all(work, on_done)
         store.check()
-    except (MtpError, OSError) as error:
-        # If one request failed for good, the others have to stop retrying.
-        endpoint.close()
-        wait(waiting, timeout=0 if isinstance(error, StalledError) else None)
-        raise
-    finally:
-        endpoint.close()
     if refusals and next(iter(store.store), None) is None:
         raise DataError(
             f"data.regenerate.endpoint: {endpoint.url} refuses all of {len(prompts)} prompts ({refusals[-1]}); "
@@ -164,7 +155,12 @@ def regenerate_served(
     return ServedCounts(generated=generated, refused=len(refusals), refusal=refusals[-1] if refusals else None)
 
 
-def _read(endpoint: Endpoint, done: Waiting, store: CheckedStore, eos_ids: Collection[int]) -> tuple[int, list[str]]:
+def _read(
+    endpoint: Endpoint,
+    done: Sequence[tuple[Prompt, Question, Future[dict[str, Any] | Refusal]]],
+    store: CheckedStore,
+    eos_ids: Collection[int],
+) -> tuple[int, list[str]]:
     """Store finished responses; return their number and the errors of refused prompts.
 
     Raises:
@@ -172,7 +168,7 @@ def _read(endpoint: Endpoint, done: Waiting, store: CheckedStore, eos_ids: Colle
     """
     rows, refusals = [], []
     failure: BaseException | None = None
-    for future, (prompt, question) in done.items():
+    for prompt, question, future in done:
         failure = future.exception() or failure
         if future.exception() is not None:
             continue

@@ -17,7 +17,7 @@ from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_differ
 from mtp_train.evaluation.grid import Grid
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ArmResult
-from mtp_train.evaluation.served.measure import Served
+from mtp_train.evaluation.served import Served
 from mtp_train.evaluation.statistics import (
     MeasuredArm,
     arm_result,

@@ -162,7 +162,7 @@ class StudyReport(RunReport):
     costs: tuple[ArmCosts, ...] = ()
     findings: tuple[Finding, ...] = ()
     endpoint: Mapping[str, Any] | None = None
-    """Measurements of a served model, if there was one (``mtp_train.evaluation.served.measure``)."""
+    """Measurements of a served model, if there was one (``mtp_train.evaluation.served``)."""
 
     @classmethod
     def from_json(cls, raw: object, where: str) -> StudyReport:

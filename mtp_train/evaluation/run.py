@@ -32,8 +32,7 @@ from mtp_train.evaluation.dense import DenseRows, dense_rows
 from mtp_train.evaluation.grid import Grid, grid_prompts
 from mtp_train.evaluation.prompt_records import Decoded, Setting, TaskPrompt
 from mtp_train.evaluation.results import REPORT_FILE, build
-from mtp_train.evaluation.served.beside import SERVED, Server, ask, judged, with_served
-from mtp_train.evaluation.served.measure import Served
+from mtp_train.evaluation.served import SERVED, Served, Server, ask, judged, with_served
 from mtp_train.evaluation.statistics import MeasuredArm
 from mtp_train.evaluation.store import Store
 from mtp_train.evaluation.suites import load_suite

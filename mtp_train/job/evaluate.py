@@ -21,7 +21,7 @@ from mtp_train.evaluation.grid import Grid
 from mtp_train.evaluation.prompt_records import Rule
 from mtp_train.evaluation.results import REPORT_FILE, ArmResult
 from mtp_train.evaluation.run import run_study
-from mtp_train.evaluation.served.beside import Server
+from mtp_train.evaluation.served import Server
 from mtp_train.job.display import quiet_progress, rich_to_html, rich_to_text
 from mtp_train.job.run_dir import checkpoint_identity, environment_facts, held_by_one_run
 from mtp_train.report.study_table import study_summary

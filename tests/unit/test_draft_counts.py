@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from mtp_train.data.draft_counts import SpecCounts, increase, read_counters, response_counts
 from mtp_train.errors import DataError
-from mtp_train.evaluation.served.metrics import NOTHING, SpecCounts, read_counters, response_counts
 
 VLLM = """
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -24,47 +22,42 @@ vllm:num_requests_running{{engine="0",model_name="a, b"}} 3.0
 """
 
 
+def drafts(text: str, before: str = "", server: str = "vllm") -> tuple[int, SpecCounts]:
+    return increase(read_counters(before), read_counters(text), server)
+
+
 def test_counters_are_summed_over_engines_and_positions() -> None:
-    counters = read_counters(VLLM.format(drafts=12), "vllm")
-    assert counters.generated == 40
-    assert counters.drafts == SpecCounts(rounds=22, draft_tokens=36, accepted_tokens=9, accepted_per_pos=(8, 1, 0))
+    found = SpecCounts(rounds=22, draft_tokens=36, accepted_tokens=9, accepted_per_pos=(8, 1, 0))
+    assert drafts(VLLM.format(drafts=12)) == (40, found)
 
 
-def test_a_server_without_drafts_shows_none() -> None:
-    counters = read_counters('vllm:generation_tokens_total{engine="0"} 40.0', "vllm")
-    assert (counters.generated, counters.drafts) == (40, None)
-    assert read_counters("# nothing", "vllm").series == {}
+def test_a_server_without_drafts_counts_none() -> None:
+    assert drafts('vllm:generation_tokens_total{engine="0"} 40.0') == (40, SpecCounts())
+    assert read_counters("# nothing") == {}
 
 
 def test_what_was_gained_is_the_difference() -> None:
-    before, now = (read_counters(VLLM.format(drafts=drafts), "vllm") for drafts in (12, 17))
-    gained = now.since(before)
-    assert gained.drafts == SpecCounts(rounds=5, draft_tokens=0, accepted_tokens=0, accepted_per_pos=(0, 0, 0))
+    _, gained = drafts(VLLM.format(drafts=17), VLLM.format(drafts=12))
+    assert gained == SpecCounts(rounds=5, draft_tokens=0, accepted_tokens=0, accepted_per_pos=(0, 0, 0))
     # A position seen for the first time stood at 0.
     first = "llamacpp:spec_decode_num_drafts_total 4\n"
     new = 'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 3\n'
-    drafts = read_counters(first + new, "llamacpp").since(read_counters(first, "llamacpp")).drafts
-    assert drafts is not None
-    assert drafts.accepted_per_pos == (3,)
+    assert drafts(first + new, first, "llamacpp")[1].accepted_per_pos == (3,)
 
 
 def test_a_counter_that_fell_is_an_error_though_their_sum_rose() -> None:
     before, now = VLLM.format(drafts=12), VLLM.format(drafts=3).replace("1.0e+01", "9.0e+01")
     with pytest.raises(DataError, match=r"drafts\{engine=\"0\".*was 12 and is now 3; .*was restarted"):
-        read_counters(now, "vllm").since(read_counters(before, "vllm"))
+        drafts(now, before)
     with pytest.raises(DataError, match="was 12 and is now missing"):
-        read_counters("", "vllm").since(read_counters(before, "vllm"))
+        drafts("", before)
 
 
 def test_counters_that_are_rounded_are_an_error_where_they_are() -> None:
-    text = "{}:spec_decode_num_drafts_total 1.23457e+06"
-    for server, prefix in (("llamacpp", "llamacpp"), ("vllm", "vllm")):
-        counters = read_counters(text.format(prefix), server)
-        if server == "vllm":
-            assert counters.since(counters).drafts is not None
-        else:
-            with pytest.raises(DataError, match="above 1000000, where it rounds"):
-                counters.since(counters)
+    text = "spec_decode_num_drafts_total 1.23457e+06"
+    assert drafts(f"vllm:{text}")[1].rounds == 1_234_570
+    with pytest.raises(DataError, match="above 1000000, where it rounds"):
+        drafts(f"llamacpp:{text}", server="llamacpp")
 
 
 HISTOGRAM = [3, 4, 0, 2]
@@ -76,44 +69,31 @@ NAMES = [
 ]
 
 
-def test_vllm_tells_a_histogram_beside_a_response() -> None:
-    told = {"speculative_decoding": {"acceptance_histogram": HISTOGRAM, "num_draft_tokens": 27}}
-    assert response_counts({"metrics": told}, 20) == EXPECTED
-    assert response_counts({"metrics": {"time_to_first_token_ms": 3.0}}, 20) is None
-
-
 @pytest.mark.parametrize(("accepted", "drafted", "histogram"), NAMES)
 def test_sglang_tells_it_under_three_generations_of_names(accepted: str, drafted: str, histogram: str) -> None:
     # spec_accept_length divides the prefill's token too, and is not read.
     told = {"spec_verify_ct": 9, accepted: 10, drafted: 27, histogram: HISTOGRAM, "spec_accept_length": 20 / 9}
-    counts = response_counts({"meta_info": told}, 20)
+    counts = response_counts({"meta_info": told})
     assert counts == EXPECTED
     assert counts.tau == 1 + 10 / 9
-    without = response_counts({"meta_info": {**told, histogram: []}}, 20)
+    without = response_counts({"meta_info": {**told, histogram: []}})
     assert without == SpecCounts(rounds=9, draft_tokens=27, accepted_tokens=10, accepted_per_pos=None)
     assert without.depth == 3
     # A histogram of something else is not believed.
-    assert response_counts({"meta_info": {**told, histogram: [9]}}, 20) == without
+    assert response_counts({"meta_info": {**told, histogram: [9]}}) == without
 
 
-def test_llama_cpp_tells_no_rounds() -> None:
-    counts = response_counts({"timings": {"predicted_n": 20, "draft_n": 27, "draft_n_accepted": 10}}, 20)
-    assert counts == SpecCounts(rounds=9, draft_tokens=27, accepted_tokens=10, accepted_per_pos=None, inferred=True)
-
-
-@pytest.mark.parametrize(
-    "document", [{}, {"metrics": None}, {"meta_info": {"completion_tokens": 3}}, {"timings": {"predicted_n": 3}}]
-)
-def test_most_responses_tell_nothing(document: dict[str, Any]) -> None:
-    assert response_counts(document, 3) is None
+def test_a_response_without_drafts_has_no_rounds() -> None:
+    assert response_counts({}) is None
+    assert response_counts({"meta_info": {"completion_tokens": 3}}) == SpecCounts()
 
 
 def test_counts_are_pooled() -> None:
     more = SpecCounts(rounds=1, draft_tokens=1, accepted_tokens=1, accepted_per_pos=(1,))
-    assert NOTHING + EXPECTED == EXPECTED
+    assert SpecCounts() + EXPECTED == EXPECTED
     assert (EXPECTED + more).accepted_per_pos == (7, 2, 2)
     assert (EXPECTED + more).tau == 1 + 11 / 10
-    assert NOTHING.tau == 1.0
-    silent = SpecCounts(rounds=2, draft_tokens=4, accepted_tokens=1, accepted_per_pos=None, inferred=True)
+    assert SpecCounts().tau == 1.0
+    silent = SpecCounts(rounds=2, draft_tokens=4, accepted_tokens=1, accepted_per_pos=None)
     pooled = EXPECTED + silent
-    assert (pooled.accepted_per_pos, pooled.inferred, pooled.rounds) == (None, True, 11)
+    assert (pooled.accepted_per_pos, pooled.rounds) == (None, 11)

@@ -1,0 +1,155 @@
+"""Counts of drafts that servers report.
+
+Definitions as in :mod:`mtp_train.acceptance.counts`: a round is one verification, accepted tokens exclude the bonus
+token, positions are marginal. Sources, found in the engines' code:
+
+- vLLM, and llama-server with ``--metrics``: counters of the whole server at ``/metrics``, one series per engine.
+- SGLang: fields in each response of ``/generate``, whose names changed twice. ``spec_accept_length`` counts the
+  prefill's token, and the gauges cover a window of time: neither is used.
+
+Shapes: K draft positions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, zip_longest
+from typing import Any
+
+from mtp_train.errors import DataError
+
+COUNTING = ("vllm", "llamacpp")
+"""Servers (``owned_by`` in their list of models) with counters."""
+ROUNDED_FROM = 1_000_000
+"""llama-server rounds its counters above this value."""
+GENERATED = ("generation_tokens", "tokens_predicted")
+"""Names of the counter of all generated tokens."""
+_DRAFTS = "spec_decode_num_"
+_SERIES = re.compile(r"^(?:vllm|llamacpp):(\w+?)(?:_total)?(\{.*\})?\s+(\S+)(?:\s+\d+)?$")
+_POSITION = re.compile(r'position="(\d+)"')
+Counters = Mapping[tuple[str, str], float]
+"""(Name, labels) to value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecCounts:
+    """Numbers of rounds, drafted tokens and accepted tokens."""
+
+    rounds: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_pos: tuple[int, ...] | None = ()
+    """Rounds that accepted at least ``i + 1`` drafts, shape (K,); None where the server does not report it."""
+
+    def __add__(self, other: SpecCounts) -> SpecCounts:
+        """Return the sum of both counts."""
+        per_pos = None
+        if self.accepted_per_pos is not None and other.accepted_per_pos is not None:
+            per_pos = tuple(map(sum, zip_longest(self.accepted_per_pos, other.accepted_per_pos, fillvalue=0)))
+        drafts, accepted = self.draft_tokens + other.draft_tokens, self.accepted_tokens + other.accepted_tokens
+        return SpecCounts(
+            rounds=self.rounds + other.rounds,
+            draft_tokens=drafts,
+            accepted_tokens=accepted,
+            accepted_per_pos=per_pos,
+        )
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens committed per round; 1.0 where nothing was drafted."""
+        return 1.0 + self.accepted_tokens / self.rounds if self.rounds else 1.0
+
+    @property
+    def depth(self) -> int:
+        """The most drafts per round, at least the mean rounded up."""
+        most = -(-self.draft_tokens // self.rounds) if self.rounds else 0
+        return max(most, len(self.accepted_per_pos or ()))
+
+
+def read_counters(text: str) -> Counters:
+    """Return the counters of drafts and of generated tokens from the text of ``/metrics``."""
+    found = [match for match in map(_SERIES.match, text.splitlines()) if match is not None]
+    wanted = [match for match in found if match[1] in GENERATED or match[1].startswith(_DRAFTS)]
+    return {(match[1], match[2] or ""): float(match[3]) for match in wanted if not match[1].endswith("_created")}
+
+
+def increase(before: Counters, now: Counters, server: str) -> tuple[int, SpecCounts]:
+    """Return the tokens and the drafts of all clients between two readings of a server's counters.
+
+    Raises:
+        DataError: A counter decreased or is missing, because the server was restarted; or the counters are rounded.
+    """
+    gained = {key: value - before.get(key, 0.0) for key, value in now.items()}
+    fallen = next((key for key in before if gained.get(key, -1.0) < 0.0), None)
+    if fallen is not None:
+        found = f"{now[fallen]:.0f}" if fallen in now else "missing"
+        raise DataError(
+            f"the server's counter {''.join(fallen)} was {before[fallen]:.0f} and is now {found}; expected it to rise "
+            "only. The server was restarted during the measurement: run the command again."
+        )
+    if server == "llamacpp" and max(now.values(), default=0.0) >= ROUNDED_FROM:
+        raise DataError(
+            f"the server's counters are above {ROUNDED_FROM}, where it rounds them; expected exact counters. Restart "
+            "the server, then run the command again."
+        )
+
+    def total(*names: str, position: int | None = None) -> int:
+        mark = "" if position is None else f'position="{position}"'
+        return int(sum(value for (name, labels), value in gained.items() if name in names and mark in labels))
+
+    positions = [int(match[1]) for match in map(_POSITION.search, (labels for _, labels in gained)) if match]
+    reached = (
+        total(f"{_DRAFTS}accepted_tokens_per_pos", position=one) for one in range(max(positions, default=-1) + 1)
+    )
+    drafts, accepted = total(f"{_DRAFTS}draft_tokens"), total(f"{_DRAFTS}accepted_tokens")
+    counts = SpecCounts(
+        rounds=total(f"{_DRAFTS}drafts"),
+        draft_tokens=drafts,
+        accepted_tokens=accepted,
+        accepted_per_pos=tuple(reached),
+    )
+    return total(*GENERATED), counts
+
+
+def native_payload(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a completion request in the format of SGLang's ``/generate``."""
+    same = ("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "skip_special_tokens")
+    sampling = {name: payload[name] for name in same}
+    sampling |= {"max_new_tokens": payload["max_tokens"], "sampling_seed": payload["seed"]}
+    text = isinstance(payload["prompt"], str)
+    return {"text" if text else "input_ids": payload["prompt"], "sampling_params": sampling}
+
+
+def as_completion(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a response of SGLang's ``/generate`` as a completion."""
+    told = document.get("meta_info")
+    told = told if isinstance(told, dict) else {}
+    reason = told.get("finish_reason")
+    reason = reason if isinstance(reason, dict) else {}
+    choice = {"text": document.get("text"), "token_ids": document.get("output_ids")}
+    choice |= {"finish_reason": reason.get("type"), "matched_stop": reason.get("matched")}
+    return {"choices": [choice], "usage": told, "meta_info": told}
+
+
+def response_counts(document: Mapping[str, Any]) -> SpecCounts | None:
+    """Return the draft counts in a response of :func:`as_completion`; None where it has none."""
+    told = document.get("meta_info") or {}
+    accepted = _first(told, "spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
+    drafted = _first(told, "spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
+    rounds: Any = told.get("spec_verify_ct")
+    if not told or None in (accepted, drafted, rounds):
+        # Its fields are missing where nothing was drafted.
+        return SpecCounts() if told else None
+    histogram = _first(told, "spec_correct_drafts_histogram", "spec_accept_histogram") or ()
+    reached = tuple(reversed(tuple(accumulate(reversed(histogram)))))
+    # There may be no histogram, or one of another quantity.
+    is_whole = reached[:1] == (rounds,) and sum(reached[1:]) == accepted
+    per_pos = reached[1:] if is_whole else None
+    return SpecCounts(rounds=rounds, draft_tokens=drafted, accepted_tokens=accepted, accepted_per_pos=per_pos)
+
+
+def _first(told: Mapping[str, Any], *names: str) -> Any:
+    """Return the value under the first name that is present."""
+    return next((told[name] for name in names if told.get(name) is not None), None)

@@ -1,0 +1,479 @@
+"""Add a served model to a study as one more arm: send the same prompts to a running server, and read its counts.
+
+Tasks are sent one after the other, so that the increase of the server's counters belongs to one task. With one request
+at a time, or on SGLang, it belongs to one prompt, which intervals need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial, reduce
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from rich.progress import Progress
+
+from mtp_inference.sampling.distributions import Sampling, distribution_of
+from mtp_train.acceptance.counts import repeated_ngram_share
+from mtp_train.acceptance.intervals import pooled_tau_interval, sum_by_group
+from mtp_train.data.answers import Answer, fit_of, spread
+from mtp_train.data.draft_counts import SpecCounts, increase, response_counts
+from mtp_train.data.endpoint import GREEDY, RESPONSE_TIMEOUT_SECONDS, Endpoint, Refusal, SettingNames, read_api_key
+from mtp_train.data.regenerated import ask as question_of
+from mtp_train.errors import DataError
+from mtp_train.evaluation.cells import ALL_TASKS, Cell, StudyReport
+from mtp_train.evaluation.grid import Grid, grid_prompts
+from mtp_train.evaluation.prompt_records import TaskPrompt
+from mtp_train.evaluation.results import NOT_TEACHER_FORCED, ArmResult
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
+from mtp_train.weights.locations import open_location
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SERVED = "served"
+NAMES = SettingNames("--endpoint", "--served-model", "--api-key-env", "then run the command again")
+WARM_UP_TOKENS = 8
+SETTLE_LOOKS, SETTLE_SECONDS = 20, 0.1
+"""Retries, and seconds between them, until the counters include the responses that were just received."""
+MAX_FOREIGN_SHARE = 0.01
+"""Limit of tokens for other clients, as a share of our tokens. Above it, the counters do not describe our prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server with the OpenAI API, and the checkpoint that it serves."""
+
+    url: str
+    checkpoint: str
+    """Source of the tokenizer, the chat template and the EOS ids."""
+    model: str | None
+    """Name of the model in the server's list; None where it serves a single model."""
+    api_key_env: str | None
+    concurrency: int
+    request_timeout_seconds: float
+    """Longest wait for the server to send a part of a response."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return the server's settings for the identity of a study: the name of the key's variable, never the key."""
+        settings = asdict(self)
+        # It changes no figure: an evaluation may be resumed with another one.
+        del settings["request_timeout_seconds"]
+        return settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The measurements of a served model."""
+
+    arm: ArmResult
+    """The cell of all tasks at the first temperature."""
+    cells: tuple[Cell, ...]
+    """One cell per temperature and task, and one per temperature for all tasks."""
+    document: dict[str, Any]
+    """The server, request settings, throughput, failures, warnings and the verdict on the answers."""
+    answers: Mapping[float, tuple[Answer, ...]]
+    """Prompts and responses as token ids, by temperature."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answered:
+    prompt: TaskPrompt
+    token_ids: tuple[int, ...]
+    tokens: int
+    """Number of new tokens, as counted by the server."""
+    counts: SpecCounts | None
+    """Draft counts in the response; None where it has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """Prompts that were sent together, with the drafts of all of them."""
+
+    answered: tuple[_Answered, ...]
+    failed: tuple[tuple[TaskPrompt, str], ...]
+    """Prompts without a response, and why."""
+    seconds: float
+    counts: SpecCounts | None
+    """None where the server does not count its drafts."""
+    generated: int | None
+    """Tokens that the server counted meanwhile for all clients; None where it has no counters."""
+
+    @property
+    def parts(self) -> list[_Block]:
+        """The block, or a block for each of its responses that has counts of its own."""
+        own = replace(self, seconds=self.seconds / max(1, len(self.answered)))
+        told = [replace(own, answered=(one,), counts=one.counts) for one in self.answered if one.counts is not None]
+        return told or [self]
+
+
+def ask(server: Server, grid: Grid, progress: Progress) -> Served:
+    """Send the grid's unchanged prompts to the server at each of the grid's temperatures, and return the measurements.
+
+    Raises:
+        MtpError: The server or the checkpoint's tokenizer cannot be used.
+    """
+    checkpoint = open_location(server.checkpoint)
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
+    return measure_endpoint(
+        server.url,
+        grid_prompts(grid, tokenizer, (None,))[None],
+        tokenizer=tokenizer,
+        eos_ids=eos_token_ids(checkpoint, tokenizer),
+        vocab_size=text_config_of(checkpoint).vocab_size,
+        temperatures=grid.temperatures,
+        max_new_tokens=grid.max_new_tokens,
+        concurrency=server.concurrency,
+        request_timeout_seconds=server.request_timeout_seconds,
+        model=server.model,
+        api_key_env=server.api_key_env,
+        seed=grid.seed,
+        progress=progress,
+    )
+
+
+def measure_endpoint(
+    url: str,
+    prompts: Sequence[TaskPrompt],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_ids: Collection[int],
+    vocab_size: int,
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    concurrency: int,
+    request_timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
+    model: str | None,
+    api_key_env: str | None,
+    seed: int,
+    progress: Progress,
+    wait: Callable[[float], object] | None = None,
+) -> Served:
+    """Send every prompt to a server at every temperature, and measure acceptance and throughput.
+
+    Args:
+        url: Address of the server, including the API version (``http://localhost:8000/v1``).
+        prompts: The prompts, sent as token ids, or as text to a server that accepts only text.
+        tokenizer: The trunk's.
+        eos_ids: The tokens that end a response.
+        vocab_size: Size of the trunk's vocabulary.
+        temperatures: Sampling temperatures, without top-p and top-k; the first one is the headline.
+        max_new_tokens: Limit of every response.
+        concurrency: Requests at a time. With 1, every figure has an interval, whichever counts the server reports.
+        request_timeout_seconds: Longest wait for the server to send a part of a response.
+        model: Name of the served model; None for a server with a single model.
+        api_key_env: The environment variable with the server's key.
+        seed: Combined with a prompt's id to the sampling seed of its request.
+        progress: The progress display.
+        wait: Function that waits a number of seconds (:class:`~mtp_train.data.endpoint.Endpoint`).
+
+    Raises:
+        DataError: The server cannot be used, fails permanently, was restarted, or serves other clients.
+    """
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise DataError(
+            f"{NAMES.url}: {url!r}; expected an address such as http://localhost:8000/v1. Include the API version."
+        )
+    key = read_api_key(api_key_env, NAMES)
+    settings: dict[str, Any] = {"api_key": key, "concurrency": concurrency, "wait": wait, "names": NAMES}
+    endpoint = Endpoint(url, tokenizer, eos_ids, vocab_size, timeout_seconds=request_timeout_seconds, **settings)
+    with contextlib.closing(endpoint):
+        endpoint.choose_model(model)
+        _warm_up(endpoint, prompts[0], seed)
+        bar = progress.add_task(f"asking {endpoint.model}", total=len(prompts) * len(temperatures))
+        asked = {
+            one: _ask_all(endpoint, prompts, one, max_new_tokens, seed, lambda: progress.advance(bar))
+            for one in temperatures
+        }
+    return _served(endpoint, asked, max_new_tokens, seed)
+
+
+def _warm_up(endpoint: Endpoint, prompt: TaskPrompt, seed: int) -> None:
+    """Send one uncounted request, to warm up the server and to find out whether it accepts token ids."""
+    first = endpoint.finish(partial(_answer, endpoint, prompt, 0.0, WARM_UP_TOKENS, seed))
+    if isinstance(first, Refusal):
+        endpoint.prompts_as = "text"
+        first = endpoint.finish(partial(_answer, endpoint, prompt, 0.0, WARM_UP_TOKENS, seed))
+    if isinstance(first, Refusal):
+        raise DataError(
+            f"{endpoint.url}: {first.reason}, for prompt {prompt.id}; expected a response. Check the server's log, and "
+            "that its context length fits the prompts."
+        )
+
+
+def _answer(
+    endpoint: Endpoint, prompt: TaskPrompt, temperature: float, max_new_tokens: int, seed: int
+) -> _Answered | Refusal:
+    length = len(prompt.prompt_ids)
+    question = question_of(prompt, max_new_tokens=max_new_tokens, seq_len_tokens=length + max_new_tokens, seed=seed)
+    payload = endpoint.payload(question, {**GREEDY, "temperature": temperature})
+    try:
+        document = endpoint.complete_with_counts(payload)
+        if isinstance(document, Refusal):
+            return document
+        token_ids = endpoint.response_ids(question, document)
+    except DataError as error:
+        raise DataError(f"prompt {prompt.id} ({prompt.task}, temperature {temperature:g}): {error}") from None
+    if isinstance(token_ids, Refusal):
+        return token_ids
+    tokens = (document.get("usage") or {}).get("completion_tokens") or len(token_ids)
+    return _Answered(prompt=prompt, token_ids=tuple(token_ids), tokens=tokens, counts=response_counts(document))
+
+
+def _ask_all(
+    endpoint: Endpoint,
+    prompts: Sequence[TaskPrompt],
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+    tick: Callable[[], None],
+) -> list[_Block]:
+    """Send every prompt at one temperature, task by task; prompt by prompt where the concurrency is 1."""
+    blocks: list[_Block] = []
+    answer = partial(_answer, endpoint, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    for task in dict.fromkeys(prompt.task for prompt in prompts):
+        group = [prompt for prompt in prompts if prompt.task == task]
+        size = 1 if endpoint.concurrency == 1 else len(group)
+        parts = [group[start : start + size] for start in range(0, len(group), size)]
+        done = [_ask_block(endpoint, part, answer, tick) for part in parts]
+        _require_own(endpoint, done)
+        blocks += done
+    failed = [one for block in blocks for one in block.failed]
+    if len(failed) == len(prompts):
+        raise DataError(
+            f"{NAMES.url}: {endpoint.url} refuses all of {len(prompts)} prompts at temperature {temperature:g} "
+            f"({failed[0][0].id}: {failed[0][1]}); expected responses. Check the server's log."
+        )
+    return blocks
+
+
+def _ask_block(
+    endpoint: Endpoint,
+    prompts: Sequence[TaskPrompt],
+    answer: Callable[[TaskPrompt], _Answered | Refusal],
+    tick: Callable[[], None],
+) -> _Block:
+    before, started = endpoint.counters(), time.perf_counter()
+    found: dict[int, _Answered | Refusal] = {}
+
+    def on_done(done: dict[int, Future[_Answered | Refusal]]) -> None:
+        for number, future in done.items():
+            found[number] = future.result()
+            tick()
+
+    endpoint.run_all((partial(answer, prompt) for prompt in prompts), on_done)
+    seconds, results = time.perf_counter() - started, [found[number] for number in range(len(prompts))]
+    answered = tuple(one for one in results if isinstance(one, _Answered))
+    failed = tuple(
+        (prompt, one.reason) for prompt, one in zip(prompts, results, strict=True) if isinstance(one, Refusal)
+    )
+    generated = counts = None
+    if before is not None:
+        generated, counts = _gained(endpoint, before, sum(one.tokens for one in answered))
+    return _Block(answered=answered, failed=failed, seconds=seconds, counts=counts, generated=generated)
+
+
+def _gained(endpoint: Endpoint, before: Mapping[tuple[str, str], float], own_tokens: int) -> tuple[int, SpecCounts]:
+    """Return the increase of the counters, read until they include all tokens that we received."""
+    for number in range(SETTLE_LOOKS):
+        if number:
+            endpoint.wait(SETTLE_SECONDS)
+        now = endpoint.counters()
+        if now is None:
+            raise DataError(
+                f"{endpoint.url}: no counters at /metrics after its responses; expected them as before. Check that the "
+                "server is still running, and run the command again."
+            )
+        generated, counts = increase(before, now, endpoint.served_with)
+        if generated >= own_tokens:
+            break
+    return generated, counts
+
+
+def _require_own(endpoint: Endpoint, blocks: Sequence[_Block]) -> None:
+    """Check that the counters include no drafts for other clients."""
+    answered = [one for block in blocks for one in block.answered]
+    own, generated = sum(one.tokens for one in answered), sum(block.generated or 0 for block in blocks)
+    # The number of tokens generated for a failed request is unknown.
+    if generated > (1.0 + MAX_FOREIGN_SHARE) * own and not any(block.failed for block in blocks):
+        task = answered[0].prompt.task
+        raise DataError(
+            f"{NAMES.url}: {endpoint.url} generated {generated} tokens, {own} of them for us ({task}, {len(answered)} "
+            "prompts); expected no other client, as its counters do not separate requests. Measure while it is idle."
+        )
+
+
+def _served(endpoint: Endpoint, asked: Mapping[float, Sequence[_Block]], max_new_tokens: int, seed: int) -> Served:
+    parts = {one: [part for block in blocks if block.answered for part in block.parts] for one, blocks in asked.items()}
+    counted = all(part.counts is not None for some in parts.values() for part in some)
+    drafts = None
+    if counted:
+        drafts = any(part.counts is not None and part.counts.rounds for some in parts.values() for part in some)
+    cells = []
+    for temperature, some in parts.items():
+        tasks = {part.answered[0].prompt.task: None for part in some}
+        groups = {ALL_TASKS: some} | {
+            task: [part for part in some if part.answered[0].prompt.task == task] for task in tasks
+        }
+        cells += [_cell(endpoint, group, task, temperature, drafts) for task, group in groups.items()]
+    failed = [(one, *pair) for one, blocks in asked.items() for block in blocks for pair in block.failed]
+    warnings = [f"{len(failed)} requests failed, {failed[0][1].id} first: {failed[0][2]}."] if failed else []
+    if not counted:
+        warnings.append(
+            "The server does not count its drafts, so acceptance is unknown. Counts come from vLLM, SGLang, and "
+            "llama-server with --metrics."
+        )
+    document = {
+        "url": endpoint.url,
+        "server": endpoint.served_with or None,
+        "model": endpoint.model,
+        "prompts_as": endpoint.prompts_as,
+        "drafts": drafts,
+        "concurrency": endpoint.concurrency,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "speeds": [_speed(temperature, blocks) for temperature, blocks in asked.items()],
+        "failures": [
+            {"prompt": prompt.id, "task": prompt.task, "temperature": temperature, "reason": reason}
+            for temperature, prompt, reason in failed
+        ],
+        "answers": None,
+        "warnings": warnings,
+    }
+    answers = {
+        temperature: tuple((one.prompt.prompt_ids, one.token_ids) for block in blocks for one in block.answered)
+        for temperature, blocks in asked.items()
+    }
+    arm = ArmResult(**{field.name: getattr(cells[0], field.name) for field in fields(ArmResult)})
+    return Served(arm=arm, cells=tuple(cells), document=document, answers=answers)
+
+
+def _speed(temperature: float, blocks: Sequence[_Block]) -> dict[str, Any]:
+    """Return the throughput at one temperature, prefill included."""
+    seconds = sum(block.seconds for block in blocks)
+    tokens = sum(one.tokens for block in blocks for one in block.answered)
+    return {
+        "temperature": temperature,
+        "requests": sum(len(block.answered) for block in blocks),
+        "failed": sum(len(block.failed) for block in blocks),
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+def _cell(endpoint: Endpoint, parts: Sequence[_Block], task: str, temperature: float, drafts: bool | None) -> Cell:
+    """Return the cell of one task at one temperature, or of all tasks."""
+    answered = [one for part in parts for one in part.answered]
+    new_tokens = sum(one.tokens for one in answered)
+    told = [part.counts for part in parts if part.counts is not None]
+    counts = reduce(SpecCounts.__add__, told, SpecCounts()) if drafts is not None else None
+    return Cell(
+        arm=SERVED,
+        task=task,
+        temperature=temperature,
+        context_tokens=None,
+        depth=counts.depth if counts is not None else 0,
+        # At temperature 0 all verify rules are equal. Above 0, the rule is a setting that the server does not report.
+        rule="none" if drafts is False else "greedy" if drafts and temperature == 0.0 else "served",
+        trunk=endpoint.model,
+        head=None if drafts is False else endpoint.url,
+        **_acceptance(parts, counts),
+        teacher_forced=NOT_TEACHER_FORCED,
+        repeated_8gram_share=repeated_ngram_share([one.token_ids for one in answered]),
+        tokens_per_second=new_tokens / sum(part.seconds for part in parts),
+        speedup=None,
+        prompts=len(answered),
+        groups=len({one.prompt.group for one in answered}),
+        measured_here=True,
+        new_tokens=new_tokens,
+        mean_prompt_tokens=sum(len(one.prompt.prompt_ids) for one in answered) / len(answered),
+        seconds_prefill=None,
+        round_seconds=None,
+        break_even_tau=None,
+        break_even_acceptance=None,
+    )
+
+
+def _acceptance(parts: Sequence[_Block], counts: SpecCounts | None) -> dict[str, Any]:
+    """Return the fields of a cell about rounds and drafts."""
+    none = dict.fromkeys(("tau_ci95", "acceptance_rate", "marginal", "conditional", "accepted_histogram"))
+    if counts is None or not counts.rounds:
+        plain = None if counts is None else 1.0
+        return {**none, "tau": plain, "tau_macro": plain, "rounds": None, "draft_tokens": 0, "accepted_tokens": 0}
+    single = [part for part in parts if len(part.answered) == 1]
+    by_prompt = [part.counts for part in single if part.counts is not None]
+    interval = macro = None
+    if len(by_prompt) == len(parts):
+        totals_P2 = np.array([(one.accepted_tokens, one.rounds) for one in by_prompt], dtype=np.float64)
+        groups = [part.answered[0].prompt.group for part in single]
+        accepted_G, rounds_G = sum_by_group(totals_P2, groups).T
+        interval = pooled_tau_interval(accepted_G, rounds_G, counts.depth)
+        macro = float(np.mean([one.tau for one in by_prompt if one.rounds]))
+    reached = counts.accepted_per_pos
+    chain = None if reached is None else (counts.rounds, *reached)
+    return {
+        "tau": counts.tau,
+        "tau_ci95": interval,
+        "tau_macro": macro,
+        "acceptance_rate": _ratio(counts.accepted_tokens, counts.draft_tokens),
+        "marginal": None if reached is None else tuple(share / counts.rounds for share in reached),
+        "conditional": None if chain is None else tuple(_ratio(later, earlier) for earlier, later in pairwise(chain)),
+        "accepted_histogram": None if chain is None else tuple(a - b for a, b in pairwise((*chain, 0))),
+        "rounds": counts.rounds,
+        "draft_tokens": counts.draft_tokens,
+        "accepted_tokens": counts.accepted_tokens,
+    }
+
+
+def _ratio(above: float, below: float) -> float | None:
+    return above / below if below else None
+
+
+def judged(served: Served, trunk: Trunk, eos_ids: Collection[int]) -> Served:
+    """Return the measurements with a verdict on whether the trunk wrote the responses, from a sample per temperature.
+
+    Raises:
+        CheckpointError: The trunk's logits are NaN or infinite.
+    """
+    found, warnings = [], list(served.document["warnings"])
+    for temperature, answers in served.answers.items():
+        fit = fit_of(
+            trunk,
+            spread([answer for answer in answers if answer[1]], f"{temperature}"),
+            distribution_of(Sampling(temperature=temperature), trunk.lm_head_VD.device),
+            is_greedy=temperature == 0.0,
+            eos_ids=eos_ids,
+        )
+        verdict = fit.is_trunks if fit.can_tell or not fit.is_trunks else None
+        found.append({"temperature": temperature, **fit._asdict(), "are_the_trunks": verdict})
+        if verdict is None:
+            warnings.append(
+                f"{fit.tokens} tokens at temperature {temperature:g} are too few to tell whether the trunk wrote them. "
+                "Use more prompts or longer responses."
+            )
+        elif not verdict:
+            warnings.append(
+                f"The responses at temperature {temperature:g} are not the trunk's: over {fit.answers} responses, the "
+                f"trunk gives the tokens a mean probability of {fit.found:.3f}, and its own tokens {fit.expected:.3f} "
+                f"within {fit.allowed:.3f}. The served model, its quantisation or its sampling differs."
+            )
+    return replace(served, document={**served.document, "answers": found, "warnings": warnings})
+
+
+def with_served(report: StudyReport, served: Served) -> StudyReport:
+    """Return the report with the served model as an additional arm."""
+    return replace(
+        report,
+        arms={**report.arms, SERVED: served.arm},
+        cells=(*report.cells, *served.cells),
+        endpoint=served.document,
+    )
