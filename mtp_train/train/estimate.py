@@ -34,17 +34,6 @@ _STATES_AT_ONCE = 3
 """Resume states on disk at a time: two are kept, and the oldest is removed after the new one is complete."""
 _KEPT_BYTES = {"auto": 4, "bf16": 2, "fp8": 1}
 
-
-def active_weights(shapes: Mapping[str, Size], experts_per_token: int) -> int:
-    """Count the weights of matrices that one token is multiplied with; embeddings are looked up and not counted."""
-    total = 0
-    for name, shape in shapes.items():
-        if len(shape) < 2 or "embed" in name or "lm_head" in name:
-            continue
-        total += shape.numel() * experts_per_token // shape[0] if is_stacked(name, shape) else shape.numel()
-    return total
-
-
 GIB = 1 << 30
 
 

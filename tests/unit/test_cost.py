@@ -1,13 +1,12 @@
-"""Disk bytes of a run and weights of a token, by hand."""
+"""Disk bytes of a run, by hand."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from torch import Size
 
-from mtp_train.train.estimate import Footprint, active_weights, estimate_disk
+from mtp_train.train.estimate import Footprint, estimate_disk
 from mtp_train.train.plan import make_plan
 from runs import tiny_recipe
 
@@ -20,21 +19,6 @@ HEAD = Footprint(
     loss_bytes=0,
     activation_bytes=0,
 )
-
-
-def test_a_token_is_multiplied_with_the_experts_that_it_uses_and_with_no_embedding() -> None:
-    shapes = {
-        "embed_tokens.weight": Size([50, 8]),
-        "layers.0.self_attn.q_proj.weight": Size([8, 8]),
-        "layers.0.input_layernorm.weight": Size([8]),
-        "layers.0.linear_attn.conv1d.weight": Size([8, 1, 4]),
-        "layers.0.mlp.gate.weight": Size([4, 8]),
-        "layers.0.mlp.experts.gate_up_proj": Size([4, 12, 8]),
-        "layers.0.mlp.experts.down_proj": Size([4, 8, 6]),
-        "lm_head.weight": Size([50, 8]),
-    }
-    assert active_weights(shapes, 2) == 64 + 32 + 32 + 2 * (12 * 8 + 8 * 6)
-    assert active_weights(shapes, 4) == 64 + 32 + 32 + 4 * (12 * 8 + 8 * 6)
 
 
 def test_disk_holds_three_resume_states_the_head_and_its_export(tmp_path: Path) -> None:
