@@ -196,8 +196,8 @@ def _measure_all(arms: Sequence[OpenArm], study: _Study) -> Measured:
     for arm in arms:
         by_trunk.setdefault(arm.spec.trunk_key, []).append(arm)
     found = Measured()
-    for group in by_trunk.values():
-        plain_name = PLAIN if len(by_trunk) == 1 else f"{PLAIN}@{trunk_label(group[0].spec)}"
+    names = plain_names([group[0].spec for group in by_trunk.values()])
+    for plain_name, group in zip(names, by_trunk.values(), strict=True):
         loaded = _load(study, group, plain_name)
         study.store.require_unchanged(study.progress)
         _measure(study, loaded, found)
@@ -205,6 +205,15 @@ def _measure_all(arms: Sequence[OpenArm], study: _Study) -> Measured:
         del loaded
         gc.collect()
     return found
+
+
+def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
+    """Name plain decoding with each trunk: after the trunk, or after its first arm where two trunks are called alike."""
+    if len(specs) == 1:
+        return [PLAIN]
+    labels = [trunk_label(spec) for spec in specs]
+    pairs = zip(labels, specs, strict=True)
+    return [f"{PLAIN}@{label if labels.count(label) == 1 else spec.name}" for label, spec in pairs]
 
 
 def _checkpoints(arms: Sequence[OpenArm]) -> list[Checkpoint]:

@@ -10,6 +10,7 @@ import pytest
 from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.evaluation.arms import ArmSpec, open_arm, parse_arm, require_distinct
+from mtp_train.evaluation.run import plain_names
 from mtp_train.job.evaluate import packed_arms, server_of, subject_arm
 from mtp_train.recipe.loading import dump_recipe
 from runs import tiny_recipe
@@ -118,3 +119,12 @@ def test_an_external_drafter_is_not_packed(tmp_path: Path) -> None:
     assert [str(one.path) for one in arm.model.draft_checkpoints] == [assistant]
     with pytest.raises(DataError, match="expected a head"):
         open_arm(ArmSpec("x", trunk, assistant, head_quantization="8bit"))
+
+
+def test_plain_decoding_is_named_after_its_trunk_and_after_an_arm_where_two_are_called_alike() -> None:
+    def names(*arms: str) -> list[str]:
+        return plain_names([parse_arm(arm) for arm in arms])
+
+    assert names("a/ckpt") == ["none"]
+    assert names("a/ckpt", "b/other") == ["none@ckpt", "none@other"]
+    assert names("x=a/ckpt", "y=b/ckpt", "c/other") == ["none@x", "none@y", "none@other"]
