@@ -18,7 +18,6 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -170,8 +169,6 @@ class Endpoint:
         self._timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
         self._closed = threading.Event()
         self.wait = wait or self._closed.wait
-        self._lock = threading.Lock()
-        self._in_flight = 0
         self._client = httpx.Client(
             # As bytes: httpx refuses text that is not ASCII.
             headers={} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()},
@@ -191,34 +188,9 @@ class Endpoint:
         return printable(redacted(text.replace(self._api_key, "***") if self._api_key else text))
 
     def close(self) -> None:
-        """End all waits and send nothing more. Requests in flight are read to their end, then connections close."""
-        with self._lock:
-            self._closed.set()
-            if not self._in_flight:
-                self._client.close()
-
-    @contextmanager
-    def _sending(
-        self, method: str, url: str, payload: Mapping[str, Any] | None, timeout: httpx.Timeout
-    ) -> Iterator[httpx.Response]:
-        """Send one request and yield its response, whose body is still unread.
-
-        Raises:
-            httpx.HTTPError: The request failed, or the endpoint is closed.
-        """
-        with self._lock:
-            if self._closed.is_set():
-                raise httpx.CloseError("the endpoint is closed")
-            self._in_flight += 1
-        try:
-            with self._client.stream(method, url, json=payload, timeout=timeout) as response:
-                yield response
-        finally:
-            with self._lock:
-                self._in_flight -= 1
-                # The last request in flight closes the client: closing it earlier would break off the others.
-                if self._closed.is_set() and not self._in_flight:
-                    self._client.close()
+        """End all waits and close the connections; nothing more is sent."""
+        self._closed.set()
+        self._client.close()
 
     def run_all(
         self, work: Iterable[Callable[[], Answer]], on_done: Callable[[dict[int, Future[Answer]]], object]
@@ -246,8 +218,8 @@ class Endpoint:
                     )
                 on_done({waiting.pop(future): future for future in done})
         except BaseException as error:
-            # If one request failed for good, the others have to stop retrying.
-            self.close()
+            # If one request failed for good, the others have to stop retrying; those in flight are read to their end.
+            self._closed.set()
             if isinstance(error, MtpError | OSError) and not isinstance(error, StalledError):
                 wait(waiting)
             raise
@@ -334,7 +306,7 @@ class Endpoint:
     def look(self, path: str) -> str | None:
         """Return the text under a path from the server's root; None if there is none."""
         try:
-            with self._sending("GET", self.url.removesuffix("/v1") + path, None, LIST_TIMEOUT) as response:
+            with self._client.stream("GET", self.url.removesuffix("/v1") + path, timeout=LIST_TIMEOUT) as response:
                 body = b"".join(_parts(response))
                 return body.decode("utf-8", errors="replace") if response.status_code == 200 else None
         except (httpx.HTTPError, _UnusableError):
@@ -392,7 +364,7 @@ class Endpoint:
             if self._closed.is_set():
                 break
             try:
-                with self._sending(method, url, payload, timeout or self._timeout) as response:
+                with self._client.stream(method, url, json=payload, timeout=timeout or self._timeout) as response:
                     if response.status_code == 200:
                         return _read_json(response)
                     detail = self._shown(_detail(response))

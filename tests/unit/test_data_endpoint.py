@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -111,26 +111,36 @@ def test_a_server_that_is_not_there_is_named() -> None:
     endpoint.close()
 
 
-def test_closing_reads_what_is_in_flight_and_sends_nothing_more(connect: Connect) -> None:
-    asked, closed = threading.Event(), threading.Event()
+def test_a_request_that_fails_for_good_lets_those_in_flight_end_and_sends_nothing_more(connect: Connect) -> None:
+    asked, failed = threading.Event(), threading.Event()
 
     def reply(payload: dict[str, Any]) -> Reply:
+        if payload["seed"]:
+            assert asked.wait(10)
+            failed.set()
+            return Reply(404)
         asked.set()
-        assert closed.wait(10)
+        assert failed.wait(10)
         return GOOD
 
-    endpoint, served, _ = connect(reply)
-    payload = endpoint.payload(QUESTION, GREEDY)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(endpoint.complete, payload)
-        assert asked.wait(10)
-        endpoint.close()
-        closed.set()
-        assert not isinstance(answer.result(), Refusal)
+    endpoint, served, _ = connect(reply, concurrency=2)
+    payloads = [endpoint.payload(QUESTION._replace(seed=seed), GREEDY) for seed in (0, 1)]
+    ended: list[Any] = []
+
+    def complete(payload: dict[str, Any]) -> object:
+        answer = endpoint.complete(payload)
+        ended.append(answer)
+        return answer
+
+    with pytest.raises(DataError, match="answers 404"):
+        endpoint.run_all(
+            [partial(complete, payload) for payload in payloads], lambda done: [one.result() for one in done.values()]
+        )
+    assert [answer["choices"][0]["text"] for answer in ended] == ["yes"]
+    assert len(served.payloads) == 2
     with pytest.raises(DataError, match="expected an answer"):
-        endpoint.complete(payload)
-    assert endpoint.look("/metrics") is None
-    assert len(served.payloads) == 1
+        endpoint.complete(payloads[0])
+    assert len(served.payloads) == 2
 
 
 def test_a_redirect_is_followed(connect: Connect) -> None:
