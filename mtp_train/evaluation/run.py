@@ -208,7 +208,7 @@ def _measure_all(arms: Sequence[OpenArm], study: _Study) -> Measured:
 
 
 def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
-    """Name plain decoding with each trunk: after the trunk, or after its first arm where two trunks are called alike."""
+    """Name plain decoding with each trunk after the trunk, or after its first arm where two trunks are called alike."""
     if len(specs) == 1:
         return [PLAIN]
     labels = [trunk_label(spec) for spec in specs]
