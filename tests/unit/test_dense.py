@@ -33,7 +33,7 @@ class LogitModel:
 
 def measure(monkeypatch: pytest.MonkeyPatch, *batches: AlignedRows) -> DenseMetrics:
     """Run the metrics over rows that are given as they come out of trunk and head."""
-    monkeypatch.setattr(dense, "aligned_rows", lambda trunk, head, batch, num_depths, attention: batch)
+    monkeypatch.setattr(dense, "aligned_rows", lambda trunk, head, batch, num_depths: batch)
     model: Any = LogitModel()
     given: Any = batches
     return dense_metrics(model, model, given, len(batches[0].student_KND))

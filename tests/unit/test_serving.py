@@ -14,7 +14,7 @@ from mtp_train.errors import CheckpointError
 from mtp_train.evaluation.prompt_records import Rule, Setting
 from mtp_train.evaluation.settings import greedy, left_out, served_settings
 from mtp_train.recipe import rules as recipe_rules
-from mtp_train.recipe.loading import dump_recipe, recipe_from_mapping
+from mtp_train.recipe.loading import recipe_from_mapping
 from mtp_train.recipe.schema import EvaluateSection
 
 DEPTH = 3
@@ -121,15 +121,6 @@ def test_a_value_a_list_or_auto(written: str, temperature: object) -> None:
     recipe = recipe_from_mapping(RAW, [f"evaluate.temperature={written}"])
     assert recipe.evaluate.temperature == temperature
     assert recipe_from_mapping(RAW, [f"evaluate.temperature={written}", "evaluate.top_k=auto"]) == recipe
-
-
-def test_a_recipe_of_a_greedy_run_is_written_as_it_was_before_there_were_settings() -> None:
-    """Run directories compare the resolved recipe as text: an older greedy run goes on."""
-    dumped = dump_recipe(recipe_from_mapping(RAW, ["evaluate.temperature=0.0"]))
-    assert "  temperature: 0.0\n" in dumped
-    assert not any(f"\n  {name}:" in dumped for name in ("top_p", "top_k", "rule"))
-    kept = dump_recipe(recipe_from_mapping(RAW, ["evaluate.temperature=[0, 0.6]", "evaluate.top_p=0.9"]))
-    assert "top_p:\n    - 0.9" in kept
 
 
 @pytest.mark.parametrize("field", ["top_p=0.9", "top_k=20", "rule=sampled"])
