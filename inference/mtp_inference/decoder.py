@@ -50,7 +50,7 @@ GPU_CAPACITY_STEP = 1024
 
 
 class Needs(NamedTuple):
-    """Sizes that a batch is built for. Calls with equal needs share its buffers and its captured rounds."""
+    """Sizes that a batch is built for. Calls whose needs it covers share its buffers and its captured rounds."""
 
     num_rows: int
     capacity: int
@@ -58,6 +58,10 @@ class Needs(NamedTuple):
     depth: int
     num_stops: int
     penalises: bool
+
+    def covers(self, other: Needs) -> bool:
+        """Return whether a batch for these needs serves others; each of its rows would cost time in every round."""
+        return self.num_rows == other.num_rows and all(ours >= theirs for ours, theirs in zip(self, other, strict=True))
 
 
 def rounded_capacity(num_positions: int, on_gpu: bool) -> int:
@@ -459,8 +463,10 @@ class SpeculativeDecoder:
         # begins last would run alone at the end.
         lanes = sorted(lanes, key=lambda lane: -len(lane.request.prompt_ids))
         needs = self._needs(lanes)
+        met = self._needs_met
         # A session drops rows at its end.
-        if self._rounds is None or self._needs_met != needs or self._rounds.batch.cache.num_rows != needs.num_rows:
+        has_rows = self._rounds is not None and self._rounds.batch.cache.num_rows == needs.num_rows
+        if self._rounds is None or met is None or not has_rows or not met.covers(needs):
             self._captured_before = self.captured_rounds
             self._rounds = None  # Free its buffers before allocating new ones.
             batch = make_batch(

@@ -137,7 +137,8 @@ class Session:
     ) -> None:
         self.rounds = rounds
         self.batch = rounds.batch
-        self.batch.owner = self
+        # Not this object: a cycle would keep the buffers until the next collection.
+        self.batch.owner = self._ticket = object()
         self.waiting = deque(waiting)
         self.costs = costs
         self.max_depth = max_depth
@@ -241,7 +242,7 @@ class Session:
         self.in_flight.append(InFlight(outcome, dict(self.lanes), plan, launched))
 
     def _require_rows(self) -> None:
-        if self.batch.owner is not self:
+        if self.batch.owner is not self._ticket:
             raise MtpError(
                 "decode: another call of this decoder began before this one had ended; expected one at a time, as they "
                 "share buffers. Pass all requests together, or use a second decoder."

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -313,6 +315,29 @@ def test_results_come_in_the_order_of_the_requests_and_buffers_are_kept() -> Non
     assert [result.token_ids for result in decoder.decode(requests[::-1])] == expected[::-1]
     assert decoder._rounds is rounds
     assert decoder.decode([]) == []
+
+
+def test_a_batch_that_covers_later_requests_is_kept_and_freed_with_its_decoder() -> None:
+    decoder = right("glm4_moe", rows=2)
+
+    def decode(*lengths: int, max_new_tokens: int = 5) -> None:
+        decoder.decode([Request(prompt_ids=prompt(length), max_new_tokens=max_new_tokens) for length in lengths])
+
+    decode(2, 11)
+    rounds = decoder._rounds
+    decode(3, 5)
+    assert decoder._rounds is rounds
+    decode(3, 11, max_new_tokens=9)
+    assert decoder._rounds is not rounds
+    kept = weakref.ref(decoder._rounds.batch) if decoder._rounds is not None else None
+    gc.collect()
+    gc.disable()
+    try:
+        del decoder._rounds, rounds
+        assert kept is not None
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 class Clock:
