@@ -7,6 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+BY_HAND = (
+    *("mimo", "qwen2", "mimo_v2_flash", "exaone_moe", "exaone4_5", "glm_ocr", "ernie4_5_moe", "nemotron_h", "step3p7"),
+    *("longcat_flash", "hy_v4", "minimax_m3", "deepseek_v4", "glm_moe_dsa", "qwen4_exp", "glm5_next", "dots3_note"),
+    *("cohere", "cohere2", "cohere2_moe"),
+)
+"""Families whose layers or keys ``MtpModel`` has no place for; ``test_head_by_hand.py`` has a forward of each."""
+
 
 class InTurn(nn.ModuleList):
     def forward(self, state: Tensor, attention_mask: Tensor, **_unused: object) -> Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_head_oracle import BY_HAND
 from torch import Tensor, nn
 
 from checkpoints import all_tensors, save_with_head
@@ -25,9 +24,19 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.weights.files import open_checkpoint
-from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, IS_OLD, VOCAB_SIZE, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
-from written_out import MIXER, AttentionThenMlp, InTurn, OfAllKeys, mix_joined, mix_streams, rms_norm, stack_experts
+from written_out import (
+    BY_HAND,
+    MIXER,
+    AttentionThenMlp,
+    InTurn,
+    OfAllKeys,
+    mix_joined,
+    mix_streams,
+    rms_norm,
+    stack_experts,
+)
 
 NUM_TOKENS = 11
 
@@ -371,9 +380,11 @@ def load(family_name: str, path: Path) -> tuple[Trunk, MtpHead]:
 
 
 @pytest.mark.parametrize("spoilt", [False, True], ids=["as_it_is", "halves_swapped"])
-@pytest.mark.parametrize("family_name", HANDS)
+@pytest.mark.parametrize("family_name", [name for name in HANDS if name in ALL_FAMILIES])
 @torch.inference_mode()
 def test_depth_1_is_the_forward_written_out(family_name: str, spoilt: bool, tmp_path: Path) -> None:
+    if IS_OLD and family_name == "glm_ocr":
+        pytest.skip("rotary embeddings of this transformers take positions of three axes, and this forward has one")
     trunk, head = load(family_name, tmp_path / "checkpoint")
     head.convention = dataclasses.replace(head.convention, zero_first_embedding=False)
     tokens_1T = torch.randint(VOCAB_SIZE, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(3))

@@ -28,6 +28,7 @@ from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from tiny import ALL_FAMILIES, FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 from tolerances import FAR, assert_differs, assert_same, num_terms, rounding
+from written_out import BY_HAND
 
 mtp_module = pytest.importorskip("transformers.modeling_layers")
 if not hasattr(mtp_module, "MtpModel") or not hasattr(mtp_module.MtpModel, "forward_layer"):
@@ -39,12 +40,6 @@ INDEXED = "indexed_attention"
 
 # What transformers' loader calls the final norm that these releases call final_layernorm.
 RENAMED = {"final_layernorm.": "shared_head.norm."}
-BY_HAND = (
-    *("mimo", "qwen2", "mimo_v2_flash", "exaone_moe", "exaone4_5", "glm_ocr", "ernie4_5_moe", "nemotron_h", "step3p7"),
-    *("longcat_flash", "hy_v4", "minimax_m3", "deepseek_v4", "glm_moe_dsa", "qwen4_exp", "glm5_next", "dots3_note"),
-    *("cohere", "cohere2", "cohere2_moe"),
-)
-"""Families whose layers or keys ``MtpModel`` has no place for; ``test_head_by_hand.py`` has a forward of each."""
 CHAINED_FAMILIES = ("inkling",)
 """Those whose modules ``MtpModel`` runs one after the other, with keys and convolutions of their own."""
 MTP_MODEL_FAMILIES = tuple(name for name in ALL_FAMILIES if name not in (*BY_HAND, *CHAINED_FAMILIES))

@@ -26,6 +26,7 @@ _INKLING = next(family for family in FAMILIES if family.name == "inkling")
 RECORD = dataclasses.replace(
     _INKLING,
     layer=HeadLayer(why_not_run="its layers need what is not here yet"),
+    trunk=dataclasses.replace(_INKLING.trunk, needs_transformers=None),
     keys=dataclasses.replace(
         _INKLING.keys,
         rules=(
