@@ -60,8 +60,12 @@ class Needs(NamedTuple):
     penalises: bool
 
     def covers(self, other: Needs) -> bool:
-        """Return whether a batch for these needs serves others; each of its rows would cost time in every round."""
-        return self.num_rows == other.num_rows and all(ours >= theirs for ours, theirs in zip(self, other, strict=True))
+        """Return whether a batch for these needs serves others as fast as one of their own.
+
+        Further rows would cost time in every round, and a drafter in every prefill, also of texts without drafts.
+        """
+        same = self.num_rows == other.num_rows and (self.depth > 0) == (other.depth > 0)
+        return same and all(ours >= theirs for ours, theirs in zip(self, other, strict=True))
 
 
 def rounded_capacity(num_positions: int, on_gpu: bool) -> int:

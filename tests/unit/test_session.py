@@ -340,6 +340,16 @@ def test_a_batch_that_covers_later_requests_is_kept_and_freed_with_its_decoder()
         gc.enable()
 
 
+def test_plain_requests_run_without_the_drafter_of_the_requests_before() -> None:
+    """Otherwise its prefill would slow down the baseline of every speedup."""
+    decoder = right("glm4_moe", rows=1)
+    decoder.decode([Request(prompt_ids=prompt(7), max_new_tokens=9, mtp="on")])
+    assert decoder._rounds is not None
+    assert decoder._rounds.batch.drafter is not None
+    decoder.decode([Request(prompt_ids=prompt(5), max_new_tokens=5, mtp="off")])
+    assert decoder._rounds.batch.drafter is None
+
+
 class Clock:
     """Time that passes by hand: a round takes what its depth costs, and other work interrupts plain rounds."""
 
